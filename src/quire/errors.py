@@ -1,0 +1,69 @@
+"""Every exception Quire raises on purpose.
+
+QuireError
+├── ConfigError            an argument of the engine is unknown, out of range, or contradicts another   (ValueError)
+├── CheckpointError        a checkpoint is missing, half-written, unsafe or inconsistent
+│   ├── UnsupportedModelError   a well-formed checkpoint of an architecture Quire has no model for
+│   └── TokenizerError     no tokenizer beside the weights, or one that cannot be read
+├── OutOfMemoryError       the machine (or the limit given) has no room for what was asked             (MemoryError)
+├── RequestError           one request is wrong; it alone fails                                        (ValueError)
+│   ├── InvalidParamsError a sampling parameter is out of range
+│   ├── InvalidPromptError the prompt is empty, malformed or holds ids outside the vocabulary
+│   └── PromptTooLongError the prompt does not fit the context; the message names both lengths
+└── KernelError            a kernel was called with a shape, stride, dtype or device it does not take  (ValueError)
+
+Each message says what was given, what is allowed, and what to do about it.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class QuireError(Exception):
+    """Base of all errors Quire raises on purpose."""
+
+
+class ConfigError(QuireError, ValueError):
+    """An engine argument is unknown, out of range, or contradicts another one."""
+
+
+class CheckpointError(QuireError):
+    """A checkpoint is missing, half-written, unsafe or inconsistent."""
+
+
+class UnsupportedModelError(CheckpointError):
+    """The checkpoint is well-formed, but there is no model for its architecture."""
+
+
+class TokenizerError(CheckpointError):
+    """There is no tokenizer beside the weights, or it cannot be read."""
+
+
+class OutOfMemoryError(QuireError, MemoryError):
+    """The machine, or the limit given, has no room for what was asked."""
+
+
+class RequestError(QuireError, ValueError):
+    """One request is wrong; it alone fails."""
+
+
+class InvalidParamsError(RequestError):
+    """A sampling parameter is out of range or contradicts another one."""
+
+
+class InvalidPromptError(RequestError):
+    """The prompt is empty, malformed, or holds token ids outside the vocabulary."""
+
+
+class PromptTooLongError(RequestError):
+    """The prompt does not fit into the context."""
+
+
+class KernelError(QuireError, ValueError):
+    """A kernel was called with a shape, stride, dtype or device it does not take."""
+
+
+def nearest_name(name: str, allowed: Iterable[str]) -> str:
+    """`, did you mean 'x'?` for the allowed name closest to `name`, or an empty string if none is close."""
+    matches = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.6)
+    return f", did you mean {matches[0]!r}?" if matches else ""

@@ -1,0 +1,168 @@
+"""What every kernel computes, in plain torch: the living definition the native kernels are tested against.
+
+Readable before fast. Also serves, slowly, where the native extension could not be built or loaded. Arithmetic is in
+float32 whatever the storage dtype; results are rounded once, on the way out. The reference does not promise the bitwise
+batch invariance of the native kernels: torch may choose another reduction order for another batch size.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """`x @ weight.T + bias`: x [num_tokens, k], weight [n, k], bias [n] float32 -> [num_tokens, n] in `out_dtype`."""
+    out = x.float() @ weight.float().T
+    return (out if bias is None else out + bias.float()).to(out_dtype)
+
+
+def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
+    """Rows of `table` [vocab, hidden] by token_ids [num_tokens] -> [num_tokens, hidden]."""
+    return table[token_ids.long()]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root mean square norm over the last dimension (Zhang and Sennrich 2019); weight [hidden] float32."""
+    x32 = x.float()
+    return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`residual += x` in place, rounded to its dtype; then the norm of that rounded residual."""
+    residual.copy_((residual.float() + x.float()).to(residual.dtype))
+    return rms_norm(residual, weight, eps)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Layer norm over the last dimension (Ba et al. 2016); weight and bias [hidden] float32."""
+    return F.layer_norm(x.float(), x.shape[-1:], weight.float(), bias.float(), eps).to(x.dtype)
+
+
+def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """`residual += x` in place, rounded to its dtype; then the norm of that rounded residual."""
+    residual.copy_((residual.float() + x.float()).to(residual.dtype))
+    return layer_norm(residual, weight, bias, eps)
+
+
+def rotary_embedding(x: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
+    """Rotate heads in place (Su et al. 2021), in the half-split pairing (i, i + rotary_dim / 2) of NeoX and Llama.
+
+    x [num_tokens, num_heads, head_dim]; positions [num_tokens]; cos_sin [max_positions, rotary_dim] float32, cosines in
+    the first half, sines in the second. Dimensions past rotary_dim stay as they are.
+    """
+    rotary_dim = cos_sin.shape[-1]
+    cos, sin = cos_sin[positions.long()].unsqueeze(1).chunk(2, dim=-1)  # [num_tokens, 1, rotary_dim / 2]
+    first, second = x[..., :rotary_dim].float().chunk(2, dim=-1)
+    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    x[..., :rotary_dim] = rotated.to(x.dtype)
+
+
+def gated_activation(x: Tensor, kind: str) -> Tensor:
+    """`act(gate) * up` for x = [gate | up]: [num_tokens, 2 * width] -> [num_tokens, width]; `kind` as in `activation`."""
+    gate, up = x.float().chunk(2, dim=-1)
+    return (_ACTIVATIONS[kind](gate) * up).to(x.dtype)
+
+
+def activation(x: Tensor, kind: str) -> Tensor:
+    """Elementwise: `silu`, `gelu` (exact, erf), `gelu_tanh` (its tanh approximation), or `relu`."""
+    return _ACTIVATIONS[kind](x.float()).to(x.dtype)
+
+
+_ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+def write_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    """Store new keys and values in their slots.
+
+    key, value [num_tokens, num_kv_heads, head_dim]; slots [num_tokens] (block_id * block_size + offset);
+    k_cache [num_blocks, num_kv_heads, head_dim / pack, block_size, pack] where pack elements fill four bytes (the lanes of
+    the dot-product instructions); v_cache [num_blocks, num_kv_heads, block_size, head_dim].
+    """
+    num_tokens, num_kv_heads, head_dim = key.shape
+    block_size, pack = k_cache.shape[3:]
+    blocks, offsets = slots.long() // block_size, slots.long() % block_size
+    k_cache[blocks, :, :, offsets] = key.reshape(num_tokens, num_kv_heads, head_dim // pack, pack)
+    v_cache[blocks, :, offsets] = value
+
+
+def gather_kv(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse of `write_kv`: keys and values [num_tokens, num_kv_heads, head_dim] read back from their slots."""
+    block_size = k_cache.shape[3]
+    blocks, offsets = slots.long() // block_size, slots.long() % block_size
+    return k_cache[blocks, :, :, offsets].flatten(2), v_cache[blocks, :, offsets]
+
+
+def paged_attention(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    sliding_window: int | None,
+) -> Tensor:
+    """Causal attention of a mixed batch over the paged cache (Kwon et al. 2023): decode, chunk and prefill alike.
+
+    query [num_tokens, num_heads, head_dim]: sequence s owns rows query_start[s] to query_start[s + 1], which are the last
+    positions of its seq_lens[s] tokens; block_tables [num_seqs, max_blocks]. Query head h reads key/value head
+    h // (num_heads / num_kv_heads). With a sliding window, position p sees the keys p - sliding_window + 1 to p.
+    Returns [num_tokens, num_heads, head_dim].
+    """
+    out = torch.empty(query.shape, dtype=query.dtype)
+    group = query.shape[1] // k_cache.shape[1]
+    block_size = k_cache.shape[3]
+    for s, seq_len in enumerate(seq_lens.tolist()):
+        rows = slice(int(query_start[s]), int(query_start[s + 1]))
+        positions = torch.arange(seq_len)
+        slots = block_tables[s].long()[positions // block_size] * block_size + positions % block_size
+        key, value = (t.float().repeat_interleave(group, dim=1) for t in gather_kv(k_cache, v_cache, slots))
+        scores = torch.einsum("qhd,khd->hqk", query[rows].float(), key) * scale  # [num_heads, query_len, seq_len]
+        query_positions = positions[seq_len - scores.shape[1] :, None]
+        visible = positions <= query_positions
+        if sliding_window is not None:
+            visible &= positions > query_positions - sliding_window
+        probs = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+        out[rows] = torch.einsum("hqk,khd->qhd", probs, value).to(out.dtype)
+    return out
+
+
+def copy_blocks(src: Tensor, dst: Tensor, pairs: Tensor) -> None:
+    """`dst[d] = src[s]` for each (s, d) of pairs [num_pairs, 2]; src, dst [num_blocks, block_bytes] uint8, may be the same.
+
+    Used for copy-on-write (one pool) and for swapping (two pools). No block is both read and written in one call.
+    """
+    dst[pairs[:, 1].long()] = src[pairs[:, 0].long()]
+
+
+def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
+    """Draw one token per row: logits [num_rows, vocab] float32 -> token ids [num_rows] int64. Per row:
+
+    temperature 0 takes the largest logit (the lowest id of equals). Otherwise tokens are ordered by logit, the lower id
+    first among equals; the first top_k stay (0: all); of those, the shortest run whose probability reaches top_p of
+    theirs (at least one token); then, over the kept tokens in id order, the first whose cumulative probability exceeds
+    uniform [0, 1) times the kept total.
+    """
+    tokens = []
+    for row in range(logits.shape[0]):
+        scores = logits[row].double()
+        if temperature[row] == 0:
+            tokens.append(int(scores.argmax()))
+            continue
+        ordered, ids = scores.sort(descending=True, stable=True)
+        probs = ((ordered - ordered[0]) / temperature[row].double()).exp()
+        keep = int(top_k[row]) or len(probs)
+        probs, ids = probs[:keep], ids[:keep]
+        mass_before = probs.cumsum(0) - probs
+        kept = mass_before < float(top_p[row]) * probs.sum()
+        kept[0] = True
+        ids, order = ids[kept].sort()
+        cumulative = probs[kept][order].cumsum(0)
+        index = int(torch.searchsorted(cumulative, float(uniform[row]) * cumulative[-1], right=True))
+        tokens.append(int(ids[min(index, len(ids) - 1)]))
+    return torch.tensor(tokens, dtype=torch.int64)

@@ -1,0 +1,1 @@
+"""What models are made of. Layers take their inputs as arguments and keep only weights."""

@@ -1,0 +1,44 @@
+"""The inputs of one forward pass, as tensors: what a model's `forward` takes besides the KV cache."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTensors:
+    """Where one KV cache group's tokens live."""
+
+    slots: Tensor
+    """[num_tokens] int64: where each token's key and value are written"""
+    block_tables: Tensor
+    """[num_seqs, max_blocks] int32: logical block index -> block_id; rows are padded with 0"""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTensors:
+    """The tokens of all scheduled sequences, one after another, without padding."""
+
+    token_ids: Tensor
+    """[num_tokens] int64"""
+    positions: Tensor
+    """[num_tokens] int64: position of each token in its sequence"""
+    query_start: Tensor
+    """[num_seqs + 1] int32: sequence s owns rows query_start[s] to query_start[s + 1]"""
+    seq_lens: Tensor
+    """[num_seqs] int32: tokens of each sequence once this step is done (computed before + scheduled now)"""
+    groups: tuple[GroupTensors, ...]
+    """one per KVCacheGroup"""
+    logit_rows: Tensor
+    """[num_logits] int64: the rows whose logits are wanted"""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKVCache:
+    """One layer's part of the cache, viewed in the kernels' shape, and the group whose block table it follows."""
+
+    k: Tensor
+    """[num_blocks, num_kv_heads, head_dim / pack, block_size, pack]; pack elements fill four bytes"""
+    v: Tensor
+    """[num_blocks, num_kv_heads, block_size, head_dim]"""
+    group: int
