@@ -78,5 +78,3 @@ class EngineStats:
     def prefix_hit_rate(self) -> float:
         """Share of looked-up tokens found in the prefix cache."""
         return self.num_prefix_hit_tokens / max(1, self.num_prefix_queried_tokens)
-
-

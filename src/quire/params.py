@@ -27,8 +27,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """the same seed, prompt and params give the same tokens, alone or in any batch; None draws one from the engine's"""
     max_tokens: int | None = 16
     """tokens to generate at most; None: as many as the context has room for"""
-    min_tokens: int = 0
-    """end-of-sequence and stop tokens do not end the output before this many tokens"""
     stop: str | list[str] | None = None
     """strings that end the output; they are not part of it unless include_stop_str_in_output"""
     stop_token_ids: list[int] | None = None
@@ -49,7 +47,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             _check_int("seed", self.seed, -MAX_SEED, MAX_SEED, "a 64-bit integer")
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, 1, None, "at least 1, or None for what the context holds")
-        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens, "from 0 to max_tokens")
         for token_id in self.stop_token_ids or ():
             _check_int("stop_token_ids", token_id, 0, None, "token ids, 0 or larger")
         self._check_stop()
