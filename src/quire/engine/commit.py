@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 
-from quire.engine.batch import Batch, StepResult
+from quire.batch import Batch, StepResult
 from quire.engine.scheduler import Scheduler
 from quire.engine.sequence import Sequence, SequenceGroup, SequenceStatus
 

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from quire.engine.batch import Batch, StepResult
+from quire.batch import Batch, StepResult
 
 
 class Executor(Protocol):

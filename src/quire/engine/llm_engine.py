@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence as SequenceOf
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 from typing import TypeAlias
 
-from quire.config.args import EngineArgs
 from quire.config.model import ModelConfig
+from quire.tokenizer.detokenizer import IncrementalDetokenizer
+from quire.tokenizer.tokenizer import Tokenizer
+
+from quire.config.args import EngineArgs
 from quire.engine.commit import Committer
 from quire.engine.executor import Executor
 from quire.engine.scheduler import Scheduler
@@ -19,8 +23,6 @@ from quire.outputs import EngineStats, RequestOutput
 from quire.params import SamplingParams
 from quire.runner.memory_plan import MemoryPlan, plan_memory
 from quire.runner.worker import Worker
-from quire.tokenizer.detokenizer import IncrementalDetokenizer
-from quire.tokenizer.tokenizer import Tokenizer
 
 Prompt: TypeAlias = str | SequenceOf[int] | Mapping[str, object]
 """text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`"""

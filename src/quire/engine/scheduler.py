@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from quire.batch import Batch, Draw, ScheduledSequence
 from quire.config.scheduler import SchedulerConfig
-from quire.engine.batch import Batch, Draw, ScheduledSequence
 from quire.engine.sequence import Sequence, SequenceGroup, SequenceStatus
 from quire.kv.block_space_manager import AllocStatus, BlockSpaceManager
 
@@ -33,9 +33,9 @@ class _Plan:
 class Scheduler:
     """First come, first served over a fixed pool of blocks.
 
-    Owns the queues, and each sequence's status while it is in one of them. `running` is in order of arrival: when blocks
-    run out the last to arrive gives up its own and is computed again later, so the oldest request always progresses.
-    Calling `schedule` again without a commit between (because the step failed) plans the same tokens again: nothing is lost.
+    Owns the queues, and each sequence's status while it is in one of them. `running` is in order of arrival: when
+    blocks run out the last to arrive gives up its own and is computed again later, so the oldest request always
+    progresses. `schedule` called again without a commit between (because the step failed) plans the same tokens again.
     """
 
     def __init__(

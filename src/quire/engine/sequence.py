@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from quire.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
 
 if TYPE_CHECKING:
-    from quire.params import SamplingParams
     from quire.tokenizer.detokenizer import IncrementalDetokenizer
+
+    from quire.params import SamplingParams
 
 
 class SequenceStatus(Enum):
@@ -54,8 +55,8 @@ class SequenceStage(Enum):
 class Sequence:
     """One stream of tokens: the prompt and the output so far.
 
-    `token_ids` and `num_computed_tokens` advance in commit; the scheduler sets `status` as it moves the sequence between
-    its queues, and resets `num_computed_tokens` when it takes the blocks away.
+    `token_ids` and `num_computed_tokens` advance in commit; the scheduler sets `status` as it moves the sequence
+    between its queues, and resets `num_computed_tokens` when it takes the blocks away.
     """
 
     __slots__ = (

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from quire.batch import BlockIds
 from quire.config.kv_cache import KVCacheConfig
 from quire.kv.allocator import ROOT_HASH, BlockAllocator, BlockHash, NaiveBlockAllocator, PrefixCachingBlockAllocator
-from quire.kv.block_table import BlockIds, BlockTable
+from quire.kv.block_table import BlockTable
 
 
 class AllocStatus(Enum):

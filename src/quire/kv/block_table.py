@@ -1,9 +1,8 @@
 """A sequence's logical block index -> block_id, in a form that is cheap to extend and to hand out."""
 
 import numpy as np
-import numpy.typing as npt
 
-BlockIds = npt.NDArray[np.int32]
+from quire.batch import BlockIds
 
 
 class BlockTable:

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from quire import kernels
+from quire.batch import BlockPairs
 from quire.config.kv_cache import KVCacheConfig
-from quire.engine.batch import BlockPairs
 from quire.errors import OutOfMemoryError
 from quire.layers.batch_tensors import LayerKVCache
 

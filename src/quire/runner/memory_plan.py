@@ -6,16 +6,17 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from quire.config.args import EngineArgs, EngineConfig
-from quire.config.cache import CacheConfig
-from quire.config.kv_cache import DTYPE_BYTES, KVCacheConfig
-from quire.config.machine import MachineMemory, machine_memory
-from quire.config.sizes import format_bytes
-from quire.errors import OutOfMemoryError
-from quire.kv.layout import group_layers, kv_cache_config
 from quire.models.base import CausalLM
 from quire.models.checkpoint import weight_bytes
 from quire.models.registry import model_class
+
+from quire.config.args import EngineArgs, EngineConfig
+from quire.config.cache import CacheConfig
+from quire.config.kv_cache import DTYPE_BYTES, KVCacheConfig
+from quire.config.kv_layout import group_layers, kv_cache_config
+from quire.config.machine import MachineMemory, machine_memory
+from quire.config.sizes import format_bytes
+from quire.errors import OutOfMemoryError
 
 DEFAULT_KV_CACHE_LIMIT = 4 * 1024**3
 """taken at most when the user names no size: memory people expect to have left for other programs"""
@@ -82,7 +83,7 @@ class MemoryPlan:
 def plan_memory(args: EngineArgs) -> MemoryPlan:
     """Resolve `args` and share out the memory. Reads the checkpoint's config and headers, no weights.
 
-    Raises ConfigError, CheckpointError, or OutOfMemoryError where not one block, or not the max_model_len asked for, fits.
+    Raises ConfigError, CheckpointError, or OutOfMemoryError where no block, or not the max_model_len asked for, fits.
     """
     config = args.resolve()
     model = model_class(config.model.architecture)

@@ -2,7 +2,11 @@
 
 from dataclasses import dataclass
 
-from quire.kv.block_table import BlockIds
+import numpy as np
+import numpy.typing as npt
+
+BlockIds = npt.NDArray[np.int32]
+"""a block table: logical block index -> block_id"""
 
 BlockPairs = tuple[tuple[int, int], ...]
 """(source block, destination block)"""

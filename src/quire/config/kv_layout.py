@@ -30,7 +30,7 @@ def group_layers(specs: Sequence[KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
 def kv_cache_config(
     specs: Sequence[KVCacheSpec], block_size: int, *, num_bytes: int | None = None, num_blocks: int | None = None
 ) -> KVCacheConfig:
-    """The cache that fits into `num_bytes`, or has exactly `num_blocks`. Raises OutOfMemoryError below one block each."""
+    """The cache that fits into `num_bytes`, or of exactly `num_blocks`. OutOfMemoryError if no block fits."""
     groups = group_layers(specs)
     num_tensors = max(len(group.layer_ids) for group in groups)
     one_block = num_tensors * block_size * groups[0].spec.bytes_per_token
