@@ -44,14 +44,16 @@ class PagedRun:
 
     @torch.inference_mode()
     def step(self, counts: Sequence[int]) -> list[Tensor]:
-        """Run the next `counts[s]` tokens of each sequence (0: not in this batch); returns logits [counts[s], vocab]."""
+        """Run the next `counts[s]` tokens of each sequence (0: leave it out); returns logits [counts[s], vocab]."""
         running = [s for s, count in enumerate(counts) if count]
         spans = [torch.arange(self.computed[s], self.computed[s] + counts[s]) for s in running]
         for s in running:
             self.computed[s] += counts[s]
         lens = torch.tensor([counts[s] for s in running])
         batch = BatchTensors(
-            token_ids=torch.tensor([self.sequences[s][p] for s, span in zip(running, spans, strict=True) for p in span]),
+            token_ids=torch.tensor(
+                [self.sequences[s][p] for s, span in zip(running, spans, strict=True) for p in span]
+            ),
             positions=torch.cat(spans),
             query_start=torch.cat([torch.zeros(1), lens.cumsum(0)]).to(torch.int32),
             seq_lens=torch.tensor([self.computed[s] for s in running], dtype=torch.int32),

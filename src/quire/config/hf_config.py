@@ -110,7 +110,7 @@ class HFConfig(Mapping[str, Any]):
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`. Raises CheckpointError if the file is absent, huge, malformed or another JSON value."""
+    """The JSON object in `path`. Raises CheckpointError if the file is absent, huge, malformed or no object."""
     try:
         num_bytes = path.stat().st_size
         if num_bytes > _MAX_JSON_BYTES:

@@ -22,11 +22,10 @@ _WEIGHT_FILES = ("*.safetensors",)
 _NOT_OURS = ("*/*", "consolidated*", "*.bin.index.json")
 """subfolders (other formats, original weights), and second copies of the weights under other names"""
 
-_DTYPES = {name: "float32" for name in ("float32", "float", "fp32")} | {
-    name: "bfloat16" for name in ("bfloat16", "bf16", "float16", "half", "fp16")
-}
-"""as asked for -> what is computed in; kernels know no float16"""
 _HALF = ("float16", "half", "fp16")
+_DTYPES = dict.fromkeys(("float32", "float", "fp32"), "float32")
+_DTYPES |= dict.fromkeys(("bfloat16", "bf16", *_HALF), "bfloat16")
+"""as asked for -> what is computed in; kernels know no float16"""
 _HEADER_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float32"}
 _MAX_LAYERS = 4096
 
@@ -69,9 +68,9 @@ class ModelConfig:
         """Find the checkpoint and read its config.
 
         `model` is None or `quire-tiny` / `quire-draft` (inside this package), a folder (the network is never touched),
-        or a hub id `org/name`, which is downloaded: JSON, tokenizer and safetensors files, never pickles. `tokenizer` is
-        the same, for the tokenizer files alone. Raises ConfigError for a dtype that is none, UnsupportedModelError for a
-        quantized checkpoint, CheckpointError for everything else that is missing or wrong.
+        or a hub id `org/name`, which is downloaded: JSON, tokenizer and safetensors files, never pickles. `tokenizer`
+        is the same, for the tokenizer files alone. Raises ConfigError for a dtype that is none, UnsupportedModelError
+        for a quantized checkpoint, CheckpointError for everything else that is missing or wrong.
         """
         _check_dtype(dtype)
         name = EMBEDDED_CHECKPOINTS[0] if model is None else str(model)
@@ -107,7 +106,7 @@ def rope_config(hf: HFConfig) -> HFConfig:
     """
     section = hf.section("rope_parameters") or hf.section("rope_scaling") or HFConfig({}, f"{hf.source}: rope")
     if any(isinstance(value, dict) for value in section.values()):
-        raise UnsupportedModelError(f"{section.source}: another rotary embedding for each type of layer is not supported")
+        raise UnsupportedModelError(f"{section.source}: one rotary embedding per type of layer is not supported")
     rope_type = section.text("rope_type", section.text("type", "default"))
     original = section.size("original_max_position_embeddings", hf.size("max_position_embeddings"))
     return HFConfig(
@@ -173,8 +172,8 @@ def _architecture(hf: HFConfig) -> str:
         logger.warning("%s asks for its own Python code (auto_map): never run, Quire's own model is used", hf.source)
     if hf.get("quantization_config"):
         raise UnsupportedModelError(
-            f"{hf.source}: the weights are quantized ('quantization_config'); Quire reads float32, bfloat16 and float16 "
-            "weights: take the unquantized checkpoint"
+            f"{hf.source}: the weights are quantized ('quantization_config'); Quire reads float32, bfloat16 and "
+            "float16 weights: take the unquantized checkpoint"
         )
     return architectures[0]
 

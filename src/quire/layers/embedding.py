@@ -10,8 +10,8 @@ from quire.layers.weighted_layer import WeightedLayer, WeightSpec
 class Embedding(WeightedLayer):
     """Rows of a table [num_rows, width], by index. The table stays mapped from the checkpoint where its dtype is right.
 
-    `packed`: it is kept in the layout of the matrix kernel instead, for a head tied to it. `first_row`: index 0 means this
-    row.
+    `packed`: it is kept in the layout of the matrix kernel instead, for a head tied to it. `first_row`: the row that
+    index 0 means.
     """
 
     table: Tensor | kernels.PackedWeight

@@ -12,7 +12,9 @@ class Linear(WeightedLayer):
 
     weight: kernels.PackedWeight
 
-    def __init__(self, in_features: int, out_features: int | tuple[int, ...], *, bias: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, in_features: int, out_features: int | tuple[int, ...], *, bias: bool, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         self.in_features = in_features
         self.out_features = (out_features,) if isinstance(out_features, int) else out_features

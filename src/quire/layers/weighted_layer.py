@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class WeightSpec:
-    """One weight of a layer: in a checkpoint it is `parts`, one tensor of each shape, stacked along the first dimension."""
+    """One weight of a layer: tensors of these shapes in a checkpoint, stacked along the first dimension."""
 
     parts: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
@@ -25,4 +25,4 @@ class WeightedLayer(nn.Module, ABC):
 
     @abstractmethod
     def set_weight(self, name: str, weight: Tensor) -> None:
-        """Take a weight of the spec's dtype and stacked shape. It may be mapped from a file: copy it to have it in memory."""
+        """Take a weight of the spec's dtype and stacked shape. It may be mapped from a file: copy it to own it."""

@@ -16,9 +16,9 @@ from quire.layers.weighted_layer import WeightedLayer
 class CausalLM(nn.Module, ABC):
     """A decoder with a language model head.
 
-    The class methods work from the config alone: no weights, no instance. An instance is made without weights, `load_model`
-    fills its WeightedLayers; from then on it owns them and never changes. `forward` and `compute_logits` change nothing
-    but the KV cache they are given.
+    The class methods work from the config alone: no weights, no instance. An instance is made without weights,
+    `load_model` fills its WeightedLayers; from then on it owns them and never changes. `forward` and `compute_logits`
+    change nothing but the KV cache they are given.
 
     A new family: subclass, name the modules as the checkpoint does (after `renames`), state `fused`, register the
     architecture in `registry.py`, add it to tests/models.

@@ -23,7 +23,7 @@ _TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.floa
 
 
 class Checkpoint:
-    """All tensors of a folder by name, headers validated. Opening reads no weights; files stay mapped while it lives."""
+    """All tensors of a folder by name, headers validated. Opening it reads no weights."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -45,13 +45,16 @@ class Checkpoint:
         dtype = _TORCH_DTYPES.get(info.dtype)
         if dtype is None:
             raise CheckpointError(
-                f"{self._file_of[name]}: weight {name!r} has dtype {info.dtype}, readable are {', '.join(_TORCH_DTYPES)}"
+                f"{self._file_of[name]}: weight {name!r} has dtype {info.dtype}, "
+                f"readable are {', '.join(_TORCH_DTYPES)}"
             )
         if info.num_bytes == 0:
             return torch.empty(info.shape, dtype=dtype)
         mapping = self._mapping(self._file_of[name])
         if info.offset % dtype.itemsize == 0:
-            return torch.frombuffer(mapping, dtype=dtype, count=math.prod(info.shape), offset=info.offset).view(info.shape)
+            return torch.frombuffer(mapping, dtype=dtype, count=math.prod(info.shape), offset=info.offset).view(
+                info.shape
+            )
         raw = bytearray(mapping[info.offset : info.offset + info.num_bytes])  # the file leaves it unaligned: copy
         return torch.frombuffer(raw, dtype=dtype).view(info.shape)
 
@@ -114,6 +117,8 @@ def _indexed_files(folder: Path, index: Path) -> Mapping[Path, list[str] | None]
         by_file.setdefault(file, []).append(name)
     for file, names in by_file.items():
         if not (folder / file).is_file():
-            raise CheckpointError(f"{folder} lacks the weight file {file}, which {INDEX_FILE} names (download it again)")
+            raise CheckpointError(
+                f"{folder} lacks the weight file {file}, which {INDEX_FILE} names (download it again)"
+            )
         files[folder / file] = names
     return files

@@ -1,4 +1,4 @@
-"""Llama 2 and 3.x (Touvron et al. 2023, Grattafiori et al. 2024), and the decoder that Mistral and Qwen share with it."""
+"""Llama 2 and 3.x (Touvron et al. 2023, Grattafiori et al. 2024): the decoder that Mistral and Qwen share."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -101,9 +101,7 @@ class LlamaForCausalLM(CausalLM):
     def shape(cls, config: ModelConfig) -> DecoderShape:
         """What config.json says of this family."""
         bias = config.hf_config.flag("attention_bias", False)
-        return DecoderShape.read(
-            config, qkv_bias=bias, o_bias=bias, mlp_bias=config.hf_config.flag("mlp_bias", False)
-        )
+        return DecoderShape.read(config, qkv_bias=bias, o_bias=bias, mlp_bias=config.hf_config.flag("mlp_bias", False))
 
     @classmethod
     def kv_cache_specs(cls, config: ModelConfig) -> list[KVCacheSpec]:
@@ -146,7 +144,7 @@ class LlamaLayer(nn.Module):
         self.mlp = LlamaMLP(shape)
 
     def forward(self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerKVCache) -> Tensor:
-        """x [num_tokens, hidden] is what the layer before has yet to add to residual (None: nothing); returns the same."""
+        """x [num_tokens, hidden] is yet to be added to residual (None: nothing is); so is what this returns."""
         x = self.input_layernorm(residual) if x is None else self.input_layernorm.add(x, residual)
         x = self.post_attention_layernorm.add(self.self_attn(x, batch, kv), residual)
         out: Tensor = self.mlp(x)
@@ -154,7 +152,7 @@ class LlamaLayer(nn.Module):
 
 
 class LlamaAttention(nn.Module):
-    """Grouped-query attention (Ainslie et al. 2023) with rotary embedding, and with head norms where the shape says so."""
+    """Grouped-query attention (Ainslie et al. 2023) with rotary embedding, and head norms where the shape says so."""
 
     def __init__(self, shape: DecoderShape, rotary: RotaryEmbedding, sliding_window: int | None) -> None:
         super().__init__()
@@ -173,7 +171,7 @@ class LlamaAttention(nn.Module):
         self.attn = Attention(head_dim**-0.5, sliding_window)
 
     def forward(self, x: Tensor, batch: BatchTensors, kv: LayerKVCache) -> Tensor:
-        heads = self.qkv_proj(x).unflatten(1, (-1, self.head_dim))  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
+        heads = self.qkv_proj(x).unflatten(1, (-1, self.head_dim))  # [num_tokens, all heads, head_dim]
         query, key, value = heads.split(self.num_heads, dim=1)
         if self.qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)

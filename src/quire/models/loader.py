@@ -29,9 +29,9 @@ class _Assignment:
 def load_model(config: ModelConfig) -> CausalLM:
     """Build the model and fill it. Weights stream from the mapped files: converted, fused, packed, dropped.
 
-    Peak memory is the packed weights and the largest single weight. Names and shapes are compared with the headers before
-    any weight is read. Raises UnsupportedModelError, or CheckpointError naming every missing, unexpected and wrong-shaped
-    weight.
+    Peak memory is the packed weights and the largest single weight. Names and shapes are compared with the headers
+    before any weight is read. Raises UnsupportedModelError, or CheckpointError naming every missing, unexpected and
+    wrong-shaped weight.
     """
     started = time.perf_counter()
     checkpoint = Checkpoint(config.path)
@@ -85,7 +85,9 @@ def _check(config: ModelConfig, checkpoint: Checkpoint, names: dict[str, str], a
     }
     found = [f"{len(these)} weight(s) {what}: {', '.join(these)}" for what, these in problems.items() if these]
     if found:
-        raise CheckpointError(f"{config.path} does not hold a {config.architecture} of its config.json: {'; '.join(found)}")
+        raise CheckpointError(
+            f"{config.path} does not hold a {config.architecture} of its config.json: {'; '.join(found)}"
+        )
 
 
 def _check_tied_head(model: CausalLM, config: ModelConfig, checkpoint: Checkpoint, names: dict[str, str]) -> None:
