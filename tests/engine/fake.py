@@ -1,4 +1,4 @@
-"""A fake model behind the executor's interface: the next token is a hash of the whole history, read through the blocks."""
+"""A fake model behind the executor: the next token is a hash of the whole history, read through the blocks."""
 
 from hashlib import blake2b
 
@@ -23,7 +23,7 @@ def next_token(history: list[int]) -> int:
 
 
 class FakeExecutor:
-    """Keeps each token's id in its slot, in every group; a wrong table, a lost copy or a stale block changes the answer."""
+    """Keeps each token's id in its slot, in every group: a wrong table, lost copy or stale block changes the answer."""
 
     def __init__(self, config: KVCacheConfig) -> None:
         self.config = config
