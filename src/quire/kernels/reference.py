@@ -109,7 +109,7 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of a mixed batch over the paged cache (Kwon et al. 2023): decode, chunk and prefill alike.
 
-    query [num_tokens, num_heads, head_dim]: sequence s owns rows query_start[s] to query_start[s + 1], the last positions
+    query [num_tokens, num_heads, head_dim]: sequence s owns rows query_start[s] to query_start[s + 1], the last tokens
     of its seq_lens[s] tokens; block_tables [num_seqs, max_blocks]. Query head h reads key/value head
     h // (num_heads / num_kv_heads). With a sliding window, position p sees the keys p - sliding_window + 1 to p.
     Returns [num_tokens, num_heads, head_dim].
