@@ -2,7 +2,9 @@
 #pragma once
 
 #include "kernel_table.h"
+#include "matmul.h"
 #include "norm.h"
+#include "probe.h"
 
 #define QUIRE_NAME_OF(isa) #isa
 #define QUIRE_NAME(isa) QUIRE_NAME_OF(isa)
@@ -12,7 +14,9 @@ namespace quire::QUIRE_ISA {
 extern const KernelTable table;
 const KernelTable table = {
     .name = QUIRE_NAME(QUIRE_ISA),
+    .matmul = kMatmul,
     .norm = kNorm,
+    .probe = kProbe,
 };
 
 }  // namespace quire::QUIRE_ISA
