@@ -58,7 +58,7 @@ def rotary_embedding(x: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
 
 
 def gated_activation(x: Tensor, kind: str) -> Tensor:
-    """`act(gate) * up` for x = [gate | up]: [num_tokens, 2 * width] -> [num_tokens, width]; `kind` as in `activation`."""
+    """`act(gate) * up` for x = [gate | up]: [num_tokens, 2 * width] -> [num_tokens, width]."""
     gate, up = x.float().chunk(2, dim=-1)
     return (_ACTIVATIONS[kind](gate) * up).to(x.dtype)
 
@@ -80,8 +80,8 @@ def write_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots
     """Store new keys and values in their slots.
 
     key, value [num_tokens, num_kv_heads, head_dim]; slots [num_tokens] (block_id * block_size + offset);
-    k_cache [num_blocks, num_kv_heads, head_dim / pack, block_size, pack] where pack elements fill four bytes (the lanes of
-    the dot-product instructions); v_cache [num_blocks, num_kv_heads, block_size, head_dim].
+    k_cache [num_blocks, num_kv_heads, head_dim / pack, block_size, pack] where pack elements fill four bytes (the
+    lanes of the dot-product instructions); v_cache [num_blocks, num_kv_heads, block_size, head_dim].
     """
     num_tokens, num_kv_heads, head_dim = key.shape
     block_size, pack = k_cache.shape[3:]
@@ -109,8 +109,8 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of a mixed batch over the paged cache (Kwon et al. 2023): decode, chunk and prefill alike.
 
-    query [num_tokens, num_heads, head_dim]: sequence s owns rows query_start[s] to query_start[s + 1], which are the last
-    positions of its seq_lens[s] tokens; block_tables [num_seqs, max_blocks]. Query head h reads key/value head
+    query [num_tokens, num_heads, head_dim]: sequence s owns rows query_start[s] to query_start[s + 1], the last tokens
+    of its seq_lens[s] tokens; block_tables [num_seqs, max_blocks]. Query head h reads key/value head
     h // (num_heads / num_kv_heads). With a sliding window, position p sees the keys p - sliding_window + 1 to p.
     Returns [num_tokens, num_heads, head_dim].
     """
@@ -133,9 +133,9 @@ def paged_attention(
 
 
 def copy_blocks(src: Tensor, dst: Tensor, pairs: Tensor) -> None:
-    """`dst[d] = src[s]` for each (s, d) of pairs [num_pairs, 2]; src, dst [num_blocks, block_bytes] uint8, may be the same.
+    """`dst[d] = src[s]` for each (s, d) of pairs [num_pairs, 2]; src, dst [num_blocks, block_bytes] uint8.
 
-    Used for copy-on-write (one pool) and for swapping (two pools). No block is both read and written in one call.
+    Used for copy-on-write (src is dst) and for swapping (two pools). No block is both read and written in one call.
     """
     dst[pairs[:, 1].long()] = src[pairs[:, 0].long()]
 

@@ -1,0 +1,74 @@
+# What a developer and CI run; `make help` lists it. Set-up happens on demand: the stamps in the virtual environment
+# remember what was installed, so a second run starts at once, and a change of pyproject.toml or csrc/ installs again.
+# Python files need no new installation: the package is installed in editable form.
+
+PYTHON ?= python3
+VENV ?= .venv
+# an index of torch builds without CUDA, where the configured one would bring CUDA along (see README.md)
+TORCH_INDEX ?=
+# processes the tests run in, and further arguments: make test ARGS="tests/kv -k fork"
+TEST_PROCESSES ?= 2
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+NATIVE_SOURCES := $(shell find csrc CMakeLists.txt -type f 2>/dev/null)
+CXX_SOURCES := $(filter %.h %.cpp,$(NATIVE_SOURCES))
+SCRIPTS := .ci/run
+
+.PHONY: help run demo test lint format build wheel clean
+.DELETE_ON_ERROR:
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+
+run: $(VENV)/.installed  ## install into .venv and run a batch of prompts on the embedded checkpoint
+	$(BIN)/quire demo
+
+test: $(VENV)/.installed $(VENV)/.dev  ## install into .venv and run the tests
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) $(ARGS)
+
+lint: $(VENV)/.installed $(VENV)/.dev  ## style, types, C++ format, import floors, line budget
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(if $(CXX_SOURCES),$(BIN)/clang-format --dry-run --Werror $(CXX_SOURCES))
+	PYTHONPATH=src $(BIN)/lint-imports
+	$(BIN)/python tools/line_budget.py
+	for script in $(SCRIPTS); do bash -n $$script || exit 1; done
+
+format: $(VENV)/.dev  ## rewrite Python and C++ sources in the house format
+	$(BIN)/ruff check --fix-only
+	$(BIN)/ruff format
+	$(if $(CXX_SOURCES),$(BIN)/clang-format -i $(CXX_SOURCES))
+
+build: $(VENV)/.installed  ## compile the native kernels and install in editable form
+
+wheel: $(VENV)/.base  ## build a wheel and a source archive into dist/ and check what they hold
+	rm -rf dist
+	$(PIP) wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+	$(BIN)/python -c 'import scikit_build_core.build as b; b.build_sdist("dist")'
+	$(BIN)/python tools/check_archive.py dist/*
+
+clean:  ## remove the virtual environment and everything built
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find src tests tools -name __pycache__ -prune -exec rm -rf {} +
+
+# The environment, the build requirements and torch.
+$(VENV)/.base: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Quire needs Python 3.11 or newer; name one with: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@echo "Setting up $(VENV); torch is a few hundred megabytes the first time"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --upgrade 'pip>=25.1'
+	$(PIP) install --quiet --group build
+	$(PIP) install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) 'torch==2.13.*'
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.base $(NATIVE_SOURCES)
+	$(PIP) install --quiet --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.base
+	$(PIP) install --quiet --group dev
+	@touch $@

@@ -1,0 +1,67 @@
+"""The plan of one step and what came of it: immutable values between scheduler, executor and commit."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+BlockIds = npt.NDArray[np.int32]
+"""a block table: logical block index -> block_id"""
+
+BlockPairs = tuple[tuple[int, int], ...]
+"""(source block, destination block)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """How the next token of a sequence is chosen from its logits."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    random_key: bytes
+    """with the position, it determines the random number; nothing else does"""
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """One sequence's share of a step."""
+
+    seq_id: int
+    token_ids: tuple[int, ...]
+    """the tokens to run now"""
+    start: int
+    """position of the first of them: tokens computed before this step"""
+    block_tables: tuple[BlockIds, ...]
+    """one per KV cache group; they cover `end` tokens"""
+    draw: Draw | None
+    """None where tokens are left after these: no logits are wanted yet"""
+
+    @property
+    def end(self) -> int:
+        """Tokens computed after this step."""
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Everything the executor needs to know of one step."""
+
+    step: int
+    sequences: tuple[ScheduledSequence, ...]
+    copies: BlockPairs = ()
+    """copy-on-write, before the forward pass"""
+    ignored: tuple[str, ...] = ()
+    """request ids that turned out never to fit; they are out of every queue"""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to run in all."""
+        return sum(len(s.token_ids) for s in self.sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the executor brings back: a token for each scheduled sequence that has a draw, in their order."""
+
+    token_ids: tuple[int, ...]

@@ -1,0 +1,120 @@
+"""EngineArgs: everything a user can say about an engine, in one flat list of names."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.config.model import ModelConfig
+
+from quire.config.cache import CacheConfig
+from quire.config.parallel import ParallelConfig
+from quire.config.scheduler import SchedulerConfig
+from quire.config.sizes import parse_bytes
+from quire.errors import ConfigError, nearest_name
+
+
+def _arg(default: Any, doc: str) -> Any:
+    return field(default=default, metadata={"help": doc})
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """The arguments, resolved: one config per subsystem."""
+
+    model: ModelConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    parallel: ParallelConfig
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineArgs:
+    """vLLM's names where the meaning is the same. Each field's help is its documentation and the CLI's."""
+
+    model: str | None = _arg(None, "folder, hub id, or quire-tiny / quire-draft; none: quire-tiny")
+    tokenizer: str | None = _arg(None, "folder or hub id of the tokenizer, if not the model's")
+    revision: str | None = _arg(None, "branch, tag or commit of a hub id")
+    download_dir: str | None = _arg(None, "where hub downloads are kept")
+    dtype: str = _arg("auto", "auto, bfloat16 or float32; float16 checkpoints compute in bfloat16")
+    max_model_len: int | str | None = _arg(
+        None, 'longest prompt + output, in tokens; none or "auto": what the model and the cache allow'
+    )
+    block_size: int = _arg(16, "token slots per KV cache block")
+    kv_cache_memory: int | str | None = _arg(
+        None, 'KV cache size in bytes, or "64MiB"; none: what is left of the memory, at most 4 GiB'
+    )
+    num_gpu_blocks_override: int | None = _arg(None, "this many KV cache blocks, whatever the memory")
+    gpu_memory_utilization: float = _arg(0.9, "share of the machine's memory the engine may take in all")
+    enable_prefix_caching: bool = _arg(True, "reuse the KV cache of equal prompt prefixes")
+    max_num_seqs: int = _arg(256, "sequences that run at once, at most")
+    max_num_batched_tokens: int = _arg(2048, "tokens computed in one step, at most")
+    tensor_parallel_size: int = _arg(1, "only 1 so far")
+    num_threads: int | None = _arg(None, "threads; none: what the CPU set and quota allow")
+    seed: int = _arg(0, "seed that requests without one draw theirs from")
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: Any) -> EngineArgs:
+        """As the constructor, but an unknown name is a ConfigError that suggests the nearest one."""
+        names = [f.name for f in dataclasses.fields(cls)]
+        for name in kwargs:
+            if name not in names:
+                raise ConfigError(f"unknown argument {name!r}{nearest_name(name, names)} (allowed: {', '.join(names)})")
+        return cls(**kwargs)
+
+    def resolve(self) -> EngineConfig:
+        """Check everything and read the checkpoint's config. Raises ConfigError or CheckpointError."""
+        _check_types(self)
+        model = ModelConfig.resolve(
+            self.model,
+            tokenizer=self.tokenizer,
+            dtype=self.dtype,
+            revision=self.revision,
+            download_dir=self.download_dir,
+        )
+        if self.kv_cache_memory is not None and self.num_gpu_blocks_override is not None:
+            raise ConfigError("kv_cache_memory and num_gpu_blocks_override both set the cache's size: give one")
+        return EngineConfig(
+            model=dataclasses.replace(model, max_model_len=self._wanted_model_len(model)),
+            cache=CacheConfig(
+                block_size=self.block_size,
+                kv_cache_bytes=None
+                if self.kv_cache_memory is None
+                else parse_bytes("kv_cache_memory", self.kv_cache_memory),
+                num_blocks_override=self.num_gpu_blocks_override,
+                memory_utilization=self.gpu_memory_utilization,
+                enable_prefix_caching=self.enable_prefix_caching,
+            ),
+            scheduler=SchedulerConfig(self.max_num_seqs, self.max_num_batched_tokens),
+            parallel=ParallelConfig(self.num_threads, self.tensor_parallel_size),
+            seed=self.seed,
+        )
+
+    @property
+    def fits_model_len(self) -> bool:
+        """Whether max_model_len may be shortened to what the cache holds (the user named no number)."""
+        return self.max_model_len in (None, "auto")
+
+    def _wanted_model_len(self, model: ModelConfig) -> int:
+        if self.fits_model_len:
+            return model.max_position_embeddings
+        length = self.max_model_len
+        if not isinstance(length, int) or length < 1:
+            raise ConfigError(f'max_model_len={length!r}: must be a number of tokens, or "auto"')
+        if length > model.max_position_embeddings:
+            raise ConfigError(
+                f"max_model_len={length} is longer than the checkpoint's {model.max_position_embeddings} positions"
+            )
+        return length
+
+
+def _check_types(args: EngineArgs) -> None:
+    """Refuse values of a wrong type by name, before something deep inside trips over them."""
+    for f in dataclasses.fields(args):
+        value = getattr(args, f.name)
+        allowed = str(f.type).split(" | ")
+        kind = "None" if value is None else type(value).__name__
+        if kind not in allowed and not (kind == "int" and "float" in allowed):
+            raise ConfigError(f"{f.name}={value!r}: must be {' or '.join(allowed)}, not {kind}")

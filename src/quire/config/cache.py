@@ -1,0 +1,30 @@
+"""How the KV cache is to be set up."""
+
+from dataclasses import dataclass
+
+from quire.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """What the user wants of the cache; how many blocks follow is the memory plan's to say."""
+
+    block_size: int
+    """token slots per block"""
+    kv_cache_bytes: int | None
+    """memory for all blocks; None: what the machine has left"""
+    num_blocks_override: int | None
+    """this many blocks, whatever the memory"""
+    memory_utilization: float
+    """share of the machine's memory (or the container's limit) that weights, activations and cache may take together"""
+    enable_prefix_caching: bool
+    watermark: float = 0.01
+    """share of blocks kept free when new requests are admitted, so that running ones can grow"""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.block_size <= 1024:
+            raise ConfigError(f"block_size={self.block_size}: must be from 1 to 1024 tokens")
+        if not 0 < self.memory_utilization <= 1:
+            raise ConfigError(f"gpu_memory_utilization={self.memory_utilization}: must be more than 0 and at most 1")
+        if self.num_blocks_override is not None and self.num_blocks_override < 1:
+            raise ConfigError(f"num_gpu_blocks_override={self.num_blocks_override}: must be at least 1")

@@ -1,0 +1,86 @@
+"""How much memory this process may use: the machine's, or less where a container sets a limit."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.errors import OutOfMemoryError
+
+
+@dataclass(frozen=True, slots=True)
+class MachineMemory:
+    """Both in bytes: the most this process can ever have, and what is free for it now."""
+
+    limit_bytes: int
+    available_bytes: int
+
+
+def machine_memory(root: Path = Path("/")) -> MachineMemory:
+    """Read /proc/meminfo and every control group above this process (v2 and v1) below `root`.
+
+    A container's limit counts at each level of the hierarchy; the tightest wins. Pages the kernel could drop (inactive
+    file cache) count as available. On systems without /proc the physical memory is taken.
+    """
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+    except OSError:
+        return _physical_memory()
+    info = {name: int(rest.split()[0]) * 1024 for name, rest in (line.split(":", 1) for line in lines)}
+    limit, available = info["MemTotal"], info.get("MemAvailable", info["MemFree"])
+    for folder, names in _control_groups(root):
+        group_limit = _read_int(folder / names[0])
+        if group_limit is None or group_limit >= limit:
+            continue
+        used = (_read_int(folder / names[1]) or 0) - _inactive_file_bytes(folder)
+        limit = group_limit
+        available = min(available, max(0, group_limit - used))
+    return MachineMemory(limit, available)
+
+
+def _control_groups(root: Path) -> list[tuple[Path, tuple[str, str]]]:
+    """The folders of this process's control groups, each with its names for (limit, use)."""
+    v2, v1 = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        folder = top / path.lstrip("/")
+        while True:
+            found.append((folder, v1 if controllers else v2))
+            if folder == top or top not in folder.parents:
+                break
+            folder = folder.parent
+    return found
+
+
+def _read_int(path: Path) -> int | None:
+    """The number in a control file; None if there is no file or it says `max`."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _inactive_file_bytes(folder: Path) -> int:
+    try:
+        lines = (folder / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    values = dict(line.split() for line in lines)
+    return int(values.get("total_inactive_file", values.get("inactive_file", 0)))
+
+
+def _physical_memory() -> MachineMemory:
+    import os
+
+    try:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError) as error:
+        raise OutOfMemoryError("cannot tell how much memory this machine has; give kv_cache_memory") from error
+    return MachineMemory(total, total)

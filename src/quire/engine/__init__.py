@@ -1,0 +1,1 @@
+"""The engine: who runs, in what order, and what becomes of their tokens."""

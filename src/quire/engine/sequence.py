@@ -1,0 +1,165 @@
+"""The life of a request inside the engine. No torch here."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from quire.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
+
+if TYPE_CHECKING:
+    from quire.tokenizer.detokenizer import IncrementalDetokenizer
+
+    from quire.batch import Draw
+    from quire.params import SamplingParams
+
+
+class SequenceStatus(Enum):
+    """Where a sequence stands; the finished ones are final."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    SWAPPED = "swapped"
+    FINISHED_STOPPED = "stop"
+    FINISHED_LENGTH_CAPPED = "length"
+    FINISHED_ABORTED = "abort"
+    FINISHED_IGNORED = "ignored"
+
+    @property
+    def is_finished(self) -> bool:
+        """No more tokens will come."""
+        return self not in (SequenceStatus.WAITING, SequenceStatus.RUNNING, SequenceStatus.SWAPPED)
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """As outputs name it; None while unfinished."""
+        return _FINISH_REASONS.get(self)
+
+
+_FINISH_REASONS: dict[SequenceStatus, FinishReason] = {
+    SequenceStatus.FINISHED_STOPPED: "stop",
+    SequenceStatus.FINISHED_LENGTH_CAPPED: "length",
+    SequenceStatus.FINISHED_ABORTED: "abort",
+    SequenceStatus.FINISHED_IGNORED: "ignored",
+}
+
+
+class SequenceStage(Enum):
+    """PREFILL until the keys and values of all its tokens but the newest are computed, then DECODE."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Sequence:
+    """One stream of tokens: the prompt and the output so far.
+
+    `token_ids` and `num_computed_tokens` advance in commit; the scheduler sets `status` as it moves the sequence
+    between its queues, and resets `num_computed_tokens` when it takes the blocks away.
+    """
+
+    __slots__ = (
+        "detokenizer",
+        "draw",
+        "index",
+        "num_computed_tokens",
+        "num_prompt_tokens",
+        "seq_id",
+        "status",
+        "stop_reason",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        seq_id: int,
+        prompt_token_ids: list[int],
+        index: int,
+        draw: Draw,
+        detokenizer: IncrementalDetokenizer | None,
+    ) -> None:
+        self.seq_id = seq_id
+        self.index = index
+        self.token_ids = list(prompt_token_ids)
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.num_computed_tokens = 0
+        self.status = SequenceStatus.WAITING
+        self.stop_reason: int | str | None = None
+        self.draw = draw
+        self.detokenizer = detokenizer
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Generated so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """What is left to run before the next token can be drawn."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def stage(self) -> SequenceStage:
+        """Whether it is still catching up with its own tokens."""
+        return SequenceStage.DECODE if self.num_uncomputed_tokens == 1 else SequenceStage.PREFILL
+
+    def to_output(self) -> CompletionOutput:
+        """What the caller sees of it now."""
+        return CompletionOutput(
+            index=self.index,
+            text=self.detokenizer.text if self.detokenizer is not None else "",
+            token_ids=self.token_ids[self.num_prompt_tokens :],
+            finish_reason=self.status.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+
+class SequenceGroup:
+    """A request inside the engine: the sequences that grow out of one prompt."""
+
+    __slots__ = ("error", "metrics", "num_cached_tokens", "params", "prompt", "request_id", "seqs")
+
+    def __init__(
+        self, request_id: str, prompt: str | None, seqs: list[Sequence], params: SamplingParams, arrival_time: float
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.seqs = seqs
+        self.params = params
+        self.metrics = RequestMetrics(arrival_time)
+        self.num_cached_tokens = 0
+        self.error: str | None = None
+
+    @property
+    def unfinished_seqs(self) -> list[Sequence]:
+        """Those that still want tokens."""
+        return [seq for seq in self.seqs if not seq.status.is_finished]
+
+    @property
+    def is_finished(self) -> bool:
+        """All its sequences are."""
+        return all(seq.status.is_finished for seq in self.seqs)
+
+    def set_status(self, status: SequenceStatus) -> None:
+        """Of all sequences that are not finished."""
+        for seq in self.unfinished_seqs:
+            seq.status = status
+
+    def to_output(self) -> RequestOutput:
+        """What the caller sees of it now."""
+        first = self.seqs[0]
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=first.token_ids[: first.num_prompt_tokens],
+            outputs=[seq.to_output() for seq in self.seqs],
+            finished=self.is_finished,
+            num_cached_tokens=self.num_cached_tokens,
+            metrics=self.metrics,
+            error=self.error,
+        )

@@ -1,0 +1,80 @@
+"""What comes out: per request, per sequence, per engine. Attribute names as in vLLM."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "ignored"]
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One sequence of a request's answer so far."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    """None while it runs; `ignored`: the prompt was never run, see RequestOutput.error"""
+    stop_reason: int | str | None = None
+    """the stop token id or stop string that ended it; None for the end-of-sequence token"""
+
+    @property
+    def finished(self) -> bool:
+        """No more tokens will come."""
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Moments of a request's life, in seconds of time.monotonic()."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request's answer so far; cumulative, and final once `finished`."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int = 0
+    """prompt tokens whose keys and values came from the prefix cache"""
+    metrics: RequestMetrics | None = None
+    error: str | None = None
+    """why the request could not be run, if it could not"""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """The engine at one moment; counters run since it was made."""
+
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_used_blocks: int
+    num_steps: int
+    num_prompt_tokens: int
+    """prompt tokens of finished and running requests, cached ones included"""
+    num_generated_tokens: int
+    num_preemptions: int
+    num_prefix_queried_tokens: int
+    """prompt tokens looked up in the prefix cache"""
+    num_prefix_hit_tokens: int
+    """of those, found"""
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of blocks that sequences hold."""
+        return self.num_used_blocks / self.num_blocks
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Share of looked-up tokens found in the prefix cache."""
+        return self.num_prefix_hit_tokens / max(1, self.num_prefix_queried_tokens)

@@ -1,0 +1,82 @@
+"""What a caller may ask of a request."""
+
+import math
+from typing import Any
+
+import msgspec
+
+from quire.errors import InvalidParamsError
+
+MAX_STOP_STRINGS = 64
+MAX_SEED = 2**63 - 1
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are chosen and when to stop; names and defaults as in vLLM.
+
+    Checked when made: a value out of range raises InvalidParamsError, which names the field, the value and the range.
+    """
+
+    temperature: float = 1.0
+    """0 takes the likeliest token (greedy); larger is more random"""
+    top_p: float = 1.0
+    """keep the likeliest tokens that together reach this probability"""
+    top_k: int = 0
+    """keep this many of the likeliest tokens; 0 or -1 keeps all"""
+    seed: int | None = None
+    """the same seed, prompt and params give the same tokens, alone or in any batch; None draws one from the engine's"""
+    max_tokens: int | None = 16
+    """tokens to generate at most; None: as many as the context has room for"""
+    stop: str | list[str] | None = None
+    """strings that end the output; they are not part of it unless include_stop_str_in_output"""
+    stop_token_ids: list[int] | None = None
+    """token ids that end the output"""
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    """do not stop at the checkpoint's end-of-sequence tokens"""
+    skip_special_tokens: bool = True
+    """leave special tokens out of the text (they stay in token_ids)"""
+    detokenize: bool = True
+    """make text; without it only token ids come out and stop strings are not allowed"""
+
+    def __post_init__(self) -> None:
+        _check_number("temperature", self.temperature, 0.0, math.inf, "0 for greedy, or a positive number")
+        _check_number("top_p", self.top_p, 0.0, 1.0, "more than 0 and at most 1", lowest_excluded=True)
+        _check_int("top_k", self.top_k, -1, None, "-1 or 0 for all tokens, or a count")
+        if self.seed is not None:
+            _check_int("seed", self.seed, -MAX_SEED, MAX_SEED, "a 64-bit integer")
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1, None, "at least 1, or None for what the context holds")
+        for token_id in self.stop_token_ids or ():
+            _check_int("stop_token_ids", token_id, 0, None, "token ids, 0 or larger")
+        self._check_stop()
+
+    def _check_stop(self) -> None:
+        strings = self.stop_strings
+        if not all(isinstance(s, str) and s for s in strings):
+            raise InvalidParamsError(f"stop={self.stop!r}: must be a string or a list of strings, none of them empty")
+        if len(strings) > MAX_STOP_STRINGS:
+            raise InvalidParamsError(f"stop has {len(strings)} strings; at most {MAX_STOP_STRINGS} are allowed")
+        if strings and not self.detokenize:
+            raise InvalidParamsError("stop strings are searched in the text, and detokenize=False makes none")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+def _check_number(
+    name: str, value: Any, low: float, high: float, allowed: str, *, lowest_excluded: bool = False
+) -> None:
+    ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not ok or value < low or value > high or (lowest_excluded and value == low):
+        raise InvalidParamsError(f"{name}={value!r}: must be {allowed}")
+
+
+def _check_int(name: str, value: Any, low: int, high: int | None, allowed: str) -> None:
+    ok = isinstance(value, int) and not isinstance(value, bool)
+    if not ok or value < low or (high is not None and value > high):
+        raise InvalidParamsError(f"{name}={value!r}: must be {allowed}")

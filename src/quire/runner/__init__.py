@@ -1,0 +1,1 @@
+"""Executes a Batch: memory, weights, input tensors, forward pass, sampling."""

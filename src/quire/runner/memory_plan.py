@@ -1,0 +1,140 @@
+"""How the machine's memory will be used, worked out before a single weight is read."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from quire.models.base import CausalLM
+from quire.models.checkpoint import weight_bytes
+from quire.models.registry import model_class
+
+from quire.config.args import EngineArgs, EngineConfig
+from quire.config.cache import CacheConfig
+from quire.config.kv_cache import DTYPE_BYTES, KVCacheConfig
+from quire.config.kv_layout import group_layers, kv_cache_config
+from quire.config.machine import MachineMemory, machine_memory
+from quire.config.sizes import format_bytes
+from quire.errors import OutOfMemoryError
+
+DEFAULT_KV_CACHE_LIMIT = 4 * 1024**3
+"""taken at most when the user names no size: memory people expect to have left for other programs"""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Where the bytes go, and what they buy."""
+
+    config: EngineConfig
+    kv_cache: KVCacheConfig
+    machine: MachineMemory
+    weight_bytes: int
+    activation_bytes: int
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt + output."""
+        return self.config.model.max_model_len
+
+    @property
+    def max_concurrency(self) -> float:
+        """Sequences of max_model_len tokens the cache holds at once."""
+        return self.kv_cache.max_tokens / self.max_model_len
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "model": self.config.model.model,
+            "architecture": self.config.model.architecture,
+            "dtype": self.config.model.dtype,
+            "machine_limit_bytes": self.machine.limit_bytes,
+            "machine_available_bytes": self.machine.available_bytes,
+            "weight_bytes": self.weight_bytes,
+            "activation_bytes": self.activation_bytes,
+            "kv_cache_bytes": self.kv_cache.total_bytes,
+            "num_blocks": self.kv_cache.num_blocks,
+            "block_size": self.kv_cache.block_size,
+            "kv_cache_tokens": self.kv_cache.max_tokens,
+            "max_model_len": self.max_model_len,
+            "max_concurrency": round(self.max_concurrency, 2),
+        }
+
+    def __str__(self) -> str:
+        model, cache = self.config.model, self.kv_cache
+        rows = [
+            ("model", f"{model.model} ({model.architecture}, {model.dtype})"),
+            (
+                "memory",
+                f"{format_bytes(self.machine.available_bytes)} of {format_bytes(self.machine.limit_bytes)} free",
+            ),
+            ("weights", format_bytes(self.weight_bytes)),
+            ("activations", f"{format_bytes(self.activation_bytes)} at most"),
+            (
+                "KV cache",
+                f"{format_bytes(cache.total_bytes)} = {cache.num_blocks} blocks of {cache.block_size}, "
+                f"{cache.max_tokens} tokens",
+            ),
+            ("context", f"{self.max_model_len} tokens, {self.max_concurrency:.1f} such sequences at once"),
+        ]
+        return "\n".join(f"{name:<12}{text}" for name, text in rows)
+
+
+def plan_memory(args: EngineArgs) -> MemoryPlan:
+    """Resolve `args` and share out the memory. Reads the checkpoint's config and headers, no weights.
+
+    Raises ConfigError, CheckpointError, or OutOfMemoryError where no block, or not the max_model_len asked for, fits.
+    """
+    config = args.resolve()
+    model = model_class(config.model.architecture)
+    machine = machine_memory()
+    weights = weight_bytes(config.model)
+    activations = _activation_bytes(model, config)
+    cache = _kv_cache(model, config, machine, weights + activations)
+    if cache.max_tokens < config.model.max_model_len:
+        if not args.fits_model_len:
+            raise OutOfMemoryError(
+                f"max_model_len={config.model.max_model_len} does not fit into a KV cache of {cache.max_tokens} tokens "
+                f"({format_bytes(cache.total_bytes)}): lower max_model_len or raise kv_cache_memory"
+            )
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, max_model_len=cache.max_tokens))
+    return MemoryPlan(config, cache, machine, weights, activations)
+
+
+def _activation_bytes(model: type[CausalLM], config: EngineConfig) -> int:
+    """The peak of a step: the widest moment of a layer for all tokens, and float32 logits for all sequences."""
+    num_tokens = config.scheduler.max_num_batched_tokens
+    num_logits = min(config.scheduler.max_num_seqs, num_tokens)
+    per_token = model.activation_width(config.model) * DTYPE_BYTES[config.model.dtype]
+    return num_tokens * per_token + num_logits * config.model.vocab_size * 4
+
+
+def _kv_cache(model: type[CausalLM], config: EngineConfig, machine: MachineMemory, others: int) -> KVCacheConfig:
+    cache, specs = config.cache, model.kv_cache_specs(config.model)
+    if cache.num_blocks_override is not None:
+        result = kv_cache_config(specs, cache.block_size, num_blocks=cache.num_blocks_override)
+    else:
+        left = _bytes_left(cache, machine) - others
+        wanted = cache.kv_cache_bytes
+        if wanted is None:
+            wanted = min(left, DEFAULT_KV_CACHE_LIMIT, _largest_useful(model, config))
+        result = kv_cache_config(specs, cache.block_size, num_bytes=wanted)
+    if result.total_bytes + others > machine.limit_bytes:
+        raise OutOfMemoryError(
+            f"weights and activations ({format_bytes(others)}) and a KV cache of {format_bytes(result.total_bytes)} "
+            f"do not fit into this machine's {format_bytes(machine.limit_bytes)}: lower kv_cache_memory"
+        )
+    return result
+
+
+def _bytes_left(cache: CacheConfig, machine: MachineMemory) -> int:
+    return min(int(machine.limit_bytes * cache.memory_utilization), machine.available_bytes)
+
+
+def _largest_useful(model: type[CausalLM], config: EngineConfig) -> int:
+    """Bytes for max_num_seqs sequences of max_model_len tokens: more could never be filled."""
+    specs = model.kv_cache_specs(config.model)
+    groups = group_layers(specs)
+    blocks_per_seq = -(-config.model.max_model_len // config.cache.block_size) * len(groups)
+    block_bytes = len(groups[0].layer_ids) * config.cache.block_size * specs[0].bytes_per_token
+    return config.scheduler.max_num_seqs * blocks_per_seq * block_bytes

@@ -1,0 +1,79 @@
+"""A Batch's plain values to tensors, through the model, to tokens."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from quire.models.base import CausalLM
+from torch import Tensor
+
+from quire.batch import Batch, Draw, ScheduledSequence
+from quire.layers.batch_tensors import BatchTensors, GroupTensors, LayerKVCache
+from quire.sampling.sampler import SamplingTensors, sample
+
+
+class ModelRunner:
+    """Has the model and the layers' caches; keeps nothing of a step after it."""
+
+    def __init__(self, model: CausalLM, kv: Sequence[LayerKVCache], block_size: int) -> None:
+        self.model = model
+        self.kv = kv
+        self.block_size = block_size
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> tuple[int, ...]:
+        """The tokens drawn, one per sequence that has a draw, in batch order."""
+        if not batch.sequences:
+            return ()
+        tensors = build_tensors(batch.sequences, self.block_size)
+        hidden = self.model(tensors, self.kv)  # [num_tokens, hidden]
+        if len(tensors.logit_rows) == 0:
+            return ()
+        logits = self.model.compute_logits(hidden[tensors.logit_rows])  # [num_logits, vocab]
+        return tuple(sample(logits, _sampling_tensors(batch.sequences)))
+
+
+def build_tensors(sequences: Sequence[ScheduledSequence], block_size: int) -> BatchTensors:
+    """The tokens of all sequences one after another, their positions and slots, and which rows want logits."""
+    lens = np.array([len(s.token_ids) for s in sequences])
+    starts = np.array([s.start for s in sequences])
+    query_start = np.concatenate(([0], np.cumsum(lens)))
+    token_ids = np.fromiter((t for s in sequences for t in s.token_ids), np.int64, query_start[-1])
+    row_of = np.repeat(np.arange(len(sequences)), lens)  # [num_tokens]: which sequence a token belongs to
+    positions = np.arange(query_start[-1]) - query_start[row_of] + starts[row_of]
+    num_groups = len(sequences[0].block_tables)
+    return BatchTensors(
+        token_ids=torch.from_numpy(token_ids),
+        positions=torch.from_numpy(positions),
+        query_start=torch.from_numpy(query_start.astype(np.int32)),
+        seq_lens=torch.from_numpy((starts + lens).astype(np.int32)),
+        groups=tuple(_group_tensors(sequences, g, row_of, positions, block_size) for g in range(num_groups)),
+        logit_rows=_logit_rows(sequences, query_start),
+    )
+
+
+def _group_tensors(
+    sequences: Sequence[ScheduledSequence], group: int, row_of: np.ndarray, positions: np.ndarray, block_size: int
+) -> GroupTensors:
+    tables = [s.block_tables[group] for s in sequences]
+    block_tables = np.zeros((len(tables), max(len(t) for t in tables)), np.int32)
+    for row, table in enumerate(tables):
+        block_tables[row, : len(table)] = table
+    slots = block_tables[row_of, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    return GroupTensors(torch.from_numpy(slots), torch.from_numpy(block_tables))
+
+
+def _logit_rows(sequences: Sequence[ScheduledSequence], query_start: np.ndarray) -> Tensor:
+    """The last token of every sequence that draws one."""
+    return torch.tensor([query_start[i + 1] - 1 for i, s in enumerate(sequences) if s.draw], dtype=torch.int64)
+
+
+def _sampling_tensors(sequences: Sequence[ScheduledSequence]) -> SamplingTensors:
+    draws: list[tuple[Draw, int]] = [(s.draw, s.end) for s in sequences if s.draw is not None]
+    return SamplingTensors.build(
+        temperature=[draw.temperature for draw, _ in draws],
+        top_k=[draw.top_k for draw, _ in draws],
+        top_p=[draw.top_p for draw, _ in draws],
+        keys=[draw.random_key for draw, _ in draws],
+        positions=[position for _, position in draws],
+    )

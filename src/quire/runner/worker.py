@@ -1,0 +1,26 @@
+"""One process's share of the engine: its threads, weights, cache memory and runner."""
+
+from quire.config.model import ModelConfig
+from quire.models.loader import load_model
+
+from quire import kernels
+from quire.batch import Batch, StepResult
+from quire.config.kv_cache import KVCacheConfig
+from quire.config.parallel import ParallelConfig
+from quire.runner.cache_engine import CacheEngine
+from quire.runner.model_runner import ModelRunner
+
+
+class Worker:
+    """Executes batches in this process."""
+
+    def __init__(self, model: ModelConfig, kv_cache: KVCacheConfig, parallel: ParallelConfig) -> None:
+        if parallel.num_threads is not None:
+            kernels.set_num_threads(parallel.num_threads)
+        self.cache_engine = CacheEngine(kv_cache)
+        self.runner = ModelRunner(load_model(model), self.cache_engine.layers, kv_cache.block_size)
+
+    def execute(self, batch: Batch) -> StepResult:
+        """Move blocks, run the model, draw tokens."""
+        self.cache_engine.copy_blocks(batch.copies)
+        return StepResult(self.runner.run(batch))

@@ -1,0 +1,84 @@
+"""Sizes people write, and the memory a container leaves."""
+
+import pytest
+
+from quire.config.machine import machine_memory
+from quire.config.sizes import format_bytes, parse_bytes
+from quire.errors import ConfigError
+
+GIB = 1024**3
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        (4096, 4096),
+        ("64MiB", 64 * 1024**2),
+        ("64 mib", 64 * 1024**2),
+        ("1.5GiB", 3 * GIB // 2),
+        ("2G", 2 * GIB),
+        ("500MB", 500_000_000),
+        ("10", 10),
+    ],
+)
+def test_sizes_are_read(text, num_bytes):
+    assert parse_bytes("x", text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "12 parsecs", "-1", "0", 0, -5, True, None, "1e9", "nan"])
+def test_wrong_sizes_are_refused_by_name(text):
+    with pytest.raises(ConfigError, match="kv_cache_memory="):
+        parse_bytes("kv_cache_memory", text)
+
+
+@pytest.mark.parametrize(("num_bytes", "text"), [(5, "5 B"), (2048, "2.00 KiB"), (3 * GIB // 2, "1.50 GiB")])
+def test_sizes_are_written(num_bytes, text):
+    assert format_bytes(num_bytes) == text
+
+
+def write(root, path, text):
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(text)
+
+
+@pytest.fixture
+def root(tmp_path):
+    write(
+        tmp_path,
+        "proc/meminfo",
+        f"MemTotal: {16 * GIB // 1024} kB\nMemFree: 1 kB\nMemAvailable: {12 * GIB // 1024} kB\n",
+    )
+    return tmp_path
+
+
+def test_without_a_container_the_machine_counts(root):
+    memory = machine_memory(root)
+    assert (memory.limit_bytes, memory.available_bytes) == (16 * GIB, 12 * GIB)
+
+
+def test_the_tightest_limit_above_the_process_wins(root):
+    write(root, "proc/self/cgroup", "0::/pod/container\n")
+    write(root, "sys/fs/cgroup/pod/memory.max", f"{4 * GIB}\n")
+    write(root, "sys/fs/cgroup/pod/memory.current", f"{3 * GIB}\n")
+    write(root, "sys/fs/cgroup/pod/memory.stat", f"anon 5\ninactive_file {GIB}\n")
+    write(root, "sys/fs/cgroup/pod/container/memory.max", "max\n")
+    memory = machine_memory(root)
+    assert (memory.limit_bytes, memory.available_bytes) == (4 * GIB, 2 * GIB)
+
+
+def test_version_1_control_groups_are_read(root):
+    write(root, "proc/self/cgroup", "5:cpu:/x\n4:memory:/box\n")
+    write(root, "sys/fs/cgroup/memory/box/memory.limit_in_bytes", f"{2 * GIB}\n")
+    write(root, "sys/fs/cgroup/memory/box/memory.usage_in_bytes", f"{GIB // 2}\n")
+    memory = machine_memory(root)
+    assert (memory.limit_bytes, memory.available_bytes) == (2 * GIB, 3 * GIB // 2)
+
+
+def test_a_limit_above_the_machine_says_nothing(root):
+    write(root, "proc/self/cgroup", "0::/\n")
+    write(root, "sys/fs/cgroup/memory.max", f"{64 * GIB}\n")
+    assert machine_memory(root).limit_bytes == 16 * GIB
+
+
+def test_without_proc_the_physical_memory_counts(tmp_path):
+    assert machine_memory(tmp_path).limit_bytes > 0

@@ -1,0 +1,117 @@
+"""A fake model behind the executor: the next token is a hash of the whole history, read through the blocks."""
+
+from hashlib import blake2b
+
+import numpy as np
+
+from quire.batch import Batch, Draw, StepResult
+from quire.config.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec
+from quire.config.scheduler import SchedulerConfig
+from quire.engine.commit import Committer
+from quire.engine.scheduler import Scheduler
+from quire.engine.sequence import Sequence, SequenceGroup
+from quire.kv.block_space_manager import BlockSpaceManager
+from quire.params import SamplingParams
+
+VOCAB_SIZE = 50
+SPEC = KVCacheSpec(num_kv_heads=1, head_dim=2, dtype="float32")
+
+
+def next_token(history: list[int]) -> int:
+    """What the fake model answers."""
+    return blake2b(np.array(history, np.int64).tobytes(), digest_size=4).digest()[0] % VOCAB_SIZE
+
+
+class FakeExecutor:
+    """Keeps each token's id in its slot, in every group: a wrong table, lost copy or stale block changes the answer."""
+
+    def __init__(self, config: KVCacheConfig) -> None:
+        self.config = config
+        self.slots = np.full((len(config.groups), config.num_blocks, config.block_size), -1)
+        self.fail_next = False
+        self.batches: list[Batch] = []
+
+    def execute(self, batch: Batch) -> StepResult:
+        if self.fail_next:
+            self.fail_next = False
+            raise RuntimeError("planted failure")
+        self.batches.append(batch)
+        for src, dst in batch.copies:
+            self.slots[:, dst] = self.slots[:, src]
+        tokens = []
+        for scheduled in batch.sequences:
+            positions = np.arange(scheduled.end)
+            histories = []
+            for slots, table in zip(self.slots, scheduled.block_tables, strict=True):
+                blocks = table[positions // self.config.block_size]
+                offsets = positions % self.config.block_size
+                slots[blocks[scheduled.start :], offsets[scheduled.start :]] = scheduled.token_ids
+                histories.append(slots[blocks, offsets].tolist())
+            assert all(history == histories[0] for history in histories)
+            if scheduled.draw is not None:
+                tokens.append(next_token(histories[0]))
+        return StepResult(tuple(tokens))
+
+
+class Harness:
+    """The real scheduler, block manager and commit around the fake model; integrity checked after every step."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 6,
+        block_size: int = 4,
+        num_groups: int = 1,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 16,
+        caching: bool = True,
+        eos: frozenset[int] = frozenset(),
+        watermark: float = 0.01,
+    ) -> None:
+        groups = tuple(KVCacheGroup((layer,), SPEC) for layer in range(num_groups))
+        config = KVCacheConfig(block_size, num_blocks, 1, groups)
+        self.executor = FakeExecutor(config)
+        self.blocks = BlockSpaceManager(config, enable_prefix_caching=caching, watermark=watermark)
+        self.scheduler = Scheduler(SchedulerConfig(max_num_seqs, max_num_batched_tokens), self.blocks)
+        self.committer = Committer(self.scheduler, max_model_len=config.max_tokens, eos_token_ids=eos)
+        self.owners: dict[int, tuple[SequenceGroup, Sequence]] = {}
+        self.groups: list[SequenceGroup] = []
+
+    def add(self, prompt: list[int], max_tokens: int = 8, **params: object) -> SequenceGroup:
+        seq = Sequence(len(self.groups), prompt, 0, Draw(0.0, 0, 1.0, b""), None)
+        settings = SamplingParams(temperature=0, max_tokens=max_tokens, detokenize=False, **params)
+        group = SequenceGroup(str(len(self.groups)), None, [seq], settings, 0.0)
+        self.groups.append(group)
+        self.owners[seq.seq_id] = (group, seq)
+        self.scheduler.add(group)
+        return group
+
+    def step(self) -> Batch:
+        batch = self.scheduler.schedule()
+        assert batch.num_tokens <= self.scheduler.config.max_num_batched_tokens
+        assert len(batch.sequences) <= self.scheduler.config.max_num_seqs
+        self.committer.commit(batch, self.executor.execute(batch), self.owners)
+        self.blocks.check_integrity()
+        return batch
+
+    def run(self) -> None:
+        """Until every request has finished; nothing may be held afterwards."""
+        for _ in range(10_000):
+            if not self.scheduler.has_unfinished:
+                break
+            self.step()
+        assert not self.scheduler.has_unfinished, "livelock"
+        assert self.blocks.num_used_blocks == 0
+
+    @staticmethod
+    def output(group: SequenceGroup) -> list[int]:
+        (seq,) = group.seqs
+        return seq.token_ids[seq.num_prompt_tokens :]
+
+
+def expected_output(prompt: list[int], max_tokens: int) -> list[int]:
+    """The solo run, without any engine."""
+    history = list(prompt)
+    for _ in range(max_tokens):
+        history.append(next_token(history))
+    return history[len(prompt) :]

@@ -1,0 +1,112 @@
+"""The real model: whatever runs beside a request, it gets bitwise what it gets alone with caching off."""
+
+import random
+
+import pytest
+import torch
+
+from quire import LLM, SamplingParams
+from quire.runner import model_runner
+
+
+def make_prompts(num_prompts: int, vocab_size: int, longest: int) -> list[list[int]]:
+    """Mixed lengths, some sharing a beginning."""
+    rng = random.Random(0)
+    shared = [rng.randrange(3, vocab_size) for _ in range(longest)]
+    prompts = []
+    for i in range(num_prompts):
+        length = rng.randint(1, longest)
+        own = [rng.randrange(3, vocab_size) for _ in range(length)]
+        keep = rng.randint(0, length) if i % 3 == 0 else 0
+        prompts.append(shared[:keep] + own[keep:])
+    return prompts
+
+
+def run(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
+    """Token ids in prompt order; the engine's blocks are checked after every step and must all be back at the end."""
+    engine = llm.engine
+    ids = [f"{id(prompts)}-{i}" for i in range(len(prompts))]
+    for request_id, prompt, param in zip(ids, prompts, params, strict=True):
+        engine.add_request(request_id, prompt, param)
+    done = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                done[output.request_id] = output.outputs[0].token_ids
+        engine.blocks.check_integrity()
+    assert engine.blocks.num_used_blocks == 0
+    return [done[i] for i in ids]
+
+
+def mixed_params(num_prompts: int) -> list[SamplingParams]:
+    """Greedy and seeded random ones, of different lengths."""
+    rng = random.Random(1)
+    return [
+        SamplingParams(temperature=0, max_tokens=rng.randint(1, 24), ignore_eos=True)
+        if i % 2
+        else SamplingParams(
+            temperature=0.9, top_p=0.9, top_k=40, seed=i, max_tokens=rng.randint(1, 24), ignore_eos=True
+        )
+        for i in range(num_prompts)
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_64_mixed_prompts_in_a_tiny_cache_equal_their_solo_runs(dtype):
+    solo = LLM(dtype=dtype, enable_prefix_caching=False, max_model_len=96, max_num_seqs=1)
+    prompts, params = make_prompts(64, 8192, 60), mixed_params(64)
+    expected = [run(solo, [prompt], [param])[0] for prompt, param in zip(prompts, params, strict=True)]
+    assert len({tuple(tokens) for tokens in expected}) > 32, "outputs too alike to tell requests apart"
+    preemptions = 0
+    for num_blocks, caching in [(6, True), (6, False), (17, True), (40, True), (40, False)]:
+        llm = LLM(
+            dtype=dtype,
+            num_gpu_blocks_override=num_blocks,
+            max_num_batched_tokens=64,
+            enable_prefix_caching=caching,
+            max_model_len=96,
+        )
+        assert run(llm, prompts, params) == expected, f"{num_blocks} blocks, caching {caching}"
+        preemptions += llm.engine.stats().num_preemptions
+    assert preemptions > 0
+
+
+def test_logits_are_bitwise_the_same_in_any_chunking_and_block_size(monkeypatch):
+    """Not only the tokens: every logit of every drawn position."""
+    original = model_runner.sample
+
+    def record(logits, params):
+        tokens = original(logits, params)
+        rows.append(logits.clone())
+        return tokens
+
+    monkeypatch.setattr(model_runner, "sample", record)
+    prompts = make_prompts(6, 8192, 50)
+    params = [SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)] * len(prompts)
+    results = []
+    for batched_tokens, block_size, threads in [(2048, 16, 2), (7, 16, 1), (64, 4, 2), (33, 1, 1)]:
+        llm = LLM(
+            max_num_batched_tokens=batched_tokens,
+            block_size=block_size,
+            kv_cache_memory="32MiB",
+            enable_prefix_caching=False,
+            num_threads=threads,
+        )
+        by_prompt = []
+        for prompt, param in zip(prompts, params, strict=True):
+            rows: list[torch.Tensor] = []
+            run(llm, [prompt], [param])
+            by_prompt.append(torch.cat(rows))
+        results.append(torch.cat(by_prompt))
+    for other in results[1:]:
+        assert torch.equal(results[0], other)
+
+
+def test_a_preempted_request_gets_the_same_random_tokens():
+    prompts = [[10 + i] * 20 for i in range(6)]
+    params = [SamplingParams(temperature=1.0, seed=7, max_tokens=40, ignore_eos=True)] * 6
+    roomy = LLM(max_model_len=96)
+    tight = LLM(max_model_len=96, num_gpu_blocks_override=8)
+    assert run(roomy, prompts, params) == run(tight, prompts, params)
+    assert tight.engine.stats().num_preemptions > 0
+    assert roomy.engine.stats().num_preemptions == 0

@@ -1,0 +1,156 @@
+"""Any schedule gives every request the tokens of its solo run; nothing is lost, nothing is left behind."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.engine.sequence import SequenceStage, SequenceStatus
+
+from .fake import Harness, expected_output
+
+requests = st.lists(
+    st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=12), st.integers(1, 8)), min_size=1, max_size=12
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    requests=requests,
+    num_blocks=st.integers(10, 24),
+    num_groups=st.integers(1, 2),
+    max_num_seqs=st.integers(1, 6),
+    max_num_batched_tokens=st.integers(1, 20),
+    caching=st.booleans(),
+    stagger=st.integers(0, 3),
+)
+def test_every_schedule_gives_the_solo_tokens(
+    requests, num_blocks, num_groups, max_num_seqs, max_num_batched_tokens, caching, stagger
+):
+    harness = Harness(
+        num_blocks=num_blocks,
+        num_groups=num_groups,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        caching=caching,
+    )
+    groups = []
+    for prompt, max_tokens in requests:
+        groups.append(harness.add(prompt, max_tokens))
+        for _ in range(stagger):
+            harness.step()
+    harness.run()
+    for group, (prompt, max_tokens) in zip(groups, requests, strict=True):
+        assert harness.output(group) == expected_output(prompt, max_tokens)
+
+
+def test_preemption_happens_and_changes_nothing():
+    harness = Harness(num_blocks=6, max_num_batched_tokens=32)
+    prompts = [[i] * 6 for i in range(4)]
+    groups = [harness.add(prompt, 12) for prompt in prompts]
+    harness.run()
+    assert harness.scheduler.num_preemptions > 0
+    assert [harness.output(g) for g in groups] == [expected_output(p, 12) for p in prompts]
+
+
+def test_the_oldest_request_is_never_preempted():
+    harness = Harness(num_blocks=6)
+    groups = [harness.add([i] * 5, 14) for i in range(5)]
+    harness.run()
+    assert groups[0].metrics.num_preemptions == 0
+    assert [g.metrics.finished_time for g in groups] == sorted(g.metrics.finished_time for g in groups)
+
+
+def test_a_long_prompt_is_computed_in_chunks_beside_running_decodes():
+    harness = Harness(num_blocks=16, max_num_batched_tokens=5)
+    harness.add([1, 2], 12)
+    harness.step()
+    harness.add([3] * 14, 2)
+    lens = [[len(s.token_ids) for s in harness.step().sequences] for _ in range(4)]
+    assert lens == [[1, 4], [1, 4], [1, 4], [1, 2]]
+    long = harness.groups[1].seqs[0]
+    assert long.stage is SequenceStage.DECODE
+
+
+def test_only_a_sequence_with_nothing_left_to_compute_draws_a_token():
+    harness = Harness(num_blocks=16, max_num_batched_tokens=5)
+    harness.add([3] * 12, 1)
+    draws = [harness.step().sequences[0].draw is not None for _ in range(3)]
+    assert draws == [False, False, True]
+
+
+def test_eos_stops_and_ignore_eos_does_not():
+    prompt = [1, 2, 3]
+    tokens = expected_output(prompt, 8)
+    harness = Harness(eos=frozenset({tokens[2]}))
+    stopped, ignored = harness.add(prompt, 8), harness.add(prompt, 8, ignore_eos=True)
+    harness.run()
+    first = tokens.index(tokens[2])
+    assert harness.output(stopped) == tokens[: first + 1]
+    assert stopped.seqs[0].status is SequenceStatus.FINISHED_STOPPED
+    assert stopped.seqs[0].stop_reason is None
+    assert harness.output(ignored) == tokens
+    assert ignored.seqs[0].status is SequenceStatus.FINISHED_LENGTH_CAPPED
+
+
+def test_a_stop_token_id_stops_and_is_named():
+    prompt = [1, 2, 3]
+    tokens = expected_output(prompt, 8)
+    harness = Harness()
+    group = harness.add(prompt, 8, stop_token_ids=[tokens[3]])
+    harness.run()
+    assert group.seqs[0].stop_reason == tokens[3]
+    assert harness.output(group)[-1] == tokens[3]
+
+
+def test_the_context_limit_caps_the_output():
+    harness = Harness(num_blocks=3, block_size=4)
+    group = harness.add([1] * 5, max_tokens=100)
+    harness.run()
+    assert group.seqs[0].num_tokens == 12
+    assert group.seqs[0].status is SequenceStatus.FINISHED_LENGTH_CAPPED
+
+
+def test_a_prompt_that_never_fits_is_ignored_with_a_reason_and_the_others_run():
+    harness = Harness(num_blocks=3, block_size=4)
+    too_long, fine = harness.add([1] * 13), harness.add([1] * 3, 2)
+    batch = harness.step()
+    assert batch.ignored == (too_long.request_id,)
+    assert too_long.seqs[0].status is SequenceStatus.FINISHED_IGNORED
+    assert "13 tokens never fit" in too_long.error
+    harness.run()
+    assert len(harness.output(fine)) == 2
+
+
+def test_a_failed_step_loses_nothing():
+    harness = Harness()
+    groups = [harness.add([i] * 6, 6) for i in range(3)]
+    for turn in range(4):
+        harness.executor.fail_next = turn % 2 == 0
+        if harness.executor.fail_next:
+            with pytest.raises(RuntimeError, match="planted"):
+                harness.step()
+            harness.blocks.check_integrity()
+        else:
+            harness.step()
+    harness.run()
+    assert [harness.output(g) for g in groups] == [expected_output([i] * 6, 6) for i in range(3)]
+
+
+def test_removing_a_running_and_a_waiting_request_returns_their_blocks():
+    harness = Harness(max_num_seqs=1)
+    running, waiting = harness.add([1] * 8), harness.add([2] * 8)
+    harness.step()
+    assert harness.blocks.num_used_blocks > 0
+    for group in (running, waiting):
+        harness.scheduler.remove(group)
+        harness.blocks.check_integrity()
+    assert harness.blocks.num_used_blocks == 0
+    assert not harness.scheduler.has_unfinished
+
+
+def test_max_num_seqs_bounds_what_runs_at_once():
+    harness = Harness(num_blocks=20, max_num_seqs=2)
+    for i in range(5):
+        harness.add([i], 4)
+    assert len(harness.step().sequences) == 2
+    harness.run()

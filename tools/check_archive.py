@@ -1,0 +1,72 @@
+"""Check what a built wheel or source archive holds, before anybody downloads it: `check_archive.py FILE...`."""
+
+import argparse
+import sys
+import tarfile
+import zipfile
+from fnmatch import fnmatch
+from pathlib import Path
+
+MAX_BYTES = 40 * 2**20
+CHECKPOINT_FILES = (
+    "chat_template.jinja",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
+PACKAGE = (
+    "quire/py.typed",
+    "quire/_version.py",
+    "quire/kernels/reference.py",
+    "quire/checkpoints/LICENSE-PSF.txt",
+    *(f"quire/checkpoints/{name}/{file}" for name in ("quire-tiny", "quire-draft") for file in CHECKPOINT_FILES),
+)
+WHEEL = (*PACKAGE, "quire/_native*", "quire-*.dist-info/METADATA", "quire-*.dist-info/licenses/LICENSE")
+SDIST = (*(f"src/{name}" for name in PACKAGE), "CMakeLists.txt", "csrc/*.cpp", "pyproject.toml", "README.md", "LICENSE")
+UNWANTED = ("*.pyc", "*/.venv/*", ".venv/*", "build/*", "*/.hypothesis/*", "*/pytorch_model.bin", "*.pkl")
+
+
+def archive_names(path: Path) -> list[str]:
+    """The files inside; a source archive's names without the folder that wraps them all."""
+    if path.suffix == ".whl":
+        with zipfile.ZipFile(path) as wheel:
+            return wheel.namelist()
+    with tarfile.open(path) as sdist:
+        return [name.partition("/")[2] for name in sdist.getnames()]
+
+
+def problems(path: Path) -> list[str]:
+    """What is wrong with one archive, in words."""
+    names = archive_names(path)
+    wanted = WHEEL if path.suffix == ".whl" else SDIST
+    found = [f"lacks {pattern}" for pattern in wanted if not any(fnmatch(name, pattern) for name in names)]
+    found += [f"holds {name}" for name in names if any(fnmatch(name, pattern) for pattern in UNWANTED)]
+    if path.suffix == ".whl":
+        found += [
+            f"holds {name}, outside the package"
+            for name in names
+            if not fnmatch(name, "quire/*") and "dist-info" not in name
+        ]
+    if path.stat().st_size > MAX_BYTES:
+        found.append(f"is {path.stat().st_size:,} bytes, more than {MAX_BYTES:,}")
+    return found
+
+
+def main() -> int:
+    """Print one line per archive and per problem; 1 if there is a problem."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("archives", nargs="+", type=Path)
+    failed = False
+    for path in parser.parse_args().archives:
+        found = problems(path)
+        failed |= bool(found)
+        for problem in found:
+            print(f"{path.name} {problem}")
+        print(f"{path.name}: {path.stat().st_size / 2**20:.1f} MiB, {len(archive_names(path))} files")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
