@@ -12,13 +12,14 @@
 
 namespace quire::QUIRE_ISA {
 
-inline constexpr int64_t kTileVectors = kTileKeys / W;
+constexpr float kInfinity = __builtin_inff();
+constexpr int64_t kTileVectors = kTileKeys / W;
 // Micro kernel sizes that keep all accumulators in registers: 32 of them with 16 lanes, 16 with fewer.
-inline constexpr int kBlockRows = W == 16 ? 6 : 4;     // rows at once
-inline constexpr int kScoreVectors = W == 16 ? 4 : 2;  // vectors of keys at once
-inline constexpr int kValueVectors = W == 16 ? 4 : 2;  // vectors of head dimensions at once
+constexpr int kBlockRows = W == 16 ? 6 : 4;     // rows at once
+constexpr int kScoreVectors = W == 16 ? 4 : 2;  // vectors of keys at once
+constexpr int kValueVectors = W == 16 ? 4 : 2;  // vectors of head dimensions at once
 
-/// The four-byte lane of the key layout: one float, or a pair of bf16.
+// The four-byte lane of the key layout: one float, or a pair of bf16.
 template <class T>
 struct KeyLane;
 
@@ -26,24 +27,24 @@ template <>
 struct KeyLane<float> {
   using vector = f32;
   static constexpr int64_t kPack = 1;
-  static inline vector load(const float* p) { return quire::QUIRE_ISA::load(p); }
-  static inline vector broadcast(const float* p) { return set1(*p); }
-  static inline f32 dot(f32 acc, vector a, vector b) { return fma(a, b, acc); }
+  QUIRE_INLINE vector load(const float* p) { return quire::QUIRE_ISA::load(p); }
+  QUIRE_INLINE vector broadcast(const float* p) { return set1(*p); }
+  QUIRE_INLINE f32 dot(f32 acc, vector a, vector b) { return fma(a, b, acc); }
 };
 
 template <>
 struct KeyLane<bf16> {
   using vector = pairs;
   static constexpr int64_t kPack = 2;
-  static inline vector load(const bf16* p) { return load_pairs(p); }
-  static inline vector broadcast(const bf16* p) { return set1_pair(p); }
-  static inline f32 dot(f32 acc, vector a, vector b) { return dot2(acc, a, b); }
+  QUIRE_INLINE vector load(const bf16* p) { return load_pairs(p); }
+  QUIRE_INLINE vector broadcast(const bf16* p) { return set1_pair(p); }
+  QUIRE_INLINE f32 dot(f32 acc, vector a, vector b) { return dot2(acc, a, b); }
 };
 
-/// scores[r][key] = scale * (queries[r] . key) for R rows and kScoreVectors vectors of keys.
+// scores[r][key] = scale * (queries[r] . key) for R rows and kScoreVectors vectors of keys.
 template <class T, int R>
-inline void score_keys(const AttentionArgs& a, const void* const* queries, const T* const* keys, int64_t key_step,
-                       float* scores) {
+static inline void score_keys(const AttentionArgs& a, const void* const* queries, const T* const* keys,
+                              int64_t key_step, float* scores) {
   using Lane = KeyLane<T>;
   f32 acc[R][kScoreVectors];
 #pragma GCC unroll 16
@@ -71,10 +72,10 @@ inline void score_keys(const AttentionArgs& a, const void* const* queries, const
   }
 }
 
-/// out[r][0:N * W] = out[r] * decay[r] + sum of probs[r][key] * values[key] for keys [first, last), in that order.
+// out[r][0:N * W] = out[r] * decay[r] + sum of probs[r][key] * values[key] for keys [first, last), in that order.
 template <class T, int R, int N>
-inline void add_values(const float* probs, const float* decay, const T* const* values, int64_t dim, int64_t first,
-                       int64_t last, float* out, int64_t row_stride) {
+static inline void add_values(const float* probs, const float* decay, const T* const* values, int64_t dim,
+                              int64_t first, int64_t last, float* out, int64_t row_stride) {
   f32 acc[R][N];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
@@ -99,15 +100,15 @@ inline void add_values(const float* probs, const float* decay, const T* const* v
   }
 }
 
-/// The same for the last head_dim % W dimensions; the rest of the vector is zero.
+// The same for the last head_dim % W dimensions; the rest of the vector is zero.
 template <class T, int R>
-inline void add_values_tail(const float* probs, const float* decay, const T* const* values, int64_t dim, int64_t count,
-                            int64_t first, int64_t last, float* out, int64_t row_stride) {
+static inline void add_values_tail(const float* probs, const float* decay, const T* const* values, int64_t dim,
+                                   int64_t count, int64_t first, int64_t last, float* out, int64_t row_stride) {
   f32 acc[R];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) acc[r] = load(out + r * row_stride) * set1(decay[r]);
   for (int64_t key = first; key < last; ++key) {
-    const f32 value = load_n(values[key] + dim, static_cast<int>(count));
+    const f32 value = load_n(values[key] + dim, count);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) acc[r] = fma(set1(probs[r * kTileKeys + key]), value, acc[r]);
   }
@@ -115,7 +116,7 @@ inline void add_values_tail(const float* probs, const float* decay, const T* con
   for (int r = 0; r < R; ++r) store(out + r * row_stride, acc[r]);
 }
 
-/// Where the keys and values of one tile lie. Entries outside the visible keys repeat a visible one or stay unset.
+// Where the keys and values of one tile lie. Entries outside the visible keys repeat a visible one or stay unset.
 template <class T>
 struct Tile {
   int64_t start;
@@ -154,11 +155,11 @@ class AttentionTask {
     if (!item_.partials) write_output();
   }
 
-  /// Merge the states that the items of these sections left in `partials`, first section first, and write the output.
-  void finish(const float* partials) {
+  // Merge the sections' states, first section first, and write the output.
+  void finish() {
     clear(s_.total);
     for (int64_t section = item_.section_begin; section < item_.section_end; ++section) {
-      merge(partials + (section - item_.section_begin) * rows_ * a_.row_stride);
+      merge(item_.partials + (section - item_.section_begin) * rows_ * a_.row_stride);
     }
     write_output();
   }
@@ -167,7 +168,7 @@ class AttentionTask {
   float* row_max(float* state, int64_t r) const { return state + (r + 1) * a_.row_stride - 16; }
   float* row_sum(float* state, int64_t r) const { return state + (r + 1) * a_.row_stride - 15; }
 
-  /// First key that row r sees.
+  // First key that row r sees.
   int64_t first_key(int64_t r) const {
     const int64_t position = s_.positions[r];
     return position < a_.sliding_window ? 0 : position - a_.sliding_window + 1;
@@ -192,7 +193,7 @@ class AttentionTask {
     }
   }
 
-  /// Find keys [first, last) of the tile at `start`, packing the keys into the scratch if vectors would straddle blocks.
+  // Find keys [first, last) of the tile at `start`, packing the keys into the scratch if vectors would straddle blocks.
   void locate(int64_t start, int64_t first, int64_t last, Tile<T>& tile) {
     constexpr int64_t kPack = KeyLane<T>::kPack;
     const bool in_place = a_.block_size % W == 0;
@@ -241,7 +242,7 @@ class AttentionTask {
     int64_t row = 0;
     for (int64_t b = 0; b < blocks; ++b) {
       const int64_t count = (rows_ - row + blocks - b - 1) / (blocks - b);
-      run_block<kBlockRows>(static_cast<int>(count), tile, row, state);
+      run_block<kBlockRows>(count, tile, row, state);
       row += count;
     }
   }
@@ -255,7 +256,7 @@ class AttentionTask {
     }
   }
 
-  /// Let rows [row, row + R) see one tile. Rows are in order of position.
+  // Let rows [row, row + R) see one tile. Rows are in order of position.
   template <int R>
   void run_rows(const Tile<T>& tile, int64_t row, float* state) {
     int64_t first = first_key(row) - tile.start;
@@ -288,7 +289,7 @@ class AttentionTask {
     }
   }
 
-  /// Turn a row's scores into probabilities relative to its new maximum; returns what its output so far shrinks by.
+  // Turn a row's scores into probabilities relative to its new maximum; returns what its output so far shrinks by.
   static float softmax_row(float* scores, float* max_so_far, float* sum) {
     f32 largest = load(scores);
     for (int64_t v = 1; v < kTileVectors; ++v) largest = max(largest, load(scores + v * W));
@@ -304,13 +305,13 @@ class AttentionTask {
       store(scores + v * W, prob);
       tile_sum = tile_sum + prob;
     }
-    const float decay = first_lane(exp(set1(*max_so_far - new_max)));
+    const float decay = exp(set1(*max_so_far - new_max))[0];
     *sum = *sum * decay + reduce_add(tile_sum);
     *max_so_far = new_max;
     return decay;
   }
 
-  /// Merge the state of the next section into the total.
+  // Merge the state of the next section into the total.
   void merge(const float* part) {
     for (int64_t r = 0; r < rows_; ++r) {
       const float* from = part + r * a_.row_stride;
@@ -324,7 +325,7 @@ class AttentionTask {
         store(to + d, fma(load(from + d), add, load(to + d) * keep));
       }
       float& total_sum = *row_sum(s_.total, r);
-      total_sum = total_sum * first_lane(keep) + part_sum * first_lane(add);
+      total_sum = total_sum * keep[0] + part_sum * add[0];
       total_max = new_max;
     }
   }
@@ -338,7 +339,7 @@ class AttentionTask {
       int64_t d = 0;
       // Adding zero turns -0 into +0: a masked key adds zero to an output, which is the one thing that can change one.
       for (; d + W <= a_.head_dim; d += W) store(out + d, load(from + d) * inverse + set1(0.0f));
-      if (d < a_.head_dim) store_n(out + d, load(from + d) * inverse + set1(0.0f), static_cast<int>(a_.head_dim - d));
+      if (d < a_.head_dim) store_n(out + d, load(from + d) * inverse + set1(0.0f), a_.head_dim - d);
     }
   }
 
@@ -349,21 +350,19 @@ class AttentionTask {
   int64_t rows_;
 };
 
-inline void attention_item(const AttentionArgs& args, const AttentionItem& item, const AttentionScratch& scratch) {
-  if (args.is_bf16) {
-    AttentionTask<bf16>(args, item, scratch).run();
-  } else {
-    AttentionTask<float>(args, item, scratch).run();
-  }
+template <class T>
+static void attention_item(const AttentionArgs& args, const AttentionItem& item, const AttentionScratch& scratch) {
+  AttentionTask<T>(args, item, scratch).run();
 }
 
-inline void attention_finish(const AttentionArgs& args, const AttentionItem& item, const float* partials,
-                             const AttentionScratch& scratch) {
-  if (args.is_bf16) {
-    AttentionTask<bf16>(args, item, scratch).finish(partials);
-  } else {
-    AttentionTask<float>(args, item, scratch).finish(partials);
-  }
+template <class T>
+static void attention_finish(const AttentionArgs& args, const AttentionItem& item, const AttentionScratch& scratch) {
+  AttentionTask<T>(args, item, scratch).finish();
 }
+
+constexpr AttentionTable kAttention = {
+    .item = {attention_item<float>, attention_item<bf16>},
+    .finish = {attention_finish<float>, attention_finish<bf16>},
+};
 
 }  // namespace quire::QUIRE_ISA

@@ -17,4 +17,7 @@ NB_MODULE(_native, module) {
   module.def("num_threads", &num_threads);
   module.def("set_num_threads", &set_num_threads, Unlocked());
   bind_norm(module);
+  bind_attention(module);
+  bind_kv_cache(module);
+  bind_sampling(module);
 }

@@ -5,7 +5,9 @@
 // Pointers are untyped: a function casts them to its element type. Strides and sizes count elements.
 #pragma once
 
+#include "attention_plan.h"
 #include "common.h"
+#include "sampling_args.h"
 
 namespace quire {
 
@@ -24,6 +26,8 @@ struct NormTable {
 struct KernelTable {
   const char* name;
   NormTable norm;
+  AttentionTable attention;
+  SamplingTable sampling;
 };
 
 // The variant in use: the best the CPU has, until use_isa says otherwise.

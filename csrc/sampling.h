@@ -1,7 +1,7 @@
-// Drawing one token per row without sorting the vocabulary. A row is narrowed to its candidates by cheap bounds, the cut
-// of top-k and of top-p is found by a radix histogram over order-preserving integer keys (as in radix select, Alabi et
-// al. 2012), and the draw inverts the cumulative distribution in id order. Weights and sums are double, in plain loops
-// without fused operations, so that every instruction set gives the same token.
+// Drawing one token per row without sorting the vocabulary. A row is narrowed to its candidates by cheap bounds, the
+// cut of top-k and of top-p is found by a radix histogram over order-preserving integer keys (as in radix select, Alabi
+// et al. 2012), and the draw inverts the cumulative distribution in id order. Weights and sums are double, in plain
+// loops without fused operations, so that every instruction set gives the same token.
 #pragma once
 
 #include <cstring>
@@ -11,8 +11,10 @@
 
 namespace quire::QUIRE_ISA {
 
-/// exp(x) for x <= 0 to about one unit in the last place; 0 below -708. Written so that the compiler can vectorize it.
-inline double exp_weight(double x) {
+constexpr float kNegativeInfinity = -__builtin_inff();
+
+// exp(x) for x <= 0 to about one unit in the last place; 0 below -708. Written so that the compiler can vectorize it.
+QUIRE_INLINE double exp_weight(double x) {
   constexpr double kLog2E = 1.4426950408889634, kLn2High = 0x1.62e42fefa0000p-1, kLn2Low = 0x1.cf79abc9e3b3ap-40;
   constexpr double kRound = 0x1.8p52;  // adding it leaves the nearest integer in the low bits
   const double clamped = x < -708.0 ? -708.0 : x;
@@ -38,14 +40,14 @@ inline double exp_weight(double x) {
   return x < -708.0 ? 0.0 : sum * power;
 }
 
-/// Unsigned integers in the order of the floats; NaN counts as -inf, -0 as 0.
-inline uint32_t order_key(float x) {
-  const float plain = x != x ? -kInfinity : x + 0.0f;
+// Unsigned integers in the order of the floats; NaN counts as -inf, -0 as 0.
+QUIRE_INLINE uint32_t order_key(float x) {
+  const float plain = x != x ? kNegativeInfinity : x + 0.0f;
   const uint32_t bits = __builtin_bit_cast(uint32_t, plain);
   return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-/// The candidates of one row, in id order. `ids` null: candidate i is token i.
+// The candidates of one row, in id order. `ids` null: candidate i is token i.
 struct Candidates {
   const float* logits;
   const int32_t* ids;
@@ -53,20 +55,20 @@ struct Candidates {
   int64_t count;
 };
 
-/// The last candidate that stays: all with a larger key stay, and those of this key up to this index.
+// The last candidate that stays: all with a larger key stay, and those of this key up to this index.
 struct Cut {
   uint32_t key;
   int64_t last;
 };
 
-inline constexpr int kRadixLevels = 3;
-inline constexpr int kRadixShift[kRadixLevels] = {21, 10, 0};
-inline constexpr int kRadixBits[kRadixLevels] = {11, 11, 10};
+constexpr int kRadixLevels = 3;
+constexpr int kRadixShift[kRadixLevels] = {21, 10, 0};
+constexpr int kRadixBits[kRadixLevels] = {11, 11, 10};
 
-/// The bin of `level` that holds the last candidate whose preceding mass is less than what is left of the target.
-/// `mass` is advanced by the bins above it.
-inline uint32_t cut_bin(const Candidates& c, int level, uint32_t prefix, double target, double* histogram,
-                        double& mass) {
+// The bin of `level` that holds the last candidate whose preceding mass is less than what is left of the target.
+// `mass` is advanced by the bins above it.
+static inline uint32_t cut_bin(const Candidates& c, int level, uint32_t prefix, double target, double* histogram,
+                               double& mass) {
   const int bins = 1 << kRadixBits[level], shift = kRadixShift[level];
   const int prefix_shift = shift + kRadixBits[level];
   std::memset(histogram, 0, sizeof(double) * static_cast<size_t>(kHistograms * bins));
@@ -74,7 +76,8 @@ inline uint32_t cut_bin(const Candidates& c, int level, uint32_t prefix, double 
     const uint32_t key = order_key(c.logits[i]);
     if (level > 0 && key >> prefix_shift != prefix) continue;
     // Neighbours add into different histograms, so that an addition need not wait for the one before it.
-    histogram[(i % kHistograms) * bins + (key >> shift & static_cast<uint32_t>(bins - 1))] += c.weights ? c.weights[i] : 1.0;
+    histogram[(i % kHistograms) * bins + (key >> shift & static_cast<uint32_t>(bins - 1))] +=
+        c.weights ? c.weights[i] : 1.0;
   }
   int lowest = -1;
   double below_lowest = mass;
@@ -91,9 +94,9 @@ inline uint32_t cut_bin(const Candidates& c, int level, uint32_t prefix, double 
   return prefix << kRadixBits[level] | static_cast<uint32_t>(lowest);
 }
 
-/// Order by logit, lower id first among equals: the candidates whose preceding mass is less than `target` stay, the first
-/// one always. At least one candidate has weight.
-inline Cut find_cut(const Candidates& c, double target, double* histogram) {
+// Order by logit, lower id first among equals: the candidates whose preceding mass is less than `target` stay, the
+// first one always. At least one candidate has weight.
+static inline Cut find_cut(const Candidates& c, double target, double* histogram) {
   double mass = 0.0;
   uint32_t key = 0;
   for (int level = 0; level < kRadixLevels; ++level) key = cut_bin(c, level, key, target, histogram, mass);
@@ -113,7 +116,7 @@ class RowSampler {
     chunk_ = (vocab + kMaxChunks - 1) / kMaxChunks;
     chunk_ = (chunk_ + 15) / 16 * 16;
     num_chunks_ = (vocab + chunk_ - 1) / chunk_;
-    largest_ = -kInfinity;
+    largest_ = kNegativeInfinity;
     for (int64_t c = 0; c < num_chunks_; ++c) {
       s_.chunk_max[c] = chunk_max(c * chunk_);
       if (s_.chunk_max[c] > largest_) largest_ = s_.chunk_max[c];
@@ -131,7 +134,7 @@ class RowSampler {
   }
 
   int64_t draw(double temperature, int64_t top_k, double top_p, double uniform) {
-    if (temperature == 0.0 || largest_ == -kInfinity) return greedy();
+    if (temperature == 0.0 || largest_ == kNegativeInfinity) return greedy();
     Candidates c{row_, nullptr, nullptr, vocab_};
     if (top_k > 0 && top_k < vocab_) c = take_top_k(c, top_k);
     weigh(c, temperature);
@@ -143,7 +146,7 @@ class RowSampler {
  private:
   float chunk_max(int64_t begin) const {
     const int64_t end = begin + chunk_ < vocab_ ? begin + chunk_ : vocab_;
-    f32 largest = set1(-kInfinity);
+    f32 largest = set1(kNegativeInfinity);
     int64_t i = begin;
     for (; i + W <= end; i += W) largest = max(load(row_ + i), largest);  // a NaN leaves the second operand
     float result = reduce_max(largest);
@@ -151,7 +154,7 @@ class RowSampler {
     return result;
   }
 
-  /// Move the candidates that `stays(index)` into the scratch, in order.
+  // Move the candidates that `stays(index)` into the scratch, in order.
   template <class Stays>
   Candidates compact(const Candidates& c, Stays stays) const {
     int64_t count = 0;
@@ -192,7 +195,7 @@ class RowSampler {
   }
 
   void weigh(const Candidates& c, double temperature) const {
-    const double largest = largest_, negligible = -kInfinity;
+    const double largest = largest_, negligible = kNegativeInfinity;
     for (int64_t i = 0; i < c.count; ++i) {
       const float logit = c.logits[i];
       const double below = logit == largest_ ? 0.0 : (static_cast<double>(logit) - largest) / temperature;
@@ -210,7 +213,7 @@ class RowSampler {
     return ((lanes[0] + lanes[4]) + (lanes[1] + lanes[5])) + ((lanes[2] + lanes[6]) + (lanes[3] + lanes[7]));
   }
 
-  /// The first candidate whose cumulative weight exceeds `uniform` times the total.
+  // The first candidate whose cumulative weight exceeds `uniform` times the total.
   static int64_t invert(const Candidates& c, double uniform) {
     constexpr int64_t kRun = 256;
     const auto run_sum = [&](int64_t i) { return sum(c.weights + i, c.count - i < kRun ? c.count - i : kRun); };
@@ -250,9 +253,11 @@ class RowSampler {
   float largest_;
 };
 
-inline int64_t sample_row(const SampleArgs& args, int64_t row, const SampleScratch& scratch) {
+static int64_t sample_row(const SampleArgs& args, int64_t row, const SampleScratch& scratch) {
   RowSampler sampler(args.logits + row * args.row_stride, args.vocab, scratch);
   return sampler.draw(args.temperature[row], args.top_k[row], args.top_p[row], args.uniform[row]);
 }
+
+constexpr SamplingTable kSampling = {.sample_row = sample_row};
 
 }  // namespace quire::QUIRE_ISA

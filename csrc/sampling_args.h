@@ -5,10 +5,10 @@
 
 namespace quire {
 
-/// Rows are first reduced to this many maxima at most; a top-k up to it needs one pass over the row.
-inline constexpr int64_t kMaxChunks = 1024;
-inline constexpr int kHistograms = 4;
-inline constexpr int kMaxRadixBins = 2048;
+// Rows are first reduced to this many maxima at most; a top-k up to it needs one pass over the row.
+constexpr int64_t kMaxChunks = 1024;
+constexpr int kHistograms = 4;
+constexpr int kMaxRadixBins = 2048;
 
 struct SampleArgs {
   const float* logits;  // [num_rows, vocab]
@@ -22,13 +22,17 @@ struct SampleArgs {
   int64_t* out;
 };
 
-/// What one thread needs.
+// What one thread needs.
 struct SampleScratch {
   float* chunk_max;   // [kMaxChunks]
   double* histogram;  // [kHistograms, kMaxRadixBins]
   double* weights;    // [vocab] each: the candidates
   float* logits;
   int32_t* ids;
+};
+
+struct SamplingTable {
+  int64_t (*sample_row)(const SampleArgs& args, int64_t row, const SampleScratch& scratch);
 };
 
 }  // namespace quire
