@@ -5,8 +5,10 @@
 // Pointers are untyped: a function casts them to its element type. Strides and sizes count elements.
 #pragma once
 
+#include "attention_plan.h"
 #include "common.h"
 #include "matmul_layout.h"
+#include "sampling_args.h"
 
 namespace quire {
 
@@ -45,6 +47,8 @@ struct KernelTable {
   MatmulTable matmul;
   NormTable norm;
   ProbeTable probe;
+  AttentionTable attention;
+  SamplingTable sampling;
 };
 
 // The variant in use: the best the CPU has, until use_isa says otherwise.

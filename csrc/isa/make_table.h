@@ -1,10 +1,12 @@
 // Gathers the kernels of the variant being compiled into its table. Included last by each isa/<name>.cpp.
 #pragma once
 
+#include "attention.h"
 #include "kernel_table.h"
 #include "matmul.h"
 #include "norm.h"
 #include "probe.h"
+#include "sampling.h"
 
 #define QUIRE_NAME_OF(isa) #isa
 #define QUIRE_NAME(isa) QUIRE_NAME_OF(isa)
@@ -17,6 +19,8 @@ const KernelTable table = {
     .matmul = kMatmul,
     .norm = kNorm,
     .probe = kProbe,
+    .attention = kAttention,
+    .sampling = kSampling,
 };
 
 }  // namespace quire::QUIRE_ISA
