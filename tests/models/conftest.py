@@ -21,12 +21,13 @@ from quire.models.loader import load_model
 BLOCK_SIZE = 4
 
 
-def empty_cache(spec: KVCacheSpec, num_blocks: int) -> tuple[Tensor, Tensor]:
-    """Keys are NaN where nothing was written: a read of another sequence's or a future slot shows."""
+def unwritten_cache(spec: KVCacheSpec, num_blocks: int) -> tuple[Tensor, Tensor]:
+    """Large values where nothing was written: a read of another sequence's or a future slot shows."""
     dtype = getattr(torch, spec.dtype)
     pack = 4 // dtype.itemsize
-    k = torch.full((num_blocks, spec.num_kv_heads, spec.head_dim // pack, BLOCK_SIZE, pack), torch.nan, dtype=dtype)
-    return k, torch.zeros((num_blocks, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim), dtype=dtype)
+    k = torch.full((num_blocks, spec.num_kv_heads, spec.head_dim // pack, BLOCK_SIZE, pack), 99.0, dtype=dtype)
+    v = torch.full((num_blocks, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim), 99.0, dtype=dtype)
+    return k, v
 
 
 class PagedRun:
@@ -42,7 +43,7 @@ class PagedRun:
         shuffled = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1)).to(torch.int32)
         self.tables = shuffled.view(len(groups), len(sequences), blocks_per_seq)
         # As in an engine, groups share tensors: layer i of each keeps its blocks in tensor i.
-        tensors = [empty_cache(groups[0].spec, num_blocks) for _ in groups[0].layer_ids]
+        tensors = [unwritten_cache(groups[0].spec, num_blocks) for _ in groups[0].layer_ids]
         caches = {
             layer: LayerKVCache(k, v, group_id)
             for group_id, group in enumerate(groups)
