@@ -5,7 +5,7 @@ from functools import lru_cache
 from typing import Any
 
 import jinja2
-import jinja2.sandbox
+from jinja2.exceptions import SecurityError
 
 from quire.errors import InvalidPromptError, TokenizerError
 from quire.tokenizer.template_sandbox import compile_template, render
@@ -22,8 +22,8 @@ class ChatTemplate:
             self._template = compile_template(source)
         except jinja2.TemplateSyntaxError as error:
             raise TokenizerError(f"the chat template is broken at line {error.lineno}: {error.message}") from error
-        except RecursionError as error:
-            raise TokenizerError("the chat template is nested too deeply") from error
+        except (SyntaxError, RecursionError, MemoryError) as error:  # from Python's compiler
+            raise TokenizerError(f"the chat template is nested too deeply: {error}") from error
 
     def render(
         self,
@@ -61,7 +61,7 @@ class ChatTemplate:
     def _render(self, variables: dict[str, Any]) -> str:
         try:
             return render(self._template, variables)
-        except jinja2.sandbox.SecurityError as error:
+        except SecurityError as error:
             raise TokenizerError(f"the chat template is not safe to run: {error}") from error
         except jinja2.TemplateRuntimeError as error:  # raise_exception, and what is undefined
             raise InvalidPromptError(f"the chat template refuses these messages: {error}") from error

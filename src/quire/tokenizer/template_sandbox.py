@@ -14,17 +14,18 @@ from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import jinja2
 from jinja2 import nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import LoopContext
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_OPERATIONS = 5_000_000
-"""loop steps and calls of one rendering: a second or two"""
+MAX_OPERATIONS = 2_000_000
+"""loop steps and calls of one rendering: about a second"""
 MAX_TEXT_CHARS = 16_000_000
 """of any one text, the finished prompt included"""
 MAX_PRINTED_CHARS = 64_000_000
@@ -34,7 +35,9 @@ MAX_COPIED_CHARS = 1_000_000_000
 MAX_WIDTH = 10_000
 """to pad or indent to"""
 
-_WIDE = re.compile(r"\d{5,}")
+_PADDING_METHODS = {"center", "ljust", "rjust", "zfill", "expandtabs"}
+_WIDE_FIELD = re.compile(r"(\{[^{}]*|%[-+ #.\d]*)(\d{5,})|\{[^{}]+\{|%[-+ #.\d]*\*")
+"""a field of a format whose width has five digits or more, or is computed"""
 
 
 @dataclass(slots=True)
@@ -58,11 +61,12 @@ def compile_template(source: str) -> jinja2.Template:
     """Parse, put the counters in, compile. Raises jinja2.TemplateSyntaxError."""
     tree = _ENVIRONMENT.parse(source)
     for loop in list(tree.find_all(nodes.For)):
-        loop.iter = _filtered(loop.iter, "counted")
+        loop.iter = _filtered(cast(nodes.Expr, loop.iter), "counted")
     for output in list(tree.find_all(nodes.Output)):
         output.nodes = [_filtered(_constant(node), "charged") for node in output.nodes]
     _replace_concats(tree)
-    code = _ENVIRONMENT.compile(tree.set_environment(_ENVIRONMENT), "chat template", "<chat template>")
+    tree.set_environment(_ENVIRONMENT)
+    code = _ENVIRONMENT.compile(tree, "chat template", "<chat template>")
     return jinja2.Template.from_code(_ENVIRONMENT, code, _ENVIRONMENT.make_globals(None))
 
 
@@ -89,7 +93,7 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
         elif operator == "**":
             _check_size(_num_digits(left) * abs(right) if isinstance(right, int) else 0)
         elif operator == "%" and isinstance(left, str):
-            _check_widths(left, right if isinstance(right, tuple) else (right,))
+            _check_format(left)
         result = super().call_binop(context, operator, left, right)
         _check_size(_length(result))
         _budget.get().spend(copied=_length(result))
@@ -99,14 +103,10 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
         _budget.get().spend()
         if isinstance(obj, LoopContext) and args:
             args = (_counted(context, args[0]), *args[1:])
-        owner = getattr(obj, "__self__", None)
+        method = getattr(obj, "__wrapped__", obj)  # the sandbox wraps str.format
+        owner = getattr(method, "__self__", None)
         if isinstance(owner, str):
-            _check_widths(owner, (*args, *kwargs.values()))
-            if obj.__name__ == "join" and args:
-                args = (list(args[0]),)
-                _check_size(sum(map(_length, args[0])) + len(owner) * len(args[0]))
-            elif obj.__name__ == "replace" and len(args) >= 2:
-                _check_size(len(owner) + owner.count(args[0]) * _length(args[1]))
+            args = _check_text_method(owner, method.__name__, args)
         return super().call(context, obj, *args, **kwargs)
 
 
@@ -136,7 +136,7 @@ def _replace_concats(node: nodes.Node) -> None:
             if isinstance(child, nodes.Node):
                 _replace_concats(child)
         replaced = [
-            _filtered(nodes.List(child.nodes, "load", lineno=child.lineno), "concatenated")
+            _filtered(nodes.List(child.nodes, lineno=child.lineno), "concatenated")
             if isinstance(child, nodes.Concat)
             else child
             for child in children
@@ -184,7 +184,7 @@ def _bounded_replace(s: Any, old: str, new: str, count: int = -1) -> str:
 
 def _bounded_indent(s: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
     width = len(width) if isinstance(width, str) else width
-    _check_widths("", (width,))
+    _check_width(width)
     _check_size(len(s) + s.count("\n") * width)
     return jinja2.filters.do_indent(s, width, first, blank)
 
@@ -197,7 +197,7 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """JSON as it is, where Jinja's own filter would escape it for HTML."""
-    _check_widths("", (indent,))
+    _check_width(indent)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -214,10 +214,29 @@ def _check_size(num_chars: int) -> None:
         raise SecurityError(f"it makes a text of more than {MAX_TEXT_CHARS} characters")
 
 
-def _check_widths(layout: str, values: Iterable[Any]) -> None:
-    """Refuse to pad to a great width, written into the format or handed over."""
-    if _WIDE.search(layout) or any(isinstance(v, int) and abs(v) > MAX_WIDTH for v in values):
-        raise SecurityError(f"it formats text with a number larger than {MAX_WIDTH}")
+def _check_text_method(text: str, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Refuse a method of a text that would make a huge one. Returns the arguments, an iterator among them unrolled."""
+    if name in _PADDING_METHODS:
+        _check_width(*args)
+    elif name in ("format", "format_map"):
+        _check_format(text)
+    elif name == "join" and args:
+        parts = list(args[0])
+        _check_size(sum(map(_length, parts)) + len(text) * len(parts))
+        return (parts,)
+    elif name == "replace" and len(args) >= 2:
+        _check_size(len(text) + text.count(args[0]) * _length(args[1]))
+    return args
+
+
+def _check_width(*values: Any) -> None:
+    if any(isinstance(value, int) and value > MAX_WIDTH for value in values):
+        raise SecurityError(f"it pads text to more than {MAX_WIDTH} characters")
+
+
+def _check_format(layout: str) -> None:
+    if _WIDE_FIELD.search(layout):
+        raise SecurityError("it formats text with a field of a huge or computed width")
 
 
 def _length(value: Any) -> int:

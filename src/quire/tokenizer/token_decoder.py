@@ -55,10 +55,9 @@ class TokenDecoder:
         """All the text of `token_ids`."""
         if self._rule is None:
             return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
-        wanted = [t for t in token_ids if not self.is_skipped(t, skip_special_tokens)]
-        first = next((i for i, token_id in enumerate(wanted) if self.token_bytes(token_id)), len(wanted))
-        pieces = [self.token_bytes(token_id, first=i == first) for i, token_id in enumerate(wanted)]
-        return b"".join(pieces).decode("utf-8", "replace")
+        stream = self.stream((), skip_special_tokens)
+        text = "".join(map(stream.push, token_ids))
+        return text + stream.pending()
 
     def stream(self, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> TextStream:
         """What tokens after the prompt add to its text."""
@@ -69,14 +68,23 @@ class TokenDecoder:
         """Whether this token is left out of the text."""
         return skip_special_tokens and token_id in self._special_ids
 
-    def token_bytes(self, token_id: int, first: bool = False) -> bytes:
+    def token_bytes(self, token_id: int) -> bytes:
         """What the token stands for; for tokenizers with a byte table."""
-        assert self._rule is not None
         known = self._table.get(token_id)
         if known is None:
-            token = self._backend.id_to_token(token_id)
-            known = self._table[token_id] = b"" if token is None else self._rule.token_bytes(token)
-        return self._rule.first_token_bytes(self._backend.id_to_token(token_id)) if first and known else known
+            known = self._table[token_id] = self._apply(token_id, first=False)
+        return known
+
+    def first_token_bytes(self, token_id: int) -> bytes:
+        """The same, for the first token of a text."""
+        return self._apply(token_id, first=True)
+
+    def _apply(self, token_id: int, first: bool) -> bytes:
+        assert self._rule is not None
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        return (self._rule.first_token_bytes if first else self._rule.token_bytes)(token)
 
 
 class _ByteStream(TextStream):
@@ -100,7 +108,7 @@ class _ByteStream(TextStream):
             return ""
         if self._at_start and self._decoder.token_bytes(token_id):
             self._at_start = False
-            return self._utf8.decode(self._decoder.token_bytes(token_id, first=True))
+            return self._utf8.decode(self._decoder.first_token_bytes(token_id))
         return self._utf8.decode(self._decoder.token_bytes(token_id))
 
     def pending(self) -> str:

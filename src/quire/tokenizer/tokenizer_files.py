@@ -1,6 +1,6 @@
 """Reading a tokenizer's files: the model itself, its special tokens, its chat templates."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ def _read_backend(folder: Path, config: Mapping[str, Any]) -> tokenizers.Tokeniz
     )
 
 
-def _parse(path: Path, read: Any) -> tokenizers.Tokenizer:
+def _parse(path: Path, read: Callable[[], tokenizers.Tokenizer]) -> tokenizers.Tokenizer:
     try:
         return read()
     except Exception as error:  # the library raises nothing more precise
