@@ -4,7 +4,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from quire.batch import Batch, StepResult
+from quire.batch import Batch, Draw, StepResult
 from quire.config.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from quire.config.scheduler import SchedulerConfig
 from quire.engine.commit import Committer
@@ -78,7 +78,7 @@ class Harness:
         self.groups: list[SequenceGroup] = []
 
     def add(self, prompt: list[int], max_tokens: int = 8, **params: object) -> SequenceGroup:
-        seq = Sequence(len(self.groups), prompt, 0, 0, None)
+        seq = Sequence(len(self.groups), prompt, 0, Draw(0.0, 0, 1.0, b""), None)
         settings = SamplingParams(temperature=0, max_tokens=max_tokens, detokenize=False, **params)
         group = SequenceGroup(str(len(self.groups)), None, [seq], settings, 0.0)
         self.groups.append(group)

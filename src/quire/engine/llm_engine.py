@@ -8,9 +8,11 @@ from collections.abc import Sequence as SequenceOf
 from typing import TypeAlias
 
 from quire.config.model import ModelConfig
+from quire.sampling.random import random_key, uniform_bits
 from quire.tokenizer.detokenizer import IncrementalDetokenizer
 from quire.tokenizer.tokenizer import Tokenizer
 
+from quire.batch import Draw
 from quire.config.args import EngineArgs
 from quire.engine.commit import Committer
 from quire.engine.executor import Executor
@@ -75,7 +77,7 @@ class LLMEngine:
             self._next_seq_id,
             token_ids,
             index=0,
-            seed=self._request_seed(params),
+            draw=self._draw(params, index=0),
             detokenizer=self._detokenizer(token_ids, params),
         )
         self._next_seq_id += 1
@@ -184,9 +186,12 @@ class LLMEngine:
                     f"stop_token_ids has {token_id}: this model's token ids end at {self.model_config.vocab_size - 1}"
                 )
 
-    def _request_seed(self, params: SamplingParams) -> int:
-        """The request's own seed, or one drawn from the engine's by order of arrival."""
-        return params.seed if params.seed is not None else (self.plan.config.seed << 32) + self._next_seq_id
+    def _draw(self, params: SamplingParams, index: int) -> Draw:
+        """With the request's own seed, or one drawn from the engine's by order of arrival."""
+        seed = params.seed
+        if seed is None:
+            seed = uniform_bits(random_key(self.plan.config.seed, 0), self._next_seq_id)
+        return Draw(params.temperature, max(0, params.top_k), params.top_p, random_key(seed, index))
 
     def _detokenizer(self, token_ids: list[int], params: SamplingParams) -> IncrementalDetokenizer | None:
         if not params.detokenize:

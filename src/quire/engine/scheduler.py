@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from quire.batch import Batch, Draw, ScheduledSequence
+from quire.batch import Batch, ScheduledSequence
 from quire.config.scheduler import SchedulerConfig
 from quire.engine.sequence import Sequence, SequenceGroup, SequenceStatus
 from quire.kv.block_space_manager import AllocStatus, BlockSpaceManager
@@ -21,12 +21,12 @@ class _Plan:
     """A Batch in the making."""
 
     token_budget: int
-    scheduled: list[tuple[SequenceGroup, Sequence, int]] = field(default_factory=list)
+    scheduled: list[tuple[Sequence, int]] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
     preempted: bool = False
 
-    def add(self, group: SequenceGroup, seq: Sequence, num_tokens: int) -> None:
-        self.scheduled.append((group, seq, num_tokens))
+    def add(self, seq: Sequence, num_tokens: int) -> None:
+        self.scheduled.append((seq, num_tokens))
         self.token_budget -= num_tokens
 
 
@@ -75,7 +75,7 @@ class Scheduler:
         self.num_steps += 1
         return Batch(
             self.num_steps,
-            sequences=tuple(self._scheduled(*entry) for entry in plan.scheduled),
+            sequences=tuple(self._scheduled(seq, num_tokens) for seq, num_tokens in plan.scheduled),
             ignored=tuple(plan.ignored),
         )
 
@@ -89,7 +89,7 @@ class Scheduler:
                 if num_tokens == 0 or not self._make_room(group, seq, seq.num_computed_tokens + num_tokens, plan):
                     break
                 self.blocks.append(seq.seq_id, seq.num_computed_tokens + num_tokens)
-                plan.add(group, seq, num_tokens)
+                plan.add(seq, num_tokens)
             index += 1
 
     def _make_room(self, group: SequenceGroup, seq: Sequence, num_tokens: int, plan: _Plan) -> bool:
@@ -142,17 +142,14 @@ class Scheduler:
             group.num_cached_tokens = seq.num_computed_tokens
         group.set_status(SequenceStatus.RUNNING)
         self.running.append(group)
-        plan.add(group, seq, num_tokens)
+        plan.add(seq, num_tokens)
 
-    def _scheduled(self, group: SequenceGroup, seq: Sequence, num_tokens: int) -> ScheduledSequence:
+    def _scheduled(self, seq: Sequence, num_tokens: int) -> ScheduledSequence:
         start, end = seq.num_computed_tokens, seq.num_computed_tokens + num_tokens
-        params = group.params
         return ScheduledSequence(
             seq_id=seq.seq_id,
             token_ids=tuple(seq.token_ids[start:end]),
             start=start,
             block_tables=self.blocks.block_tables(seq.seq_id),
-            draw=Draw(params.temperature, max(0, params.top_k), params.top_p, seq.random_key)
-            if end == seq.num_tokens
-            else None,
+            draw=seq.draw if end == seq.num_tokens else None,
         )

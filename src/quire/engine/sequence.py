@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import struct
 from enum import Enum
-from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from quire.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
@@ -12,6 +10,7 @@ from quire.outputs import CompletionOutput, FinishReason, RequestMetrics, Reques
 if TYPE_CHECKING:
     from quire.tokenizer.detokenizer import IncrementalDetokenizer
 
+    from quire.batch import Draw
     from quire.params import SamplingParams
 
 
@@ -61,10 +60,10 @@ class Sequence:
 
     __slots__ = (
         "detokenizer",
+        "draw",
         "index",
         "num_computed_tokens",
         "num_prompt_tokens",
-        "random_key",
         "seq_id",
         "status",
         "stop_reason",
@@ -76,7 +75,7 @@ class Sequence:
         seq_id: int,
         prompt_token_ids: list[int],
         index: int,
-        seed: int,
+        draw: Draw,
         detokenizer: IncrementalDetokenizer | None,
     ) -> None:
         self.seq_id = seq_id
@@ -86,7 +85,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.status = SequenceStatus.WAITING
         self.stop_reason: int | str | None = None
-        self.random_key = blake2b(struct.pack("<qq", seed, index), digest_size=16).digest()
+        self.draw = draw
         self.detokenizer = detokenizer
 
     @property

@@ -4,11 +4,17 @@ import struct
 from hashlib import blake2b
 
 
-def uniform(key: bytes, position: int) -> float:
-    """A number in [0, 1) determined by a sequence's key and a position alone.
+def random_key(seed: int, index: int) -> bytes:
+    """The key of the sequence number `index` of a request with this seed."""
+    return blake2b(struct.pack("<qq", seed, index), digest_size=16).digest()
 
-    BLAKE2b of the position under the key, its first 53 bits as a fraction: the same request draws the same numbers
-    alone, in any batch, and again after a preemption.
-    """
+
+def uniform_bits(key: bytes, position: int) -> int:
+    """53 random bits determined by a key and a position alone: BLAKE2b of the position under the key."""
     digest = blake2b(struct.pack("<q", position), digest_size=8, key=key).digest()
-    return (int.from_bytes(digest, "little") >> 11) / 2**53
+    return int.from_bytes(digest, "little") >> 11
+
+
+def uniform(key: bytes, position: int) -> float:
+    """`uniform_bits` as a fraction in [0, 1): the same alone, in any batch, and again after a preemption."""
+    return uniform_bits(key, position) / 2**53

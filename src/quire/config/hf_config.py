@@ -1,0 +1,127 @@
+"""A checkpoint's JSON files, read with suspicion: typed getters whose errors name the file and the key."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from quire.errors import CheckpointError
+
+_REQUIRED: Any = object()
+_MAX_JSON_BYTES = 16 * 1024**2
+_MAX_SIZE = 2**31 - 1
+
+
+class HFConfig(Mapping[str, Any]):
+    """The key/value pairs of a `config.json`.
+
+    The getters return the default where the key is absent or null, and raise CheckpointError if there is no default or
+    if the value is of another type or out of range.
+    """
+
+    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+        self._values = dict(values)
+        self.source = source
+        """file the values came from, for messages"""
+
+    @classmethod
+    def read(cls, path: Path) -> "HFConfig":
+        """Parse a JSON object from `path`. Raises CheckpointError if the file is absent, huge or malformed."""
+        return cls(read_json_object(path), str(path))
+
+    def __getitem__(self, key: str) -> Any:
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return f"HFConfig({self._values!r}, {self.source!r})"
+
+    def size(self, key: str, default: int = _REQUIRED) -> int:
+        """A count or length: an integer of at least 1."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MAX_SIZE:
+            raise self._wrong(key, value, f"an integer from 1 to {_MAX_SIZE}")
+        return value
+
+    def number(self, key: str, default: float = _REQUIRED) -> float:
+        """A finite number greater than 0."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+            raise self._wrong(key, value, "a finite number greater than 0")
+        return value
+
+    def numbers(self, key: str, length: int) -> list[float]:
+        """A list of `length` finite numbers greater than 0."""
+        values = self._get(key, _REQUIRED)
+        if not isinstance(values, list) or len(values) != length:
+            raise self._wrong(key, values, f"a list of {length} numbers")
+        return [HFConfig({key: value}, self.source).number(key) for value in values]
+
+    def flag(self, key: str, default: bool = _REQUIRED) -> bool:
+        """true or false."""
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise self._wrong(key, value, "true or false")
+        return value
+
+    def text(self, key: str, default: str = _REQUIRED) -> str:
+        """A string."""
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            raise self._wrong(key, value, "a string")
+        return value
+
+    def section(self, key: str) -> "HFConfig | None":
+        """An object inside this one, None where the key is absent or null."""
+        value = self.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self._wrong(key, value, "an object")
+        return HFConfig(value, f"{self.source}: {key}")
+
+    def token_ids(self, key: str) -> frozenset[int] | None:
+        """One token id or a list of them, None where the key is absent or null."""
+        value = self.get(key)
+        if value is None:
+            return None
+        ids = value if isinstance(value, list) else [value]
+        if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
+            raise self._wrong(key, value, "a token id or a list of token ids")
+        return frozenset(ids)
+
+    def _get(self, key: str, default: Any) -> Any:
+        value = self._values.get(key)
+        if value is None:
+            value = default
+        if value is _REQUIRED:
+            raise CheckpointError(f"{self.source} has no {key!r}: this checkpoint is incomplete")
+        return value
+
+    def _wrong(self, key: str, value: Any, expected: str) -> CheckpointError:
+        shown = repr(value)
+        return CheckpointError(f"{self.source}: {key!r} is {shown[:80]}, but must be {expected}")
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`. Raises CheckpointError if the file is absent, huge, malformed or no object."""
+    try:
+        num_bytes = path.stat().st_size
+        if num_bytes > _MAX_JSON_BYTES:
+            raise CheckpointError(f"{path} has {num_bytes} bytes: too large for a JSON file of a checkpoint")
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path.parent} has no {path.name}: not a Hugging Face checkpoint folder") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON (half-written?): {error}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} holds a JSON {type(values).__name__}, but must hold an object")
+    return values

@@ -1,0 +1,221 @@
+"""ModelConfig: which checkpoint, where its files are, and what its config.json says."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.config.hf_config import HFConfig, read_json_object
+from quire.config.safetensors_header import read_header
+from quire.errors import CheckpointError, ConfigError, UnsupportedModelError, nearest_name
+from quire.log import logger
+
+EMBEDDED_CHECKPOINTS = ("quire-tiny", "quire-draft")
+"""names of the checkpoints inside this package"""
+
+_EMBEDDED_ROOT = Path(__file__).parents[1] / "checkpoints"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_CONFIG_FILES = ("*.json", "*.jinja")
+_TOKENIZER_FILES = (*_CONFIG_FILES, "*.model", "*.txt")
+_WEIGHT_FILES = ("*.safetensors",)
+_NOT_OURS = ("*/*", "consolidated*", "*.bin.index.json")
+"""subfolders (other formats, original weights), and second copies of the weights under other names"""
+
+_HALF = ("float16", "half", "fp16")
+_DTYPES = dict.fromkeys(("float32", "float", "fp32"), "float32")
+_DTYPES |= dict.fromkeys(("bfloat16", "bf16", *_HALF), "bfloat16")
+"""as asked for -> what is computed in; kernels know no float16"""
+_HEADER_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float32"}
+_MAX_LAYERS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A checkpoint, found and read, but for its weights. Made by `resolve`."""
+
+    model: str
+    """name as given"""
+    path: Path
+    tokenizer_path: Path
+    hf_config: HFConfig
+    generation_config: Mapping[str, Any]
+    """empty if the checkpoint has none"""
+    architecture: str
+    dtype: str
+    """what weights, activations and the KV cache are kept in: `float32` or `bfloat16`"""
+    checkpoint_dtype: str
+    """what the file holds: `float32`, `bfloat16` or `float16`"""
+    vocab_size: int
+    max_position_embeddings: int
+    max_context_len: int
+    """the longest max_model_len that can be asked for: max_position_embeddings, or what rope scaling stretches it to"""
+    max_model_len: int
+    """longest prompt + output in tokens; max_position_embeddings until the engine replaces it"""
+    eos_token_ids: frozenset[int]
+    """generation_config's, else config's, else none"""
+
+    @classmethod
+    def resolve(
+        cls,
+        model: str | Path | None,
+        *,
+        tokenizer: str | Path | None = None,
+        dtype: str = "auto",
+        revision: str | None = None,
+        download_dir: str | Path | None = None,
+    ) -> "ModelConfig":
+        """Find the checkpoint and read its config.
+
+        `model` is None or `quire-tiny` / `quire-draft` (inside this package), a folder (the network is never touched),
+        or a hub id `org/name`, which is downloaded: JSON, tokenizer and safetensors files, never pickles. `tokenizer`
+        is the same, for the tokenizer files alone. Raises ConfigError for a dtype that is none, UnsupportedModelError
+        for a quantized checkpoint, CheckpointError for everything else that is missing or wrong.
+        """
+        _check_dtype(dtype)
+        name = EMBEDDED_CHECKPOINTS[0] if model is None else str(model)
+        path = _find(name, (*_TOKENIZER_FILES, *_WEIGHT_FILES), revision, download_dir)
+        tokenizer_path = path if tokenizer is None else _find(str(tokenizer), _TOKENIZER_FILES, None, download_dir)
+        hf = HFConfig.read(path / "config.json")
+        generation = _generation_config(path)
+        checkpoint_dtype = _checkpoint_dtype(hf, path)
+        _check_layers(hf)
+        max_positions = hf.size("max_position_embeddings")
+        eos = generation.token_ids("eos_token_id")
+        return cls(
+            model=name,
+            path=path,
+            tokenizer_path=tokenizer_path,
+            hf_config=hf,
+            generation_config=generation,
+            architecture=_architecture(hf),
+            dtype=_compute_dtype(dtype, checkpoint_dtype, name),
+            checkpoint_dtype=checkpoint_dtype,
+            vocab_size=hf.size("vocab_size"),
+            max_position_embeddings=max_positions,
+            max_context_len=_max_context_len(hf, max_positions),
+            max_model_len=max_positions,
+            eos_token_ids=eos if eos is not None else hf.token_ids("eos_token_id") or frozenset(),
+        )
+
+
+def rope_config(hf: HFConfig) -> HFConfig:
+    """The rotary embedding's parameters, from `rope_parameters` (transformers 5) or `rope_scaling` and `rope_theta`.
+
+    Always holds `rope_type` and `rope_theta`, and `original_max_position_embeddings`, the length trained on.
+    """
+    section = hf.section("rope_parameters") or hf.section("rope_scaling") or HFConfig({}, f"{hf.source}: rope")
+    if any(isinstance(value, dict) for value in section.values()):
+        raise UnsupportedModelError(f"{section.source}: one rotary embedding per type of layer is not supported")
+    rope_type = section.text("rope_type", section.text("type", "default"))
+    original = section.size("original_max_position_embeddings", hf.size("max_position_embeddings"))
+    return HFConfig(
+        {
+            **section,
+            "rope_type": "longrope" if rope_type == "su" else rope_type,
+            "rope_theta": section.number("rope_theta", hf.number("rope_theta", 10000.0)),
+            "partial_rotary_factor": section.number("partial_rotary_factor", hf.number("partial_rotary_factor", 1.0)),
+            "original_max_position_embeddings": hf.size("original_max_position_embeddings", original),
+        },
+        section.source,
+    )
+
+
+def _find(name: str, patterns: tuple[str, ...], revision: str | None, download_dir: str | Path | None) -> Path:
+    """The folder that holds the checkpoint `name`, downloaded first if it is a hub id."""
+    if name in EMBEDDED_CHECKPOINTS:
+        return _EMBEDDED_ROOT / name
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise CheckpointError(f"{name!r} is a file: give the folder that holds config.json and the weights")
+    if not _HUB_ID.fullmatch(name):
+        raise CheckpointError(
+            f"there is no folder {name!r}{nearest_name(name, EMBEDDED_CHECKPOINTS)} "
+            f"(allowed: a folder, a hub id such as 'org/name', or {', '.join(EMBEDDED_CHECKPOINTS)})"
+        )
+    return _download(name, patterns, revision, download_dir)
+
+
+def _download(name: str, patterns: tuple[str, ...], revision: str | None, download_dir: str | Path | None) -> Path:
+    import huggingface_hub  # slow to import, and not needed for local checkpoints
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        folder = huggingface_hub.snapshot_download(
+            name,
+            revision=revision,
+            cache_dir=download_dir,
+            allow_patterns=list(patterns),
+            ignore_patterns=list(_NOT_OURS),
+        )
+    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
+        raise CheckpointError(
+            f"there is no folder {name!r}, and it cannot be downloaded from the hub either: {error}"
+        ) from error
+    return Path(folder)
+
+
+def _generation_config(path: Path) -> HFConfig:
+    file = path / "generation_config.json"
+    return HFConfig(read_json_object(file) if file.exists() else {}, str(file))
+
+
+def _architecture(hf: HFConfig) -> str:
+    architectures = hf.get("architectures")
+    if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
+        raise CheckpointError(
+            f"{hf.source}: 'architectures' is {architectures!r}, but must be a list that names the model's class"
+        )
+    if hf.get("auto_map"):
+        logger.warning("%s asks for its own Python code (auto_map): never run, Quire's own model is used", hf.source)
+    if hf.get("quantization_config"):
+        raise UnsupportedModelError(
+            f"{hf.source}: the weights are quantized ('quantization_config'); Quire reads float32, bfloat16 and "
+            "float16 weights: take the unquantized checkpoint"
+        )
+    return architectures[0]
+
+
+def _check_layers(hf: HFConfig) -> None:
+    """Sizes every decoder has, checked before anything is built from them."""
+    for key in ("hidden_size", "num_attention_heads"):
+        hf.size(key)
+    num_layers = hf.size("num_hidden_layers")
+    if num_layers > _MAX_LAYERS:
+        raise CheckpointError(f"{hf.source}: 'num_hidden_layers' is {num_layers}, more than {_MAX_LAYERS}")
+
+
+def _max_context_len(hf: HFConfig, max_positions: int) -> int:
+    """Dynamic and yarn scaling reach `factor` times the length trained on, even if the config states less."""
+    rope = rope_config(hf)
+    lengths = {"dynamic": max_positions, "yarn": rope.size("original_max_position_embeddings")}
+    original = lengths.get(rope.text("rope_type"))
+    return max_positions if original is None else max(max_positions, int(rope.number("factor", 1.0) * original))
+
+
+def _checkpoint_dtype(hf: HFConfig, path: Path) -> str:
+    """What config.json says, under either of its names; else what the first weight is stored as."""
+    stated = hf.text("dtype", hf.text("torch_dtype", "")).removeprefix("torch.")
+    if not stated:
+        files = sorted(path.glob("*.safetensors"))
+        tensors = read_header(files[0]).values() if files else ()
+        stated = next((_HEADER_DTYPES[t.dtype] for t in tensors if t.dtype in _HEADER_DTYPES), "float32")
+    if stated not in ("float32", "bfloat16", "float16"):
+        raise CheckpointError(f"{hf.source}: 'dtype' is {stated!r}, but must be float32, bfloat16 or float16")
+    return stated
+
+
+def _check_dtype(dtype: str) -> None:
+    if dtype != "auto" and dtype not in _DTYPES:
+        allowed = ("auto", *_DTYPES)
+        raise ConfigError(f"dtype={dtype!r}{nearest_name(str(dtype), allowed)} (allowed: {', '.join(allowed)})")
+
+
+def _compute_dtype(asked: str, checkpoint_dtype: str, name: str) -> str:
+    if asked in _HALF:
+        logger.info("dtype=%s: computing in bfloat16, the kernels have no float16", asked)
+    elif asked == "auto" and checkpoint_dtype == "float16":
+        logger.info("%s holds float16 weights: computing in bfloat16 (dtype='float32' keeps every bit)", name)
+    return _DTYPES[checkpoint_dtype if asked == "auto" else asked]

@@ -1,0 +1,50 @@
+"""Token and position tables, and the head that shares the token table."""
+
+import torch
+from torch import Tensor, nn
+
+from quire import kernels
+from quire.layers.weighted_layer import WeightedLayer, WeightSpec
+
+
+class Embedding(WeightedLayer):
+    """Rows of a table [num_rows, width], by index. The table stays mapped from the checkpoint where its dtype is right.
+
+    `packed`: it is kept in the layout of the matrix kernel instead, for a head tied to it. `first_row`: the row that
+    index 0 means.
+    """
+
+    table: Tensor | kernels.PackedWeight
+
+    def __init__(
+        self, num_rows: int, width: int, dtype: torch.dtype, *, packed: bool = False, first_row: int = 0
+    ) -> None:
+        super().__init__()
+        self.shape = (num_rows, width)
+        self.dtype = dtype
+        self.packed = packed
+        self.first_row = first_row
+
+    def weight_specs(self) -> dict[str, WeightSpec]:
+        return {"weight": WeightSpec((self.shape,), self.dtype)}
+
+    def set_weight(self, name: str, weight: Tensor) -> None:
+        self.table = kernels.pack_weight(weight) if self.packed else weight[self.first_row :]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids [num_tokens] -> [num_tokens, width]."""
+        return kernels.embedding(ids, self.table)
+
+
+class TiedLmHead(nn.Module):
+    """The projection to the vocabulary by the (packed) token table; keeps no weights of its own."""
+
+    def __init__(self, embedding: Embedding) -> None:
+        super().__init__()
+        self.embedding = embedding
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [num_rows, hidden] -> logits [num_rows, vocab] float32."""
+        table = self.embedding.table
+        assert isinstance(table, kernels.PackedWeight)
+        return kernels.matmul(x, table, None, torch.float32)

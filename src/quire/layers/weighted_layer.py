@@ -1,0 +1,28 @@
+"""What the loader knows of a layer: which weights it has, of which shapes, and how to hand them over."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSpec:
+    """One weight of a layer: tensors of these shapes in a checkpoint, stacked along the first dimension."""
+
+    parts: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+
+
+class WeightedLayer(nn.Module, ABC):
+    """A layer with weights of its own. It owns them from `set_weight` on; `forward` before that is an error."""
+
+    @abstractmethod
+    def weight_specs(self) -> Mapping[str, WeightSpec]:
+        """Every weight the layer needs, by its name in the layer."""
+
+    @abstractmethod
+    def set_weight(self, name: str, weight: Tensor) -> None:
+        """Take a weight of the spec's dtype and stacked shape. It may be mapped from a file: copy it to own it."""

@@ -1,0 +1,122 @@
+"""From a checkpoint's files to a model ready to run, one weight at a time."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.config.model import ModelConfig
+from quire.errors import CheckpointError
+from quire.layers.weighted_layer import WeightedLayer, WeightSpec
+from quire.log import logger
+from quire.models.base import CausalLM
+from quire.models.checkpoint import Checkpoint
+from quire.models.registry import model_class
+
+
+@dataclass(frozen=True, slots=True)
+class _Assignment:
+    """One weight of a layer, and the tensors of the checkpoint that make it up, by the model's names."""
+
+    layer: WeightedLayer
+    name: str
+    spec: WeightSpec
+    sources: tuple[str, ...]
+
+
+def load_model(config: ModelConfig) -> CausalLM:
+    """Build the model and fill it. Weights stream from the mapped files: converted, fused, packed, dropped.
+
+    Peak memory is the packed weights and the largest single weight. Names and shapes are compared with the headers
+    before any weight is read. Raises UnsupportedModelError, or CheckpointError naming every missing, unexpected and
+    wrong-shaped weight.
+    """
+    started = time.perf_counter()
+    checkpoint = Checkpoint(config.path)
+    model = model_class(config.architecture)(config)
+    names = _names_in_checkpoint(model, config, checkpoint)
+    assignments = list(_assignments(model))
+    _check(config, checkpoint, names, assignments)
+    _check_tied_head(model, config, checkpoint, names)
+    for assignment in assignments:
+        _assign(assignment, checkpoint, names)
+    logger.info("loaded %s in %.2f s", config.model, time.perf_counter() - started)
+    return model.eval()
+
+
+def _names_in_checkpoint(model: CausalLM, config: ModelConfig, checkpoint: Checkpoint) -> dict[str, str]:
+    """The model's name -> the checkpoint's, for every tensor that the model needs."""
+    names: dict[str, str] = {}
+    for theirs in checkpoint.tensors:
+        ours = model.weight_name(config, theirs)
+        if ours in names:
+            raise CheckpointError(f"{config.path}: {names[ours]!r} and {theirs!r} are the same weight {ours!r}")
+        if ours is not None:
+            names[ours] = theirs
+    return names
+
+
+def _assignments(model: CausalLM) -> Iterator[_Assignment]:
+    for module_name, layer in model.weighted_layers():
+        parent, _, own = module_name.rpartition(".")
+        modules = [f"{parent}.{part}" if parent else part for part in model.fused.get(own, (own,))]
+        for name, spec in layer.weight_specs().items():
+            yield _Assignment(layer, name, spec, tuple(f"{module}.{name}" for module in modules))
+
+
+def _check(config: ModelConfig, checkpoint: Checkpoint, names: dict[str, str], assignments: list[_Assignment]) -> None:
+    """Raise CheckpointError naming everything that does not fit between model and checkpoint."""
+    wanted = {
+        source: shape
+        for assignment in assignments
+        for source, shape in zip(assignment.sources, assignment.spec.parts, strict=True)
+    }
+    shapes = {ours: checkpoint.tensors[theirs].shape for ours, theirs in names.items()}
+    problems = {
+        "missing": [source for source in wanted if source not in shapes],
+        "unexpected": [names[ours] for ours in shapes if ours not in wanted],
+        "of a wrong shape": [
+            f"{names[source]} {list(shapes[source])} instead of {list(shape)}"
+            for source, shape in wanted.items()
+            if source in shapes and shapes[source] != shape
+        ],
+    }
+    found = [f"{len(these)} weight(s) {what}: {', '.join(these)}" for what, these in problems.items() if these]
+    if found:
+        raise CheckpointError(
+            f"{config.path} does not hold a {config.architecture} of its config.json: {'; '.join(found)}"
+        )
+
+
+def _check_tied_head(model: CausalLM, config: ModelConfig, checkpoint: Checkpoint, names: dict[str, str]) -> None:
+    """A checkpoint may hold a tied head once more; a head that differs from the token table would be lost silently."""
+    head, table = "lm_head.weight", names["embed_tokens.weight"]
+    if not model.ties_embeddings(config) or head not in checkpoint.tensors:
+        return
+    with checkpoint.reading(head) as theirs, checkpoint.reading(table) as ours:
+        if not torch.equal(theirs, ours):
+            raise CheckpointError(
+                f"{config.path}: {head} differs from {table}, although config.json ties them: "
+                "set tie_word_embeddings to false there"
+            )
+
+
+def _assign(assignment: _Assignment, checkpoint: Checkpoint, names: dict[str, str]) -> None:
+    sources = [names[source] for source in assignment.sources]
+    if len(sources) == 1:
+        with checkpoint.reading(sources[0]) as mapped:
+            assignment.layer.set_weight(assignment.name, mapped.to(assignment.spec.dtype))
+        return
+    assignment.layer.set_weight(assignment.name, _stack(assignment.spec, checkpoint, sources))
+
+
+def _stack(spec: WeightSpec, checkpoint: Checkpoint, sources: list[str]) -> Tensor:
+    """The parts, one below the other, in the layer's dtype."""
+    num_rows = [shape[0] for shape in spec.parts]
+    stacked = torch.empty((sum(num_rows), *spec.parts[0][1:]), dtype=spec.dtype)
+    for rows, source in zip(stacked.split(num_rows), sources, strict=True):
+        with checkpoint.reading(source) as mapped:
+            rows.copy_(mapped)
+    return stacked

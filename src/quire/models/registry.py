@@ -1,0 +1,35 @@
+"""Which class runs which architecture. A model's module is imported when it is asked for."""
+
+import importlib
+from typing import TYPE_CHECKING
+
+from quire.errors import UnsupportedModelError, nearest_name
+
+if TYPE_CHECKING:
+    from quire.models.base import CausalLM
+
+_MODELS = {
+    "LlamaForCausalLM": "quire.models.llama:LlamaForCausalLM",
+    "LLaMAForCausalLM": "quire.models.llama:LlamaForCausalLM",
+    "MistralForCausalLM": "quire.models.mistral:MistralForCausalLM",
+    "OPTForCausalLM": "quire.models.opt:OPTForCausalLM",
+    "Qwen2ForCausalLM": "quire.models.qwen2:Qwen2ForCausalLM",
+    "Qwen3ForCausalLM": "quire.models.qwen3:Qwen3ForCausalLM",
+}
+
+
+def supported_architectures() -> list[str]:
+    """Names as in a config.json's `architectures`."""
+    return sorted(_MODELS)
+
+
+def model_class(architecture: str) -> "type[CausalLM]":
+    """The class for `architecture`. Raises UnsupportedModelError, which names the supported ones."""
+    if architecture not in _MODELS:
+        raise UnsupportedModelError(
+            f"no model for architecture {architecture!r}{nearest_name(architecture, _MODELS)} "
+            f"(supported: {', '.join(supported_architectures())}; a checkpoint's own Python code is never run)"
+        )
+    module, name = _MODELS[architecture].split(":")
+    model: type[CausalLM] = getattr(importlib.import_module(module), name)
+    return model

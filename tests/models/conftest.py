@@ -1,0 +1,123 @@
+"""A minimal runner: a model over a paged cache whose block tables are made by hand, in shuffled order."""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.config.kv_layout import group_layers
+from quire.config.model import ModelConfig
+from quire.layers.batch_tensors import BatchTensors, GroupTensors, LayerKVCache
+from quire.models.base import CausalLM
+from quire.models.loader import load_model
+
+BLOCK_SIZE = 4
+
+
+class PagedRun:
+    """Feeds chosen numbers of tokens of several sequences through a model; knows nothing of scheduling."""
+
+    def __init__(self, model: CausalLM, config: ModelConfig, sequences: Sequence[Sequence[int]]) -> None:
+        self.model = model
+        self.sequences = [list(tokens) for tokens in sequences]
+        self.computed = [0] * len(sequences)
+        blocks_per_seq = -(-config.max_model_len // BLOCK_SIZE)
+        groups = group_layers(model.kv_cache_specs(config))
+        num_blocks = blocks_per_seq * len(sequences) * len(groups)
+        shuffled = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1)).to(torch.int32)
+        self.tables = shuffled.view(len(groups), len(sequences), blocks_per_seq)
+        caches = {}
+        for group_id, group in enumerate(groups):
+            heads, width, dtype = group.spec.num_kv_heads, group.spec.head_dim, getattr(torch, group.spec.dtype)
+            pack = 4 // dtype.itemsize
+            for layer in group.layer_ids:
+                k = torch.full((num_blocks, heads, width // pack, BLOCK_SIZE, pack), torch.nan, dtype=dtype)
+                v = torch.zeros((num_blocks, heads, BLOCK_SIZE, width), dtype=dtype)
+                caches[layer] = LayerKVCache(k, v, group_id)
+        self.kv = [caches[layer] for layer in range(len(caches))]
+
+    @torch.inference_mode()
+    def step(self, counts: Sequence[int]) -> list[Tensor]:
+        """Run the next `counts[s]` tokens of each sequence (0: leave it out); returns logits [counts[s], vocab]."""
+        running = [s for s, count in enumerate(counts) if count]
+        spans = [torch.arange(self.computed[s], self.computed[s] + counts[s]) for s in running]
+        for s in running:
+            self.computed[s] += counts[s]
+        lens = torch.tensor([counts[s] for s in running])
+        batch = BatchTensors(
+            token_ids=torch.tensor(
+                [self.sequences[s][p] for s, span in zip(running, spans, strict=True) for p in span]
+            ),
+            positions=torch.cat(spans),
+            query_start=torch.cat([torch.zeros(1), lens.cumsum(0)]).to(torch.int32),
+            seq_lens=torch.tensor([self.computed[s] for s in running], dtype=torch.int32),
+            groups=tuple(self._group(table, running, spans) for table in self.tables),
+            logit_rows=torch.arange(int(lens.sum())),
+        )
+        logits = self.model.compute_logits(self.model(batch, self.kv)[batch.logit_rows])
+        assert logits.dtype == torch.float32
+        parts = dict(zip(running, logits.split(lens.tolist()), strict=True))
+        return [parts.get(s, logits[:0]) for s in range(len(counts))]
+
+    def _group(self, table: Tensor, running: list[int], spans: list[Tensor]) -> GroupTensors:
+        slots = [
+            table[s, span // BLOCK_SIZE].long() * BLOCK_SIZE + span % BLOCK_SIZE
+            for s, span in zip(running, spans, strict=True)
+        ]
+        return GroupTensors(torch.cat(slots), table[running].contiguous())
+
+
+@pytest.fixture
+def paged_run() -> type[PagedRun]:
+    return PagedRun
+
+
+@pytest.fixture
+def greedy_run() -> Callable[..., tuple[list[list[int]], list[Tensor]]]:
+    """Prefill prompts in chunks, then decode greedily: all tokens, and the logits of every position computed."""
+
+    def run(
+        config: ModelConfig, prompts: Sequence[Sequence[int]], *, chunk: int, num_tokens: int
+    ) -> tuple[list[list[int]], list[Tensor]]:
+        paged = PagedRun(load_model(config), config, prompts)
+        rows: list[list[Tensor]] = [[] for _ in prompts]
+        ends = [len(prompt) + num_tokens for prompt in prompts]
+        while any(len(tokens) < end for tokens, end in zip(paged.sequences, ends, strict=True)):
+            counts = [
+                min(chunk, len(tokens) - done) if len(tokens) < end else 0
+                for tokens, done, end in zip(paged.sequences, paged.computed, ends, strict=True)
+            ]
+            for s, logits in enumerate(paged.step(counts)):
+                if counts[s]:
+                    rows[s].append(logits)
+                    if paged.computed[s] == len(paged.sequences[s]):
+                        paged.sequences[s].append(int(logits[-1].argmax()))
+        return paged.sequences, [torch.cat(parts) for parts in rows]
+
+    return run
+
+
+@pytest.fixture
+def save_checkpoint(tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
+    """Make a small random transformers model, save it, return the folder and the model (the oracle)."""
+    import transformers
+
+    def save(architecture: str, *, dtype: torch.dtype = torch.float32, **fields: Any) -> tuple[Path, Any]:
+        torch.manual_seed(0)
+        shard_size = fields.pop("max_shard_size", "1GB")
+        family = architecture.removesuffix("ForCausalLM")
+        config = getattr(transformers, f"{family}Config")(**fields)
+        model = getattr(transformers, architecture)(config).to(dtype).eval()
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):  # initialized to 1 and 0, where a mistake could hide
+                torch.nn.init.normal_(parameter.data, mean=float(name.endswith("norm.weight")), std=0.2)
+        model.save_pretrained(tmp_path / "checkpoint", max_shard_size=shard_size)
+        return tmp_path / "checkpoint", model
+
+    return save
