@@ -1,4 +1,6 @@
-"""One thin wrapper per kernel: it checks shapes, strides, dtypes and devices, then calls the best implementation.
+"""One thin wrapper per kernel. `reference` defines what each computes; the native extension makes it fast."""
 
-`reference.py` (torch) defines every kernel; the native extension (`csrc/`) implements them for CPUs.
-"""
+from quire.kernels.backend import isa, num_threads, set_num_threads
+from quire.kernels.norm import rms_norm
+
+__all__ = ["isa", "num_threads", "rms_norm", "set_num_threads"]

@@ -1,0 +1,18 @@
+// Gathers the kernels of the variant being compiled into its table. Included last by each isa/<name>.cpp.
+#pragma once
+
+#include "kernel_table.h"
+#include "norm.h"
+
+#define QUIRE_NAME_OF(isa) #isa
+#define QUIRE_NAME(isa) QUIRE_NAME_OF(isa)
+
+namespace quire::QUIRE_ISA {
+
+extern const KernelTable table;
+const KernelTable table = {
+    .name = QUIRE_NAME(QUIRE_ISA),
+    .norm = kNorm,
+};
+
+}  // namespace quire::QUIRE_ISA
