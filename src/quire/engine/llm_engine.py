@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import TypeAlias
 
-from quire.config.model import ModelConfig
-from quire.sampling.random import random_key, uniform_bits
 from quire.tokenizer.detokenizer import IncrementalDetokenizer
 from quire.tokenizer.tokenizer import Tokenizer
 
 from quire.batch import Draw
 from quire.config.args import EngineArgs
+from quire.config.model import ModelConfig
 from quire.engine.commit import Committer
 from quire.engine.executor import Executor
 from quire.engine.scheduler import Scheduler
@@ -25,6 +24,7 @@ from quire.outputs import EngineStats, RequestOutput
 from quire.params import SamplingParams
 from quire.runner.memory_plan import MemoryPlan, plan_memory
 from quire.runner.worker import Worker
+from quire.sampling.random import random_key, uniform_bits
 
 Prompt: TypeAlias = str | SequenceOf[int] | Mapping[str, object]
 """text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`"""

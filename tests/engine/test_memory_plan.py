@@ -1,0 +1,122 @@
+"""The memory plan: what fits is worked out before a weight is read, and what does not is refused by number."""
+
+import pytest
+
+from quire.config.args import EngineArgs
+from quire.config.kv_cache import KVCacheSpec
+from quire.config.kv_layout import group_layers, kv_cache_config
+from quire.config.machine import MachineMemory
+from quire.errors import CheckpointError, ConfigError, OutOfMemoryError
+from quire.runner import memory_plan
+from quire.runner.memory_plan import plan_memory
+
+FULL = KVCacheSpec(2, 64, "bfloat16")
+WINDOW = KVCacheSpec(2, 64, "bfloat16", sliding_window=128)
+MIB = 1024**2
+
+
+@pytest.mark.parametrize(
+    ("specs", "sizes"),
+    [
+        ([FULL] * 6, [6]),
+        ([WINDOW] * 6, [6]),
+        ([FULL] * 3 + [WINDOW] * 3, [3, 3]),
+        ([FULL, WINDOW, WINDOW, WINDOW, WINDOW, WINDOW], [1] * 6),
+        ([FULL] * 2 + [WINDOW] * 5, [2, 2, 2, 1]),
+    ],
+)
+def test_layers_are_grouped_by_what_they_need(specs, sizes):
+    groups = group_layers(specs)
+    assert [len(g.layer_ids) for g in groups] == sizes
+    assert sorted(i for g in groups for i in g.layer_ids) == list(range(len(specs)))
+    assert all(specs[i] == g.spec for g in groups for i in g.layer_ids)
+
+
+def test_layers_of_different_width_are_refused():
+    with pytest.raises(ConfigError, match="cannot share one pool"):
+        group_layers([FULL, KVCacheSpec(4, 64, "bfloat16")])
+
+
+def test_the_cache_fills_the_bytes_given():
+    config = kv_cache_config([FULL] * 6, 16, num_bytes=10 * MIB)
+    assert config.total_bytes <= 10 * MIB < config.total_bytes + 6 * config.block_bytes
+    assert config.max_tokens == config.num_blocks * 16
+
+
+def test_groups_share_the_tokens_of_a_cache():
+    config = kv_cache_config([FULL, WINDOW], 16, num_blocks=9)
+    assert config.max_tokens == 4 * 16
+
+
+def test_the_plan_of_the_embedded_checkpoint_adds_up():
+    plan = plan_memory(EngineArgs(kv_cache_memory="12MiB"))
+    assert plan.kv_cache.total_bytes == 12 * MIB
+    assert plan.max_model_len == 2048
+    assert plan.weight_bytes == pytest.approx(13.6e6, rel=0.01)
+    assert plan.max_concurrency == pytest.approx(4096 / 2048)
+    assert plan.to_dict()["num_blocks"] == 256
+    for word in ("weights", "KV cache", "12.00 MiB", "activations", "context"):
+        assert word in str(plan)
+
+
+def test_a_small_cache_shortens_the_context_unless_a_length_was_asked_for():
+    for length in (None, "auto"):
+        assert plan_memory(EngineArgs(num_gpu_blocks_override=6, max_model_len=length)).max_model_len == 96
+    with pytest.raises(OutOfMemoryError, match=r"max_model_len=97 .* 96 tokens"):
+        plan_memory(EngineArgs(num_gpu_blocks_override=6, max_model_len=97))
+
+
+def test_no_memory_for_one_block_is_refused_with_both_numbers():
+    with pytest.raises(OutOfMemoryError, match=r"1\.00 KiB is too little .* 48\.00 KiB"):
+        plan_memory(EngineArgs(kv_cache_memory="1KiB"))
+
+
+def test_a_cache_larger_than_the_machine_is_refused():
+    with pytest.raises(OutOfMemoryError, match="lower kv_cache_memory"):
+        plan_memory(EngineArgs(kv_cache_memory="900TiB"))
+
+
+def test_without_a_size_the_cache_takes_what_is_left(monkeypatch):
+    monkeypatch.setattr(memory_plan, "machine_memory", lambda: MachineMemory(64 * MIB, 50 * MIB))
+    plan = plan_memory(EngineArgs())
+    total = plan.kv_cache.total_bytes + plan.weight_bytes + plan.activation_bytes
+    assert 49 * MIB < total <= 50 * MIB
+    monkeypatch.setattr(memory_plan, "machine_memory", lambda: MachineMemory(16 * MIB, 16 * MIB))
+    with pytest.raises(OutOfMemoryError):
+        plan_memory(EngineArgs())
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"block_size": 0}, "block_size=0"),
+        ({"block_size": "16"}, "block_size='16'.*int"),
+        ({"max_num_seqs": 0}, "max_num_seqs=0"),
+        ({"max_num_batched_tokens": -1}, "max_num_batched_tokens=-1"),
+        ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
+        ({"num_threads": 0}, "num_threads=0"),
+        ({"max_model_len": 0}, "max_model_len=0"),
+        ({"max_model_len": 5000}, "2048 positions"),
+        ({"max_model_len": "long"}, "max_model_len='long'"),
+        ({"kv_cache_memory": "lots"}, "kv_cache_memory='lots'"),
+        ({"kv_cache_memory": 1, "num_gpu_blocks_override": 1}, "give one"),
+        ({"num_gpu_blocks_override": 0}, "num_gpu_blocks_override=0"),
+        ({"dtype": "float8"}, "float8"),
+        ({"enable_prefix_caching": 1}, "enable_prefix_caching=1"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(args, message):
+    with pytest.raises(ConfigError, match=message):
+        plan_memory(EngineArgs.from_kwargs(**args))
+
+
+def test_an_unknown_argument_suggests_the_nearest():
+    with pytest.raises(ConfigError, match="did you mean 'max_num_seqs'"):
+        EngineArgs.from_kwargs(max_num_seq=4)
+
+
+def test_a_missing_model_is_a_checkpoint_error(tmp_path):
+    with pytest.raises(CheckpointError, match="nothing"):
+        plan_memory(EngineArgs(model=str(tmp_path / "nothing")))
