@@ -13,7 +13,7 @@
 namespace quire::QUIRE_ISA {
 
 constexpr float kInfinity = __builtin_inff();
-constexpr int64_t kTileVectors = kTileKeys / W;
+constexpr int64_t kKeyVectors = kTileKeys / W;
 // Micro kernel sizes that keep all accumulators in registers: 32 of them with 16 lanes, 16 with fewer.
 constexpr int kBlockRows = W == 16 ? 6 : 4;     // rows at once
 constexpr int kScoreVectors = W == 16 ? 4 : 2;  // vectors of keys at once
@@ -120,7 +120,7 @@ static inline void add_values_tail(const float* probs, const float* decay, const
 template <class T>
 struct Tile {
   int64_t start;
-  const T* keys[kTileVectors];
+  const T* keys[kKeyVectors];
   int64_t key_step;  // elements from one lane of a key to its next
   const T* values[kTileKeys];
 };
@@ -219,7 +219,7 @@ class AttentionTask {
       key += run;
     }
     const int64_t first_vector = (first - start) / W, last_vector = (last - start - 1) / W;
-    for (int64_t v = 0; v < kTileVectors; ++v) {
+    for (int64_t v = 0; v < kKeyVectors; ++v) {
       if (!in_place) {
         tile.keys[v] = reinterpret_cast<const T*>(s_.packed_keys) + v * W * kPack;
       } else if (v < first_vector || v > last_vector) {
@@ -292,15 +292,15 @@ class AttentionTask {
   // Turn a row's scores into probabilities relative to its new maximum; returns what its output so far shrinks by.
   static float softmax_row(float* scores, float* max_so_far, float* sum) {
     f32 largest = load(scores);
-    for (int64_t v = 1; v < kTileVectors; ++v) largest = max(largest, load(scores + v * W));
+    for (int64_t v = 1; v < kKeyVectors; ++v) largest = max(largest, load(scores + v * W));
     const float tile_max = reduce_max(largest);
     if (tile_max == -kInfinity) {  // nothing visible: the row keeps its bits
-      for (int64_t v = 0; v < kTileVectors; ++v) store(scores + v * W, set1(0.0f));
+      for (int64_t v = 0; v < kKeyVectors; ++v) store(scores + v * W, set1(0.0f));
       return 1.0f;
     }
     const float new_max = tile_max > *max_so_far ? tile_max : *max_so_far;
     f32 tile_sum = set1(0.0f);
-    for (int64_t v = 0; v < kTileVectors; ++v) {
+    for (int64_t v = 0; v < kKeyVectors; ++v) {
       const f32 prob = exp(load(scores + v * W) - set1(new_max));
       store(scores + v * W, prob);
       tile_sum = tile_sum + prob;
