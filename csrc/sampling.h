@@ -13,17 +13,22 @@ namespace quire::QUIRE_ISA {
 
 constexpr float kNegativeInfinity = -__builtin_inff();
 
-// exp(x) for x <= 0 to about one unit in the last place; 0 below -708 and for NaN. Written so that the compiler can vectorize it.
-QUIRE_INLINE double exp_weight(double x) {
+// Doubles, half as many as floats. Explicit vectors: compilers find reasons not to vectorize the plain loop.
+constexpr int kDoubles = W / 2;
+typedef double f64 __attribute__((vector_size(8 * kDoubles)));
+typedef int64_t i64 __attribute__((vector_size(8 * kDoubles)));
+typedef float half_f32 __attribute__((vector_size(4 * kDoubles)));
+
+// exp(x) for x <= 0 to about one unit in the last place; 0 below -708 and for NaN.
+QUIRE_INLINE f64 exp_weight(f64 x) {
   constexpr double kLog2E = 1.4426950408889634, kLn2High = 0x1.62e42fefa0000p-1, kLn2Low = 0x1.cf79abc9e3b3ap-40;
   constexpr double kRound = 0x1.8p52;  // adding it leaves the nearest integer in the low bits
-  const bool inside = x >= -708.0;
-  const double clamped = inside ? x : -708.0;
-  const double shifted = clamped * kLog2E + kRound;
-  const double n = shifted - kRound;
-  const double r = (clamped - n * kLn2High) - n * kLn2Low;
-  double sum = 1.0 / 6227020800.0;
-  sum = sum * r + 1.0 / 479001600.0;
+  const i64 inside = x >= -708.0;
+  const f64 clamped = (f64)((i64)x & inside);
+  const f64 shifted = clamped * kLog2E + kRound;
+  const f64 n = shifted - kRound;
+  const f64 r = (clamped - n * kLn2High) - n * kLn2Low;
+  f64 sum = r * (1.0 / 6227020800.0) + 1.0 / 479001600.0;
   sum = sum * r + 1.0 / 39916800.0;
   sum = sum * r + 1.0 / 3628800.0;
   sum = sum * r + 1.0 / 362880.0;
@@ -36,9 +41,9 @@ QUIRE_INLINE double exp_weight(double x) {
   sum = sum * r + 0.5;
   sum = sum * r + 1.0;
   sum = sum * r + 1.0;
-  const int64_t exponent = __builtin_bit_cast(int64_t, shifted) - __builtin_bit_cast(int64_t, kRound);
-  const double power = __builtin_bit_cast(double, (exponent + 1023) << 52);
-  return inside ? sum * power : 0.0;
+  const i64 exponent = (i64)shifted - __builtin_bit_cast(int64_t, kRound);
+  const f64 power = (f64)((exponent + 1023) << 52);
+  return (f64)((i64)(sum * power) & inside);
 }
 
 // Unsigned integers in the order of the floats; NaN counts as -inf, -0 as 0.
@@ -219,22 +224,33 @@ class RowSampler {
 
   // Logits below this weigh no more than `light`, give or take a rounding error, which the slack in `light` covers.
   float heavy_bound(double light, double temperature) const {
-    if (largest_ == __builtin_inff() || light <= 0.0) return light <= 0.0 ? kNegativeInfinity : largest_;
+    if (light <= 0.0) return kNegativeInfinity;
+    if (largest_ == __builtin_inff()) return largest_;
     const double bound = largest_ + temperature * __builtin_log(light);
     return static_cast<float>(bound - 1e-6 * __builtin_fabs(bound));
   }
 
+  // weights = exp((logits - largest) / temperature)
   void weigh(const Candidates& c, double temperature) const {
-    const double largest = largest_, rate = 1.0 / temperature;
-    const float* logits = c.logits;
-    double* weights = s_.weights;
-    const int64_t count = c.count;
-    for (int64_t i = 0; i < count; ++i) {
-      const double logit = logits[i];
-      const double below = (logit - largest) * rate;  // NaN for NaN, and where both are infinite
-      const double weight = exp_weight(below);
-      weights[i] = logit == largest ? 1.0 : weight;
-    }
+    const double rate = 1.0 / temperature;
+    int64_t i = 0;
+    for (; i + kDoubles <= c.count; i += kDoubles) weigh_vector(c.logits + i, rate, s_.weights + i);
+    if (i == c.count) return;
+    float logits[kDoubles] = {};
+    double weights[kDoubles];
+    for (int64_t j = i; j < c.count; ++j) logits[j - i] = c.logits[j];
+    weigh_vector(logits, rate, weights);
+    for (int64_t j = i; j < c.count; ++j) s_.weights[j] = weights[j - i];
+  }
+
+  void weigh_vector(const float* logits, double rate, double* weights) const {
+    half_f32 narrow;
+    std::memcpy(&narrow, logits, sizeof narrow);
+    const f64 wide = __builtin_convertvector(narrow, f64);
+    // The largest weighs 1, whatever the temperature and even if it is infinite.
+    const i64 below = wide != static_cast<double>(largest_);
+    const f64 result = exp_weight((f64)((i64)((wide - largest_) * rate) & below));
+    std::memcpy(weights, &result, sizeof result);
   }
 
   static double sum(const double* weights, int64_t count) {
