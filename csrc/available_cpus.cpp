@@ -1,0 +1,83 @@
+// How many CPUs the container grants: asking for more threads than that makes the kernel stall all of them.
+#include <fstream>
+#include <sstream>
+#include <string>
+#include <thread>
+
+#include "thread_pool.h"
+
+#if defined(__linux__)
+#include <sched.h>
+#endif
+
+namespace quire {
+namespace {
+
+double quota_v2(const std::string& folder) {
+  std::ifstream file(folder + "/cpu.max");
+  std::string quota;
+  double period = 0;
+  if (!(file >> quota >> period) || quota == "max" || period <= 0) return 0;
+  return std::stod(quota) / period;
+}
+
+double quota_v1(const std::string& folder) {
+  std::ifstream quota_file(folder + "/cpu.cfs_quota_us"), period_file(folder + "/cpu.cfs_period_us");
+  double quota = 0, period = 0;
+  if (!(quota_file >> quota) || !(period_file >> period) || quota <= 0 || period <= 0) return 0;
+  return quota / period;
+}
+
+// The tightest quota on the way from the process's group up to the mount, as each ancestor limits it too. 0: no limit.
+double tightest_quota(const std::string& mount, std::string group, double (*quota_of)(const std::string&)) {
+  double tightest = 0;
+  while (true) {
+    const double quota = quota_of(mount + group);
+    if (quota > 0 && (tightest == 0 || quota < tightest)) tightest = quota;
+    if (group.empty()) return tightest;
+    group.resize(group.rfind('/') == std::string::npos ? 0 : group.rfind('/'));
+  }
+}
+
+double cgroup_quota() {
+  std::ifstream groups("/proc/self/cgroup");
+  double tightest = 0;
+  for (std::string line; std::getline(groups, line);) {  // hierarchy:controllers:path
+    const size_t first = line.find(':'), second = line.find(':', first + 1);
+    if (first == std::string::npos || second == std::string::npos) continue;
+    std::stringstream controllers(line.substr(first + 1, second - first - 1));
+    std::string path = line.substr(second + 1);
+    if (path == "/") path.clear();
+    double quota = line.starts_with("0::") ? tightest_quota("/sys/fs/cgroup", path, quota_v2) : 0;
+    for (std::string name; std::getline(controllers, name, ',');) {
+      if (name == "cpu") quota = tightest_quota("/sys/fs/cgroup/cpu", path, quota_v1);
+    }
+    if (quota > 0 && (tightest == 0 || quota < tightest)) tightest = quota;
+  }
+  return tightest;
+}
+
+int affinity_cpus() {
+#if defined(__linux__)
+  for (int capacity = 1024; capacity <= 1 << 20; capacity *= 2) {
+    cpu_set_t* set = CPU_ALLOC(capacity);
+    const size_t bytes = CPU_ALLOC_SIZE(capacity);
+    const int count = sched_getaffinity(0, bytes, set) == 0 ? CPU_COUNT_S(bytes, set) : 0;
+    CPU_FREE(set);
+    if (count > 0) return count;
+  }
+#endif
+  const int count = int(std::thread::hardware_concurrency());
+  return count > 0 ? count : 1;
+}
+
+}  // namespace
+
+int available_cpus() {
+  const int cpus = affinity_cpus();
+  const double quota = cgroup_quota();
+  if (quota <= 0 || quota >= cpus) return cpus;
+  return quota < 1 ? 1 : int(quota);
+}
+
+}  // namespace quire

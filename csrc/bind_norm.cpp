@@ -1,0 +1,16 @@
+#include "binding.h"
+
+namespace quire {
+
+void bind_norm(nb::module_& module) {
+  module.def(
+      "rms_norm",
+      [](int dtype, Address x, Address weight, float eps, Address out, int64_t outer, int64_t inner,
+         int64_t outer_stride, int64_t inner_stride, int64_t width) {
+        kernels().norm.rms_norm[dtype](pointer(x), pointer<float>(weight), eps, pointer(out),
+                                       {outer, inner, outer_stride, inner_stride, width});
+      },
+      Unlocked());
+}
+
+}  // namespace quire

@@ -1,0 +1,79 @@
+// Which ISA variants this CPU (and the operating system's register saving, which the builtins check too) can run.
+#include <cstring>
+
+#include "kernel_table.h"
+
+namespace quire {
+
+namespace portable {
+extern const KernelTable table;
+}
+#if defined(__x86_64__)
+namespace avx2 {
+extern const KernelTable table;
+}
+namespace avx512 {
+extern const KernelTable table;
+}
+namespace avx512_bf16 {
+extern const KernelTable table;
+}
+#endif
+
+namespace {
+
+struct Variant {
+  const KernelTable* table;
+  bool supported;
+};
+
+struct Variants {
+  static constexpr int kCount = 4;
+  Variant best_first[kCount] = {};
+  const KernelTable* active = nullptr;
+
+  Variants() {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    best_first[0] = {&avx512_bf16::table, has_avx512 && __builtin_cpu_supports("avx512bf16")};
+    best_first[1] = {&avx512::table, has_avx512};
+    best_first[2] = {&avx2::table, has_avx2};
+#endif
+    best_first[3] = {&portable::table, true};
+    for (const Variant& variant : best_first) {
+      if (variant.supported && active == nullptr) active = variant.table;
+    }
+  }
+};
+
+Variants& variants() {
+  static Variants instance;
+  return instance;
+}
+
+}  // namespace
+
+const KernelTable& kernels() { return *variants().active; }
+
+int available_isas(const char** names, int capacity) {
+  int count = 0;
+  for (const Variant& variant : variants().best_first) {
+    if (variant.supported && count < capacity) names[count++] = variant.table->name;
+  }
+  return count;
+}
+
+bool use_isa(const char* name) {
+  for (const Variant& variant : variants().best_first) {
+    if (variant.supported && std::strcmp(variant.table->name, name) == 0) {
+      variants().active = variant.table;
+      return true;
+    }
+  }
+  return false;
+}
+
+}  // namespace quire

@@ -1,0 +1,3 @@
+#define QUIRE_ISA avx2
+#define QUIRE_SIMD_AVX2
+#include "isa/make_table.h"

@@ -1,0 +1,2 @@
+#define QUIRE_ISA portable
+#include "isa/make_table.h"

@@ -1,0 +1,78 @@
+// 256-bit vectors with fused multiply-add.
+#pragma once
+
+#include <immintrin.h>
+
+namespace quire::QUIRE_ISA {
+
+constexpr int W = 8;
+typedef __m256 f32;
+typedef int32_t i32 __attribute__((vector_size(32)));
+typedef __m256i pairs;
+
+QUIRE_INLINE __m256i first_lanes(int64_t n) {
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(int32_t(n)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+
+QUIRE_INLINE f32 widen(__m128i v) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(v), 16)); }
+
+QUIRE_INLINE __m128i narrow(f32 v) {
+  const __m256i bits = _mm256_castps_si256(v);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+  const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+  const __m256i upper_halves = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, is_nan), 16);
+  const __m256i packed = _mm256_packus_epi32(upper_halves, upper_halves);
+  return _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
+}
+
+QUIRE_INLINE f32 set1(float v) { return _mm256_set1_ps(v); }
+QUIRE_INLINE f32 load(const float* p) { return _mm256_loadu_ps(p); }
+QUIRE_INLINE f32 load(const bf16* p) { return widen(_mm_loadu_si128((const __m128i*)p)); }
+QUIRE_INLINE f32 load_n(const float* p, int64_t n) { return _mm256_maskload_ps(p, first_lanes(n)); }
+QUIRE_INLINE f32 load_n(const bf16* p, int64_t n) {
+  bf16 lanes[W] = {};
+  for (int64_t i = 0; i < n; ++i) lanes[i] = p[i];
+  return load(lanes);
+}
+QUIRE_INLINE void store(float* p, f32 v) { _mm256_storeu_ps(p, v); }
+QUIRE_INLINE void store(bf16* p, f32 v) { _mm_storeu_si128((__m128i*)p, narrow(v)); }
+QUIRE_INLINE void store_n(float* p, f32 v, int64_t n) { _mm256_maskstore_ps(p, first_lanes(n), v); }
+QUIRE_INLINE void store_n(bf16* p, f32 v, int64_t n) {
+  bf16 lanes[W];
+  store(lanes, v);
+  for (int64_t i = 0; i < n; ++i) p[i] = lanes[i];
+}
+
+QUIRE_INLINE f32 fma(f32 a, f32 b, f32 c) { return _mm256_fmadd_ps(a, b, c); }
+QUIRE_INLINE f32 max(f32 a, f32 b) { return _mm256_max_ps(a, b); }
+QUIRE_INLINE f32 select(i32 mask, f32 a, f32 b) { return mask ? a : b; }
+
+QUIRE_INLINE float reduce_add(f32 v) {
+  const __m128 b = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  const __m128 c = _mm_add_ps(b, _mm_movehl_ps(b, b));
+  return _mm_cvtss_f32(_mm_add_ss(c, _mm_movehdup_ps(c)));
+}
+
+QUIRE_INLINE float reduce_max(f32 v) {
+  const __m128 b = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  const __m128 c = _mm_max_ps(b, _mm_movehl_ps(b, b));
+  return _mm_cvtss_f32(_mm_max_ss(c, _mm_movehdup_ps(c)));
+}
+
+QUIRE_INLINE void keep_in_register(f32& v) { asm volatile("" : "+x"(v)); }
+
+QUIRE_INLINE pairs load_pairs(const bf16* p) { return _mm256_loadu_si256((const __m256i*)p); }
+QUIRE_INLINE pairs set1_pair(const bf16* p) {
+  int32_t bits;
+  std::memcpy(&bits, p, sizeof bits);
+  return _mm256_set1_epi32(bits);
+}
+QUIRE_INLINE f32 lower(pairs p) { return _mm256_castsi256_ps(_mm256_slli_epi32(p, 16)); }
+QUIRE_INLINE f32 upper(pairs p) {
+  return _mm256_castsi256_ps(_mm256_and_si256(p, _mm256_set1_epi32(int32_t(0xffff0000))));
+}
+QUIRE_INLINE f32 dot2(f32 acc, pairs a, pairs b) { return fma(upper(a), upper(b), fma(lower(a), lower(b), acc)); }
+
+}  // namespace quire::QUIRE_ISA

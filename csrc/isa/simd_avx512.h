@@ -1,0 +1,78 @@
+// 512-bit vectors; with AVX512-BF16 (__AVX512BF16__) also its dot product and conversion.
+#pragma once
+
+#include <immintrin.h>
+
+namespace quire::QUIRE_ISA {
+
+constexpr int W = 16;
+typedef __m512 f32;
+typedef int32_t i32 __attribute__((vector_size(64)));
+typedef __m512i pairs;
+
+QUIRE_INLINE __mmask16 first_lanes(int64_t n) { return __mmask16((1u << n) - 1); }
+
+QUIRE_INLINE f32 widen(__m256i v) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16)); }
+
+QUIRE_INLINE __m256i narrow(f32 v) {
+#if defined(__AVX512BF16__)
+  return (__m256i)_mm512_cvtneps_pbh(v);
+#else
+  const __m512i bits = _mm512_castps_si512(v);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
+  rounded = _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), quiet);
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+#endif
+}
+
+QUIRE_INLINE f32 set1(float v) { return _mm512_set1_ps(v); }
+QUIRE_INLINE f32 load(const float* p) { return _mm512_loadu_ps(p); }
+QUIRE_INLINE f32 load(const bf16* p) { return widen(_mm256_loadu_si256((const __m256i*)p)); }
+QUIRE_INLINE f32 load_n(const float* p, int64_t n) { return _mm512_maskz_loadu_ps(first_lanes(n), p); }
+QUIRE_INLINE f32 load_n(const bf16* p, int64_t n) { return widen(_mm256_maskz_loadu_epi16(first_lanes(n), p)); }
+QUIRE_INLINE void store(float* p, f32 v) { _mm512_storeu_ps(p, v); }
+QUIRE_INLINE void store(bf16* p, f32 v) { _mm256_storeu_si256((__m256i*)p, narrow(v)); }
+QUIRE_INLINE void store_n(float* p, f32 v, int64_t n) { _mm512_mask_storeu_ps(p, first_lanes(n), v); }
+QUIRE_INLINE void store_n(bf16* p, f32 v, int64_t n) { _mm256_mask_storeu_epi16(p, first_lanes(n), narrow(v)); }
+
+QUIRE_INLINE f32 fma(f32 a, f32 b, f32 c) { return _mm512_fmadd_ps(a, b, c); }
+QUIRE_INLINE f32 max(f32 a, f32 b) { return _mm512_max_ps(a, b); }
+QUIRE_INLINE f32 select(i32 mask, f32 a, f32 b) { return mask ? a : b; }
+
+QUIRE_INLINE float reduce_add(f32 v) {
+  const __m256 a = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+  const __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  const __m128 c = _mm_add_ps(b, _mm_movehl_ps(b, b));
+  return _mm_cvtss_f32(_mm_add_ss(c, _mm_movehdup_ps(c)));
+}
+
+QUIRE_INLINE float reduce_max(f32 v) {
+  const __m256 a = _mm256_max_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+  const __m128 b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  const __m128 c = _mm_max_ps(b, _mm_movehl_ps(b, b));
+  return _mm_cvtss_f32(_mm_max_ss(c, _mm_movehdup_ps(c)));
+}
+
+QUIRE_INLINE void keep_in_register(f32& v) { asm volatile("" : "+v"(v)); }
+
+QUIRE_INLINE pairs load_pairs(const bf16* p) { return _mm512_loadu_si512(p); }
+QUIRE_INLINE pairs set1_pair(const bf16* p) {
+  int32_t bits;
+  std::memcpy(&bits, p, sizeof bits);
+  return _mm512_set1_epi32(bits);
+}
+QUIRE_INLINE f32 lower(pairs p) { return _mm512_castsi512_ps(_mm512_slli_epi32(p, 16)); }
+QUIRE_INLINE f32 upper(pairs p) {
+  return _mm512_castsi512_ps(_mm512_and_si512(p, _mm512_set1_epi32(int32_t(0xffff0000))));
+}
+QUIRE_INLINE f32 dot2(f32 acc, pairs a, pairs b) {
+#if defined(__AVX512BF16__)
+  return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b);
+#else
+  return fma(upper(a), upper(b), fma(lower(a), lower(b), acc));
+#endif
+}
+
+}  // namespace quire::QUIRE_ISA

@@ -1,0 +1,191 @@
+#include "thread_pool.h"
+
+#include <pthread.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdlib>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace quire {
+namespace {
+
+// Long enough to bridge the gap between the kernels of one forward pass, short enough that an idle engine costs
+// nothing.
+constexpr std::chrono::microseconds kSpin{50};
+
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Spins, looking at the clock now and then, until `done` or until kSpin is over.
+template <typename Condition>
+bool spin_until(Condition done) {
+  const auto deadline = std::chrono::steady_clock::now() + kSpin;
+  do {
+    for (int i = 0; i < 64; ++i) {
+      if (done()) return true;
+      pause();
+    }
+  } while (std::chrono::steady_clock::now() < deadline);
+  return done();
+}
+
+thread_local int tls_thread = -1;  // this thread's number while it runs a task
+
+// A region is one parallel_for. Its tasks are claimed by compare-and-swap on `ticket_`, which holds the region's number
+// (upper half) and the next task (lower half). A claim succeeds only while its region still has unclaimed tasks, so the
+// task and count a worker read before it were that region's. A worker that wakes late claims nothing and is not waited
+// for.
+class Pool {
+ public:
+  explicit Pool(int count) {
+    for (int thread = 1; thread < count; ++thread) workers_.emplace_back([this, thread] { work(thread); });
+  }
+
+  // Only on a pool with no region running.
+  ~Pool() {
+    stop_.store(true);
+    region_.fetch_add(1);
+    region_.notify_all();
+    for (std::thread& worker : workers_) worker.join();
+  }
+
+  void run(int64_t num_tasks, Task task) {
+    task_.store(&task, std::memory_order_relaxed);
+    num_tasks_.store(num_tasks, std::memory_order_relaxed);
+    pending_.store(uint32_t(num_tasks), std::memory_order_relaxed);
+    const uint32_t region = region_.load(std::memory_order_relaxed) + 1;
+    ticket_.store(uint64_t{region} << 32, std::memory_order_release);
+    region_.store(region);
+    if (sleepers_.load() > 0) region_.notify_all();
+    take_tasks(region, 0);
+    if (spin_until([this] { return pending_.load(std::memory_order_acquire) == 0; })) return;
+    for (uint32_t left = pending_.load(std::memory_order_acquire); left != 0;
+         left = pending_.load(std::memory_order_acquire)) {
+      pending_.wait(left, std::memory_order_acquire);
+    }
+  }
+
+ private:
+  void take_tasks(uint32_t region, int thread) {
+    uint64_t ticket = ticket_.load(std::memory_order_acquire);
+    while (uint32_t(ticket >> 32) == region) {
+      const Task* task = task_.load(std::memory_order_relaxed);
+      const int64_t num_tasks = num_tasks_.load(std::memory_order_relaxed);
+      const int64_t index = int64_t(ticket & 0xffffffffu);
+      if (index >= num_tasks) return;
+      if (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel, std::memory_order_acquire)) {
+        continue;
+      }
+      tls_thread = thread;
+      (*task)(index, thread);
+      tls_thread = -1;
+      // The caller may leave, and the task object with it, as soon as this reaches 0.
+      if (pending_.fetch_sub(1, std::memory_order_acq_rel) == 1 && thread != 0) pending_.notify_one();
+      ticket = ticket_.load(std::memory_order_acquire);
+    }
+  }
+
+  void work(int thread) {
+    uint32_t seen = 0;
+    while (true) {
+      const auto changed = [this, &seen] { return region_.load(std::memory_order_acquire) != seen; };
+      if (!spin_until(changed)) {
+        sleepers_.fetch_add(1);
+        while (!changed()) region_.wait(seen);
+        sleepers_.fetch_sub(1);
+      }
+      if (stop_.load()) return;
+      seen = region_.load(std::memory_order_acquire);
+      take_tasks(seen, thread);
+    }
+  }
+
+  alignas(64) std::atomic<uint64_t> ticket_{0};
+  alignas(64) std::atomic<uint32_t> region_{0};
+  std::atomic<int> sleepers_{0};
+  std::atomic<bool> stop_{false};
+  alignas(64) std::atomic<uint32_t> pending_{0};
+  std::atomic<const Task*> task_{nullptr};
+  std::atomic<int64_t> num_tasks_{0};
+  std::vector<std::thread> workers_;
+};
+
+// Everything a fork must not inherit. Never destroyed: its threads run until the process ends, and a forked child, in
+// which they do not exist, leaves the parent's behind and starts its own when it first needs them.
+struct Scratch {
+  void* memory = nullptr;
+  int64_t bytes = 0;
+};
+
+struct State {
+  std::mutex mutex;
+  Pool* pool = nullptr;
+  std::vector<Scratch> scratch;  // one per thread; each element is its thread's own while tasks run
+};
+
+std::atomic<State*> g_state{new State};
+std::atomic<int> g_num_threads{0};  // 0: not yet known
+
+const int g_at_fork = pthread_atfork(nullptr, nullptr, [] {
+  tls_thread = -1;
+  g_state.store(new State);
+});
+
+}  // namespace
+
+void parallel_for(int64_t num_tasks, Task task) {
+  if (tls_thread >= 0) {
+    for (int64_t i = 0; i < num_tasks; ++i) task(i, tls_thread);
+    return;
+  }
+  State& state = *g_state.load();
+  const std::lock_guard lock(state.mutex);
+  const int count = num_threads();
+  if (int(state.scratch.size()) < count) state.scratch.resize(size_t(count));
+  if (num_tasks <= 1 || count == 1) {
+    tls_thread = 0;
+    for (int64_t i = 0; i < num_tasks; ++i) task(i, 0);
+    tls_thread = -1;
+    return;
+  }
+  if (state.pool == nullptr) state.pool = new Pool(count);
+  state.pool->run(num_tasks, task);
+}
+
+void* thread_scratch(int thread, int64_t bytes) {
+  Scratch& scratch = g_state.load()->scratch[size_t(thread)];
+  if (scratch.bytes < bytes) {
+    std::free(scratch.memory);
+    scratch.memory = std::aligned_alloc(64, size_t(bytes + 63) / 64 * 64);
+    scratch.bytes = scratch.memory == nullptr ? 0 : bytes;
+  }
+  return scratch.memory;
+}
+
+int num_threads() {
+  int count = g_num_threads.load(std::memory_order_relaxed);
+  if (count == 0) {
+    count = available_cpus();
+    g_num_threads.store(count);
+  }
+  return count;
+}
+
+void set_num_threads(int count) {
+  State& state = *g_state.load();
+  const std::lock_guard lock(state.mutex);
+  if (count == g_num_threads.load()) return;
+  delete state.pool;
+  state.pool = nullptr;
+  g_num_threads.store(count);
+}
+
+}  // namespace quire

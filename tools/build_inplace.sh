@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Builds the native extension into src/quire, so that PYTHONPATH=src runs on it without an install.
+# PYTHON names the interpreter (with nanobind installed); BUILD_DIR the build tree; further arguments go to cmake.
+set -euo pipefail
+root=$(cd "$(dirname "$0")/.." && pwd)
+python=${PYTHON:-python3}
+build=${BUILD_DIR:-$root/build/inplace}
+generator=()
+if command -v ninja >/dev/null; then generator=(-G Ninja); fi
+cmake -S "$root" -B "$build" "${generator[@]}" -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$(command -v "$python")" \
+    -DQUIRE_WERROR=ON -DCMAKE_LIBRARY_OUTPUT_DIRECTORY="$root/src/quire" "$@" >/dev/null
+cmake --build "$build" --parallel "${JOBS:-2}"
