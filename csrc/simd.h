@@ -31,6 +31,7 @@
 //   load_pairs(p), set1_pair(p)            W pairs; one pair in all lanes
 //   set1, fma(a, b, c) = a * b + c         (the portable variant rounds twice)
 //   dot2(acc, a, b)                        acc + a.lower * b.lower + a.upper * b.upper per lane
+//   keep_in_register(v)                    hides v from the optimiser, for benchmarks
 //   max, select(mask, a, b), reduce_add, reduce_max    max(a, b) is b if either is NaN; reductions are fixed trees
 
 namespace quire::QUIRE_ISA {

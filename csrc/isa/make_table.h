@@ -1,8 +1,12 @@
 // Gathers the kernels of the variant being compiled into its table. Included last by each isa/<name>.cpp.
 #pragma once
 
+#include "attention.h"
 #include "kernel_table.h"
+#include "matmul.h"
 #include "norm.h"
+#include "probe.h"
+#include "sampling.h"
 
 #define QUIRE_NAME_OF(isa) #isa
 #define QUIRE_NAME(isa) QUIRE_NAME_OF(isa)
@@ -12,7 +16,11 @@ namespace quire::QUIRE_ISA {
 extern const KernelTable table;
 const KernelTable table = {
     .name = QUIRE_NAME(QUIRE_ISA),
+    .matmul = kMatmul,
     .norm = kNorm,
+    .probe = kProbe,
+    .attention = kAttention,
+    .sampling = kSampling,
 };
 
 }  // namespace quire::QUIRE_ISA

@@ -1,5 +1,6 @@
 """Checkpoints that are missing, half-written, unsafe or inconsistent: each a clear error, and no other exception."""
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable
@@ -79,7 +80,7 @@ def test_the_checkpoint_that_the_others_break_is_good(folder: Path, paged_run: C
 
 def test_path_like_name_that_does_not_exist(tmp_path: Path) -> None:
     for name in (str(tmp_path / "nowhere"), "./nowhere", "no/such/folder", "quire-tyni", ""):
-        with pytest.raises(CheckpointError, match="there is no folder|is not|no config"):
+        with pytest.raises(CheckpointError, match=r"there is no folder|no config"):
             ModelConfig.resolve(name)
 
 
@@ -186,14 +187,12 @@ CONFIG_KEYS += ["sliding_window", "use_sliding_window", "layer_types", "max_wind
 def test_no_config_raises_anything_else(architecture: str, tmp_path: Path, changes: dict[str, Any]) -> None:
     fields = FIELDS | {"architectures": [architecture], "use_sliding_window": True, "ffn_dim": 8} | changes
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    try:
+    with contextlib.suppress(CheckpointError):
         config = ModelConfig.resolve(tmp_path)
         model = model_class(config.architecture)
         assert len(model.kv_cache_specs(config)) == config.hf_config["num_hidden_layers"]
         assert model.activation_width(config) > 0
         model(dataclasses.replace(config, max_model_len=min(config.max_model_len, 64)))
-    except CheckpointError as error:
-        assert str(error)
 
 
 # --- weights that are not those of the config
@@ -351,7 +350,7 @@ def test_a_damaged_header_never_reads_outside_the_file(folder: Path, edits: list
         tensors = read_header(path)
     except CheckpointError:
         return
-    assert all(0 <= t.offset and t.offset + t.num_bytes <= len(data) for t in tensors.values())
+    assert all(t.offset >= 8 and t.offset + t.num_bytes <= len(data) for t in tensors.values())
 
 
 def test_reader_agrees_with_safetensors(folder: Path) -> None:

@@ -1,5 +1,8 @@
 """What the kernel wrappers say when they are called with something the native kernels do not take."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import Tensor
 
 from quire.errors import KernelError
@@ -18,3 +21,12 @@ def refusal(kernel: str, expected: str, **given: object) -> KernelError:
     """The error to raise: what `kernel` takes, and what each of its arguments was."""
     got = ", ".join(f"{name}: {describe(value)}" for name, value in given.items())
     return KernelError(f"{kernel} takes {expected}; got {got}")
+
+
+@contextmanager
+def native_errors() -> Iterator[None]:
+    """Turn what a native kernel refuses (values out of range) into a KernelError."""
+    try:
+        yield
+    except ValueError as error:
+        raise KernelError(str(error)) from None

@@ -72,6 +72,8 @@ class Checkpoint:
         if path not in self._maps:
             with path.open("rb") as file:
                 self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            if hasattr(mmap, "MADV_WILLNEED"):  # read ahead in large pieces while the first weights are packed
+                self._maps[path].madvise(mmap.MADV_WILLNEED)
         return self._maps[path]
 
 

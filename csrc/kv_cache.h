@@ -1,0 +1,109 @@
+// Moving keys and values between tokens, slots and blocks. Plain copies: the same code serves every instruction set.
+//
+// One block of one layer: keys [num_kv_heads, head_dim / pack, block_size, pack], where pack elements fill four bytes,
+// and values [num_kv_heads, block_size, head_dim]. Both caches may be views into one buffer, so the stride from block
+// to block is free; within a block everything is contiguous. All sizes here are in bytes; a "lane" is four bytes of a
+// key.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "thread_pool.h"
+
+namespace quire {
+
+struct KvCache {
+  uint8_t* keys;
+  uint8_t* values;
+  int64_t key_block_stride;
+  int64_t value_block_stride;
+  int64_t num_blocks;
+  int64_t num_kv_heads;
+  int64_t head_bytes;  // head_dim * element size
+  int64_t block_size;
+
+  int64_t num_slots() const { return num_blocks * block_size; }
+  int64_t lanes() const { return head_bytes / 4; }
+  int64_t lane_stride() const { return 4 * block_size; }
+  uint8_t* key(int64_t slot, int64_t head) const {
+    return keys + slot / block_size * key_block_stride + head * head_bytes * block_size + slot % block_size * 4;
+  }
+  uint8_t* value(int64_t slot, int64_t head) const {
+    return values + slot / block_size * value_block_stride + (head * block_size + slot % block_size) * head_bytes;
+  }
+};
+
+// Copy `count` four-byte lanes from and to addresses `from_stride` and `to_stride` bytes apart.
+inline void copy_lanes(const uint8_t* from, int64_t from_stride, uint8_t* to, int64_t to_stride, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) std::memcpy(to + i * to_stride, from + i * from_stride, 4);
+}
+
+// Tokens one task moves: enough bytes to be worth a thread's wake-up.
+inline int64_t tokens_per_task(const KvCache& cache) {
+  const int64_t tokens = 32768 / (2 * cache.num_kv_heads * cache.head_bytes);
+  return tokens < 1 ? 1 : tokens;
+}
+
+// `move(token)` for every token, in parallel.
+template <class Move>
+void for_each_token(const KvCache& cache, int64_t num_tokens, Move move) {
+  const int64_t step = tokens_per_task(cache);
+  auto task = [&](int64_t index, int) {
+    const int64_t end = (index + 1) * step < num_tokens ? (index + 1) * step : num_tokens;
+    for (int64_t token = index * step; token < end; ++token) move(token);
+  };
+  parallel_for((num_tokens + step - 1) / step, task);
+}
+
+// key and value: token t's heads lie together, at `key + t * key_stride`.
+inline void write_kv(const KvCache& cache, const uint8_t* key, int64_t key_stride, const uint8_t* value,
+                     int64_t value_stride, const int64_t* slots, int64_t num_tokens) {
+  for_each_token(cache, num_tokens, [&](int64_t t) {
+    for (int64_t head = 0; head < cache.num_kv_heads; ++head) {
+      const int64_t offset = head * cache.head_bytes;
+      copy_lanes(key + t * key_stride + offset, 4, cache.key(slots[t], head), cache.lane_stride(), cache.lanes());
+      std::memcpy(cache.value(slots[t], head), value + t * value_stride + offset,
+                  static_cast<size_t>(cache.head_bytes));
+    }
+  });
+}
+
+// key and value [num_tokens, num_kv_heads, head_dim], contiguous.
+inline void gather_kv(const KvCache& cache, const int64_t* slots, int64_t num_tokens, uint8_t* key, uint8_t* value) {
+  for_each_token(cache, num_tokens, [&](int64_t t) {
+    for (int64_t head = 0; head < cache.num_kv_heads; ++head) {
+      const int64_t offset = (t * cache.num_kv_heads + head) * cache.head_bytes;
+      copy_lanes(cache.key(slots[t], head), cache.lane_stride(), key + offset, 4, cache.lanes());
+      std::memcpy(value + offset, cache.value(slots[t], head), static_cast<size_t>(cache.head_bytes));
+    }
+  });
+}
+
+// No slot may be both read and written.
+inline void copy_slots(const KvCache& cache, const int64_t* src_slots, const int64_t* dst_slots, int64_t num_tokens) {
+  for_each_token(cache, num_tokens, [&](int64_t t) {
+    for (int64_t head = 0; head < cache.num_kv_heads; ++head) {
+      copy_lanes(cache.key(src_slots[t], head), cache.lane_stride(), cache.key(dst_slots[t], head), cache.lane_stride(),
+                 cache.lanes());
+      std::memcpy(cache.value(dst_slots[t], head), cache.value(src_slots[t], head),
+                  static_cast<size_t>(cache.head_bytes));
+    }
+  });
+}
+
+// pairs [num_pairs, 2] of (source, destination) block; no block may be both read and written.
+inline void copy_blocks(const uint8_t* src, uint8_t* dst, int64_t block_bytes, const int64_t* pairs,
+                        int64_t num_pairs) {
+  constexpr int64_t kPieceBytes = 1 << 18;
+  const int64_t pieces = (block_bytes + kPieceBytes - 1) / kPieceBytes;
+  auto task = [&](int64_t index, int) {
+    const int64_t* pair = pairs + index / pieces * 2;
+    const int64_t begin = index % pieces * kPieceBytes;
+    const int64_t bytes = block_bytes - begin < kPieceBytes ? block_bytes - begin : kPieceBytes;
+    std::memcpy(dst + pair[1] * block_bytes + begin, src + pair[0] * block_bytes + begin, static_cast<size_t>(bytes));
+  };
+  parallel_for(num_pairs * pieces, task);
+}
+
+}  // namespace quire

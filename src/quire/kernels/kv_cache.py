@@ -1,0 +1,213 @@
+"""The paged KV cache: its layout, writing and reading tokens, copying blocks and slots."""
+
+import torch
+from torch import Tensor
+
+from quire.errors import KernelError
+from quire.kernels import reference
+from quire.kernels.backend import DTYPE_CODES, native
+from quire.kernels.checks import describe, native_errors, refusal
+
+BLOCK_ALIGNMENT = 64
+"""bytes: a cache line; the buffer of a layer starts on one"""
+
+LANE_BYTES = 4
+"""bytes of a key that lie together in the cache: one float32 or two bfloat16"""
+
+
+def make_layer_cache(
+    buffer: Tensor, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """View a flat uint8 tensor as one layer's (k_cache, v_cache).
+
+    k_cache [num_blocks, num_kv_heads, head_dim / pack, block_size, pack] where pack elements fill LANE_BYTES, v_cache
+    [num_blocks, num_kv_heads, block_size, head_dim]. A block's keys are followed by its values, so that a block is one
+    run of bytes and `buffer.view(num_blocks, -1)` is what `copy_blocks` takes. The buffer may be longer than needed.
+    """
+    if dtype not in DTYPE_CODES or head_dim < 1 or head_dim * dtype.itemsize % LANE_BYTES:
+        raise KernelError(
+            f"a KV cache holds float32, or bfloat16 with an even head_dim; got {dtype} with head_dim {head_dim}"
+        )
+    sizes = {"num_blocks": num_blocks, "block_size": block_size, "num_kv_heads": num_kv_heads}
+    if min(sizes.values()) < 1:
+        raise KernelError(f"a KV cache needs positive sizes; got {sizes}")
+    pack = LANE_BYTES // dtype.itemsize
+    elements = block_size * num_kv_heads * head_dim  # of the keys of one block, and of its values
+    num_bytes = num_blocks * 2 * elements * dtype.itemsize
+    if buffer.dtype is not torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous() or len(buffer) < num_bytes:
+        raise KernelError(f"the buffer must be flat uint8 of at least {num_bytes} bytes; got {describe(buffer)}")
+    if buffer.data_ptr() % BLOCK_ALIGNMENT:
+        raise KernelError(f"the buffer must start on a multiple of {BLOCK_ALIGNMENT} bytes, got {buffer.data_ptr():#x}")
+    blocks = buffer[:num_bytes].view(dtype).view(num_blocks, 2, elements)
+    return (
+        blocks[:, 0].view(num_blocks, num_kv_heads, head_dim // pack, block_size, pack),
+        blocks[:, 1].view(num_blocks, num_kv_heads, block_size, head_dim),
+    )
+
+
+def write_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    """Store new keys and values in their slots, as reference.write_kv.
+
+    key, value [num_tokens, num_kv_heads, head_dim], from token to token with any stride; slots [num_tokens] int64.
+    """
+    taken = (
+        cache_is_valid(k_cache, v_cache)
+        and _tokens_match(key, v_cache)
+        and _tokens_match(value, v_cache)
+        and len(key) == len(value) == len(slots)
+        and _ids_are_valid(slots, 1)
+    )
+    if not taken:
+        raise refusal("write_kv", _WRITE_TAKES, key=key, value=value, k_cache=k_cache, v_cache=v_cache, slots=slots)
+    if native is None:
+        _check_range("write_kv: slot", slots, _num_slots(v_cache))
+        return reference.write_kv(key, value, k_cache, v_cache, slots)
+    item = key.element_size()
+    with native_errors():
+        native.write_kv(
+            _native_cache(k_cache, v_cache),
+            key.data_ptr(),
+            key.stride(0) * item,
+            value.data_ptr(),
+            value.stride(0) * item,
+            slots.data_ptr(),
+            len(slots),
+        )
+
+
+def gather_kv(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse of `write_kv`: keys and values [num_tokens, num_kv_heads, head_dim] of slots [num_tokens] int64."""
+    if not (cache_is_valid(k_cache, v_cache) and _ids_are_valid(slots, 1)):
+        raise refusal("gather_kv", _GATHER_TAKES, k_cache=k_cache, v_cache=v_cache, slots=slots)
+    if native is None:
+        _check_range("gather_kv: slot", slots, _num_slots(v_cache))
+        return reference.gather_kv(k_cache, v_cache, slots)
+    _, num_kv_heads, _, head_dim = v_cache.shape
+    key = torch.empty((len(slots), num_kv_heads, head_dim), dtype=v_cache.dtype)
+    value = torch.empty_like(key)
+    with native_errors():
+        native.gather_kv(
+            _native_cache(k_cache, v_cache), slots.data_ptr(), len(slots), key.data_ptr(), value.data_ptr()
+        )
+    return key, value
+
+
+def copy_slots(k_cache: Tensor, v_cache: Tensor, src_slots: Tensor, dst_slots: Tensor) -> None:
+    """Copy single tokens' keys and values from slots to slots [num_tokens] int64, as reference.copy_slots.
+
+    No slot may be both read and written in one call.
+    """
+    taken = (
+        cache_is_valid(k_cache, v_cache)
+        and _ids_are_valid(src_slots, 1)
+        and _ids_are_valid(dst_slots, 1)
+        and len(src_slots) == len(dst_slots)
+    )
+    if not taken:
+        raise refusal(
+            "copy_slots", _GATHER_TAKES, k_cache=k_cache, v_cache=v_cache, src_slots=src_slots, dst_slots=dst_slots
+        )
+    if native is None:
+        _check_range("copy_slots: source slot", src_slots, _num_slots(v_cache))
+        _check_range("copy_slots: destination slot", dst_slots, _num_slots(v_cache))
+        return reference.copy_slots(k_cache, v_cache, src_slots, dst_slots)
+    with native_errors():
+        native.copy_slots(_native_cache(k_cache, v_cache), src_slots.data_ptr(), dst_slots.data_ptr(), len(src_slots))
+
+
+def copy_blocks(src: Tensor, dst: Tensor, pairs: Tensor) -> None:
+    """`dst[d] = src[s]` for each (s, d) of pairs [num_pairs, 2] int64; src, dst [num_blocks, block_bytes] uint8.
+
+    src and dst may be the same pool. No block may be both read and written, or written twice, in one call.
+    """
+    taken = (
+        all(
+            pool.is_cpu and pool.dtype is torch.uint8 and pool.dim() == 2 and pool.is_contiguous()
+            for pool in (src, dst)
+        )
+        and src.shape[1] == dst.shape[1]
+        and _ids_are_valid(pairs, 2)
+        and pairs.shape[1] == 2
+    )
+    if not taken:
+        raise refusal("copy_blocks", _COPY_TAKES, src=src, dst=dst, pairs=pairs)
+    if native is None:
+        _check_range("copy_blocks: source block", pairs[:, 0], len(src))
+        _check_range("copy_blocks: destination block", pairs[:, 1], len(dst))
+        return reference.copy_blocks(src, dst, pairs)
+    with native_errors():
+        native.copy_blocks(
+            src.data_ptr(), len(src), dst.data_ptr(), len(dst), src.shape[1], pairs.data_ptr(), len(pairs)
+        )
+
+
+def cache_is_valid(k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Whether these are a layer's caches as `make_layer_cache` makes them, or separate ones of the same shape."""
+    if v_cache.dim() != 4 or k_cache.dim() != 5 or v_cache.dtype not in DTYPE_CODES or not len(v_cache):
+        return False
+    num_blocks, num_kv_heads, block_size, head_dim = v_cache.shape
+    pack = LANE_BYTES // v_cache.element_size()
+    return (
+        k_cache.dtype is v_cache.dtype
+        and k_cache.is_cpu
+        and v_cache.is_cpu
+        and head_dim % pack == 0
+        and k_cache.shape == (num_blocks, num_kv_heads, head_dim // pack, block_size, pack)
+        and k_cache.select(0, 0).is_contiguous()
+        and v_cache.select(0, 0).is_contiguous()
+    )
+
+
+def _tokens_match(tokens: Tensor, v_cache: Tensor) -> bool:
+    head_dim = v_cache.shape[3]
+    return (
+        tokens.is_cpu
+        and tokens.dtype is v_cache.dtype
+        and tokens.dim() == 3
+        and tokens.shape[1:] == (v_cache.shape[1], head_dim)
+        and (tokens.stride()[1:] == (head_dim, 1) or tokens.is_contiguous())
+    )
+
+
+def _ids_are_valid(ids: Tensor, dim: int) -> bool:
+    return ids.is_cpu and ids.dtype is torch.int64 and ids.dim() == dim and ids.is_contiguous()
+
+
+def _num_slots(v_cache: Tensor) -> int:
+    return v_cache.shape[0] * v_cache.shape[2]
+
+
+def _native_cache(k_cache: Tensor, v_cache: Tensor) -> object:
+    num_blocks, num_kv_heads, block_size, head_dim = v_cache.shape
+    item = v_cache.element_size()
+    return native.kv_cache(
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        k_cache.stride(0) * item,
+        v_cache.stride(0) * item,
+        num_blocks,
+        num_kv_heads,
+        head_dim * item,
+        block_size,
+    )
+
+
+def _check_range(what: str, ids: Tensor, limit: int) -> None:
+    """What the native kernels check themselves, for the reference."""
+    for bad in ids[(ids < 0) | (ids >= limit)][:1].tolist():
+        raise KernelError(f"{what} {bad} is not in [0, {limit})")
+
+
+_CACHE_TAKES = (
+    "k_cache [num_blocks, num_kv_heads, head_dim / pack, block_size, pack] and v_cache [num_blocks, num_kv_heads, "
+    "block_size, head_dim], float32 (pack 1) or bfloat16 (pack 2), each block contiguous, on the CPU"
+)
+_WRITE_TAKES = (
+    "key and value [num_tokens, num_kv_heads, head_dim] of the cache's dtype with each token's heads contiguous, "
+    f"contiguous int64 slots [num_tokens], {_CACHE_TAKES}"
+)
+_GATHER_TAKES = f"contiguous int64 slots [num_tokens], {_CACHE_TAKES}"
+_COPY_TAKES = (
+    "contiguous uint8 pools [num_blocks, block_bytes] of equal block_bytes and contiguous int64 pairs [num_pairs, 2] "
+    "of source and destination block, on the CPU"
+)
