@@ -24,4 +24,6 @@ NB_MODULE(_native, module) {
       [](int dtype, int64_t rounds) { return kernels().probe.multiply_in_registers[dtype](rounds); }, Unlocked());
   bind_matmul(module);
   bind_norm(module);
+  bind_activation(module);
+  bind_rotary(module);
 }

@@ -19,5 +19,7 @@ T* pointer(Address address) {
 
 void bind_matmul(nb::module_& module);
 void bind_norm(nb::module_& module);
+void bind_activation(nb::module_& module);
+void bind_rotary(nb::module_& module);
 
 }  // namespace quire

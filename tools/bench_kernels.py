@@ -43,16 +43,27 @@ def bench_shape(n: int, k: int, rows: int, dtype: torch.dtype, repeats: int) -> 
     for _ in range(max(1, repeats * (1 if flops < 5e9 else 1) // copies)):
         for product in packed:
             best = min(best, seconds(multiply))
-        best_read = max(best_read, scratch.nbytes / seconds(lambda: backend.native.read_memory(scratch.data_ptr(), scratch.nbytes)))
+        best_read = max(
+            best_read, scratch.nbytes / seconds(lambda: backend.native.read_memory(scratch.data_ptr(), scratch.nbytes))
+        )
         start = time.perf_counter()
         per_round = backend.native.multiply_in_registers(backend.DTYPE_CODES[dtype], rounds)
         best_flops = max(best_flops, per_round * rounds * kernels.num_threads() / (time.perf_counter() - start))
     return {
-        "kernel": "matmul", "isa": kernels.isa(), "threads": kernels.num_threads(), "dtype": str(dtype).removeprefix("torch."),
-        "rows": rows, "n": n, "k": k, "us": round(best * 1e6, 1),
-        "gb_per_s": round(weight.nbytes / best / 1e9, 1), "of_read": round(weight.nbytes / best / best_read, 3),
-        "gflop_per_s": round(flops / best / 1e9, 1), "of_peak": round(flops / best / best_flops, 3),
-        "read_gb_s": round(best_read/1e9,1), "peak": round(best_flops/1e9,1),
+        "kernel": "matmul",
+        "isa": kernels.isa(),
+        "threads": kernels.num_threads(),
+        "dtype": str(dtype).removeprefix("torch."),
+        "rows": rows,
+        "n": n,
+        "k": k,
+        "us": round(best * 1e6, 1),
+        "gb_per_s": round(weight.nbytes / best / 1e9, 1),
+        "of_read": round(weight.nbytes / best / best_read, 3),
+        "gflop_per_s": round(flops / best / 1e9, 1),
+        "of_peak": round(flops / best / best_flops, 3),
+        "read_gb_s": round(best_read / 1e9, 1),
+        "peak": round(best_flops / 1e9, 1),
     }
 
 

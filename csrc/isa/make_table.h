@@ -1,10 +1,12 @@
 // Gathers the kernels of the variant being compiled into its table. Included last by each isa/<name>.cpp.
 #pragma once
 
+#include "activation.h"
 #include "kernel_table.h"
 #include "matmul.h"
 #include "norm.h"
 #include "probe.h"
+#include "rotary.h"
 
 #define QUIRE_NAME_OF(isa) #isa
 #define QUIRE_NAME(isa) QUIRE_NAME_OF(isa)
@@ -16,6 +18,8 @@ const KernelTable table = {
     .name = QUIRE_NAME(QUIRE_ISA),
     .matmul = kMatmul,
     .norm = kNorm,
+    .activation = kActivation,
+    .rotary = kRotary,
     .probe = kProbe,
 };
 

@@ -140,22 +140,30 @@ def copy_blocks(src: Tensor, dst: Tensor, pairs: Tensor) -> None:
     dst[pairs[:, 1].long()] = src[pairs[:, 0].long()]
 
 
+def copy_slots(k_cache: Tensor, v_cache: Tensor, src_slots: Tensor, dst_slots: Tensor) -> None:
+    """Copy the keys and values of single tokens from src_slots to dst_slots, each [num_tokens].
+
+    Used to reuse part of a block that another sequence computed. No slot is both read and written in one call.
+    """
+    write_kv(*gather_kv(k_cache, v_cache, src_slots), k_cache, v_cache, dst_slots)
+
+
 def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
     """Draw one token per row: logits [num_rows, vocab] float32 -> token ids [num_rows] int64. Per row:
 
     temperature 0 takes the largest logit (the lowest id of equals). Otherwise tokens are ordered by logit, the lower id
     first among equals; the first top_k stay (0: all); of those, the shortest run whose probability reaches top_p of
     theirs (at least one token); then, over the kept tokens in id order, the first whose cumulative probability exceeds
-    uniform [0, 1) times the kept total.
+    uniform [0, 1) times the kept total. NaN counts as -inf; where nothing is larger than -inf, the token is 0.
     """
     tokens = []
     for row in range(logits.shape[0]):
-        scores = logits[row].double()
-        if temperature[row] == 0:
+        scores = logits[row].double().nan_to_num(-torch.inf, torch.inf, -torch.inf)
+        if temperature[row] == 0 or scores.max() == -torch.inf:
             tokens.append(int(scores.argmax()))
             continue
         ordered, ids = scores.sort(descending=True, stable=True)
-        probs = ((ordered - ordered[0]) / temperature[row].double()).exp()
+        probs = ((ordered - ordered[0]) / temperature[row].double()).exp().where(ordered < ordered[0], 1.0)
         keep = int(top_k[row]) or len(probs)
         probs, ids = probs[:keep], ids[:keep]
         mass_before = probs.cumsum(0) - probs
