@@ -16,6 +16,13 @@ NB_MODULE(_native, module) {
   module.def("use_isa", [](const std::string& name) { return use_isa(name.c_str()); });
   module.def("num_threads", &num_threads);
   module.def("set_num_threads", &set_num_threads, Unlocked());
+  module.def(
+      "read_memory", [](Address data, int64_t bytes) { return kernels().probe.read_memory(pointer(data), bytes); },
+      Unlocked());
+  module.def(
+      "multiply_in_registers",
+      [](int dtype, int64_t rounds) { return kernels().probe.multiply_in_registers[dtype](rounds); }, Unlocked());
+  bind_matmul(module);
   bind_norm(module);
   bind_attention(module);
   bind_kv_cache(module);

@@ -8,6 +8,7 @@
 #include "attention_plan.h"
 #include "common.h"
 #include "sampling_args.h"
+#include "matmul_layout.h"
 
 namespace quire {
 
@@ -23,11 +24,31 @@ struct NormTable {
   void (*rms_norm[kNumDTypes])(const void* x, const float* weight, float eps, void* out, StridedRows shape);
 };
 
+struct MatmulArgs {
+  const void* x;  // [rows, k], rows x_stride apart
+  int64_t x_stride, rows;
+  PackedWeight weight;
+  const float* bias;  // [n] or null
+  void* out;          // [rows, n] contiguous
+  DType out_dtype;
+};
+
+struct MatmulTable {
+  void (*matmul[kNumDTypes])(const MatmulArgs& args);
+};
+
+struct ProbeTable {
+  float (*read_memory)(const void* data, int64_t bytes);
+  int64_t (*multiply_in_registers[kNumDTypes])(int64_t rounds);
+};
+
 struct KernelTable {
   const char* name;
+  MatmulTable matmul;
   NormTable norm;
   AttentionTable attention;
   SamplingTable sampling;
+  ProbeTable probe;
 };
 
 // The variant in use: the best the CPU has, until use_isa says otherwise.

@@ -14,6 +14,13 @@
 
 #include "common.h"
 
+// Unrolls the loop that follows completely (constant bounds, at most 16), so that arrays of vectors live in registers.
+#if defined(__clang__)
+#define QUIRE_UNROLL _Pragma("unroll")
+#else
+#define QUIRE_UNROLL _Pragma("GCC unroll 16")
+#endif
+
 #if defined(QUIRE_SIMD_AVX512)
 #include "isa/simd_avx512.h"
 #elif defined(QUIRE_SIMD_AVX2)
@@ -31,6 +38,7 @@
 //   load_pairs(p), set1_pair(p)            W pairs; one pair in all lanes
 //   set1, fma(a, b, c) = a * b + c         (the portable variant rounds twice)
 //   dot2(acc, a, b)                        acc + a.lower * b.lower + a.upper * b.upper per lane
+//   keep_in_register(v)                    hides v from the optimiser, for benchmarks
 //   max, select(mask, a, b), reduce_add, reduce_max    max(a, b) is b if either is NaN; reductions are fixed trees
 
 namespace quire::QUIRE_ISA {

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstdlib>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -119,9 +120,15 @@ class Pool {
 
 // Everything a fork must not inherit. Never destroyed: its threads run until the process ends, and a forked child, in
 // which they do not exist, leaves the parent's behind and starts its own when it first needs them.
+struct Scratch {
+  void* memory = nullptr;
+  int64_t bytes = 0;
+};
+
 struct State {
   std::mutex mutex;
   Pool* pool = nullptr;
+  std::vector<Scratch> scratch;  // one per thread; each element is its thread's own while tasks run
 };
 
 std::atomic<State*> g_state{new State};
@@ -135,24 +142,32 @@ const int g_at_fork = pthread_atfork(nullptr, nullptr, [] {
 }  // namespace
 
 void parallel_for(int64_t num_tasks, Task task) {
-  const int count = num_threads();
-  if (num_tasks <= 1 || count == 1 || tls_thread >= 0) {
-    const int thread = tls_thread >= 0 ? tls_thread : 0;
-    if (tls_thread < 0 && num_tasks > 0) {
-      // Thread number 0 is taken: per-thread scratch must not be shared with a region another thread is running.
-      const std::lock_guard lock(g_state.load()->mutex);
-      tls_thread = 0;
-      for (int64_t i = 0; i < num_tasks; ++i) task(i, 0);
-      tls_thread = -1;
-      return;
-    }
-    for (int64_t i = 0; i < num_tasks; ++i) task(i, thread);
+  if (tls_thread >= 0) {
+    for (int64_t i = 0; i < num_tasks; ++i) task(i, tls_thread);
     return;
   }
   State& state = *g_state.load();
   const std::lock_guard lock(state.mutex);
+  const int count = num_threads();
+  if (int(state.scratch.size()) < count) state.scratch.resize(size_t(count));
+  if (num_tasks <= 1 || count == 1) {
+    tls_thread = 0;
+    for (int64_t i = 0; i < num_tasks; ++i) task(i, 0);
+    tls_thread = -1;
+    return;
+  }
   if (state.pool == nullptr) state.pool = new Pool(count);
   state.pool->run(num_tasks, task);
+}
+
+void* thread_scratch(int thread, int64_t bytes) {
+  Scratch& scratch = g_state.load()->scratch[size_t(thread)];
+  if (scratch.bytes < bytes) {
+    std::free(scratch.memory);
+    scratch.memory = std::aligned_alloc(64, size_t(bytes + 63) / 64 * 64);
+    scratch.bytes = scratch.memory == nullptr ? 0 : bytes;
+  }
+  return scratch.memory;
 }
 
 int num_threads() {

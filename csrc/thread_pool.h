@@ -37,6 +37,10 @@ int num_threads();
 // At least 1. Takes effect before the next parallel_for.
 void set_num_threads(int count);
 
+// 64-byte aligned memory of at least `bytes` for the task running as `thread`, until that task ends. Contents are
+// undefined. Kept between calls, so that kernels do not allocate; a nested parallel_for must not use its task's.
+void* thread_scratch(int thread, int64_t bytes);
+
 // CPUs granted by the affinity mask and the cgroup (v1, v2) CPU quota rounded down, at least 1.
 int available_cpus();
 

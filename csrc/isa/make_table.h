@@ -3,8 +3,10 @@
 
 #include "attention.h"
 #include "kernel_table.h"
+#include "matmul.h"
 #include "norm.h"
 #include "sampling.h"
+#include "probe.h"
 
 #define QUIRE_NAME_OF(isa) #isa
 #define QUIRE_NAME(isa) QUIRE_NAME_OF(isa)
@@ -14,9 +16,11 @@ namespace quire::QUIRE_ISA {
 extern const KernelTable table;
 const KernelTable table = {
     .name = QUIRE_NAME(QUIRE_ISA),
+    .matmul = kMatmul,
     .norm = kNorm,
     .attention = kAttention,
     .sampling = kSampling,
+    .probe = kProbe,
 };
 
 }  // namespace quire::QUIRE_ISA

@@ -55,6 +55,8 @@ QUIRE_INLINE float reduce_max(f32 v) {
   return _mm_cvtss_f32(_mm_max_ss(c, _mm_movehdup_ps(c)));
 }
 
+QUIRE_INLINE void keep_in_register(f32& v) { asm volatile("" : "+v"(v)); }
+
 QUIRE_INLINE pairs load_pairs(const bf16* p) { return _mm512_loadu_si512(p); }
 QUIRE_INLINE pairs set1_pair(const bf16* p) {
   int32_t bits;

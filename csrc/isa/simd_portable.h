@@ -64,6 +64,16 @@ QUIRE_INLINE float reduce_max(f32 v) {
   return a > b ? a : b;
 }
 
+QUIRE_INLINE void keep_in_register(f32& v) {
+#if defined(__x86_64__)
+  asm volatile("" : "+x"(v));
+#elif defined(__aarch64__)
+  asm volatile("" : "+w"(v));
+#else
+  asm volatile("" : "+m"(v));
+#endif
+}
+
 QUIRE_INLINE pairs load_pairs(const bf16* p) {
   pairs v;
   std::memcpy(&v, p, sizeof v);

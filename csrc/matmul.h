@@ -1,0 +1,316 @@
+// y = x W^T + bias for any number of rows, on packed weights (matmul_layout.h).
+//
+// Each output element is one accumulator that runs through k in order, with the same instructions for every number of
+// rows and columns beside it: its bits depend on its row of x, its column of W and nothing else. Blocking over k only
+// parks the accumulators in memory, as float32, and picks them up again.
+#pragma once
+
+#include "kernel_table.h"
+#include "matmul_layout.h"
+#include "simd.h"
+#include "thread_pool.h"
+
+namespace quire::QUIRE_ISA {
+
+constexpr int64_t kVectorsPerPanel = kPanelColumns / W;
+
+// The largest tile of accumulators, kTileRows x kTileVectors, fills the registers; fewer rows take more columns.
+#if defined(QUIRE_SIMD_AVX512)
+constexpr int kTileRows = 12, kTileVectors = 2, kMaxVectors = 8;
+#else
+constexpr int kTileRows = 4, kTileVectors = 2, kMaxVectors = 4;
+#endif
+constexpr int kAccumulators = kTileRows * kTileVectors;
+
+constexpr int64_t kStageBytes = 24 * 1024;  // a tile's rows of x, for one block of k: stay in the first-level cache
+constexpr int64_t kBlockUnits = 512;        // most units of k per block when blocks are used again...
+constexpr int64_t kTaskPanels = 8;          // ... which are then 512 KiB in all and stay in the second-level cache
+constexpr int64_t kTaskRows = 16 * kTileRows;
+constexpr int64_t kScratchBytes = kTaskRows * kTaskPanels * kPanelColumns * 4 + kStageBytes + kTileRows * 128;
+constexpr int64_t kPrefetchBytes = 8192;  // how far ahead of the multiplication weights are asked for, in all panels of a tile
+constexpr int64_t kInlineProducts = 128 * 1024;  // done before a sleeping worker would have woken
+
+// What the inner loop reads x as: pairs where the ISA multiplies pairs, else float32.
+#if defined(__AVX512BF16__)
+template <typename T>
+struct StagedAs {
+  using Type = T;
+};
+#else
+template <typename T>
+struct StagedAs {
+  using Type = float;
+};
+#endif
+template <typename T>
+using Staged = typename StagedAs<T>::Type;
+
+// One unit of k: acc[r][g] += x[r] * w[g] for the tile's rows and vectors of columns.
+template <int R, int G>
+QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const float* x, int64_t x_stride, const char* const (&panels)[G],
+                                int64_t offset, const float*) {
+  f32 w[G];
+  QUIRE_UNROLL
+  for (int g = 0; g < G; ++g) w[g] = load(reinterpret_cast<const float*>(panels[g] + offset));
+  QUIRE_UNROLL
+  for (int r = 0; r < R; ++r) {
+    const f32 value = set1(x[r * x_stride]);
+    QUIRE_UNROLL
+    for (int g = 0; g < G; ++g) acc[r][g] = fma(value, w[g], acc[r][g]);
+  }
+}
+
+#if defined(__AVX512BF16__)
+template <int R, int G>
+QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const bf16* x, int64_t x_stride, const char* const (&panels)[G],
+                                int64_t offset, const bf16*) {
+  pairs w[G];
+  QUIRE_UNROLL
+  for (int g = 0; g < G; ++g) w[g] = load_pairs(reinterpret_cast<const bf16*>(panels[g] + offset));
+  QUIRE_UNROLL
+  for (int r = 0; r < R; ++r) {
+    const pairs value = set1_pair(x + r * x_stride);
+    QUIRE_UNROLL
+    for (int g = 0; g < G; ++g) acc[r][g] = dot2(acc[r][g], w[g], value);
+  }
+}
+#else
+template <int R, int G>
+QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const float* x, int64_t x_stride, const char* const (&panels)[G],
+                                int64_t offset, const bf16*) {
+  f32 first[G], second[G];
+  QUIRE_UNROLL
+  for (int g = 0; g < G; ++g) {
+    const pairs w = load_pairs(reinterpret_cast<const bf16*>(panels[g] + offset));
+    first[g] = lower(w);
+    second[g] = upper(w);
+  }
+  QUIRE_UNROLL
+  for (int r = 0; r < R; ++r) {
+    const f32 value = set1(x[r * x_stride]), next = set1(x[r * x_stride + 1]);
+    QUIRE_UNROLL
+    for (int g = 0; g < G; ++g) acc[r][g] = fma(value, first[g], acc[r][g]);
+    QUIRE_UNROLL
+    for (int g = 0; g < G; ++g) acc[r][g] = fma(next, second[g], acc[r][g]);
+  }
+}
+#endif
+
+// Runs R rows of staged x through `units` units of k of G vectors of columns, on from the sums parked in `acc`.
+template <typename T, int R, int G>
+static void run_tile(const void* staged, int64_t x_stride, const char* weight, int64_t panel_bytes, int64_t units,
+                     float* parked, int64_t parked_stride) {
+  constexpr int64_t kAhead = kPrefetchBytes / (G <= kVectorsPerPanel ? 1 : G / kVectorsPerPanel);
+  const Staged<T>* x = static_cast<const Staged<T>*>(staged);
+  const char* panels[G];
+  f32 acc[R][G];
+  QUIRE_UNROLL
+  for (int g = 0; g < G; ++g) {
+    panels[g] = weight + g / kVectorsPerPanel * panel_bytes + g % kVectorsPerPanel * W * kUnitBytes;
+    QUIRE_UNROLL
+    for (int r = 0; r < R; ++r) acc[r][g] = load(parked + r * parked_stride + g * W);
+  }
+  for (int64_t unit = 0; unit < units; ++unit) {
+    const int64_t offset = unit * kUnitRowBytes;
+    QUIRE_UNROLL
+    for (int g = 0; g < G; ++g) __builtin_prefetch(panels[g] + offset + kAhead);
+    multiply_unit<R, G>(acc, x, x_stride, panels, offset, static_cast<const T*>(nullptr));
+    x += kPerUnit<T>;
+  }
+  QUIRE_UNROLL
+  for (int g = 0; g < G; ++g) {
+    QUIRE_UNROLL
+    for (int r = 0; r < R; ++r) store(parked + r * parked_stride + g * W, acc[r][g]);
+  }
+}
+
+using RunTile = void (*)(const void*, int64_t, const char*, int64_t, int64_t, float*, int64_t);
+
+// Vectors of columns a tile of `rows` rows takes: the largest power of two that fits the registers.
+constexpr int tile_vectors(int rows) {
+  int vectors = kTileVectors;
+  while (vectors * 2 <= kMaxVectors && vectors * 2 * rows <= kAccumulators) vectors *= 2;
+  return vectors;
+}
+
+template <typename T, int R>
+QUIRE_INLINE RunTile tile_function(int64_t vectors) {
+  if constexpr (tile_vectors(R) >= 8) {
+    if (vectors >= 8) return run_tile<T, R, 8>;
+  }
+  if constexpr (tile_vectors(R) >= 4) {
+    if (vectors >= 4) return run_tile<T, R, 4>;
+  }
+  return run_tile<T, R, 2>;
+}
+
+template <typename T>
+static RunTile tile_function(int64_t rows, int64_t vectors) {
+  switch (rows) {
+    case 1:
+      return tile_function<T, 1>(vectors);
+    case 2:
+      return tile_function<T, 2>(vectors);
+    case 3:
+      return tile_function<T, 3>(vectors);
+#if defined(QUIRE_SIMD_AVX512)
+    case 5:
+      return tile_function<T, 5>(vectors);
+    case 6:
+      return tile_function<T, 6>(vectors);
+    case 7:
+      return tile_function<T, 7>(vectors);
+    case 8:
+      return tile_function<T, 8>(vectors);
+    case 9:
+      return tile_function<T, 9>(vectors);
+    case 10:
+      return tile_function<T, 10>(vectors);
+    case 11:
+      return tile_function<T, 11>(vectors);
+    case 12:
+      return tile_function<T, 12>(vectors);
+#endif
+    default:
+      return tile_function<T, 4>(vectors);
+  }
+}
+
+QUIRE_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+QUIRE_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// The widest staged row: a whole block of k for one row. Odd numbers of cache lines keep rows out of each other's sets.
+template <typename T>
+QUIRE_INLINE int64_t stage_stride(int64_t units) {
+  const int64_t lines = ceil_div(units * kPerUnit<T> * int64_t(sizeof(Staged<T>)), 64);
+  return (lines | 1) * 64 / int64_t(sizeof(Staged<T>));
+}
+
+// Copies k in [begin, end) of `rows` rows of x, in the inner loop's type, and zeroes what a last half unit lacks.
+template <typename T>
+static void stage(const T* x, int64_t x_stride, int64_t rows, int64_t begin, int64_t end, Staged<T>* out,
+                  int64_t out_stride) {
+  const int64_t count = end - begin;
+  for (int64_t r = 0; r < rows; ++r) {
+    const T* from = x + r * x_stride + begin;
+    Staged<T>* to = out + r * out_stride;
+    if constexpr (sizeof(T) == sizeof(Staged<T>)) {
+      std::memcpy(to, from, size_t(count) * sizeof(T));
+    } else {
+      int64_t i = 0;
+      for (; i + W <= count; i += W) store(to + i, load(from + i));
+      if (i < count) store_n(to + i, load_n(from + i, count - i), count - i);
+    }
+    if (count % kPerUnit<T> != 0) to[count] = {};
+  }
+}
+
+// Adds the bias and rounds: parked sums of `rows` rows -> y, from row `row` and panel `panel` on.
+template <typename Out>
+static void finish_as(const MatmulArgs& args, int64_t row, int64_t rows, int64_t panel, const float* parked,
+                      int64_t parked_stride) {
+  const int64_t n = args.weight.n, column = panel * kPanelColumns, columns = smaller(parked_stride, n - column);
+  for (int64_t r = 0; r < rows; ++r) {
+    Out* out = static_cast<Out*>(args.out) + (row + r) * n + column;
+    for (int64_t j = 0; j < columns; j += W) {
+      const int64_t count = smaller(W, columns - j);
+      f32 sum = load(parked + r * parked_stride + j);
+      if (args.bias != nullptr) sum = sum + load_n(args.bias + column + j, count);
+      if (count == W) {
+        store(out + j, sum);
+      } else {
+        store_n(out + j, sum, count);
+      }
+    }
+  }
+}
+
+QUIRE_INLINE void finish(const MatmulArgs& args, int64_t row, int64_t rows, int64_t panel, const float* parked,
+                         int64_t parked_stride) {
+  if (args.out_dtype == kFloat32) {
+    finish_as<float>(args, row, rows, panel, parked, parked_stride);
+  } else {
+    finish_as<bf16>(args, row, rows, panel, parked, parked_stride);
+  }
+}
+
+// A rectangle of y, computed by one thread: rows [row, row + rows), panels [panel, panel + panels).
+struct MatmulTask {
+  int64_t row, rows, panel, panels;
+};
+
+// Adds the product over one block of k, staged in `x`, to the parked sums of one block of rows.
+template <typename T>
+static void run_block(const Staged<T>* x, int64_t x_stride, int64_t rows, const char* weight, int64_t panel_bytes,
+                      int64_t panels, int64_t units, float* parked, int64_t parked_stride) {
+  const int64_t vectors = panels * kVectorsPerPanel;
+  int64_t width = tile_vectors(int(rows));
+  for (int64_t vector = 0; vector < vectors; vector += width) {
+    while (width > vectors - vector) width /= 2;
+    const char* first = weight + vector / kVectorsPerPanel * panel_bytes + vector % kVectorsPerPanel * W * kUnitBytes;
+    tile_function<T>(rows, width)(x, x_stride, first, panel_bytes, units, parked + vector * W, parked_stride);
+  }
+}
+
+template <typename T>
+static void run_task(const MatmulArgs& args, const MatmulTask& task, char* scratch) {
+  const int64_t k = args.weight.k, units = ceil_div(k, kPerUnit<T>), panel_bytes = units * kUnitRowBytes;
+  const int64_t row_blocks = ceil_div(task.rows, kTileRows), most_rows = ceil_div(task.rows, row_blocks);
+  int64_t block_units = kStageBytes / (kPerUnit<T> * int64_t(sizeof(Staged<T>)) * most_rows);
+  if (row_blocks > 1) block_units = smaller(block_units, kBlockUnits);
+  const int64_t parked_stride = task.panels * kPanelColumns;
+  // With a single block of k, all blocks of rows take turns in one place.
+  const int64_t parked_rows = units <= block_units ? most_rows : task.rows;
+  float* parked = reinterpret_cast<float*>(scratch);
+  Staged<T>* staged = reinterpret_cast<Staged<T>*>(parked + parked_rows * parked_stride);
+
+  for (int64_t unit = 0; unit < units || unit == 0; unit += block_units) {
+    const int64_t count = smaller(block_units, units - unit), stride = stage_stride<T>(count);
+    for (int64_t block = 0; block < row_blocks; ++block) {
+      const int64_t first = block * task.rows / row_blocks, rows = (block + 1) * task.rows / row_blocks - first;
+      float* sums = parked + (parked_rows == task.rows ? first * parked_stride : 0);
+      if (unit == 0) std::memset(sums, 0, size_t(rows * parked_stride) * sizeof(float));
+      stage(static_cast<const T*>(args.x) + (task.row + first) * args.x_stride, args.x_stride, rows, unit * kPerUnit<T>,
+            smaller((unit + count) * kPerUnit<T>, k), staged, stride);
+      run_block<T>(staged, stride, rows, args.weight.data + task.panel * panel_bytes + unit * kUnitRowBytes, panel_bytes,
+                   task.panels, count, sums, parked_stride);
+      if (unit + count == units) finish(args, task.row + first, rows, task.panel, sums, parked_stride);
+    }
+  }
+}
+
+template <typename T>
+static void matmul(const MatmulArgs& args) {
+  const int64_t panels = ceil_div(args.weight.n, kPanelColumns);
+  if (args.rows == 0 || panels == 0) return;
+  const int64_t row_tasks = ceil_div(args.rows, kTaskRows);
+  const bool is_small = args.rows * args.weight.n * args.weight.k <= kInlineProducts;
+  int64_t panel_tasks = ceil_div(panels, kTaskPanels);
+  if (!is_small) {  // as many equal tasks as all threads finish together
+    const int64_t threads = num_threads();
+    panel_tasks = smaller(panels, ceil_div(ceil_div(row_tasks * panel_tasks, threads) * threads, row_tasks));
+  }
+  auto task = [&](int64_t index, int thread) {
+    const int64_t p = index / row_tasks, r = index % row_tasks;
+    MatmulTask part;
+    part.row = r * args.rows / row_tasks;
+    part.rows = (r + 1) * args.rows / row_tasks - part.row;
+    part.panel = p * panels / panel_tasks;
+    part.panels = (p + 1) * panels / panel_tasks - part.panel;
+    run_task<T>(args, part, static_cast<char*>(thread_scratch(thread, kScratchBytes)));
+  };
+  auto all_tasks = [&](int64_t, int thread) {
+    for (int64_t index = 0; index < row_tasks * panel_tasks; ++index) task(index, thread);
+  };
+  if (is_small) {
+    parallel_for(1, all_tasks);
+  } else {
+    parallel_for(row_tasks * panel_tasks, task);
+  }
+}
+
+static constexpr MatmulTable kMatmul = {
+    .matmul = {matmul<float>, matmul<bf16>},
+};
+
+}  // namespace quire::QUIRE_ISA

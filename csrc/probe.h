@@ -1,0 +1,62 @@
+// What this machine can do at best, measured: the two limits that benchmarks are read against.
+#pragma once
+
+#include "kernel_table.h"
+#include "simd.h"
+#include "thread_pool.h"
+
+namespace quire::QUIRE_ISA {
+
+// Reads all of [data, data + bytes) once, on all threads, and returns something that depends on it.
+static float read_memory(const void* data, int64_t bytes) {
+  constexpr int64_t kChunkFloats = 64 * 1024;
+  const int64_t count = bytes / int64_t(sizeof(float));
+  float totals[64] = {};
+  auto task = [&](int64_t index, int thread) {
+    const float* from = static_cast<const float*>(data) + index * kChunkFloats;
+    const int64_t size = count - index * kChunkFloats < kChunkFloats ? count - index * kChunkFloats : kChunkFloats;
+    f32 sum[4] = {set1(0), set1(0), set1(0), set1(0)};
+    for (int64_t i = 0; i + 4 * W <= size; i += 4 * W) {
+      for (int j = 0; j < 4; ++j) sum[j] = sum[j] + load(from + i + j * W);
+    }
+    totals[thread % 64] += reduce_add(sum[0] + sum[1] + (sum[2] + sum[3]));
+  };
+  parallel_for((count + kChunkFloats - 1) / kChunkFloats, task);
+  float total = 0;
+  for (float each : totals) total += each;
+  return total;
+}
+
+// Runs `rounds` rounds of independent multiply-adds in registers on every thread; returns how many floating-point
+// operations that is (an add and a multiply count two) per thread and round.
+template <typename T>
+static int64_t multiply_in_registers(int64_t rounds) {
+  constexpr int kChains = W == 16 ? 16 : 10;  // enough to hide the latency, few enough to stay in registers
+  auto task = [&](int64_t, int) {
+    f32 acc[kChains];
+    QUIRE_UNROLL
+    for (int i = 0; i < kChains; ++i) {
+      acc[i] = set1(0);
+      keep_in_register(acc[i]);  // equal chains would be computed once
+    }
+    f32 factor = sizeof(T) == 2 ? as_float(as_int(set1(0)) + 0x3f803f80) : set1(1);  // ones
+    for (int64_t round = 0; round < rounds; ++round) {
+      keep_in_register(factor);
+      QUIRE_UNROLL
+      for (int i = 0; i < kChains; ++i) {
+        acc[i] = sizeof(T) == 2 ? dot2(acc[i], (pairs)factor, (pairs)factor) : fma(factor, factor, acc[i]);
+      }
+    }
+    QUIRE_UNROLL
+    for (int i = 0; i < kChains; ++i) keep_in_register(acc[i]);
+  };
+  parallel_for(num_threads(), task);
+  return int64_t{kChains} * W * (sizeof(T) == 2 ? 4 : 2);
+}
+
+static constexpr ProbeTable kProbe = {
+    .read_memory = read_memory,
+    .multiply_in_registers = {multiply_in_registers<float>, multiply_in_registers<bf16>},
+};
+
+}  // namespace quire::QUIRE_ISA
