@@ -7,13 +7,8 @@
 
 #include "attention_plan.h"
 #include "common.h"
-<<<<<<< HEAD
 #include "matmul_layout.h"
 #include "sampling_args.h"
-=======
-#include "sampling_args.h"
-#include "matmul_layout.h"
->>>>>>> n2
 
 namespace quire {
 
@@ -72,17 +67,11 @@ struct KernelTable {
   const char* name;
   MatmulTable matmul;
   NormTable norm;
-<<<<<<< HEAD
   ActivationTable activation;
   RotaryTable rotary;
   ProbeTable probe;
   AttentionTable attention;
   SamplingTable sampling;
-=======
-  AttentionTable attention;
-  SamplingTable sampling;
-  ProbeTable probe;
->>>>>>> n2
 };
 
 // The variant in use: the best the CPU has, until use_isa says otherwise.

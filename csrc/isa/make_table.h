@@ -6,14 +6,9 @@
 #include "kernel_table.h"
 #include "matmul.h"
 #include "norm.h"
-<<<<<<< HEAD
 #include "probe.h"
 #include "rotary.h"
 #include "sampling.h"
-=======
-#include "sampling.h"
-#include "probe.h"
->>>>>>> n2
 
 #define QUIRE_NAME_OF(isa) #isa
 #define QUIRE_NAME(isa) QUIRE_NAME_OF(isa)
@@ -25,17 +20,11 @@ const KernelTable table = {
     .name = QUIRE_NAME(QUIRE_ISA),
     .matmul = kMatmul,
     .norm = kNorm,
-<<<<<<< HEAD
     .activation = kActivation,
     .rotary = kRotary,
     .probe = kProbe,
     .attention = kAttention,
     .sampling = kSampling,
-=======
-    .attention = kAttention,
-    .sampling = kSampling,
-    .probe = kProbe,
->>>>>>> n2
 };
 
 }  // namespace quire::QUIRE_ISA
