@@ -29,7 +29,8 @@ WITH_TOOLS = (
     "{%- if tools %}{% for tool in tools %}{{ show(tool) }}{% endfor %}{{ tools | tojson }}{% endif -%}"
     "{%- set ns = namespace(n=0, text='') -%}{%- for m in messages[::-1] -%}{%- set ns.n = ns.n + 1 -%}"
     "{%- set ns.text = ns.text ~ m.role ~ ns.n ~ '%05d' % ns.n -%}{%- endfor -%}{{ ns.text }}{{ date_string }}"
-    "{{ ['a', 'b'] | join(', ') }}{{ messages[0].content.replace('e', 'E').split(' ')[0] }}{{ 'x' * 3 }}{{ messages[-1].content }}."
+    "{{ ['a', 'b'] | join(', ') }}{{ messages[0].content.replace('e', 'E').split(' ')[0] }}{{ 'x' * 3 }}"
+    "{{ messages[-1].content }}."
 )
 
 
