@@ -13,16 +13,22 @@ namespace quire::QUIRE_ISA {
 
 constexpr float kNegativeInfinity = -__builtin_inff();
 
-// exp(x) for x <= 0 to about one unit in the last place; 0 below -708. Written so that the compiler can vectorize it.
-QUIRE_INLINE double exp_weight(double x) {
+// Doubles, half as many as floats. Explicit vectors: compilers find reasons not to vectorize the plain loop.
+constexpr int kDoubles = W / 2;
+typedef double f64 __attribute__((vector_size(8 * kDoubles)));
+typedef int64_t i64 __attribute__((vector_size(8 * kDoubles)));
+typedef float half_f32 __attribute__((vector_size(4 * kDoubles)));
+
+// exp(x) for x <= 0 to about one unit in the last place; 0 below -708 and for NaN.
+QUIRE_INLINE f64 exp_weight(f64 x) {
   constexpr double kLog2E = 1.4426950408889634, kLn2High = 0x1.62e42fefa0000p-1, kLn2Low = 0x1.cf79abc9e3b3ap-40;
   constexpr double kRound = 0x1.8p52;  // adding it leaves the nearest integer in the low bits
-  const double clamped = x < -708.0 ? -708.0 : x;
-  const double shifted = clamped * kLog2E + kRound;
-  const double n = shifted - kRound;
-  const double r = (clamped - n * kLn2High) - n * kLn2Low;
-  double sum = 1.0 / 6227020800.0;
-  sum = sum * r + 1.0 / 479001600.0;
+  const i64 inside = x >= -708.0;
+  const f64 clamped = (f64)((i64)x & inside);
+  const f64 shifted = clamped * kLog2E + kRound;
+  const f64 n = shifted - kRound;
+  const f64 r = (clamped - n * kLn2High) - n * kLn2Low;
+  f64 sum = r * (1.0 / 6227020800.0) + 1.0 / 479001600.0;
   sum = sum * r + 1.0 / 39916800.0;
   sum = sum * r + 1.0 / 3628800.0;
   sum = sum * r + 1.0 / 362880.0;
@@ -35,9 +41,9 @@ QUIRE_INLINE double exp_weight(double x) {
   sum = sum * r + 0.5;
   sum = sum * r + 1.0;
   sum = sum * r + 1.0;
-  const int64_t exponent = __builtin_bit_cast(int64_t, shifted) - __builtin_bit_cast(int64_t, kRound);
-  const double power = __builtin_bit_cast(double, (exponent + 1023) << 52);
-  return x < -708.0 ? 0.0 : sum * power;
+  const i64 exponent = (i64)shifted - __builtin_bit_cast(int64_t, kRound);
+  const f64 power = (f64)((exponent + 1023) << 52);
+  return (f64)((i64)(sum * power) & inside);
 }
 
 // Unsigned integers in the order of the floats; NaN counts as -inf, -0 as 0.
@@ -46,6 +52,9 @@ QUIRE_INLINE uint32_t order_key(float x) {
   const uint32_t bits = __builtin_bit_cast(uint32_t, plain);
   return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
+
+// The float of a key.
+QUIRE_INLINE float key_value(uint32_t key) { return __builtin_bit_cast(float, key >> 31 ? key & 0x7fffffffu : ~key); }
 
 // The candidates of one row, in id order. `ids` null: candidate i is token i.
 struct Candidates {
@@ -139,7 +148,7 @@ class RowSampler {
     if (top_k > 0 && top_k < vocab_) c = take_top_k(c, top_k);
     weigh(c, temperature);
     c.weights = s_.weights;
-    if (top_p < 1.0) c = take_top_p(c, top_p);
+    if (top_p < 1.0) c = take_top_p(c, top_p, temperature);
     return invert(c, uniform);
   }
 
@@ -154,53 +163,94 @@ class RowSampler {
     return result;
   }
 
-  // Move the candidates that `stays(index)` into the scratch, in order.
+  // Move the candidates that `stays(index)` into the scratch, in order. May be done in place.
   template <class Stays>
   Candidates compact(const Candidates& c, Stays stays) const {
     int64_t count = 0;
-    for (int64_t i = 0; i < c.count; ++i) {
-      if (!stays(i)) continue;
-      const float logit = c.logits[i];
-      s_.ids[count] = c.ids ? c.ids[i] : static_cast<int32_t>(i);
-      if (c.weights) s_.weights[count] = c.weights[i];
-      s_.logits[count++] = logit;
+    for (int64_t i = 0; i < c.count; ++i) count = keep(c, i, count, stays(i));
+    return {s_.logits, s_.ids, c.weights, count};
+  }
+
+  // The same for a whole row, passing over the chunks whose maximum does not reach `bound`.
+  template <class Stays>
+  Candidates compact_row(const Candidates& c, float bound, Stays stays) const {
+    int64_t count = 0;
+    for (int64_t chunk = 0; chunk < num_chunks_; ++chunk) {
+      if (!(s_.chunk_max[chunk] >= bound)) continue;
+      const int64_t end = (chunk + 1) * chunk_ < vocab_ ? (chunk + 1) * chunk_ : vocab_;
+      for (int64_t i = chunk * chunk_; i < end; ++i) count = keep(c, i, count, stays(i));
     }
     return {s_.logits, s_.ids, c.weights, count};
   }
 
+  // Without a branch: which logits stay cannot be predicted.
+  int64_t keep(const Candidates& c, int64_t i, int64_t count, bool stays) const {
+    const float logit = c.logits[i];
+    s_.ids[count] = c.ids ? c.ids[i] : static_cast<int32_t>(i);
+    if (c.weights) s_.weights[count] = c.weights[i];
+    s_.logits[count] = logit;
+    return count + stays;
+  }
+
   Candidates apply(const Candidates& c, Cut cut) const {
-    return compact(c, [&](int64_t i) {
-      const uint32_t key = order_key(c.logits[i]);
-      return key > cut.key || (key == cut.key && i <= cut.last);
-    });
+    const float bound = key_value(cut.key);
+    const int64_t last = cut.last;
+    return compact(c, [&](int64_t i) { return (c.logits[i] > bound) | ((c.logits[i] == bound) & (i <= last)); });
   }
 
   Candidates take_top_k(Candidates c, int64_t top_k) const {
     if (top_k <= num_chunks_) {
       // At least k logits reach the k-th largest of the chunk maxima, so the top k are among those that do.
       const Candidates maxima{s_.chunk_max, nullptr, nullptr, num_chunks_};
-      const uint32_t bound = find_cut(maxima, static_cast<double>(top_k), s_.histogram).key;
-      c = compact(c, [&](int64_t i) { return order_key(c.logits[i]) >= bound; });
+      const float bound = key_value(find_cut(maxima, static_cast<double>(top_k), s_.histogram).key);
+      c = compact_row(c, bound, [&](int64_t i) { return row_[i] >= bound; });
     }
     return apply(c, find_cut(c, static_cast<double>(top_k), s_.histogram));
   }
 
-  Candidates take_top_p(Candidates c, double top_p) const {
-    const double total = sum(c.weights, c.count);
-    // All candidates this light together weigh no more than what top-p leaves out.
+  Candidates take_top_p(Candidates c, double top_p, double temperature) const {
+    const double total = sum(c.weights, c.count), target = top_p * total;
+    // All candidates this light together weigh less than what top-p leaves out.
     const double light = total * (1.0 - top_p) / static_cast<double>(c.count) * (1.0 - 1e-9);
-    const double target = top_p * total;
-    c = compact(c, [&](int64_t i) { return c.weights[i] > light; });
+    const double* weights = c.weights;
+    const auto is_heavy = [=](int64_t i) { return weights[i] > light; };
+    if (c.ids) {
+      c = compact(c, is_heavy);
+    } else {
+      c = compact_row(c, heavy_bound(light, temperature), is_heavy);
+    }
     return apply(c, find_cut(c, target, s_.histogram));
   }
 
+  // Logits below this weigh no more than `light`, give or take a rounding error, which the slack in `light` covers.
+  float heavy_bound(double light, double temperature) const {
+    if (light <= 0.0) return kNegativeInfinity;
+    if (largest_ == __builtin_inff()) return largest_;
+    const double bound = largest_ + temperature * __builtin_log(light);
+    return static_cast<float>(bound - 1e-6 * __builtin_fabs(bound));
+  }
+
+  // weights = exp((logits - largest) / temperature)
   void weigh(const Candidates& c, double temperature) const {
-    const double largest = largest_, negligible = kNegativeInfinity;
-    for (int64_t i = 0; i < c.count; ++i) {
-      const float logit = c.logits[i];
-      const double below = logit == largest_ ? 0.0 : (static_cast<double>(logit) - largest) / temperature;
-      s_.weights[i] = exp_weight(logit != logit ? negligible : below);
-    }
+    const double rate = 1.0 / temperature;
+    int64_t i = 0;
+    for (; i + kDoubles <= c.count; i += kDoubles) weigh_vector(c.logits + i, rate, s_.weights + i);
+    if (i == c.count) return;
+    float logits[kDoubles] = {};
+    double weights[kDoubles];
+    for (int64_t j = i; j < c.count; ++j) logits[j - i] = c.logits[j];
+    weigh_vector(logits, rate, weights);
+    for (int64_t j = i; j < c.count; ++j) s_.weights[j] = weights[j - i];
+  }
+
+  void weigh_vector(const float* logits, double rate, double* weights) const {
+    half_f32 narrow;
+    std::memcpy(&narrow, logits, sizeof narrow);
+    const f64 wide = __builtin_convertvector(narrow, f64);
+    // The largest weighs 1, whatever the temperature and even if it is infinite.
+    const i64 below = wide != static_cast<double>(largest_);
+    const f64 result = exp_weight((f64)((i64)((wide - largest_) * rate) & below));
+    std::memcpy(weights, &result, sizeof result);
   }
 
   static double sum(const double* weights, int64_t count) {

@@ -27,6 +27,7 @@ def test_quire_tiny_answers_as_many_questions_exactly_as_measured() -> None:
     outputs = llm.chat(
         [[{"role": "user", "content": entry["question"]}] for entry in questions],
         SamplingParams(temperature=0, max_tokens=120),
+        use_tqdm=False,
     )
     exact = [output.outputs[0].text == entry["answer"] for output, entry in zip(outputs, questions, strict=True)]
     assert len(exact) == 300

@@ -15,7 +15,7 @@ def main() -> int:
     """Print what runs and what it says; 1 if the kernels are not native or the answer is empty."""
     importlib.import_module("quire._native")
     (output,) = LLM(kv_cache_memory="16MiB").chat(
-        [{"role": "user", "content": QUESTION}], SamplingParams(temperature=0, max_tokens=40)
+        [{"role": "user", "content": QUESTION}], SamplingParams(temperature=0, max_tokens=40), use_tqdm=False
     )
     answer = output.outputs[0].text
     print(f"kernels: {kernels.isa()}, {kernels.num_threads()} threads\n{QUESTION}\n{answer}")

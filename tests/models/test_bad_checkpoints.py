@@ -101,7 +101,7 @@ def test_no_config(tmp_path: Path) -> None:
 
 def test_no_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="has no weights"):
+    with pytest.raises(CheckpointError, match="has no safetensors weights"):
         load(folder)
 
 
