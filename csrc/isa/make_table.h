@@ -5,8 +5,8 @@
 #include "kernel_table.h"
 #include "matmul.h"
 #include "norm.h"
-#include "sampling.h"
 #include "probe.h"
+#include "sampling.h"
 
 #define QUIRE_NAME_OF(isa) #isa
 #define QUIRE_NAME(isa) QUIRE_NAME_OF(isa)
