@@ -24,7 +24,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_OPERATIONS = 2_000_000
+MAX_OPERATIONS = 1_000_000
 """loop steps and calls of one rendering: about a second"""
 MAX_TEXT_CHARS = 16_000_000
 """of any one text, the finished prompt included"""
