@@ -27,4 +27,6 @@ NB_MODULE(_native, module) {
   bind_attention(module);
   bind_kv_cache(module);
   bind_sampling(module);
+  bind_activation(module);
+  bind_rotary(module);
 }

@@ -10,12 +10,6 @@
 #include "simd.h"
 #include "thread_pool.h"
 
-#if defined(__clang__)
-#define QUIRE_UNROLL _Pragma("unroll")
-#else
-#define QUIRE_UNROLL _Pragma("GCC unroll 16")
-#endif
-
 namespace quire::QUIRE_ISA {
 
 constexpr int64_t kVectorsPerPanel = kPanelColumns / W;
@@ -33,7 +27,8 @@ constexpr int64_t kBlockUnits = 512;        // most units of k per block when bl
 constexpr int64_t kTaskPanels = 8;          // ... which are then 512 KiB in all and stay in the second-level cache
 constexpr int64_t kTaskRows = 16 * kTileRows;
 constexpr int64_t kScratchBytes = kTaskRows * kTaskPanels * kPanelColumns * 4 + kStageBytes + kTileRows * 128;
-constexpr int64_t kPrefetchBytes = 1024;
+constexpr int64_t kPrefetchBytes =
+    8192;  // how far ahead of the multiplication weights are asked for, in all panels of a tile
 constexpr int64_t kInlineProducts = 128 * 1024;  // done before a sleeping worker would have woken
 
 // What the inner loop reads x as: pairs where the ISA multiplies pairs, else float32.
@@ -106,6 +101,7 @@ QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const float* x, int64_t x_stri
 template <typename T, int R, int G>
 static void run_tile(const void* staged, int64_t x_stride, const char* weight, int64_t panel_bytes, int64_t units,
                      float* parked, int64_t parked_stride) {
+  constexpr int64_t kAhead = kPrefetchBytes / (G <= kVectorsPerPanel ? 1 : G / kVectorsPerPanel);
   const Staged<T>* x = static_cast<const Staged<T>*>(staged);
   const char* panels[G];
   f32 acc[R][G];
@@ -118,7 +114,7 @@ static void run_tile(const void* staged, int64_t x_stride, const char* weight, i
   for (int64_t unit = 0; unit < units; ++unit) {
     const int64_t offset = unit * kUnitRowBytes;
     QUIRE_UNROLL
-    for (int g = 0; g < G; ++g) __builtin_prefetch(panels[g] + offset + kPrefetchBytes);
+    for (int g = 0; g < G; ++g) __builtin_prefetch(panels[g] + offset + kAhead);
     multiply_unit<R, G>(acc, x, x_stride, panels, offset, static_cast<const T*>(nullptr));
     x += kPerUnit<T>;
   }
@@ -210,22 +206,32 @@ static void stage(const T* x, int64_t x_stride, int64_t rows, int64_t begin, int
   }
 }
 
-// Adds the bias and rounds: rows of parked sums -> y.
+// Adds the bias and rounds: parked sums of `rows` rows -> y, from row `row` and panel `panel` on.
 template <typename Out>
-static void finish(const float* parked, int64_t parked_stride, int64_t rows, int64_t columns, const float* bias,
-                   Out* out, int64_t out_stride) {
+static void finish_as(const MatmulArgs& args, int64_t row, int64_t rows, int64_t panel, const float* parked,
+                      int64_t parked_stride) {
+  const int64_t n = args.weight.n, column = panel * kPanelColumns, columns = smaller(parked_stride, n - column);
   for (int64_t r = 0; r < rows; ++r) {
+    Out* out = static_cast<Out*>(args.out) + (row + r) * n + column;
     for (int64_t j = 0; j < columns; j += W) {
       const int64_t count = smaller(W, columns - j);
-      Out* to = out + r * out_stride + j;
       f32 sum = load(parked + r * parked_stride + j);
-      if (bias != nullptr) sum = sum + load_n(bias + j, count);
+      if (args.bias != nullptr) sum = sum + load_n(args.bias + column + j, count);
       if (count == W) {
-        store(to, sum);
+        store(out + j, sum);
       } else {
-        store_n(to, sum, count);
+        store_n(out + j, sum, count);
       }
     }
+  }
+}
+
+QUIRE_INLINE void finish(const MatmulArgs& args, int64_t row, int64_t rows, int64_t panel, const float* parked,
+                         int64_t parked_stride) {
+  if (args.out_dtype == kFloat32) {
+    finish_as<float>(args, row, rows, panel, parked, parked_stride);
+  } else {
+    finish_as<bf16>(args, row, rows, panel, parked, parked_stride);
   }
 }
 
@@ -234,44 +240,43 @@ struct MatmulTask {
   int64_t row, rows, panel, panels;
 };
 
+// Adds the product over one block of k, staged in `x`, to the parked sums of one block of rows.
+template <typename T>
+static void run_block(const Staged<T>* x, int64_t x_stride, int64_t rows, const char* weight, int64_t panel_bytes,
+                      int64_t panels, int64_t units, float* parked, int64_t parked_stride) {
+  const int64_t vectors = panels * kVectorsPerPanel;
+  int64_t width = tile_vectors(int(rows));
+  for (int64_t vector = 0; vector < vectors; vector += width) {
+    while (width > vectors - vector) width /= 2;
+    const char* first = weight + vector / kVectorsPerPanel * panel_bytes + vector % kVectorsPerPanel * W * kUnitBytes;
+    tile_function<T>(rows, width)(x, x_stride, first, panel_bytes, units, parked + vector * W, parked_stride);
+  }
+}
+
 template <typename T>
 static void run_task(const MatmulArgs& args, const MatmulTask& task, char* scratch) {
-  const int64_t units = ceil_div(args.weight.k, kPerUnit<T>), panel_bytes = units * kUnitRowBytes;
-  const int64_t row_blocks = ceil_div(task.rows, kTileRows);
-  const int64_t unit_bytes = kPerUnit<T> * int64_t(sizeof(Staged<T>));
-  int64_t block_units = kStageBytes / (unit_bytes * ceil_div(task.rows, row_blocks));
+  const int64_t k = args.weight.k, units = ceil_div(k, kPerUnit<T>), panel_bytes = units * kUnitRowBytes;
+  const int64_t row_blocks = ceil_div(task.rows, kTileRows), most_rows = ceil_div(task.rows, row_blocks);
+  int64_t block_units = kStageBytes / (kPerUnit<T> * int64_t(sizeof(Staged<T>)) * most_rows);
   if (row_blocks > 1) block_units = smaller(block_units, kBlockUnits);
   const int64_t parked_stride = task.panels * kPanelColumns;
+  // With a single block of k, all blocks of rows take turns in one place.
+  const int64_t parked_rows = units <= block_units ? most_rows : task.rows;
   float* parked = reinterpret_cast<float*>(scratch);
-  Staged<T>* staged = reinterpret_cast<Staged<T>*>(parked + task.rows * parked_stride);
-  std::memset(parked, 0, size_t(task.rows * parked_stride) * sizeof(float));
+  Staged<T>* staged = reinterpret_cast<Staged<T>*>(parked + parked_rows * parked_stride);
 
-  for (int64_t unit = 0; unit < units; unit += block_units) {
+  for (int64_t unit = 0; unit < units || unit == 0; unit += block_units) {
     const int64_t count = smaller(block_units, units - unit), stride = stage_stride<T>(count);
     for (int64_t block = 0; block < row_blocks; ++block) {
       const int64_t first = block * task.rows / row_blocks, rows = (block + 1) * task.rows / row_blocks - first;
+      float* sums = parked + (parked_rows == task.rows ? first * parked_stride : 0);
+      if (unit == 0) std::memset(sums, 0, size_t(rows * parked_stride) * sizeof(float));
       stage(static_cast<const T*>(args.x) + (task.row + first) * args.x_stride, args.x_stride, rows, unit * kPerUnit<T>,
-            smaller((unit + count) * kPerUnit<T>, args.weight.k), staged, stride);
-      float* sums = parked + first * parked_stride;
-      const int64_t vectors = task.panels * kVectorsPerPanel, widest = tile_vectors(int(rows));
-      for (int64_t vector = 0; vector < vectors;) {
-        int64_t width = widest;
-        while (width > vectors - vector) width /= 2;
-        tile_function<T>(rows, width)(staged, stride,
-                                      args.weight.data + (task.panel + vector / kVectorsPerPanel) * panel_bytes +
-                                          vector % kVectorsPerPanel * W * kUnitBytes + unit * kUnitRowBytes,
-                                      panel_bytes, count, sums + vector * W, parked_stride);
-        vector += width;
-      }
+            smaller((unit + count) * kPerUnit<T>, k), staged, stride);
+      run_block<T>(staged, stride, rows, args.weight.data + task.panel * panel_bytes + unit * kUnitRowBytes,
+                   panel_bytes, task.panels, count, sums, parked_stride);
+      if (unit + count == units) finish(args, task.row + first, rows, task.panel, sums, parked_stride);
     }
-  }
-  const int64_t column = task.panel * kPanelColumns;
-  const int64_t columns = smaller(parked_stride, args.weight.n - column), offset = task.row * args.weight.n + column;
-  const float* bias = args.bias == nullptr ? nullptr : args.bias + column;
-  if (args.out_dtype == kFloat32) {
-    finish(parked, parked_stride, task.rows, columns, bias, static_cast<float*>(args.out) + offset, args.weight.n);
-  } else {
-    finish(parked, parked_stride, task.rows, columns, bias, static_cast<bf16*>(args.out) + offset, args.weight.n);
   }
 }
 

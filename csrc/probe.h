@@ -31,26 +31,24 @@ static float read_memory(const void* data, int64_t bytes) {
 // operations that is (an add and a multiply count two) per thread and round.
 template <typename T>
 static int64_t multiply_in_registers(int64_t rounds) {
-#if defined(QUIRE_SIMD_AVX512)
-  constexpr int kChains = 24;
-#else
-  constexpr int kChains = 10;
-#endif
+  constexpr int kChains = W == 16 ? 16 : 10;  // enough to hide the latency, few enough to stay in registers
   auto task = [&](int64_t, int) {
     f32 acc[kChains];
-    const bf16 ones[2] = {{0x3f80}, {0x3f80}};
-    pairs one_pair = set1_pair(ones);
-    f32 one = set1(1);
-    asm volatile("" : "+m"(one_pair), "+m"(one));
-    for (f32& each : acc) each = set1(0);
-    for (int64_t round = 0; round < rounds; ++round) {
-#pragma GCC unroll 24
-      for (int i = 0; i < kChains; ++i) {
-        acc[i] = sizeof(T) == 2 ? dot2(acc[i], one_pair, one_pair) : fma(one, one, acc[i]);
-      }
-#pragma GCC unroll 24
-      for (int i = 0; i < kChains; ++i) keep_in_register(acc[i]);
+    QUIRE_UNROLL
+    for (int i = 0; i < kChains; ++i) {
+      acc[i] = set1(0);
+      keep_in_register(acc[i]);  // equal chains would be computed once
     }
+    f32 factor = sizeof(T) == 2 ? as_float(as_int(set1(0)) + 0x3f803f80) : set1(1);  // ones
+    for (int64_t round = 0; round < rounds; ++round) {
+      keep_in_register(factor);
+      QUIRE_UNROLL
+      for (int i = 0; i < kChains; ++i) {
+        acc[i] = sizeof(T) == 2 ? dot2(acc[i], (pairs)factor, (pairs)factor) : fma(factor, factor, acc[i]);
+      }
+    }
+    QUIRE_UNROLL
+    for (int i = 0; i < kChains; ++i) keep_in_register(acc[i]);
   };
   parallel_for(num_threads(), task);
   return int64_t{kChains} * W * (sizeof(T) == 2 ? 4 : 2);

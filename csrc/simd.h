@@ -14,6 +14,13 @@
 
 #include "common.h"
 
+// Unrolls the loop that follows completely (constant bounds, at most 16), so that arrays of vectors live in registers.
+#if defined(__clang__)
+#define QUIRE_UNROLL _Pragma("unroll")
+#else
+#define QUIRE_UNROLL _Pragma("GCC unroll 16")
+#endif
+
 #if defined(QUIRE_SIMD_AVX512)
 #include "isa/simd_avx512.h"
 #elif defined(QUIRE_SIMD_AVX2)

@@ -1,4 +1,4 @@
-"""Which implementation of the kernels serves: the native extension in one of its ISA variants, or the torch reference."""
+"""Which kernels serve: the native extension in one of its ISA variants, or the torch reference."""
 
 import os
 import warnings
@@ -27,7 +27,8 @@ def _load_native(wanted: str | None) -> Any:
     except ImportError as error:
         warnings.warn(
             f"QUIRE IS RUNNING WITHOUT ITS NATIVE KERNELS, many times slower than it should and without bitwise "
-            f"reproducible batches: {error}. Install again with a C++20 compiler, or set QUIRE_ISA=reference to accept it.",
+            f"reproducible batches: {error}. Install it again where there is a C++20 compiler, or set "
+            "QUIRE_ISA=reference to accept this.",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -12,8 +12,8 @@ from quire.kernels.checks import native_errors, refusal
 def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
     """One token id per row of logits [num_rows, vocab] float32 -> [num_rows] int64, as reference.sample.
 
-    temperature (0: greedy), top_p and uniform float32 or float64 and top_k integer (0: all), each [num_rows]. NaN logits
-    count as -inf; a row of nothing else gives id 0. The same row gives the same token on every instruction set.
+    temperature (0: greedy), top_p and uniform float32 or float64 and top_k integer (0: all), each [num_rows]. NaN
+    logits count as -inf; a row of nothing else gives id 0. A row gives the same token on every instruction set.
     """
     num_rows = len(logits)
     per_row = (temperature, top_k, top_p, uniform)

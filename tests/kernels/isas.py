@@ -1,0 +1,27 @@
+"""Running a test on each instruction set variant this CPU has, and on any number of threads."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from quire import kernels
+from quire.kernels.backend import native
+
+ISAS: list[str] = ["reference"] if native is None else native.available_isas()
+
+needs_native = pytest.mark.skipif(native is None, reason="the native extension is not in use")
+
+
+@contextmanager
+def using(isa: str, num_threads: int = 2) -> Iterator[None]:
+    before = kernels.isa(), kernels.num_threads()
+    if native is not None:
+        assert native.use_isa(isa)
+    kernels.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        if native is not None:
+            native.use_isa(before[0])
+        kernels.set_num_threads(before[1])

@@ -1,0 +1,89 @@
+"""Sequences with known queries, keys and values, and paged caches that hold any part of them in any placement."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire import kernels
+
+Attention = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Heads:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Stream:
+    """One sequence: what its tokens ask for, and what they store."""
+
+    query: Tensor
+    """[num_tokens, num_heads, head_dim]"""
+    key: Tensor
+    """[num_tokens, num_kv_heads, head_dim], value likewise"""
+    value: Tensor
+
+    def __len__(self) -> int:
+        return len(self.query)
+
+
+def make_stream(heads: Heads, num_tokens: int, seed: int) -> Stream:
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(num_heads: int) -> Tensor:
+        return torch.randn(num_tokens, num_heads, heads.head_dim, generator=generator).to(heads.dtype)
+
+    return Stream(random(heads.num_heads), random(heads.num_kv_heads), random(heads.num_kv_heads))
+
+
+class PagedBatch:
+    """A layer's cache in which the streams lie in shuffled blocks; what they do not fill is NaN."""
+
+    def __init__(self, heads: Heads, streams: Sequence[Stream], block_size: int, seed: int = 0) -> None:
+        self.heads, self.streams, self.block_size = heads, streams, block_size
+        blocks = [-(-len(stream) // block_size) for stream in streams]
+        num_blocks = sum(blocks) + 2
+        block_bytes = 2 * heads.num_kv_heads * block_size * heads.head_dim * heads.dtype.itemsize
+        self.buffer = torch.zeros(num_blocks * block_bytes, dtype=torch.uint8)
+        self.k_cache, self.v_cache = kernels.make_layer_cache(
+            self.buffer, num_blocks, block_size, heads.num_kv_heads, heads.head_dim, heads.dtype
+        )
+        self.k_cache.fill_(torch.nan)
+        self.v_cache.fill_(torch.nan)
+        order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).tolist()
+        self.block_tables = torch.full((len(streams), max(blocks) + 1), -1, dtype=torch.int32)
+        for s, count in enumerate(blocks):
+            self.block_tables[s, :count] = torch.tensor([order.pop() for _ in range(count)])
+
+    def slots(self, s: int, begin: int, end: int) -> Tensor:
+        positions = torch.arange(begin, end)
+        return self.block_tables[s].long()[positions // self.block_size] * self.block_size + positions % self.block_size
+
+    def inputs(self, spans: Sequence[tuple[int, int]]) -> tuple[Tensor, ...]:
+        """Write tokens [begin, end) of each stream, and give paged_attention's tensors for them."""
+        for s, (begin, end) in enumerate(spans):
+            stream = self.streams[s]
+            kernels.write_kv(
+                stream.key[begin:end], stream.value[begin:end], self.k_cache, self.v_cache, self.slots(s, begin, end)
+            )
+        query = torch.cat([stream.query[begin:end] for stream, (begin, end) in zip(self.streams, spans, strict=True)])
+        starts = torch.tensor([0] + [end - begin for begin, end in spans]).cumsum(0).int()
+        ends = torch.tensor([end for _, end in spans], dtype=torch.int32)
+        return query, self.k_cache, self.v_cache, starts, ends, self.block_tables
+
+    def attend(self, spans: Sequence[tuple[int, int]], sliding_window: int | None = None) -> list[Tensor]:
+        """Compute the next tokens of each stream, all in one call; the outputs per stream."""
+        scale = self.heads.head_dim**-0.5
+        out = kernels.paged_attention(*self.inputs(spans), scale, sliding_window)
+        return list(out.split([end - begin for begin, end in spans]))
+
+
+def attend_alone(heads: Heads, stream: Stream, sliding_window: int | None = None) -> Tensor:
+    """The same stream computed as one prefill, by itself."""
+    return PagedBatch(heads, [stream], block_size=16).attend([(0, len(stream))], sliding_window)[0]

@@ -1,0 +1,223 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire import kernels
+from quire.errors import KernelError
+from quire.kernels import reference
+from tests.kernels.isas import ISAS, needs_native, using
+from tests.kernels.paged import Heads, PagedBatch, attend_alone, make_stream
+from tests.kernels.tolerances import assert_close
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def check_against_reference(heads: Heads, lens: list[int], query_lens: list[int], block_size: int, window: int | None):
+    streams = [make_stream(heads, n, seed) for seed, n in enumerate(lens)]
+    batch = PagedBatch(heads, streams, block_size)
+    for s, (n, query_len) in enumerate(zip(lens, query_lens, strict=True)):  # the context computed before
+        batch.inputs([(0, n - query_len) if i == s else (0, 0) for i in range(len(lens))])
+    inputs = batch.inputs([(n - query_len, n) for n, query_len in zip(lens, query_lens, strict=True)])
+    scale = heads.head_dim**-0.5
+    actual = kernels.paged_attention(*inputs, scale, window)
+    assert_close("paged_attention", actual, reference.paged_attention(*inputs, scale, window))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [2, 10, 48, 64, 80, 96, 128, 256])
+def test_mixed_batch_matches_the_reference_for_each_head_dim(isa, dtype, head_dim):
+    with using(isa):
+        check_against_reference(Heads(6, 2, head_dim, dtype), [1, 130, 70, 600], [1, 30, 70, 2], 16, None)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (3, 3), (14, 2), (9, 1), (64, 1)])
+def test_grouped_multi_and_single_key_heads_match_the_reference(isa, dtype, num_heads, num_kv_heads):
+    with using(isa):
+        check_against_reference(Heads(num_heads, num_kv_heads, 32, dtype), [90, 17], [90, 1], 16, None)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [1, 3, 4, 8, 16, 20, 48, 128])
+def test_any_block_size_matches_the_reference(isa, dtype, block_size):
+    with using(isa):
+        check_against_reference(Heads(4, 2, 32, dtype), [200, 65, 64], [9, 65, 1], block_size, None)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [1, 5, 64, 100, 511, 10_000])
+def test_sliding_windows_match_the_reference(isa, dtype, window):
+    with using(isa):
+        check_against_reference(Heads(4, 2, 16, dtype), [700, 130, 1], [150, 130, 1], 16, window)
+
+
+def test_float32_agrees_with_the_textbook_formula():
+    heads = Heads(4, 2, 64, torch.float32)
+    stream = make_stream(heads, 100, seed=3)
+    key, value = (t.repeat_interleave(2, dim=1).transpose(0, 1) for t in (stream.key, stream.value))
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        stream.query.transpose(0, 1), key, value, is_causal=True
+    ).transpose(0, 1)
+    torch.testing.assert_close(attend_alone(heads, stream), expected, rtol=1e-5, atol=1e-5)
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> tuple[list[int], list[list[int]]]:
+    """Lengths of some sequences, and how many tokens of each one every step computes."""
+    lens = draw(st.lists(st.one_of(st.integers(1, 90), st.integers(500, 1100)), min_size=1, max_size=4))
+    left, steps = list(lens), []
+    while any(left):
+        step = [min(n, draw(st.sampled_from([0, 1, 1, 2, 7, 64, 300, 2000]))) for n in left]
+        if not any(step):
+            step = left  # else this could go on for ever
+        left = [n - taken for n, taken in zip(left, step, strict=True)]
+        steps.append(step)
+    return lens, steps
+
+
+@needs_native
+@pytest.mark.parametrize("isa", ISAS)
+@settings(max_examples=25, deadline=None)
+@given(
+    schedule=schedules(),
+    heads=st.builds(
+        lambda group, kv, dim, dtype: Heads(group * kv, kv, dim, dtype),
+        st.sampled_from([1, 2, 7]),
+        st.sampled_from([1, 2]),
+        st.sampled_from([8, 16, 34]),
+        st.sampled_from(DTYPES),
+    ),
+    block_size=st.sampled_from([1, 5, 8, 16, 32]),
+    window=st.sampled_from([None, None, 1, 33, 64, 600]),
+    num_threads=st.integers(1, 4),
+    seed=st.integers(0, 1000),
+)
+def test_bits_do_not_depend_on_batch_chunks_blocks_or_threads(
+    isa, schedule, heads, block_size, window, num_threads, seed
+):
+    lens, steps = schedule
+    streams = [make_stream(heads, n, seed + i) for i, n in enumerate(lens)]
+    with using(isa, num_threads=1):
+        alone = [attend_alone(heads, stream, window) for stream in streams]
+    with using(isa, num_threads):
+        batch = PagedBatch(heads, streams, block_size, seed)
+        done = [0] * len(lens)
+        for step in steps:
+            spans = [(begin, begin + count) for begin, count in zip(done, step, strict=True)]
+            for s, out in enumerate(batch.attend(spans, window)):
+                assert torch.equal(out, alone[s][slice(*spans[s])])
+            done = [end for _, end in spans]
+
+
+@needs_native
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_long_decode_spread_over_threads_has_the_bits_of_the_prefill(isa, dtype):
+    heads = Heads(14, 2, 64, dtype)
+    stream = make_stream(heads, 2500, seed=1)
+    batch = PagedBatch(heads, [stream], block_size=16)
+    batch.inputs([(0, 2400)])
+    with using(isa, num_threads=1):
+        prefilled = batch.attend([(2400, 2500)])[0]
+    for num_threads in (1, 2, 5):
+        with using(isa, num_threads):
+            assert torch.equal(batch.attend([(2499, 2500)])[0], prefilled[-1:])
+            assert torch.equal(batch.attend([(2400, 2500)])[0], prefilled)
+
+
+@needs_native
+@pytest.mark.parametrize("isa", ISAS)
+def test_keys_outside_the_window_and_their_blocks_are_never_read(isa):
+    heads = Heads(2, 1, 16, torch.bfloat16)
+    stream = make_stream(heads, 300, seed=5)
+    batch = PagedBatch(heads, [stream], block_size=16)
+    with using(isa):
+        expected = batch.attend([(0, 300)], sliding_window=20)[0]
+        batch.k_cache[batch.block_tables[0, :17].long()] = torch.nan
+        batch.v_cache[batch.block_tables[0, :17].long()] = torch.nan
+        batch.block_tables[0, :17] = -1  # freed
+        assert torch.equal(batch.attend([(299, 300)], sliding_window=20)[0], expected[-1:])
+
+
+@needs_native
+@pytest.mark.parametrize("isa", ISAS)
+def test_large_scores_neither_overflow_nor_lose_the_maximum(isa):
+    heads = Heads(1, 1, 16, torch.float32)
+    stream = make_stream(heads, 150, seed=2)
+    batch = PagedBatch(heads, [stream], block_size=16)
+    with using(isa):
+        out = kernels.paged_attention(*batch.inputs([(0, 150)]), 1e30, None)
+    products = stream.query[:, 0] @ stream.key[:, 0].T
+    best = products.masked_fill(torch.ones(150, 150).triu(1) > 0, -torch.inf)
+    assert torch.equal(out[:, 0], stream.value[best.argmax(1), 0])
+
+
+def test_queries_may_be_a_slice_of_a_fused_projection():
+    heads = Heads(4, 2, 16, torch.bfloat16)
+    stream = make_stream(heads, 40, seed=9)
+    query, *rest = PagedBatch(heads, [stream], block_size=16).inputs([(0, 40)])
+    fused = torch.cat([query, stream.key, stream.value], dim=1)
+    out = kernels.paged_attention(fused[:, :4], *rest, 0.25)
+    assert out.is_contiguous()
+    assert torch.equal(out, kernels.paged_attention(query, *rest, 0.25))
+
+
+def test_no_tokens_give_no_rows():
+    heads = Heads(2, 1, 16, torch.float32)
+    batch = PagedBatch(heads, [make_stream(heads, 5, seed=0)], block_size=4)
+    assert batch.attend([(0, 0)])[0].shape == (0, 2, 16)
+
+
+class TestRefusals:
+    def call(self, sliding_window: int | None = None, **changes: torch.Tensor) -> torch.Tensor:
+        heads = Heads(4, 2, 16, torch.bfloat16)
+        names = ("query", "k_cache", "v_cache", "query_start", "seq_lens", "block_tables")
+        batch = PagedBatch(heads, [make_stream(heads, 20, seed=0)], block_size=16)
+        inputs = dict(zip(names, batch.inputs([(0, 20)]), strict=True)) | changes
+        return kernels.paged_attention(**inputs, scale=1.0, sliding_window=sliding_window)
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"query": torch.zeros(20, 4, 16)},  # dtype
+            {"query": torch.zeros(20, 3, 16, dtype=torch.bfloat16)},  # not a multiple of the key heads
+            {"query": torch.zeros(20, 4, 8, dtype=torch.bfloat16)},  # head_dim
+            {"query": torch.zeros(20, 16, 4, dtype=torch.bfloat16).transpose(1, 2)},  # strides
+            {"query": torch.zeros(20, 64, dtype=torch.bfloat16)},  # dimensions
+            {"k_cache": torch.zeros(3, 2, 8, 8, 2, dtype=torch.bfloat16)},  # block size
+            {"v_cache": torch.zeros(3, 16, 16, 2, dtype=torch.bfloat16).permute(0, 3, 1, 2)},  # strides
+            {"query_start": torch.tensor([0, 20])},  # dtype
+            {"query_start": torch.tensor([0, 10, 20], dtype=torch.int32)},  # one sequence too many
+            {"seq_lens": torch.tensor([[20]], dtype=torch.int32)},  # dimensions
+            {"block_tables": torch.zeros(2, 2, dtype=torch.int32)},  # one sequence too many
+            {"block_tables": torch.zeros(1, 4, dtype=torch.int32)[:, ::2]},  # strides
+        ],
+    )
+    def test_wrong_shapes_strides_and_dtypes(self, changes):
+        with pytest.raises(KernelError, match=r"paged_attention takes query .*; got query: "):
+            self.call(**changes)
+
+    @pytest.mark.parametrize("window", [0, -1])
+    def test_windows_that_see_nothing(self, window):
+        with pytest.raises(KernelError, match=f"sliding_window: {window}"):
+            self.call(sliding_window=window)
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"block_tables": torch.tensor([[0, 4]], dtype=torch.int32)}, r"block id 4 .*is not in \[0, 4\)"),
+            ({"block_tables": torch.tensor([[-1, 0]], dtype=torch.int32)}, r"block id -1 .*is not in \[0, 4\)"),
+            ({"block_tables": torch.tensor([[0]], dtype=torch.int32)}, "20 tokens|block table of 1 blocks"),
+            ({"seq_lens": torch.tensor([19], dtype=torch.int32)}, "20 query tokens"),
+            ({"query_start": torch.tensor([0, 19], dtype=torch.int32)}, "query_start must r"),
+            ({"query_start": torch.tensor([1, 20], dtype=torch.int32)}, "query_start must r"),
+        ],
+    )
+    def test_values_that_would_read_outside_the_cache(self, changes, message):
+        with pytest.raises(KernelError, match=message):
+            self.call(**changes)
