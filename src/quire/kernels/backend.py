@@ -1,5 +1,6 @@
 """Which kernels serve: the native extension in one of its ISA variants, or the torch reference."""
 
+import importlib
 import os
 import warnings
 from typing import Any
@@ -23,7 +24,7 @@ def _load_native(wanted: str | None) -> Any:
     if wanted == "reference":
         return None
     try:
-        from quire import _native  # type: ignore[attr-defined]
+        _native = importlib.import_module("quire._native")
     except ImportError as error:
         warnings.warn(
             f"QUIRE IS RUNNING WITHOUT ITS NATIVE KERNELS, many times slower than it should and without bitwise "
