@@ -8,6 +8,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -33,16 +34,12 @@ def bench_shape(n: int, k: int, rows: int, dtype: torch.dtype, repeats: int) -> 
     x = torch.randn(rows, k).to(dtype)
     scratch = torch.ones(256 * 2**20 // 4)
     rounds = 200_000
-    best, best_read, best_flops, product = 1e9, 0.0, 0.0, packed[0]
-
-    def multiply() -> None:
-        kernels.matmul(x, product)
-
-    multiply()
+    best, best_read, best_flops = 1e9, 0.0, 0.0
+    kernels.matmul(x, packed[0])
     flops = 2 * rows * n * k
-    for _ in range(max(1, repeats * (1 if flops < 5e9 else 1) // copies)):
-        for product in packed:
-            best = min(best, seconds(multiply))
+    for _ in range(max(1, repeats // copies)):
+        for copy in packed:
+            best = min(best, seconds(partial(kernels.matmul, x, copy)))
         best_read = max(
             best_read, scratch.nbytes / seconds(lambda: backend.native.read_memory(scratch.data_ptr(), scratch.nbytes))
         )

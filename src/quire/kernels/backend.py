@@ -23,7 +23,7 @@ def _load_native(wanted: str | None) -> Any:
     if wanted == "reference":
         return None
     try:
-        from quire import _native  # type: ignore[attr-defined]
+        from quire import _native
     except ImportError as error:
         warnings.warn(
             f"QUIRE IS RUNNING WITHOUT ITS NATIVE KERNELS, many times slower than it should and without bitwise "
