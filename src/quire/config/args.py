@@ -6,9 +6,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.config.model import ModelConfig
-
 from quire.config.cache import CacheConfig
+from quire.config.model import ModelConfig
 from quire.config.parallel import ParallelConfig
 from quire.config.scheduler import SchedulerConfig
 from quire.config.sizes import parse_bytes

@@ -7,9 +7,6 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import TypeAlias
 
-from quire.tokenizer.detokenizer import IncrementalDetokenizer
-from quire.tokenizer.tokenizer import Tokenizer
-
 from quire.batch import Draw
 from quire.config.args import EngineArgs
 from quire.config.model import ModelConfig
@@ -25,6 +22,8 @@ from quire.params import SamplingParams
 from quire.runner.memory_plan import MemoryPlan, plan_memory
 from quire.runner.worker import Worker
 from quire.sampling.random import random_key, uniform_bits
+from quire.tokenizer.detokenizer import IncrementalDetokenizer
+from quire.tokenizer.tokenizer import Tokenizer
 
 Prompt: TypeAlias = str | SequenceOf[int] | Mapping[str, object]
 """text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`"""

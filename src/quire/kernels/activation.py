@@ -20,7 +20,7 @@ def activation(x: Tensor, kind: str) -> Tensor:
         raise refusal("activation", f"x [..., width] {_TAKES}", x=x, kind=kind)
     if native is None:
         return reference.activation(x, kind)
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = torch.empty_like(x)
     width = x.shape[-1] if x.dim() else 1
     native.activation(code, kind_code, x.data_ptr(), x.numel() // (width or 1), width, out.data_ptr())
     return out

@@ -24,7 +24,7 @@ def _load_native(wanted: str | None) -> Any:
     if wanted == "reference":
         return None
     try:
-        _native = importlib.import_module("quire._native")
+        module: Any = importlib.import_module("quire._native")
     except ImportError as error:
         warnings.warn(
             f"QUIRE IS RUNNING WITHOUT ITS NATIVE KERNELS, many times slower than it should and without bitwise "
@@ -34,11 +34,11 @@ def _load_native(wanted: str | None) -> Any:
             stacklevel=2,
         )
         return None
-    if wanted is not None and not _native.use_isa(wanted):
+    if wanted is not None and not module.use_isa(wanted):
         raise errors.ConfigError(
-            f"QUIRE_ISA={wanted} cannot run here; this CPU has {', '.join(_native.available_isas())}"
+            f"QUIRE_ISA={wanted} cannot run here; this CPU has {', '.join(module.available_isas())}"
         )
-    return _native
+    return module
 
 
 native: Any = _load_native(os.environ.get("QUIRE_ISA"))

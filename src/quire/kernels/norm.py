@@ -49,7 +49,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
         raise refusal("add_rms_norm", _ADD_TAKES, x=x, residual=residual, weight=weight)
     if native is None:
         return reference.add_rms_norm(x, residual, weight, eps)
-    out = torch.empty(shape, dtype=x.dtype)
+    out = torch.empty_like(x)
     rows = x.numel() // (width or 1)
     native.add_rms_norm(code, x.data_ptr(), residual.data_ptr(), weight.data_ptr(), eps, out.data_ptr(), rows, width)
     return out
@@ -71,7 +71,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         raise refusal("layer_norm", _LAYER_NORM_TAKES, x=x, weight=weight, bias=bias)
     if native is None:
         return reference.layer_norm(x, weight, bias, eps)
-    out = torch.empty(shape, dtype=x.dtype)
+    out = torch.empty_like(x)
     rows = x.numel() // (width or 1)
     native.layer_norm(code, x.data_ptr(), 0, weight.data_ptr(), bias.data_ptr(), eps, out.data_ptr(), rows, width)
     return out
@@ -93,7 +93,7 @@ def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, ep
         raise refusal("add_layer_norm", _ADD_TAKES, x=x, residual=residual, weight=weight, bias=bias)
     if native is None:
         return reference.add_layer_norm(x, residual, weight, bias, eps)
-    out = torch.empty(shape, dtype=x.dtype)
+    out = torch.empty_like(x)
     native.layer_norm(
         code,
         x.data_ptr(),

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from quire.models.base import CausalLM
 from torch import Tensor
 
 from quire import kernels
 from quire.batch import Batch, Draw, ScheduledSequence
 from quire.layers.batch_tensors import BatchTensors, GroupTensors, LayerKVCache
+from quire.models.base import CausalLM
 from quire.sampling.sampler import SamplingTensors, sample
 
 

@@ -1,12 +1,11 @@
 """One process's share of the engine: its threads, weights, cache memory and runner."""
 
-from quire.config.model import ModelConfig
-from quire.models.loader import load_model
-
 from quire import kernels
 from quire.batch import Batch, StepResult
 from quire.config.kv_cache import KVCacheConfig
+from quire.config.model import ModelConfig
 from quire.config.parallel import ParallelConfig
+from quire.models.loader import load_model
 from quire.runner.cache_engine import CacheEngine
 from quire.runner.model_runner import ModelRunner
 
