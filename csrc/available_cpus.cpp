@@ -1,10 +1,9 @@
-// How many CPUs the container grants: asking for more threads than that makes the kernel stall all of them.
+#include "available_cpus.h"
+
 #include <fstream>
 #include <sstream>
 #include <string>
 #include <thread>
-
-#include "thread_pool.h"
 
 #if defined(__linux__)
 #include <sched.h>
@@ -39,24 +38,6 @@ double tightest_quota(const std::string& mount, std::string group, double (*quot
   }
 }
 
-double cgroup_quota() {
-  std::ifstream groups("/proc/self/cgroup");
-  double tightest = 0;
-  for (std::string line; std::getline(groups, line);) {  // hierarchy:controllers:path
-    const size_t first = line.find(':'), second = line.find(':', first + 1);
-    if (first == std::string::npos || second == std::string::npos) continue;
-    std::stringstream controllers(line.substr(first + 1, second - first - 1));
-    std::string path = line.substr(second + 1);
-    if (path == "/") path.clear();
-    double quota = line.starts_with("0::") ? tightest_quota("/sys/fs/cgroup", path, quota_v2) : 0;
-    for (std::string name; std::getline(controllers, name, ',');) {
-      if (name == "cpu") quota = tightest_quota("/sys/fs/cgroup/cpu", path, quota_v1);
-    }
-    if (quota > 0 && (tightest == 0 || quota < tightest)) tightest = quota;
-  }
-  return tightest;
-}
-
 int affinity_cpus() {
 #if defined(__linux__)
   for (int capacity = 1024; capacity <= 1 << 20; capacity *= 2) {
@@ -73,9 +54,27 @@ int affinity_cpus() {
 
 }  // namespace
 
+double cpu_quota(const std::string& groups_file, const std::string& mount) {
+  std::ifstream groups(groups_file);
+  double tightest = 0;
+  for (std::string line; std::getline(groups, line);) {  // hierarchy:controllers:path
+    const size_t first = line.find(':'), second = line.find(':', first + 1);
+    if (first == std::string::npos || second == std::string::npos) continue;
+    std::stringstream controllers(line.substr(first + 1, second - first - 1));
+    std::string path = line.substr(second + 1);
+    if (path == "/") path.clear();
+    double quota = line.starts_with("0::") ? tightest_quota(mount, path, quota_v2) : 0;
+    for (std::string name; std::getline(controllers, name, ',');) {
+      if (name == "cpu") quota = tightest_quota(mount + "/cpu", path, quota_v1);
+    }
+    if (quota > 0 && (tightest == 0 || quota < tightest)) tightest = quota;
+  }
+  return tightest;
+}
+
 int available_cpus() {
   const int cpus = affinity_cpus();
-  const double quota = cgroup_quota();
+  const double quota = cpu_quota("/proc/self/cgroup", "/sys/fs/cgroup");
   if (quota <= 0 || quota >= cpus) return cpus;
   return quota < 1 ? 1 : int(quota);
 }

@@ -11,6 +11,21 @@ void bind_norm(nb::module_& module) {
                                        {outer, inner, outer_stride, inner_stride, width});
       },
       Unlocked());
+  module.def(
+      "add_rms_norm",
+      [](int dtype, Address x, Address residual, Address weight, float eps, Address out, int64_t rows, int64_t width) {
+        kernels().norm.add_rms_norm[dtype](pointer(x), pointer(residual), pointer<float>(weight), eps, pointer(out),
+                                           rows, width);
+      },
+      Unlocked());
+  module.def(
+      "layer_norm",
+      [](int dtype, Address x, Address residual, Address weight, Address bias, float eps, Address out, int64_t rows,
+         int64_t width) {
+        kernels().norm.layer_norm[dtype](pointer(x), pointer(residual), pointer<float>(weight), pointer<float>(bias),
+                                         eps, pointer(out), rows, width);
+      },
+      Unlocked());
 }
 
 }  // namespace quire

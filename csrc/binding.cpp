@@ -3,6 +3,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "available_cpus.h"
 #include "thread_pool.h"
 
 NB_MODULE(_native, module) {
@@ -15,6 +16,8 @@ NB_MODULE(_native, module) {
   });
   module.def("use_isa", [](const std::string& name) { return use_isa(name.c_str()); });
   module.def("num_threads", &num_threads);
+  module.def("available_cpus", &available_cpus);
+  module.def("cpu_quota", &cpu_quota);
   module.def("set_num_threads", &set_num_threads, Unlocked());
   module.def(
       "read_memory", [](Address data, int64_t bytes) { return kernels().probe.read_memory(pointer(data), bytes); },
@@ -27,4 +30,6 @@ NB_MODULE(_native, module) {
   bind_attention(module);
   bind_kv_cache(module);
   bind_sampling(module);
+  bind_activation(module);
+  bind_rotary(module);
 }

@@ -22,5 +22,7 @@ void bind_norm(nb::module_& module);
 void bind_attention(nb::module_& module);
 void bind_kv_cache(nb::module_& module);
 void bind_sampling(nb::module_& module);
+void bind_activation(nb::module_& module);
+void bind_rotary(nb::module_& module);
 
 }  // namespace quire

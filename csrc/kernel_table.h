@@ -7,8 +7,8 @@
 
 #include "attention_plan.h"
 #include "common.h"
-#include "sampling_args.h"
 #include "matmul_layout.h"
+#include "sampling_args.h"
 
 namespace quire {
 
@@ -20,8 +20,29 @@ struct StridedRows {
 };
 
 struct NormTable {
-  // out is contiguous [outer * inner, width]; weight [width] float32.
+  // out is contiguous [outer * inner, width]; weight [width].
   void (*rms_norm[kNumDTypes])(const void* x, const float* weight, float eps, void* out, StridedRows shape);
+  // All [rows, width] contiguous. residual += x first, in place.
+  void (*add_rms_norm[kNumDTypes])(const void* x, void* residual, const float* weight, float eps, void* out,
+                                   int64_t rows, int64_t width);
+  // The same; residual may be null.
+  void (*layer_norm[kNumDTypes])(const void* x, void* residual, const float* weight, const float* bias, float eps,
+                                 void* out, int64_t rows, int64_t width);
+};
+
+enum Activation : int { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3 };
+
+struct ActivationTable {
+  // x and out [rows, width] contiguous.
+  void (*activation[kNumDTypes])(Activation kind, const void* x, int64_t rows, int64_t width, void* out);
+  // x [rows, 2 * width] contiguous.
+  void (*gated_activation[kNumDTypes])(Activation kind, const void* x, int64_t rows, int64_t width, void* out);
+};
+
+struct RotaryTable {
+  // x [tokens, heads, >= rotary_dim]; cos_sin [max_positions, rotary_dim]; every position must be below max_positions.
+  void (*rotary[kNumDTypes])(void* x, int64_t tokens, int64_t heads, int64_t token_stride, int64_t head_stride,
+                             const int64_t* positions, const float* cos_sin, int64_t rotary_dim);
 };
 
 struct MatmulArgs {
@@ -46,9 +67,11 @@ struct KernelTable {
   const char* name;
   MatmulTable matmul;
   NormTable norm;
+  ActivationTable activation;
+  RotaryTable rotary;
+  ProbeTable probe;
   AttentionTable attention;
   SamplingTable sampling;
-  ProbeTable probe;
 };
 
 // The variant in use: the best the CPU has, until use_isa says otherwise.

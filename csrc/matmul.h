@@ -27,7 +27,8 @@ constexpr int64_t kBlockUnits = 512;        // most units of k per block when bl
 constexpr int64_t kTaskPanels = 8;          // ... which are then 512 KiB in all and stay in the second-level cache
 constexpr int64_t kTaskRows = 16 * kTileRows;
 constexpr int64_t kScratchBytes = kTaskRows * kTaskPanels * kPanelColumns * 4 + kStageBytes + kTileRows * 128;
-constexpr int64_t kPrefetchBytes = 8192;  // how far ahead of the multiplication weights are asked for, in all panels of a tile
+constexpr int64_t kPrefetchBytes =
+    8192;  // how far ahead of the multiplication weights are asked for, in all panels of a tile
 constexpr int64_t kInlineProducts = 128 * 1024;  // done before a sleeping worker would have woken
 
 // What the inner loop reads x as: pairs where the ISA multiplies pairs, else float32.
@@ -272,8 +273,8 @@ static void run_task(const MatmulArgs& args, const MatmulTask& task, char* scrat
       if (unit == 0) std::memset(sums, 0, size_t(rows * parked_stride) * sizeof(float));
       stage(static_cast<const T*>(args.x) + (task.row + first) * args.x_stride, args.x_stride, rows, unit * kPerUnit<T>,
             smaller((unit + count) * kPerUnit<T>, k), staged, stride);
-      run_block<T>(staged, stride, rows, args.weight.data + task.panel * panel_bytes + unit * kUnitRowBytes, panel_bytes,
-                   task.panels, count, sums, parked_stride);
+      run_block<T>(staged, stride, rows, args.weight.data + task.panel * panel_bytes + unit * kUnitRowBytes,
+                   panel_bytes, task.panels, count, sums, parked_stride);
       if (unit + count == units) finish(args, task.row + first, rows, task.panel, sums, parked_stride);
     }
   }

@@ -9,6 +9,8 @@
 #include <thread>
 #include <vector>
 
+#include "available_cpus.h"
+
 namespace quire {
 namespace {
 

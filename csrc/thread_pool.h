@@ -41,7 +41,4 @@ void set_num_threads(int count);
 // undefined. Kept between calls, so that kernels do not allocate; a nested parallel_for must not use its task's.
 void* thread_scratch(int thread, int64_t bytes);
 
-// CPUs granted by the affinity mask and the cgroup (v1, v2) CPU quota rounded down, at least 1.
-int available_cpus();
-
 }  // namespace quire

@@ -1,11 +1,13 @@
 // Gathers the kernels of the variant being compiled into its table. Included last by each isa/<name>.cpp.
 #pragma once
 
+#include "activation.h"
 #include "attention.h"
 #include "kernel_table.h"
 #include "matmul.h"
 #include "norm.h"
 #include "probe.h"
+#include "rotary.h"
 #include "sampling.h"
 
 #define QUIRE_NAME_OF(isa) #isa
@@ -18,9 +20,11 @@ const KernelTable table = {
     .name = QUIRE_NAME(QUIRE_ISA),
     .matmul = kMatmul,
     .norm = kNorm,
+    .activation = kActivation,
+    .rotary = kRotary,
+    .probe = kProbe,
     .attention = kAttention,
     .sampling = kSampling,
-    .probe = kProbe,
 };
 
 }  // namespace quire::QUIRE_ISA

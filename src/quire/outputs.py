@@ -12,6 +12,7 @@ class CompletionOutput:
 
     index: int
     text: str
+    """while it runs, what no further token can change: it only grows"""
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     """None while it runs; `ignored`: the prompt was never run, see RequestOutput.error"""

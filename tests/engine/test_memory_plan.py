@@ -97,6 +97,7 @@ def test_without_a_size_the_cache_takes_what_is_left(monkeypatch):
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
         ({"num_threads": 0}, "num_threads=0"),
+        ({"swap_space": 4}, "swap_space=4"),
         ({"max_model_len": 0}, "max_model_len=0"),
         ({"max_model_len": 5000}, "2048 positions"),
         ({"max_model_len": "long"}, "max_model_len='long'"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.config.kv_cache import KVCacheSpec
 from quire.config.kv_layout import group_layers
 from quire.config.model import ModelConfig
 from quire.layers.batch_tensors import BatchTensors, GroupTensors, LayerKVCache
@@ -18,6 +19,15 @@ from quire.models.base import CausalLM
 from quire.models.loader import load_model
 
 BLOCK_SIZE = 4
+
+
+def unwritten_cache(spec: KVCacheSpec, num_blocks: int) -> tuple[Tensor, Tensor]:
+    """Large values where nothing was written: a read of another sequence's or a future slot shows."""
+    dtype = getattr(torch, spec.dtype)
+    pack = 4 // dtype.itemsize
+    k = torch.full((num_blocks, spec.num_kv_heads, spec.head_dim // pack, BLOCK_SIZE, pack), 99.0, dtype=dtype)
+    v = torch.full((num_blocks, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim), 99.0, dtype=dtype)
+    return k, v
 
 
 class PagedRun:
@@ -32,14 +42,13 @@ class PagedRun:
         num_blocks = blocks_per_seq * len(sequences) * len(groups)
         shuffled = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1)).to(torch.int32)
         self.tables = shuffled.view(len(groups), len(sequences), blocks_per_seq)
-        caches = {}
-        for group_id, group in enumerate(groups):
-            heads, width, dtype = group.spec.num_kv_heads, group.spec.head_dim, getattr(torch, group.spec.dtype)
-            pack = 4 // dtype.itemsize
-            for layer in group.layer_ids:
-                k = torch.full((num_blocks, heads, width // pack, BLOCK_SIZE, pack), torch.nan, dtype=dtype)
-                v = torch.zeros((num_blocks, heads, BLOCK_SIZE, width), dtype=dtype)
-                caches[layer] = LayerKVCache(k, v, group_id)
+        # As in an engine, groups share tensors: layer i of each keeps its blocks in tensor i.
+        tensors = [unwritten_cache(groups[0].spec, num_blocks) for _ in groups[0].layer_ids]
+        caches = {
+            layer: LayerKVCache(k, v, group_id)
+            for group_id, group in enumerate(groups)
+            for layer, (k, v) in zip(group.layer_ids, tensors, strict=False)
+        }
         self.kv = [caches[layer] for layer in range(len(caches))]
 
     @torch.inference_mode()

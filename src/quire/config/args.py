@@ -48,6 +48,7 @@ class EngineArgs:
     )
     num_gpu_blocks_override: int | None = _arg(None, "this many KV cache blocks, whatever the memory")
     gpu_memory_utilization: float = _arg(0.9, "share of the machine's memory the engine may take in all")
+    swap_space: float = _arg(0.0, "GiB of memory to swap preempted requests to; only 0 so far: they are computed again")
     enable_prefix_caching: bool = _arg(True, "reuse the KV cache of equal prompt prefixes")
     max_num_seqs: int = _arg(256, "sequences that run at once, at most")
     max_num_batched_tokens: int = _arg(2048, "tokens computed in one step, at most")
@@ -74,6 +75,10 @@ class EngineArgs:
             revision=self.revision,
             download_dir=self.download_dir,
         )
+        if self.swap_space != 0:
+            raise ConfigError(
+                f"swap_space={self.swap_space}: only 0 is supported so far; preempted requests are computed again"
+            )
         if self.kv_cache_memory is not None and self.num_gpu_blocks_override is not None:
             raise ConfigError("kv_cache_memory and num_gpu_blocks_override both set the cache's size: give one")
         return EngineConfig(

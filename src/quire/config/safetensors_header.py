@@ -8,7 +8,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from quire.errors import CheckpointError
 
@@ -72,23 +72,25 @@ def _parse(path: Path, header: bytes) -> dict[str, Any]:
 
 
 def _tensor(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
-    def size_list(value: Any) -> bool:
-        return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**62 for item in value)
-
     if not isinstance(entry, dict):
         raise CheckpointError(f"{path}: the header entry of {name!r} is not an object")
-    dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in _ITEM_BYTES:
         raise CheckpointError(f"{path}: tensor {name!r} has dtype {dtype!r}, known are {', '.join(_ITEM_BYTES)}")
-    if not size_list(shape) or not size_list(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+    if not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise CheckpointError(f"{path}: tensor {name!r} has shape {shape!r} and data_offsets {offsets!r}: malformed")
     num_bytes = offsets[1] - offsets[0]
-    if math.prod(shape) * _ITEM_BYTES[dtype] != num_bytes:
+    needed = math.prod(shape) * _ITEM_BYTES[dtype]
+    if needed != num_bytes:
         raise CheckpointError(
-            f"{path}: tensor {name!r} of shape {shape} and dtype {dtype} needs "
-            f"{math.prod(shape) * _ITEM_BYTES[dtype]} bytes, but its data_offsets {offsets} span {num_bytes}"
+            f"{path}: tensor {name!r} of shape {shape} and dtype {dtype} needs {needed} bytes, "
+            f"but its data_offsets {offsets} span {num_bytes}"
         )
     return TensorInfo(name, dtype, tuple(shape), data_start + offsets[0], num_bytes)
+
+
+def _is_sizes(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**62 for item in value)
 
 
 def _check_layout(path: Path, tensors: list[TensorInfo], data_start: int, file_bytes: int) -> None:

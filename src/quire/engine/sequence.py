@@ -112,7 +112,7 @@ class Sequence:
         """What the caller sees of it now."""
         return CompletionOutput(
             index=self.index,
-            text=self.detokenizer.text if self.detokenizer is not None else "",
+            text="" if self.detokenizer is None else self.detokenizer.stable_text(self.status.is_finished),
             token_ids=self.token_ids[self.num_prompt_tokens :],
             finish_reason=self.status.finish_reason,
             stop_reason=self.stop_reason,

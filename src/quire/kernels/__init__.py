@@ -1,24 +1,34 @@
 """One thin wrapper per kernel. `reference` defines what each computes; the native extension makes it fast."""
 
+from quire.kernels.activation import activation, gated_activation
 from quire.kernels.attention import paged_attention
 from quire.kernels.backend import isa, num_threads, set_num_threads
+from quire.kernels.embedding import embedding
 from quire.kernels.kv_cache import copy_blocks, copy_slots, gather_kv, make_layer_cache, write_kv
 from quire.kernels.matmul import PackedWeight, matmul, pack_weight, unpack_weight
-from quire.kernels.norm import rms_norm
+from quire.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from quire.kernels.rotary import rotary_embedding
 from quire.kernels.sampling import sample
 
 __all__ = [
     "PackedWeight",
+    "activation",
+    "add_layer_norm",
+    "add_rms_norm",
     "copy_blocks",
     "copy_slots",
+    "embedding",
+    "gated_activation",
     "gather_kv",
     "isa",
+    "layer_norm",
     "make_layer_cache",
     "matmul",
     "num_threads",
     "pack_weight",
     "paged_attention",
     "rms_norm",
+    "rotary_embedding",
     "sample",
     "set_num_threads",
     "unpack_weight",

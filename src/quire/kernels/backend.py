@@ -1,5 +1,6 @@
-"""Which implementation of the kernels serves: the native extension in one of its ISA variants, or the torch reference."""
+"""Which kernels serve: the native extension in one of its ISA variants, or the torch reference."""
 
+import importlib
 import os
 import warnings
 from typing import Any
@@ -23,20 +24,21 @@ def _load_native(wanted: str | None) -> Any:
     if wanted == "reference":
         return None
     try:
-        from quire import _native  # type: ignore[attr-defined]
+        module: Any = importlib.import_module("quire._native")
     except ImportError as error:
         warnings.warn(
             f"QUIRE IS RUNNING WITHOUT ITS NATIVE KERNELS, many times slower than it should and without bitwise "
-            f"reproducible batches: {error}. Install again with a C++20 compiler, or set QUIRE_ISA=reference to accept it.",
+            f"reproducible batches: {error}. Install it again where there is a C++20 compiler, or set "
+            "QUIRE_ISA=reference to accept this.",
             RuntimeWarning,
             stacklevel=2,
         )
         return None
-    if wanted is not None and not _native.use_isa(wanted):
+    if wanted is not None and not module.use_isa(wanted):
         raise errors.ConfigError(
-            f"QUIRE_ISA={wanted} cannot run here; this CPU has {', '.join(_native.available_isas())}"
+            f"QUIRE_ISA={wanted} cannot run here; this CPU has {', '.join(module.available_isas())}"
         )
-    return _native
+    return module
 
 
 native: Any = _load_native(os.environ.get("QUIRE_ISA"))

@@ -101,7 +101,8 @@ def _is_bias(bias: Tensor, n: int) -> bool:
 def _refusal(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype) -> Exception:
     dtype = str(packed.dtype).removeprefix("torch.")
     takes = (
-        f"x [num_tokens, {packed.k}] {dtype} with stride 1 in the last dimension for this weight [{packed.n}, {packed.k}] "
-        f"{dtype}, a contiguous float32 bias [{packed.n}] or None, on the CPU, and out_dtype float32 or bfloat16"
+        f"x [num_tokens, {packed.k}] {dtype} with stride 1 in the last dimension for this weight "
+        f"[{packed.n}, {packed.k}] {dtype}, a contiguous float32 bias [{packed.n}] or None, on the CPU, and out_dtype "
+        "float32 or bfloat16"
     )
     return refusal("matmul", takes, x=x, bias=bias, out_dtype=out_dtype)

@@ -72,6 +72,8 @@ class Checkpoint:
         if path not in self._maps:
             with path.open("rb") as file:
                 self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            if hasattr(mmap, "MADV_WILLNEED"):  # read ahead in large pieces while the first weights are packed
+                self._maps[path].madvise(mmap.MADV_WILLNEED)
         return self._maps[path]
 
 
@@ -96,13 +98,12 @@ def _weight_files(folder: Path) -> Mapping[Path, list[str] | None]:
     if any(folder.glob("*.safetensors")):
         raise CheckpointError(f"{folder} has safetensors files, but neither {SINGLE_FILE} nor {INDEX_FILE}: incomplete")
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
-    if pickles:
-        raise CheckpointError(
-            f"{folder} has its weights in {', '.join(pickles)}, a format that can run code when it is read, and no "
-            "safetensors. Convert it once, where you trust it: transformers' "
-            "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder) writes safetensors"
-        )
-    raise CheckpointError(f"{folder} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
+    found = f"its weights in {', '.join(pickles)}, a format that can run code" if pickles else "no safetensors weights"
+    raise CheckpointError(
+        f"{folder} has {found}; Quire reads {SINGLE_FILE} or {INDEX_FILE}, never pickles (*.bin, *.pt). Convert such a "
+        "checkpoint once, where you trust it: transformers' "
+        "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder) writes safetensors"
+    )
 
 
 def _indexed_files(folder: Path, index: Path) -> Mapping[Path, list[str] | None]:

@@ -114,9 +114,10 @@ def _assign(assignment: _Assignment, checkpoint: Checkpoint, names: dict[str, st
 
 def _stack(spec: WeightSpec, checkpoint: Checkpoint, sources: list[str]) -> Tensor:
     """The parts, one below the other, in the layer's dtype."""
-    num_rows = [shape[0] for shape in spec.parts]
-    stacked = torch.empty((sum(num_rows), *spec.parts[0][1:]), dtype=spec.dtype)
-    for rows, source in zip(stacked.split(num_rows), sources, strict=True):
+    stacked = torch.empty((sum(shape[0] for shape in spec.parts), *spec.parts[0][1:]), dtype=spec.dtype)
+    start = 0
+    for source, shape in zip(sources, spec.parts, strict=True):
         with checkpoint.reading(source) as mapped:
-            rows.copy_(mapped)
+            stacked[start : start + shape[0]] = mapped
+        start += shape[0]
     return stacked

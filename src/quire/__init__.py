@@ -1,0 +1,75 @@
+"""Quire: a small LLM inference and serving engine around a paged KV cache.
+
+    from quire import LLM, SamplingParams
+
+Names are imported when first used: `import quire` alone loads neither torch nor numpy.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from quire._version import __version__
+
+if TYPE_CHECKING:
+    from quire.config.args import EngineArgs
+    from quire.engine.llm_engine import LLMEngine
+    from quire.errors import (
+        CheckpointError,
+        ConfigError,
+        InvalidParamsError,
+        InvalidPromptError,
+        KernelError,
+        OutOfMemoryError,
+        PromptTooLongError,
+        QuireError,
+        RequestError,
+        TokenizerError,
+        UnsupportedModelError,
+    )
+    from quire.llm import LLM
+    from quire.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
+    from quire.params import SamplingParams
+
+__all__ = [
+    "LLM",
+    "CheckpointError",
+    "CompletionOutput",
+    "ConfigError",
+    "EngineArgs",
+    "EngineStats",
+    "InvalidParamsError",
+    "InvalidPromptError",
+    "KernelError",
+    "LLMEngine",
+    "OutOfMemoryError",
+    "PromptTooLongError",
+    "QuireError",
+    "RequestError",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "TokenizerError",
+    "UnsupportedModelError",
+    "__version__",
+]
+
+_HOMES = {
+    "LLM": "quire.llm",
+    "LLMEngine": "quire.engine.llm_engine",
+    "EngineArgs": "quire.config.args",
+    "SamplingParams": "quire.params",
+    **dict.fromkeys(("CompletionOutput", "EngineStats", "RequestMetrics", "RequestOutput"), "quire.outputs"),
+    **{name: "quire.errors" for name in __all__ if name.endswith("Error")},
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use (PEP 562)."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'quire' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(globals().keys() | set(__all__))

@@ -1,0 +1,119 @@
+"""Measure how fast a model runs on this machine.
+
+`quire bench throughput` generates for random prompts that all start together: greedy, end-of-sequence tokens ignored,
+prefix cache off. Each run is a row; the first one warms up, so the last one counts, and it is printed as one JSON
+object at the very end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import sys
+import time
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+from quire.cli.options import add_engine_arguments, load_llm
+from quire.errors import RequestError
+
+if TYPE_CHECKING:
+    from quire.llm import LLM
+
+_SEED = 0
+_FIRST_TOKEN_ID = 3
+"""lower ids are special tokens in most vocabularies"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    throughput = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True).add_parser(
+        "throughput", help="tokens per second of a batch", allow_abbrev=False
+    )
+    for flag, default, text in (
+        ("--num-prompts", 8, "prompts in the batch"),
+        ("--input-len", 128, "tokens of each prompt"),
+        ("--output-len", 64, "tokens to generate for each"),
+        ("--runs", 2, "times to run it; the last counts"),
+    ):
+        throughput.add_argument(flag, type=_positive, default=default, metavar="N", help=f"{text} (default: {default})")
+    throughput.add_argument("--json", action="store_true", help="print nothing but the JSON object")
+    add_engine_arguments(throughput)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Load, run, print."""
+    start = time.perf_counter()
+    options.enable_prefix_caching = False
+    llm = load_llm(options)
+    load_s = time.perf_counter() - start
+    prompts = random_prompts(options.num_prompts, options.input_len, llm.engine.model_config.vocab_size)
+    result: dict[str, Any] = {}
+    for i in range(options.runs):
+        result = _result(options, llm, _run_once(llm, prompts, options.output_len), load_s)
+        if not options.json:
+            print(
+                f"run {i + 1}: {result['elapsed_s']:.3f} s, {result['output_tokens_per_s']:.1f} output tokens/s, "
+                f"{result['total_tokens_per_s']:.1f} total tokens/s",
+                flush=True,
+            )
+    print(json.dumps(result))
+    return 0
+
+
+def random_prompts(num_prompts: int, input_len: int, vocab_size: int) -> list[list[int]]:
+    """Prompts of random token ids, the same ones every time."""
+    generator = random.Random(_SEED)
+    first = min(_FIRST_TOKEN_ID, vocab_size - 1)
+    return [[generator.randrange(first, vocab_size) for _ in range(input_len)] for _ in range(num_prompts)]
+
+
+def _run_once(llm: LLM, prompts: list[list[int]], output_len: int) -> float:
+    """Seconds for one batch; RequestError if a prompt was refused or cut short."""
+    from quire.params import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
+    start = time.perf_counter()
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    elapsed_s = time.perf_counter() - start
+    for output in outputs:
+        if len(output.outputs[0].token_ids) != output_len:
+            raise RequestError(
+                output.error
+                or f"a prompt got {len(output.outputs[0].token_ids)} tokens instead of {output_len}: the "
+                "context is too short"
+            )
+    return elapsed_s
+
+
+def _result(options: argparse.Namespace, llm: LLM, elapsed_s: float, load_s: float) -> dict[str, Any]:
+    num_output_tokens = options.num_prompts * options.output_len
+    num_tokens = num_output_tokens + options.num_prompts * options.input_len
+    config = llm.engine.model_config
+    return {
+        "engine": "quire",
+        "model": PurePath(config.model).name,
+        "dtype": config.dtype,
+        "num_prompts": options.num_prompts,
+        "input_len": options.input_len,
+        "output_len": options.output_len,
+        "elapsed_s": round(elapsed_s, 4),
+        "output_tokens_per_s": round(num_output_tokens / elapsed_s, 2),
+        "total_tokens_per_s": round(num_tokens / elapsed_s, 2),
+        "load_s": round(load_s, 3),
+        "peak_rss_bytes": _peak_rss_bytes(),
+    }
+
+
+def _peak_rss_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+def _positive(value: str) -> int:
+    number = int(value)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{value}: must be at least 1")
+    return number

@@ -1,0 +1,121 @@
+"""Talk with a model, turn by turn; each answer appears as it is made.
+
+/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer and keeps what came of it. Below each
+answer stands how fast it came and how much of the prompt was found in the prefix cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from quire.cli.options import add_engine_arguments, add_sampling_arguments, load_llm, sampling_params
+from quire.errors import RequestError
+
+if TYPE_CHECKING:
+    from quire.llm import LLM
+    from quire.outputs import RequestOutput
+    from quire.params import SamplingParams
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
+    add_sampling_arguments(parser)
+    add_engine_arguments(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Load the model, then read and answer messages until the end of the input."""
+    llm = load_llm(options)
+    session = ChatSession(llm, sampling_params(options, llm), options.system)
+    interactive = sys.stdin.isatty()
+    if interactive:
+        import readline  # noqa: F401  importing it makes input() editable
+
+        print("/reset forgets, /exit ends, Ctrl-C stops an answer")
+    while True:
+        try:
+            message = input("> " if interactive else "").strip()
+        except EOFError:
+            return 0
+        except KeyboardInterrupt:
+            print()
+            continue
+        if message == "/exit":
+            return 0
+        if message == "/reset":
+            session.reset()
+        elif message:
+            session.answer(message)
+
+
+class ChatSession:
+    """One conversation with a model, printed as it goes."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
+        self._llm = llm
+        self._params = params
+        self._system = system
+        self._num_turns = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all but the system message."""
+        self.messages = [] if self._system is None else [{"role": "system", "content": self._system}]
+
+    def answer(self, message: str) -> None:
+        """Put a message to the model and print its answer; a message that does not fit is refused and forgotten."""
+        self.messages.append({"role": "user", "content": message})
+        start = time.monotonic()
+        try:
+            output = self._stream()
+        except RequestError as error:
+            self.messages.pop()
+            print(f"{error} (/reset begins anew)", file=sys.stderr)
+            return
+        text = output.outputs[0].text if output is not None else ""
+        print()
+        if not text:  # a turn without an answer would stand in the way of the next
+            self.messages.pop()
+        else:
+            self.messages.append({"role": "assistant", "content": text})
+        if output is not None:
+            print(_dim(_summary(output, time.monotonic() - start)))
+
+    def _stream(self) -> RequestOutput | None:
+        """Run the request and print its text as it comes. Ctrl-C ends it early; None if nothing had come by then."""
+        from quire.llm import interrupt_deferred
+
+        engine = self._llm.engine
+        self._num_turns += 1
+        request_id = f"chat-{self._num_turns}"
+        engine.add_request(request_id, self._llm.chat_prompt(self.messages), self._params)
+        output: RequestOutput | None = None
+        num_printed = 0
+        try:
+            while output is None or not output.finished:
+                with interrupt_deferred():
+                    for output in engine.step():
+                        text = output.outputs[0].text
+                        print(text[num_printed:], end="", flush=True)
+                        num_printed = len(text)
+        except KeyboardInterrupt:
+            return engine.abort_request(request_id) or output
+        if output.error is not None:
+            raise RequestError(output.error)
+        return output
+
+
+def _summary(output: RequestOutput, elapsed_s: float) -> str:
+    num_tokens = len(output.outputs[0].token_ids)
+    return (
+        f"[{num_tokens} tokens, {num_tokens / elapsed_s:.1f} tokens/s, "
+        f"{output.num_cached_tokens} of {len(output.prompt_token_ids)} prompt tokens reused]"
+    )
+
+
+def _dim(text: str) -> str:
+    return f"\x1b[2m{text}\x1b[0m" if sys.stdout.isatty() else text

@@ -1,0 +1,132 @@
+"""Complete prompts, all of them together in one batch.
+
+Where the checkpoint has a chat template, each prompt is put to the model as a user's message, and the text is its
+answer; --raw continues the prompt as it stands instead. Prompts come from --prompt, from --prompts-file, or, with
+neither, from standard input, which is one prompt.
+
+One prompt prints its text alone; several print each behind its prompt. With --json each is one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.cli.options import add_engine_arguments, add_sampling_arguments, load_llm, sampling_params
+from quire.errors import InvalidPromptError
+
+if TYPE_CHECKING:
+    from quire.llm import LLM
+    from quire.outputs import RequestOutput
+
+_EXIT_SOME_REFUSED = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--prompt", nargs="+", action="extend", metavar="TEXT", help="one prompt or more")
+    source.add_argument(
+        "--prompts-file",
+        metavar="FILE",
+        help="a prompt per line; in a .jsonl file each line is a JSON string, or an object with 'prompt', "
+        "'prompt_token_ids' or 'messages'; - reads lines from standard input",
+    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--chat", action="store_true", help="use the chat template (default, where there is one)")
+    form.add_argument("--raw", action="store_true", help="continue the prompts as they stand")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per prompt")
+    add_sampling_arguments(parser)
+    add_engine_arguments(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Read the prompts, load the model, print what it makes of them; 1 if it refused some of several prompts."""
+    items = list(_read_prompts(options))
+    if not items:
+        raise InvalidPromptError("there is no prompt: give one with --prompt, --prompts-file or standard input")
+    llm = load_llm(options)
+    chat = options.chat or (not options.raw and llm.get_tokenizer().has_chat_template)
+    prompts = [_to_prompt(llm, item, chat) for item in items]
+    params = sampling_params(options, llm)
+    shown = len(prompts) > 1 and sys.stderr.isatty()
+    outputs = llm.generate(prompts if len(prompts) > 1 else prompts[0], params, use_tqdm=shown)
+    for i, (item, output) in enumerate(zip(items, outputs, strict=True)):
+        if options.json:
+            print(json.dumps(_to_dict(item, output), ensure_ascii=False))
+        elif len(items) == 1:
+            print(output.outputs[0].text)
+        else:
+            text = output.outputs[0].text if output.error is None else f"(refused: {output.error})"
+            print(f"{chr(10) if i else ''}> {_title(item)}\n{text}")
+    return _EXIT_SOME_REFUSED if any(output.error for output in outputs) else 0
+
+
+def _read_prompts(options: argparse.Namespace) -> Iterator[Any]:
+    """Prompts as `generate` takes them, or `{"messages": [...]}`."""
+    if options.prompt is not None:
+        yield from options.prompt
+    elif options.prompts_file is not None:
+        yield from _read_file(options.prompts_file)
+    elif not sys.stdin.isatty() and (text := sys.stdin.read().removesuffix("\n")):
+        yield text
+
+
+def _read_file(name: str) -> Iterator[Any]:
+    try:
+        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidPromptError(f"the prompts file {name!r} cannot be read: {error}") from error
+    for number, line in enumerate(text.split("\n"), start=1):
+        line = line.removesuffix("\r")
+        if line.strip():
+            yield _parse_json(name, number, line) if name.endswith(".jsonl") else line
+
+
+def _parse_json(name: str, number: int, line: str) -> Any:
+    try:
+        item = json.loads(line)
+    except ValueError as error:
+        raise InvalidPromptError(f"{name}, line {number}: not JSON: {error}") from error
+    if isinstance(item, str) or (isinstance(item, dict) and item.keys() & {"prompt", "prompt_token_ids", "messages"}):
+        return item
+    raise InvalidPromptError(
+        f"{name}, line {number}: must be a string, or an object with 'prompt', 'prompt_token_ids' or 'messages'"
+    )
+
+
+def _to_prompt(llm: LLM, item: Any, chat: bool) -> Any:
+    """Text goes through the chat template if `chat`, messages always, token ids never."""
+    if isinstance(item, dict) and "messages" in item:
+        return llm.chat_prompt(item["messages"])
+    text = item.get("prompt") if isinstance(item, dict) else item
+    if not chat or not isinstance(text, str) or (isinstance(item, dict) and "prompt_token_ids" in item):
+        return item
+    return llm.chat_prompt([{"role": "user", "content": text}])
+
+
+def _title(item: Any) -> str:
+    if isinstance(item, str):
+        return item
+    if "messages" in item:
+        return str(item["messages"][-1].get("content"))
+    return str(item.get("prompt") or item.get("prompt_token_ids"))
+
+
+def _to_dict(item: Any, output: RequestOutput) -> dict[str, Any]:
+    completion = output.outputs[0]
+    given = item if isinstance(item, dict) else {"prompt": item}
+    return {
+        **{key: given[key] for key in ("prompt", "prompt_token_ids", "messages") if key in given},
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+        "num_prompt_tokens": len(output.prompt_token_ids),
+        "num_cached_tokens": output.num_cached_tokens,
+        "error": output.error,
+    }

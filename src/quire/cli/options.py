@@ -1,0 +1,96 @@
+"""Options that several commands share, and what is made of them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from quire.config.args import EngineArgs
+
+if TYPE_CHECKING:
+    from quire.llm import LLM
+    from quire.params import SamplingParams
+
+DEFAULT_MAX_TOKENS = 512
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """One option for each field of EngineArgs: its name, type, help and default stand there alone."""
+    group = parser.add_argument_group("engine")
+    for field in dataclasses.fields(EngineArgs):
+        flag = "--" + field.name.replace("_", "-")
+        text = field.metadata["help"].replace("%", "%%")
+        if field.default is not None:
+            text += f" (default: {field.default})"
+        kinds = set(str(field.type).split(" | ")) - {"None"}
+        keywords: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": text}
+        if kinds == {"bool"}:
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, **keywords)
+        else:
+            group.add_argument(flag, type=_TYPES[frozenset(kinds)], metavar=field.name.upper(), **keywords)
+
+
+def engine_kwargs(options: argparse.Namespace) -> dict[str, Any]:
+    """The engine's arguments among the options given."""
+    names = [field.name for field in dataclasses.fields(EngineArgs)]
+    return {name: value for name, value in vars(options).items() if name in names}
+
+
+def load_llm(options: argparse.Namespace) -> LLM:
+    """Load the model that the options name."""
+    from quire.llm import LLM  # loads torch, so not before it is needed
+
+    return LLM(**engine_kwargs(options))
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    """How tokens are chosen."""
+    group = parser.add_argument_group("sampling")
+    group.add_argument(
+        "--max-tokens",
+        type=int,
+        default=DEFAULT_MAX_TOKENS,
+        metavar="N",
+        help=f"tokens to generate at most (default: {DEFAULT_MAX_TOKENS})",
+    )
+    group.add_argument(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="0 takes the likeliest token; larger is more random (default: what the checkpoint recommends, or 0)",
+    )
+    group.add_argument("--top-k", type=int, metavar="K", help="choose among the K likeliest tokens")
+    group.add_argument("--top-p", type=float, metavar="P", help="choose among the tokens that reach this probability")
+    group.add_argument(
+        "--stop", action="append", metavar="TEXT", help="end the output before this text; may be given several times"
+    )
+    group.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
+
+
+def sampling_params(options: argparse.Namespace, llm: LLM) -> SamplingParams:
+    """The options given, over what the checkpoint recommends; greedy if it recommends nothing."""
+    import msgspec
+
+    recommended = llm.default_sampling_params()
+    changes: dict[str, Any] = {"max_tokens": options.max_tokens, "ignore_eos": options.ignore_eos}
+    config = llm.engine.model_config.generation_config
+    if not config.get("do_sample") and config.get("temperature") is None:
+        changes["temperature"] = 0.0
+    for name in ("temperature", "top_k", "top_p", "stop"):
+        value = getattr(options, name)
+        if value is not None:
+            changes[name] = value
+    return type(recommended)(**msgspec.structs.asdict(recommended) | changes)
+
+
+def _int_or_text(value: str) -> int | str:
+    return int(value) if value.isdecimal() else value
+
+
+_TYPES: dict[frozenset[str], Any] = {
+    frozenset(["int"]): int,
+    frozenset(["float"]): float,
+    frozenset(["str"]): str,
+    frozenset(["int", "str"]): _int_or_text,
+}

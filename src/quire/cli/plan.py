@@ -1,0 +1,25 @@
+"""Show how the memory would be used: weights, activations, KV cache, and what fits into it. Reads no weights."""
+
+import argparse
+import json
+
+from quire.cli.options import add_engine_arguments, engine_kwargs
+from quire.config.args import EngineArgs
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument(
+        "model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help="the same as --model MODEL"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_engine_arguments(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the memory plan."""
+    from quire.runner.memory_plan import plan_memory  # loads torch
+
+    plan = plan_memory(EngineArgs.from_kwargs(**engine_kwargs(options)))
+    print(json.dumps(plan.to_dict()) if options.json else plan)
+    return 0

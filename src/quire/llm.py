@@ -1,0 +1,254 @@
+"""LLM: the offline front door. Prompts in, finished outputs back, in order."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+from tqdm import tqdm
+
+from quire.config.args import EngineArgs
+from quire.engine.llm_engine import LLMEngine, Prompt
+from quire.errors import InvalidParamsError, InvalidPromptError, RequestError
+from quire.log import logger
+from quire.outputs import CompletionOutput, EngineStats, RequestOutput
+from quire.params import SamplingParams
+from quire.tokenizer.tokenizer import Tokenizer
+
+Conversation: TypeAlias = Sequence[Mapping[str, Any]]
+"""messages, each with a `role` and a `content`"""
+
+
+class LLM:
+    """Generates for many prompts at once; a thin adapter over one engine, which `engine` gives access to.
+
+    The arguments are the fields of EngineArgs, vLLM's names where the meaning is the same; without a model, the
+    embedded checkpoint is taken. Raises ConfigError for an argument that is unknown or out of range, CheckpointError
+    for a checkpoint that is missing or damaged, OutOfMemoryError where it does not fit. One thread may use it.
+    """
+
+    def __init__(self, model: str | None = None, **kwargs: Any) -> None:
+        self.engine = LLMEngine.from_args(EngineArgs.from_kwargs(model=model, **kwargs))
+        self._request_ids = _request_ids()
+
+    @classmethod
+    def from_engine(cls, engine: LLMEngine) -> LLM:
+        """An LLM over an engine that exists already."""
+        llm = cls.__new__(cls)
+        llm.engine = engine
+        llm._request_ids = _request_ids()
+        return llm
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete one prompt or a list of them, in one batch; outputs come back in the order of the prompts.
+
+        A prompt is a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`. `sampling_params` is one
+        for all, one for each prompt, or None for what the checkpoint recommends.
+
+        A wrong prompt given alone raises its RequestError. In a list it comes back finished, with `error` set and the
+        finish reason `ignored`, and the others run. If an exception escapes, all requests of this call are aborted.
+        """
+        alone = isinstance(prompts, str | Mapping) or _is_token_ids(prompts)
+        listed: list[Any] = [prompts] if alone else _as_list(prompts)
+        params = self._params_per_prompt(sampling_params, len(listed))
+        return self._run(listed, params, alone, use_tqdm)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or a list of them, written down by the checkpoint's chat template or the one given.
+
+        As `generate` otherwise. Raises TokenizerError for a template that is missing or broken.
+        """
+        alone = _is_conversation(messages)
+        conversations: list[Any] = [messages] if alone else list(messages)
+        params = self._params_per_prompt(sampling_params, len(conversations))
+        prompts: list[Prompt | RequestError] = []
+        for conversation in conversations:
+            try:
+                prompts.append(
+                    self.chat_prompt(
+                        conversation,
+                        chat_template=chat_template,
+                        add_generation_prompt=add_generation_prompt,
+                        continue_final_message=continue_final_message,
+                        tools=tools,
+                        **(chat_template_kwargs or {}),
+                    )
+                )
+            except RequestError as error:
+                prompts.append(error)
+        return self._run(prompts, params, alone, use_tqdm)
+
+    def chat_prompt(self, messages: Conversation, **template_arguments: Any) -> dict[str, Any]:
+        """The prompt of a conversation, as `generate` takes it; the arguments are Tokenizer.apply_chat_template's."""
+        tokenizer = self.get_tokenizer()
+        text = tokenizer.apply_chat_template(messages, **template_arguments)
+        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer."""
+        return self.engine.tokenizer
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint recommends, over SamplingParams' own defaults."""
+        return self.engine.default_sampling_params()
+
+    def _params_per_prompt(self, given: Any, num_prompts: int) -> list[SamplingParams]:
+        if given is None or isinstance(given, SamplingParams):
+            return [given or self.default_sampling_params()] * num_prompts
+        listed = list(given) if isinstance(given, Sequence) else [given]
+        for params in listed:
+            if not isinstance(params, SamplingParams):
+                raise InvalidParamsError(f"sampling_params must be SamplingParams, not {type(params).__name__}")
+        if len(listed) != num_prompts:
+            raise InvalidParamsError(
+                f"{len(listed)} sampling_params for {num_prompts} prompts: give one for all, or one for each"
+            )
+        return listed
+
+    def _run(
+        self, prompts: Sequence[Prompt | RequestError], params: Sequence[SamplingParams], alone: bool, use_tqdm: bool
+    ) -> list[RequestOutput]:
+        """Run all prompts to their end. A prompt may be the error that making it raised."""
+        outputs: list[RequestOutput | None] = [None] * len(prompts)
+        places: dict[str, int] = {}
+        with _Progress(self.engine, len(prompts), use_tqdm) as progress:
+            try:
+                for i, (prompt, its_params) in enumerate(zip(prompts, params, strict=True)):
+                    request_id = next(self._request_ids)
+                    try:
+                        if isinstance(prompt, RequestError):
+                            raise prompt
+                        self.engine.add_request(request_id, prompt, its_params)
+                        places[request_id] = i
+                    except RequestError as error:
+                        if alone:
+                            raise
+                        outputs[i] = _refused(request_id, prompt, error)
+                        progress.update([outputs[i]])
+                while places:
+                    with interrupt_deferred():
+                        changed = self.engine.step()
+                    finished = [output for output in changed if output.finished and output.request_id in places]
+                    for output in finished:
+                        outputs[places.pop(output.request_id)] = output
+                    progress.update(finished)
+            except BaseException:
+                for request_id in places:
+                    self.engine.abort_request(request_id)
+                raise
+        done = [output for output in outputs if output is not None]
+        for i, output in enumerate(done):
+            if output.error is not None:
+                if alone:
+                    raise RequestError(output.error)
+                logger.warning("prompt %d was not run: %s", i, output.error)
+        return done
+
+
+class _Progress:
+    """A bar of requests done, with tokens per second."""
+
+    def __init__(self, engine: LLMEngine, total: int, shown: bool) -> None:
+        self._engine = engine
+        self._bar = tqdm(total=total, desc="Generating", unit="prompt", dynamic_ncols=True, disable=not shown)
+        self._start = engine.stats()
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def update(self, finished: Sequence[RequestOutput | None]) -> None:
+        """Show the rates so far, and `finished` as done."""
+        if not self._bar.disable:
+            elapsed = max(self._bar.format_dict["elapsed"], 1e-9)
+            now: EngineStats = self._engine.stats()
+            read = (now.num_prompt_tokens - self._start.num_prompt_tokens) / elapsed
+            written = (now.num_generated_tokens - self._start.num_generated_tokens) / elapsed
+            self._bar.set_postfix_str(f"input {read:.0f} tokens/s, output {written:.0f} tokens/s", refresh=False)
+            self._bar.update(len(finished))
+
+
+@contextmanager
+def interrupt_deferred() -> Iterator[None]:
+    """Let Ctrl-C wait for the end of the block: a step is not cut in half. A second Ctrl-C is not waited with.
+
+    Does nothing outside the main thread, or where the program handles the signal itself.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    interrupted = False
+
+    def remember(*_: object) -> None:
+        nonlocal interrupted
+        interrupted = True
+        signal.signal(signal.SIGINT, handler)
+
+    signal.signal(signal.SIGINT, remember)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+def _request_ids() -> Iterator[str]:
+    return (f"llm-{i}" for i in itertools.count())
+
+
+def _is_token_ids(prompts: Any) -> bool:
+    """Whether a list is one prompt, given as token ids."""
+    return isinstance(prompts, Sequence) and len(prompts) > 0 and all(isinstance(item, int) for item in prompts)
+
+
+def _is_conversation(messages: Any) -> bool:
+    """Whether these are the messages of one conversation, right or wrong, and not a list of conversations."""
+    if isinstance(messages, str) or not isinstance(messages, Sequence):
+        return True
+    return not messages or isinstance(messages[0], Mapping)
+
+
+def _as_list(prompts: Any) -> list[Any]:
+    if not isinstance(prompts, Sequence):
+        raise InvalidPromptError(
+            f"prompts must be one (text, token ids or a dict) or a list of them, not {type(prompts).__name__}"
+        )
+    return list(prompts)
+
+
+def _refused(request_id: str, prompt: Any, error: RequestError) -> RequestOutput:
+    """The output of a request that never ran."""
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return RequestOutput(
+        request_id=request_id,
+        prompt=text if isinstance(text, str) else None,
+        prompt_token_ids=[],
+        outputs=[CompletionOutput(index=0, text="", token_ids=[], finish_reason="ignored")],
+        finished=True,
+        error=str(error),
+    )

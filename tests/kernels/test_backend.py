@@ -1,0 +1,198 @@
+"""Which kernels serve, on how many threads, and what happens where the extension is missing."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+import warnings
+
+import pytest
+import torch
+
+from quire import kernels
+from quire.errors import ConfigError
+from quire.kernels import backend
+
+from .isas import ISAS, needs_native, using
+
+
+def run_python(code, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_the_extension_serves_unless_told_otherwise():
+    if os.environ.get("QUIRE_ISA") == "reference":
+        assert kernels.isa() == "reference"
+    else:
+        assert kernels.isa() in ("avx512_bf16", "avx512", "avx2", "portable")
+
+
+@needs_native
+@pytest.mark.parametrize("isa", ISAS)
+def test_an_isa_can_be_forced(isa):
+    with using(kernels.isa()):
+        assert backend._load_native(isa).isa() == isa
+
+
+def test_an_unknown_isa_is_refused_with_the_nearest_name():
+    with pytest.raises(ConfigError, match=r"QUIRE_ISA=avx513 .*did you mean 'avx512'"):
+        backend._load_native("avx513")
+
+
+@needs_native
+def test_an_isa_this_cpu_lacks_is_refused(monkeypatch):
+    class OldCpu:
+        use_isa = staticmethod(lambda isa: False)
+        available_isas = staticmethod(lambda: ["portable"])
+
+    monkeypatch.setitem(sys.modules, "quire._native", OldCpu)
+    with pytest.raises(ConfigError, match="QUIRE_ISA=avx2 cannot run here; this CPU has portable"):
+        backend._load_native("avx2")
+
+
+def test_a_missing_extension_gives_one_loud_warning(monkeypatch):
+    monkeypatch.setitem(sys.modules, "quire._native", None)
+    with pytest.warns(RuntimeWarning, match="WITHOUT ITS NATIVE KERNELS") as warned:
+        assert backend._load_native(None) is None
+    assert len(warned) == 1
+
+
+def test_where_the_extension_is_broken_the_reference_serves_after_one_warning(tmp_path):
+    (tmp_path / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}").write_bytes(b"half an extension")
+    code = f"""if True:
+        import quire
+        quire.__path__.insert(0, {str(tmp_path)!r})
+        import torch
+        from quire import kernels
+        packed = kernels.pack_weight(torch.eye(3))
+        print(kernels.isa(), kernels.matmul(torch.ones(2, 3), packed).tolist())
+        kernels.embedding(torch.tensor([1]), packed)
+        kernels.set_num_threads(1)
+        assert kernels.num_threads() == 1
+    """
+    done = run_python(code)
+    assert done.stdout.split(" ", 1) == ["reference", "[[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]\n"], done.stderr
+    assert done.stderr.count("WITHOUT ITS NATIVE KERNELS") == 1
+
+
+def test_asking_for_the_reference_gives_no_warning_and_the_cpuset_sizes_the_pool():
+    """Two matters in one process, as starting one takes seconds."""
+    code = """if True:
+        import os, sys
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        from quire import kernels
+        assert kernels.isa() == "reference"
+        del os.environ["QUIRE_ISA"]
+        from quire.kernels import backend
+        native = backend._load_native(None)
+        assert native.num_threads() == 1, native.num_threads()
+    """
+    if kernels.isa() == "reference":
+        code = "from quire import kernels; assert kernels.isa() == 'reference'"
+    done = run_python(code, QUIRE_ISA="reference", PYTHONWARNINGS="error::RuntimeWarning")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("groups", "files", "quota"),
+    [
+        ("0::/\n", {"cpu.max": "max 100000"}, 0),
+        ("0::/\n", {"cpu.max": "150000 100000"}, 1.5),
+        (
+            "0::/pod/app\n",
+            {"pod/app/cpu.max": "max 100000", "pod/cpu.max": "400000 100000", "cpu.max": "max 100000"},
+            4,
+        ),
+        ("0::/pod/app\n", {"pod/app/cpu.max": "50000 100000", "pod/cpu.max": "400000 100000"}, 0.5),
+        ("0::/not/mounted/here\n", {"cpu.max": "300000 100000"}, 3),
+        ("4:cpu,cpuacct:/app\n", {"cpu/app/cpu.cfs_quota_us": "250000", "cpu/app/cpu.cfs_period_us": "100000"}, 2.5),
+        ("4:cpuacct,cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 0),
+        ("garbage\n0::/\n", {"cpu.max": "garbage"}, 0),
+    ],
+)
+def test_cpu_quotas_are_read_from_the_group_and_its_ancestors(tmp_path, groups, files, quota):
+    (tmp_path / "groups").write_text(groups)
+    for name, text in files.items():
+        (tmp_path / "mount" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "mount" / name).write_text(text + "\n")
+    assert backend.native.cpu_quota(str(tmp_path / "groups"), str(tmp_path / "mount")) == quota
+
+
+@needs_native
+def test_the_pool_has_no_more_threads_than_the_process_may_use():
+    assert 1 <= backend.native.available_cpus() <= len(os.sched_getaffinity(0))
+
+
+def test_the_number_of_threads_can_be_set_and_must_be_positive():
+    with using(kernels.isa()):
+        kernels.set_num_threads(3)
+        assert kernels.num_threads() == 3
+        for count in (0, -1):
+            with pytest.raises(ConfigError, match="at least 1"):
+                kernels.set_num_threads(count)
+
+
+def large_product():
+    """A product that is certainly shared among threads, and what it should be."""
+    generator = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(640, 300, generator=generator), torch.randn(20, 300, generator=generator)
+    packed = kernels.pack_weight(weight)
+    return lambda: kernels.matmul(x, packed)
+
+
+def test_several_python_threads_may_call_kernels_at_once():
+    with using(kernels.isa(), num_threads=3):
+        multiply = large_product()
+        expected, wrong = multiply(), []
+
+        def work(thread):
+            for round_ in range(200):
+                if thread == 0 and round_ % 50 == 0:
+                    kernels.set_num_threads(1 + round_ // 50)
+                if not torch.equal(multiply(), expected):
+                    wrong.append(thread)
+
+        threads = [threading.Thread(target=work, args=(thread,)) for thread in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+
+
+@needs_native
+def test_a_forked_child_starts_its_own_threads():
+    with using(kernels.isa(), num_threads=2):
+        multiply = large_product()
+        expected = multiply()  # the parent's workers exist now; the child's do not
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python warns of any fork beside threads
+            child = os.fork()
+        if child == 0:
+            os._exit(0 if all(torch.equal(multiply(), expected) for _ in range(5)) else 1)
+        deadline = time.monotonic() + 60
+        while (done := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if done == (0, 0):
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+        assert done == (child, 0)
+        assert torch.equal(multiply(), expected)
+
+
+@needs_native
+def test_waiting_threads_cost_no_cpu_time():
+    with using(kernels.isa(), num_threads=4):
+        large_product()()
+        before = time.process_time()
+        time.sleep(0.2)
+        assert time.process_time() - before < 0.05

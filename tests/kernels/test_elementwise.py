@@ -1,0 +1,193 @@
+"""Norms, activations, rotary embedding and embedding: the kernels that work on each row alone."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire import kernels
+from quire.errors import KernelError
+from quire.kernels import reference
+from quire.kernels.activation import ACTIVATIONS
+
+from .isas import ISAS, needs_native, using
+from .tolerances import assert_close
+
+DTYPES = [torch.float32, torch.bfloat16]
+SHAPES = [(0, 8), (1, 1), (3, 5), (7, 48), (2, 897), (150, 256)]
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def norms(implementation, weight, bias):
+    """Each norm as a function of x and a residual, returning its result and what became of the residual."""
+
+    def with_residual(norm, *weights):
+        return lambda x, residual: (norm(x, residual := residual.clone(), *weights, 1e-5), residual)
+
+    return {
+        "rms_norm": lambda x, residual: (implementation.rms_norm(x, weight, 1e-6), residual),
+        "add_rms_norm": with_residual(implementation.add_rms_norm, weight),
+        "layer_norm": lambda x, residual: (implementation.layer_norm(x, weight, bias, 1e-5), residual),
+        "add_layer_norm": with_residual(implementation.add_layer_norm, weight, bias),
+    }
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("norm", ["rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm"])
+def test_norms_are_the_references(isa, dtype, shape, norm):
+    x, residual = randn(2, *shape).to(dtype)
+    weight, bias = randn(2, shape[1], seed=1)
+    expected, expected_residual = norms(reference, weight, bias)[norm](x, residual)
+    with using(isa):
+        actual, actual_residual = norms(kernels, weight, bias)[norm](x, residual)
+    assert_close(norm, actual, expected)
+    assert torch.equal(actual_residual, expected_residual)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_takes_the_heads_of_a_fused_projection(isa, dtype):
+    heads, weight = randn(9, 7, 20).to(dtype)[:, 2:6], randn(20)
+    with using(isa):
+        actual = kernels.rms_norm(heads, weight, 1e-6)
+    assert actual.is_contiguous()
+    assert_close("rms_norm", actual, reference.rms_norm(heads, weight, 1e-6))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_layer_norm_of_numbers_far_from_zero_keeps_its_digits(isa):
+    """Summing squares before subtracting the mean would lose them all."""
+    x, weight, bias = 1000 + randn(4, 77), torch.ones(77), torch.zeros(77)
+    expected = torch.nn.functional.layer_norm(x.double(), (77,)).float()
+    with using(isa):
+        torch.testing.assert_close(kernels.layer_norm(x, weight, bias, 1e-5), expected, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_activations_are_the_references(isa, dtype, kind):
+    with using(isa):
+        for rows, width in SHAPES:
+            x = 3 * randn(rows, 2 * width).to(dtype)
+            assert_close("activation", kernels.activation(x, kind), reference.activation(x, kind))
+            assert_close("gated_activation", kernels.gated_activation(x, kind), reference.gated_activation(x, kind))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_activations_have_float32_digits_over_their_whole_range(isa, kind):
+    """Against float64, where torch's own float32 has lost the small values far below zero."""
+    x = torch.cat([torch.linspace(-12, 12, 4001), torch.tensor([-1e30, -100, -0.0, 0.0, 1e-30, 100, 1e30])])
+    expected = reference._ACTIVATIONS[kind](x.double())
+    if kind == "gelu":
+        expected = 0.5 * x.double() * torch.erfc(-x.double() / 2**0.5)
+    elif kind == "gelu_tanh":
+        expected = x.double() * torch.sigmoid(2 * (2 / torch.pi) ** 0.5 * (x.double() + 0.044715 * x.double() ** 3))
+    with using(isa):
+        if kernels.isa() != "reference":
+            torch.testing.assert_close(kernels.activation(x, kind).double(), expected, rtol=2e-5, atol=1e-30)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rotary_dim", [0, 2, 14, 20, 64])
+def test_heads_are_rotated_in_place_and_their_neighbours_left_alone(isa, dtype, rotary_dim):
+    qkv = randn(90, 12, 64).to(dtype)
+    positions, cos_sin = torch.arange(90) * 7 % 50, randn(50, rotary_dim, seed=1)
+    expected = qkv.clone()
+    reference.rotary_embedding(expected[:, 3:7], positions, cos_sin)
+    with using(isa):
+        kernels.rotary_embedding(qkv[:, 3:7], positions, cos_sin)
+    assert_close("rotary_embedding", qkv, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("vocab", "hidden"), [(1, 1), (77, 33), (200, 512)])
+def test_embedding_gathers_rows_from_plain_and_packed_tables(dtype, vocab, hidden):
+    table, token_ids = randn(vocab, hidden).to(dtype), torch.arange(300) * 31 % vocab
+    for given_table in (table, kernels.pack_weight(table)):
+        assert_close("embedding", kernels.embedding(token_ids, given_table), reference.embedding(token_ids, table))
+        assert kernels.embedding(token_ids[:0], given_table).shape == (0, hidden)
+
+
+@needs_native
+@pytest.mark.parametrize("isa", ISAS)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    rows=st.integers(1, 120),
+    half_width=st.integers(1, 300),
+    row=st.integers(0, 119),
+    threads=st.integers(1, 4),
+    seed=st.integers(0, 100),
+)
+@settings(max_examples=30, deadline=None)
+def test_a_row_alone_has_the_bits_it_has_in_any_batch(isa, dtype, rows, half_width, row, threads, seed):
+    row %= rows
+    x, residual = randn(2, rows, 2 * half_width, seed=seed).to(dtype)
+    weight, bias = randn(2, 2 * half_width, seed=seed)
+    alone = slice(row, row + 1)
+    for norm in norms(kernels, weight, bias).values():
+        with using(isa, threads):
+            whole, _ = norm(x, residual)
+        with using(isa, 1):
+            assert torch.equal(whole[alone], norm(x[alone], residual[alone])[0])
+    for kind in ACTIVATIONS:
+        with using(isa, threads):
+            whole, gated = kernels.activation(x, kind), kernels.gated_activation(x, kind)
+        with using(isa, 1):
+            assert torch.equal(whole[alone], kernels.activation(x[alone], kind))
+            assert torch.equal(gated[alone], kernels.gated_activation(x[alone], kind))
+
+
+WEIGHT = torch.zeros(8)
+HEADS = torch.zeros(3, 2, 8)
+POSITIONS = torch.zeros(3, dtype=torch.int64)
+COS_SIN = torch.zeros(9, 8)
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda: kernels.rms_norm(torch.zeros(2, 7), WEIGHT, 1e-6), r"rms_norm takes .*got x: float32 \[2, 7\]"),
+        (lambda: kernels.rms_norm(torch.zeros(8, 2).T, WEIGHT, 1e-6), r"strides \[1, 2\]"),
+        (lambda: kernels.rms_norm(torch.zeros(2, 8).half(), WEIGHT, 1e-6), "float16"),
+        (lambda: kernels.rms_norm(torch.zeros(2, 8), WEIGHT.bfloat16(), 1e-6), "weight: bfloat16"),
+        (lambda: kernels.rms_norm(torch.zeros(2, 8, device="meta"), WEIGHT, 1e-6), "on meta"),
+        (
+            lambda: kernels.add_rms_norm(torch.zeros(2, 8), torch.zeros(3, 8), WEIGHT, 1e-6),
+            r"residual: float32 \[3, 8\]",
+        ),
+        (lambda: kernels.add_rms_norm(torch.zeros(2, 8), torch.zeros(2, 8).bfloat16(), WEIGHT, 1e-6), "bfloat16"),
+        (lambda: kernels.layer_norm(torch.zeros(2, 8), WEIGHT, torch.zeros(7), 1e-6), r"bias: float32 \[7\]"),
+        (lambda: kernels.add_layer_norm(torch.zeros(2, 8), torch.zeros(8, 2).T, WEIGHT, WEIGHT, 1e-6), "strides"),
+        (lambda: kernels.activation(torch.zeros(2, 8), "swish"), "kind: 'swish'"),
+        (lambda: kernels.activation(torch.zeros(8, 2).T, "relu"), "strides"),
+        (lambda: kernels.gated_activation(torch.zeros(2, 7), "silu"), r"2 \* width.*got x: float32 \[2, 7\]"),
+        (lambda: kernels.rotary_embedding(HEADS, POSITIONS.int(), COS_SIN), "positions: int32"),
+        (lambda: kernels.rotary_embedding(HEADS, POSITIONS[:2], COS_SIN), r"positions: int64 \[2\]"),
+        (lambda: kernels.rotary_embedding(HEADS, POSITIONS, torch.zeros(9, 10)), r"cos_sin: float32 \[9, 10\]"),
+        (lambda: kernels.rotary_embedding(HEADS, POSITIONS + torch.tensor([0, 0, 9]), COS_SIN), r"positions\[2\]: 9"),
+        (lambda: kernels.rotary_embedding(HEADS, POSITIONS - 1, COS_SIN), r"0 to 8.*positions\[0\]: -1"),
+        (lambda: kernels.embedding(POSITIONS.int(), COS_SIN), "token_ids: int32"),
+        (lambda: kernels.embedding(POSITIONS, COS_SIN.T), "table: float32"),
+        (lambda: kernels.embedding(torch.tensor([3, 9]), COS_SIN), r"0 to 8.*token_ids\[1\]: 9"),
+        (lambda: kernels.embedding(torch.tensor([-1]), kernels.pack_weight(COS_SIN)), r"token_ids\[0\]: -1"),
+    ],
+)
+def test_what_does_not_fit_is_refused(call, told):
+    with pytest.raises(KernelError, match=told):
+        call()
+
+
+def test_positions_outside_the_table_are_refused_before_anything_is_written():
+    heads = randn(3, 2, 8)
+    before = heads.clone()
+    with pytest.raises(KernelError):
+        kernels.rotary_embedding(heads, torch.tensor([1, 2, 9]), randn(9, 8))
+    assert torch.equal(heads, before)

@@ -1,0 +1,134 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire import kernels
+from quire.errors import KernelError
+from quire.kernels import reference
+
+from .isas import ISAS, needs_native, using
+from .tolerances import assert_close
+
+DTYPES = [torch.float32, torch.bfloat16]
+SHAPES = [(1, 1), (32, 2), (33, 7), (31, 64), (200, 129), (96, 2051)]
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make_weight(n, k, dtype):
+    return (randn(n, k, seed=n * 10007 + k) / k**0.5).to(dtype)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_products_are_the_references_for_any_number_of_rows(isa, dtype, n, k):
+    weight, bias = make_weight(n, k, dtype), randn(n)
+    with using(isa):
+        packed = kernels.pack_weight(weight)
+        for rows in [*range(18), 24, 25, 40, 193]:
+            x = randn(rows, k, seed=rows).to(dtype)
+            for given_bias in (None, bias):
+                expected = reference.matmul(x, weight, given_bias, torch.float32)
+                for out_dtype in DTYPES:
+                    actual = kernels.matmul(x, packed, given_bias, out_dtype)
+                    assert_close("matmul", actual, expected.to(out_dtype))
+
+
+@needs_native
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(data=st.data())
+@settings(max_examples=15, deadline=None)
+def test_a_row_alone_has_the_bits_it_has_in_any_batch_on_any_number_of_threads(isa, dtype, data):
+    n = data.draw(st.integers(1, 300), "n")
+    k = data.draw(st.sampled_from([1, 3, 64, 515, 1024, 2500]), "k")  # one and several blocks of k
+    rows = data.draw(st.integers(1, 230), "rows")
+    begin = data.draw(st.integers(0, rows - 1), "begin")
+    end = data.draw(st.integers(begin + 1, rows), "end")
+    weight, x, bias = make_weight(n, k, dtype), randn(rows, k).to(dtype), randn(n)
+    with using(isa, num_threads=data.draw(st.integers(1, 4), "threads of the batch")):
+        packed = kernels.pack_weight(weight)
+        whole = kernels.matmul(x, packed, bias, torch.float32)
+    with using(isa, num_threads=data.draw(st.integers(1, 4), "threads of the part")):
+        assert torch.equal(whole[begin:end], kernels.matmul(x[begin:end], packed, bias, torch.float32))
+        assert torch.equal(whole[begin : begin + 1], kernels.matmul(x[begin : begin + 1], packed, bias, torch.float32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_default_output_has_the_dtype_of_x(dtype):
+    packed = kernels.pack_weight(make_weight(5, 8, dtype))
+    assert kernels.matmul(randn(2, 8).to(dtype), packed).dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_x_may_be_strided(dtype):
+    packed = kernels.pack_weight(make_weight(40, 33, dtype))
+    x = randn(6, 100).to(dtype)[:, 7:40]
+    assert torch.equal(kernels.matmul(x, packed), kernels.matmul(x.contiguous(), packed))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_follows_an_odd_row_does_not_leak_into_it(dtype):
+    """The last pair of an odd row holds one element: what follows, here not a number, must not be multiplied by 0."""
+    packed = kernels.pack_weight(make_weight(8, 5, dtype))
+    x = torch.full((3, 6), torch.nan).to(dtype)
+    x[:, :5] = 1
+    assert kernels.matmul(x[:, :5], packed).isfinite().all()
+
+
+@given(
+    n=st.integers(1, 200),
+    k=st.integers(1, 700),
+    dtype=st.sampled_from(DTYPES),
+    offset=st.integers(0, 3),
+    gap=st.integers(0, 3),
+)
+@settings(max_examples=60, deadline=None)
+def test_packing_is_undone_by_unpacking_whatever_the_alignment_and_stride(n, k, dtype, offset, gap):
+    size = dtype.itemsize
+    raw = torch.randint(0, 256, (offset + n * (k + gap) * size,), dtype=torch.uint8)
+    table = torch.frombuffer(memoryview(raw.numpy())[offset:], dtype=dtype).view(n, k + gap)  # as in a mapped file
+    weight = table[:, :k]
+    packed = kernels.pack_weight(weight)
+    assert (packed.n, packed.k, packed.dtype) == (n, k, dtype)
+    assert torch.equal(kernels.unpack_weight(packed).view(torch.uint8), weight.contiguous().view(torch.uint8))
+
+
+@needs_native
+def test_packed_weights_fill_whole_panels():
+    assert kernels.pack_weight(torch.zeros(33, 5)).nbytes == 64 * 5 * 4
+    assert kernels.pack_weight(torch.zeros(33, 5, dtype=torch.bfloat16)).nbytes == 64 * 6 * 2
+
+
+def test_no_weights_and_no_inputs_give_empty_and_zero_products():
+    assert kernels.matmul(torch.zeros(3, 4), kernels.pack_weight(torch.zeros(0, 4))).shape == (3, 0)
+    assert kernels.matmul(torch.zeros(3, 0), kernels.pack_weight(torch.zeros(2, 0))).eq(0).all()
+
+
+@pytest.mark.parametrize(
+    ("x", "bias", "out_dtype", "told"),
+    [
+        (torch.zeros(2, 4), None, None, r"x \[num_tokens, 5\].*got x: float32 \[2, 4\] on cpu"),
+        (torch.zeros(5), None, None, r"float32 \[5\]"),
+        (torch.zeros(2, 5, dtype=torch.bfloat16), None, None, "bfloat16"),
+        (torch.zeros(5, 2).T, None, None, r"strides \[1, 2\]"),
+        (torch.zeros(2, 5, device="meta"), None, None, "meta"),
+        (torch.zeros(2, 5), torch.zeros(4), None, r"bias: float32 \[4\]"),
+        (torch.zeros(2, 5), torch.zeros(3, dtype=torch.bfloat16), None, "bias: bfloat16"),
+        (torch.zeros(2, 5), None, torch.float16, "out_dtype: torch.float16"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_both_shapes(x, bias, out_dtype, told):
+    packed = kernels.pack_weight(torch.zeros(3, 5))
+    with pytest.raises(KernelError, match=told):
+        kernels.matmul(x, packed, bias, out_dtype)
+
+
+@pytest.mark.parametrize("weight", [torch.zeros(3), torch.zeros(3, 5).T, torch.zeros(3, 5, dtype=torch.float16)])
+def test_weights_that_cannot_be_packed_are_refused(weight):
+    with pytest.raises(KernelError, match="pack_weight takes"):
+        kernels.pack_weight(weight)

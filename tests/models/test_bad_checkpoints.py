@@ -1,0 +1,369 @@
+"""Checkpoints that are missing, half-written, unsafe or inconsistent: each a clear error, and no other exception."""
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from quire.config.model import ModelConfig
+from quire.config.safetensors_header import read_header
+from quire.errors import CheckpointError, UnsupportedModelError
+from quire.models.checkpoint import Checkpoint, weight_bytes
+from quire.models.loader import load_model
+from quire.models.registry import model_class, supported_architectures
+
+FIELDS = {
+    "architectures": ["LlamaForCausalLM"],
+    "dtype": "float32",
+    "vocab_size": 16,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 32,
+    "tie_word_embeddings": True,
+}
+SHAPES = {
+    "model.embed_tokens.weight": (16, 8),
+    "model.layers.0.input_layernorm.weight": (8,),
+    "model.layers.0.self_attn.q_proj.weight": (8, 8),
+    "model.layers.0.self_attn.k_proj.weight": (4, 8),
+    "model.layers.0.self_attn.v_proj.weight": (4, 8),
+    "model.layers.0.self_attn.o_proj.weight": (8, 8),
+    "model.layers.0.post_attention_layernorm.weight": (8,),
+    "model.layers.0.mlp.gate_proj.weight": (12, 8),
+    "model.layers.0.mlp.up_proj.weight": (12, 8),
+    "model.layers.0.mlp.down_proj.weight": (8, 12),
+    "model.norm.weight": (8,),
+}
+
+
+def weights() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def write(folder: Path, fields: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(fields))
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write(tmp_path / "checkpoint", FIELDS, weights())
+
+
+def load(folder: Path) -> None:
+    load_model(ModelConfig.resolve(folder))
+
+
+def test_the_checkpoint_that_the_others_break_is_good(folder: Path, paged_run: Callable[..., Any]) -> None:
+    config = ModelConfig.resolve(folder)
+    (logits,) = paged_run(load_model(config), config, [[1, 2, 3]]).step([3])
+    assert logits.shape == (3, 16)
+    assert torch.isfinite(logits).all()
+
+
+# --- the folder
+
+
+def test_path_like_name_that_does_not_exist(tmp_path: Path) -> None:
+    for name in (str(tmp_path / "nowhere"), "./nowhere", "no/such/folder", "quire-tyni", ""):
+        with pytest.raises(CheckpointError, match=r"there is no folder|no config"):
+            ModelConfig.resolve(name)
+
+
+def test_misspelt_embedded_name_is_corrected() -> None:
+    with pytest.raises(CheckpointError, match="did you mean 'quire-tiny'"):
+        ModelConfig.resolve("quire-tyni")
+
+
+def test_file_instead_of_folder(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match="is a file: give the folder"):
+        ModelConfig.resolve(folder / "model.safetensors")
+
+
+def test_no_config(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        ModelConfig.resolve(tmp_path)
+
+
+def test_no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="has no safetensors weights"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt"])
+def test_pickles_are_refused_with_the_way_out(folder: Path, name: str) -> None:
+    (folder / "model.safetensors").rename(folder / name)
+    with pytest.raises(CheckpointError, match=rf"{name}.*can run code.*save_pretrained"):
+        load(folder)
+
+
+# --- config.json
+
+
+@pytest.mark.parametrize("text", ["", '{"vocab_size": 16', "[1]", "\x00\x01", '"text"'])
+def test_malformed_config(folder: Path, text: str) -> None:
+    (folder / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        ModelConfig.resolve(folder)
+
+
+@pytest.mark.parametrize("key", ["architectures", "vocab_size", "hidden_size", "max_position_embeddings"])
+def test_missing_key_is_named(folder: Path, key: str) -> None:
+    write(folder, {k: v for k, v in FIELDS.items() if k != key}, weights())
+    with pytest.raises(CheckpointError, match=key):
+        ModelConfig.resolve(folder)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "16", True, [], 10**30])
+@pytest.mark.parametrize("key", ["vocab_size", "num_hidden_layers", "max_position_embeddings", "num_key_value_heads"])
+def test_sizes_that_are_none(folder: Path, key: str, value: Any) -> None:
+    write(folder, FIELDS | {key: value}, weights())
+    with pytest.raises(CheckpointError, match=key):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"dtype": "int8"}, "'dtype' is 'int8'"),
+        ({"num_key_value_heads": 3}, "2 attention heads cannot share 3"),
+        ({"head_dim": 3}, "even head_dim"),
+        ({"hidden_act": "sine"}, "'hidden_act' is 'sine', supported"),
+        ({"rope_scaling": {"type": "spiral"}}, "rope_type is 'spiral', supported"),
+        ({"rope_scaling": {"type": "linear"}}, "no 'factor'"),
+        ({"rope_scaling": {"type": "linear", "factor": -2}}, "'factor' is -2"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0, "factor": 2.0}}, "make no sense"),
+        ({"rope_parameters": {"sliding_attention": {"rope_theta": 1.0}}}, "per type of layer"),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+            "a list of 2 numbers",
+        ),
+        ({"eos_token_id": "</s>"}, "eos_token_id"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantized"),
+        ({"tie_word_embeddings": "yes"}, "true or false"),
+    ],
+)
+def test_config_that_makes_no_sense(folder: Path, fields: dict[str, Any], message: str) -> None:
+    write(folder, FIELDS | fields, weights())
+    with pytest.raises(CheckpointError, match=message):
+        load(folder)
+
+
+def test_unknown_architecture_names_the_supported_ones(folder: Path) -> None:
+    write(folder, FIELDS | {"architectures": ["LamaForCausalLM"], "auto_map": {"AutoModel": "x.Y"}}, weights())
+    with pytest.raises(UnsupportedModelError) as caught:
+        load(folder)
+    assert "did you mean 'LlamaForCausalLM'" in str(caught.value)
+    assert all(name in str(caught.value) for name in supported_architectures())
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5),
+    lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=5), children, max_size=3),
+    max_leaves=4,
+)
+CONFIG_KEYS = [*FIELDS, "rope_parameters", "rope_scaling", "rope_theta", "head_dim", "rms_norm_eps", "eos_token_id"]
+CONFIG_KEYS += ["sliding_window", "use_sliding_window", "layer_types", "max_window_layers", "torch_dtype", "hidden_act"]
+
+
+@pytest.mark.parametrize("architecture", supported_architectures())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(changes=st.dictionaries(st.sampled_from(CONFIG_KEYS), json_values, min_size=1, max_size=3))
+def test_no_config_raises_anything_else(architecture: str, tmp_path: Path, changes: dict[str, Any]) -> None:
+    fields = FIELDS | {"architectures": [architecture], "use_sliding_window": True, "ffn_dim": 8} | changes
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with contextlib.suppress(CheckpointError):
+        config = ModelConfig.resolve(tmp_path)
+        model = model_class(config.architecture)
+        assert len(model.kv_cache_specs(config)) == config.hf_config["num_hidden_layers"]
+        assert model.activation_width(config) > 0
+        model(dataclasses.replace(config, max_model_len=min(config.max_model_len, 64)))
+
+
+# --- weights that are not those of the config
+
+
+def test_every_wrong_weight_is_named(folder: Path) -> None:
+    tensors = weights()
+    del tensors["model.norm.weight"], tensors["model.layers.0.self_attn.k_proj.weight"]
+    tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(12, 9)
+    tensors["model.extra.weight"] = torch.zeros(2)
+    write(folder, FIELDS, tensors)
+    with pytest.raises(CheckpointError) as caught:
+        load(folder)
+    message = str(caught.value)
+    assert "2 weight(s) missing: layers.0.self_attn.k_proj.weight, norm.weight" in message
+    assert "1 weight(s) unexpected: model.extra.weight" in message
+    assert "layers.0.mlp.up_proj.weight [12, 9] instead of [12, 8]" in message
+
+
+def test_weight_of_unreadable_dtype(folder: Path) -> None:
+    write(folder, FIELDS, weights() | {"model.norm.weight": torch.zeros(8, dtype=torch.int64)})
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight' has dtype I64"):
+        load(folder)
+
+
+def test_saved_rotary_tables_are_ignored(folder: Path) -> None:
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)}
+    before = weight_bytes(ModelConfig.resolve(folder))
+    write(folder, FIELDS, weights() | extra)
+    load(folder)
+    assert weight_bytes(ModelConfig.resolve(folder)) == before
+
+
+def test_second_copy_of_a_tied_head_must_be_the_same(folder: Path) -> None:
+    tensors = weights()
+    write(folder, FIELDS, tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
+    load(folder)
+    write(folder, FIELDS, tensors | {"lm_head.weight": torch.zeros(16, 8)})
+    with pytest.raises(CheckpointError, match="tie_word_embeddings"):
+        load(folder)
+
+
+def test_same_weight_under_two_names(folder: Path) -> None:
+    write(folder, FIELDS, weights() | {"norm.weight": torch.ones(8)})
+    with pytest.raises(CheckpointError, match="same weight"):
+        load(folder)
+
+
+# --- shards
+
+
+def write_index(folder: Path, weight_map: Any) -> None:
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("file", ["../model.safetensors", "/etc/passwd", "sub/a.safetensors", "a.bin", "..", 3, None])
+def test_index_that_leads_out_of_the_folder(folder: Path, file: Any) -> None:
+    write_index(folder, {"model.norm.weight": file})
+    with pytest.raises(CheckpointError, match="must be a safetensors file of the same folder"):
+        load(folder)
+
+
+def test_missing_shard_is_named(folder: Path) -> None:
+    write_index(folder, {"model.norm.weight": "model-00002-of-00002.safetensors"})
+    with pytest.raises(CheckpointError, match="lacks the weight file model-00002-of-00002"):
+        load(folder)
+
+
+def test_tensor_that_its_shard_lacks_is_named(folder: Path) -> None:
+    write_index(folder, dict.fromkeys([*SHAPES, "model.gone.weight"], "model-00001-of-00001.safetensors"))
+    with pytest.raises(CheckpointError, match=r"lacks what.*model\.gone\.weight"):
+        load(folder)
+
+
+@pytest.mark.parametrize("weight_map", [None, [], {}, "x"])
+def test_index_without_a_map(folder: Path, weight_map: Any) -> None:
+    write_index(folder, weight_map)
+    with pytest.raises(CheckpointError, match="weight_map"):
+        load(folder)
+
+
+def test_shards_without_an_index(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    with pytest.raises(CheckpointError, match="incomplete"):
+        load(folder)
+
+
+# --- safetensors headers
+
+
+def raw_file(path: Path, header: Any, data: bytes, length: int | None = None) -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
+    return path
+
+
+def entry(dtype: Any = "F32", shape: Any = (2,), start: Any = 0, end: Any = 8) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "message"),
+    [
+        (b"{not json", b"", "not valid JSON"),
+        (b"[" * 100_000, b"", "not valid JSON"),
+        ([1], b"", "JSON list"),
+        ({"a": 1}, b"", "not an object"),
+        ({"a": entry(dtype="F33")}, bytes(8), "dtype 'F33'"),
+        ({"a": entry(shape=[-1])}, bytes(8), "malformed"),
+        ({"a": entry(shape=[2.0])}, bytes(8), "malformed"),
+        ({"a": entry(start=8, end=0)}, bytes(8), "malformed"),
+        ({"a": entry(start=None)}, bytes(8), "malformed"),
+        ({"a": entry(shape=[3])}, bytes(8), "needs 12 bytes"),
+        ({"a": entry(shape=[2**40, 2**40])}, bytes(8), "needs"),
+        ({"a": entry()}, bytes(7), "truncated: its header promises"),
+        ({"a": entry()}, bytes(9), "1 bytes after its last tensor"),
+        ({"a": entry(), "b": entry(start=4, end=12)}, bytes(12), "overlaps"),
+        ({"a": entry(), "b": entry(start=12, end=20)}, bytes(20), "hole"),
+        (b'{"a": {"dtype": "F32"}, "a": {}}', b"", "appears twice"),
+    ],
+)
+def test_lying_header(tmp_path: Path, header: Any, data: bytes, message: str) -> None:
+    path = raw_file(tmp_path / "model.safetensors", header, data)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read_header(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("length", [2**63, 10**9, 100])
+def test_header_longer_than_the_file(tmp_path: Path, length: int) -> None:
+    path = raw_file(tmp_path / "model.safetensors", {"a": entry()}, bytes(8), length)
+    with pytest.raises(CheckpointError, match="truncated, or not a safetensors file"):
+        read_header(path)
+
+
+def test_every_truncation_is_noticed(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    for length in (*range(0, len(whole), 97), len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match=r"model\.safetensors.*truncated"):
+            load(folder)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(edits=st.lists(st.tuples(st.integers(0, 1199), st.integers(0, 255)), min_size=1, max_size=4))
+def test_a_damaged_header_never_reads_outside_the_file(folder: Path, edits: list[tuple[int, int]]) -> None:
+    path = folder / "damaged.safetensors"
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    for position, value in edits:
+        data[position] = value
+    path.write_bytes(data)
+    try:
+        tensors = read_header(path)
+    except CheckpointError:
+        return
+    assert all(t.offset >= 8 and t.offset + t.num_bytes <= len(data) for t in tensors.values())
+
+
+def test_reader_agrees_with_safetensors(folder: Path) -> None:
+    checkpoint = Checkpoint(folder)
+    for name, tensor in safetensors.torch.load_file(folder / "model.safetensors").items():
+        assert torch.equal(checkpoint.mapped(name), tensor)
+        with checkpoint.reading(name) as mapped:
+            assert torch.equal(mapped, tensor)
+        assert torch.equal(checkpoint.mapped(name), tensor)
+
+
+def test_unaligned_tensor(tmp_path: Path) -> None:
+    values = torch.tensor([1.5, -2.5])
+    data = bytes(1) + values.numpy().tobytes()
+    raw_file(tmp_path / "model.safetensors", {"a": entry("U8", [1], 0, 1), "b": entry("F32", [2], 1, 9)}, data)
+    assert torch.equal(Checkpoint(tmp_path).mapped("b"), values)

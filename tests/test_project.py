@@ -1,0 +1,136 @@
+"""The repository against itself: one version, documents that name what the code has, archives that hold the package."""
+
+import dataclasses
+import importlib.metadata
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from quire._version import __version__
+from quire.config.args import EngineArgs
+from quire.models.registry import supported_architectures
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("tools/**/*.md")])
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def table_keys(document: str, heading: str) -> set[str]:
+    """What stands in code quotes in the first column of the table under a heading."""
+    section = read(document).split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    return set(re.findall(r"^\| `([^`]+)`", section, re.MULTILINE))
+
+
+def run_tool(*args: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *args], capture_output=True, text=True, check=False)
+
+
+def test_the_version_is_written_once() -> None:
+    assert "version" in PROJECT["project"]["dynamic"]
+    assert importlib.metadata.version("quire") == __version__
+    assert f"## [{__version__}]" in read("CHANGELOG.md") or "## [Unreleased]" in read("CHANGELOG.md")
+    literals = [path for path in (ROOT / "src").rglob("*.py") if f'"{__version__}"' in path.read_text(encoding="utf-8")]
+    assert [path.name for path in literals] == ["_version.py"]
+
+
+def test_what_make_installs_to_build_covers_what_the_build_asks_for() -> None:
+    assert set(PROJECT["build-system"]["requires"]) <= set(PROJECT["dependency-groups"]["build"])
+
+
+def test_make_pins_the_torch_the_package_asks_for() -> None:
+    (torch,) = [wanted for wanted in PROJECT["project"]["dependencies"] if wanted.startswith("torch")]
+    assert f"'{torch}'" in read("Makefile")
+    assert f"'{torch}'" in PROJECT["tool"]["cibuildwheel"]["before-test"]
+
+
+def test_every_dependency_has_its_reason() -> None:
+    wanted = {re.split(r"[^\w-]", entry)[0] for entry in PROJECT["project"]["dependencies"]}
+    assert table_keys("docs/dependencies.md", "At run time") == wanted
+
+
+def test_every_engine_argument_is_documented() -> None:
+    names = {field.name for field in dataclasses.fields(EngineArgs)}
+    assert table_keys("docs/configuration.md", "Engine arguments") == names
+
+
+def test_every_environment_variable_read_is_documented() -> None:
+    sources = [
+        path for folder in ("src", "csrc") for path in (ROOT / folder).rglob("*") if path.suffix in SOURCE_SUFFIXES
+    ]
+    read_here = {
+        name
+        for path in sources
+        for name in re.findall(r"(?:environ(?:\.get)?|getenv)\W+\"(\w+)\"", path.read_text(encoding="utf-8"))
+    }
+    assert "QUIRE_ISA" in read_here
+    assert {
+        name for name in table_keys("docs/configuration.md", "Environment variables") if "QUIRE" in name
+    } == read_here
+
+
+SOURCE_SUFFIXES = {".py", ".h", ".cpp"}
+
+
+def test_the_readme_names_every_architecture() -> None:
+    readme = read("README.md").lower()
+    families = {name.removesuffix("ForCausalLM").lower() for name in supported_architectures()}
+    assert [name for name in families if name not in readme] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_and_paths_in_documents_exist(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    links = [link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in link]
+    paths = re.findall(r"`((?:src|csrc|tests|tools|docs|benchmarks)/[\w./-]+)`", text)
+    broken = [link for link in links if not (document.parent / link).exists()]
+    broken += [path for path in paths if not (ROOT / path).exists()]
+    assert broken == []
+
+
+def test_workflows_call_targets_that_make_has() -> None:
+    targets = set(re.findall(r"^(\w+):", read("Makefile"), re.MULTILINE))
+    scripts = [ROOT / ".ci" / "run", *(ROOT / ".github" / "workflows").glob("*.yml"), ROOT / "README.md"]
+    called = {name for path in scripts for name in re.findall(r"\bmake ([a-z]+)\b", path.read_text(encoding="utf-8"))}
+    called |= set(re.search(r"for target in ([a-z ]+);", read(".ci/run")).group(1).split())  # type: ignore[union-attr]
+    assert {"run", "test", "lint"} <= called
+    assert called <= targets
+
+
+def test_scheduling_and_block_accounting_load_without_torch() -> None:
+    code = "import sys, quire, quire.engine.scheduler, quire.kv.block_space_manager; print('torch' in sys.modules)"
+    result = run_tool("-c", code)
+    assert result.stdout.strip() == "False", result.stderr
+
+
+def test_the_line_budget_counts_code_and_refuses_more(tmp_path: Path) -> None:
+    (tmp_path / "src" / "quire").mkdir(parents=True)
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "src" / "quire" / "a.py").write_text('"""Doc."""\n\n# why\nx = """\ntext\n"""\ny = 1  # note\n')
+    (tmp_path / "csrc" / "a.h").write_text(
+        '// doc\n/* more\n   doc */ int x;\n\nconst char* url = "//not a comment";\n'
+    )
+    for budget, code in ((6, 0), (5, 1)):
+        (tmp_path / "pyproject.toml").write_text(f"[tool.quire]\nline_budget = {budget}\n")
+        result = run_tool(ROOT / "tools" / "line_budget.py", "--root", tmp_path)
+        assert result.returncode == code, result.stdout
+        assert f"      6  lines of code, budget {budget}" in result.stdout
+
+
+def test_an_archive_that_lacks_the_checkpoint_is_refused(tmp_path: Path) -> None:
+    wheel = tmp_path / "quire-0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("quire/_version.py", "")
+        archive.writestr("tests/test_x.py", "")
+    result = run_tool(ROOT / "tools" / "check_archive.py", wheel)
+    assert result.returncode == 1
+    assert "lacks quire/checkpoints/quire-tiny/model.safetensors" in result.stdout
+    assert "holds tests/test_x.py, outside the package" in result.stdout
