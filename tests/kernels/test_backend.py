@@ -19,9 +19,10 @@ from .isas import ISAS, needs_native, using
 
 
 def run_python(code, **environment):
+    inherited = {name: value for name, value in os.environ.items() if name != "QUIRE_ISA"}
     return subprocess.run(
         [sys.executable, "-c", code],
-        env={"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment},
+        env={**inherited, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment},
         capture_output=True,
         text=True,
         timeout=120,
