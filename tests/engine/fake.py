@@ -36,8 +36,8 @@ class FakeExecutor:
             self.fail_next = False
             raise RuntimeError("planted failure")
         self.batches.append(batch)
-        for src, dst in batch.copies:
-            self.slots[:, dst] = self.slots[:, src]
+        for copy in batch.copies:
+            self.slots[:, copy.dst_block, : copy.num_slots] = self.slots[:, copy.src_block, : copy.num_slots]
         tokens = []
         for scheduled in batch.sequences:
             positions = np.arange(scheduled.end)

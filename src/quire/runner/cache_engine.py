@@ -1,11 +1,13 @@
-"""Owns the memory of the KV cache and moves whole blocks in it."""
+"""Owns the memory of the KV cache and moves tokens in it."""
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from quire import kernels
-from quire.batch import BlockPairs
+from quire.batch import SlotCopy
 from quire.config.kv_cache import KVCacheConfig
 from quire.errors import OutOfMemoryError
 from quire.layers.batch_tensors import LayerKVCache
@@ -38,13 +40,17 @@ class CacheEngine:
                 views[layer_id] = LayerKVCache(k, v, group_id)
         return [views[layer_id] for layer_id in range(len(views))]
 
-    def copy_blocks(self, pairs: BlockPairs) -> None:
-        """Copy each source block onto its destination, in every tensor."""
-        if pairs:
-            index = torch.tensor(pairs, dtype=torch.int64)
-            for tensor in self.tensors:
-                blocks = tensor.view(self.config.num_blocks, -1)
-                kernels.copy_blocks(blocks, blocks, index)
+    def copy_slots(self, copies: Sequence[SlotCopy]) -> None:
+        """Carry out a step's copies, in every tensor: a block id means the same tokens in all layers of its group."""
+        if not copies:
+            return
+        block_size = self.config.block_size
+        offsets = np.concatenate([np.arange(copy.num_slots) for copy in copies])
+        sizes = [copy.num_slots for copy in copies]
+        src = np.repeat([copy.src_block for copy in copies], sizes) * block_size + offsets
+        dst = np.repeat([copy.dst_block for copy in copies], sizes) * block_size + offsets
+        for layer in self.layers[: self.config.num_tensors]:
+            kernels.copy_slots(layer.k, layer.v, torch.from_numpy(src), torch.from_numpy(dst))
 
 
 def _zeros(num_bytes: int) -> Tensor:
