@@ -150,17 +150,18 @@ def test_an_escaping_exception_aborts_the_requests_of_the_call(llm: LLM, executo
 
 
 def test_ctrl_c_stops_between_steps_and_leaves_the_llm_usable(llm: LLM, executor: RecitingExecutor) -> None:
-    steps = []
+    begun, survived = [], []
 
     def interrupt(step: int) -> None:
-        steps.append(step)
-        if len(steps) == 3:
+        begun.append(step)
+        if len(begun) == 3:
             signal.raise_signal(signal.SIGINT)
+        survived.append(step)
 
     executor.before_step = interrupt
     with pytest.raises(KeyboardInterrupt):
         generate(llm, ["a", "b"])
-    assert len(steps) == 3
+    assert len(begun) == len(survived) == 3, "the third step ran to its end, and no fourth began"
     assert not llm.engine.has_unfinished_requests()
     executor.before_step = lambda step: None
     assert generate(llm, "a")[0].outputs[0].finish_reason == "stop"

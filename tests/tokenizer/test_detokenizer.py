@@ -13,6 +13,7 @@ from quire.tokenizer.token_decoder import TokenDecoder
 from quire.tokenizer.tokenizer import Tokenizer
 
 from .made import EMBEDDED, byte_fallback, end_of_word, metaspace, word_piece
+from .test_stop_strings import first_to_end
 
 
 @functools.cache
@@ -166,6 +167,16 @@ def test_a_stop_string_across_tokens_ends_the_text(include: bool) -> None:
     assert detokenizer.text == detokenizer.stable_text(True) == ("The end is ne" if include else "The e")
     with pytest.raises(AssertionError):
         detokenizer.append(token_ids[0])
+
+
+@given(text=st.text("ab é😀", max_size=30), stop=st.lists(st.text("ab é😀", min_size=1, max_size=4), max_size=3))
+def test_the_text_ends_where_a_search_of_the_whole_text_says(text: str, stop: list[str]) -> None:
+    tokenizer = embedded()
+    detokenizer = IncrementalDetokenizer(tokenizer, [], stop=stop)
+    found = next(filter(None, map(detokenizer.append, tokenizer.encode(text))), None)
+    expected = first_to_end(text, stop)
+    assert found == (None if expected is None else expected[1])
+    assert detokenizer.text == (text if expected is None else text[: expected[0] - len(expected[1])])
 
 
 def test_text_that_could_become_a_stop_string_is_held_back_until_it_cannot() -> None:
