@@ -13,6 +13,7 @@ BlockIds = npt.NDArray[np.int32]
 class SlotCopy:
     """The first `num_slots` slots of one block, copied to the same places of another, in all layers of their group."""
 
+    group: int
     src_block: int
     dst_block: int
     num_slots: int

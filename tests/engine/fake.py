@@ -37,7 +37,8 @@ class FakeExecutor:
             raise RuntimeError("planted failure")
         self.batches.append(batch)
         for copy in batch.copies:
-            self.slots[:, copy.dst_block, : copy.num_slots] = self.slots[:, copy.src_block, : copy.num_slots]
+            slots = self.slots[copy.group]
+            slots[copy.dst_block, : copy.num_slots] = slots[copy.src_block, : copy.num_slots]
         tokens = []
         for scheduled in batch.sequences:
             positions = np.arange(scheduled.end)

@@ -46,8 +46,8 @@ class _SequenceBlocks:
 class BlockSpaceManager:
     """Gives sequences blocks, shares them, takes them back. Knows token ids and counts, no tensors.
 
-    Who mutates: the scheduler through `allocate`, `append`, `fork`, `free` and `forget`; commit through `publish`. Verbs
-    come in pairs: a `can_` question, which changes nothing, and the act, which may only follow a yes.
+    Who mutates: the scheduler through `allocate`, `append`, `fork`, `free` and `forget`; commit through `publish`.
+    Verbs come in pairs: a `can_` question, which changes nothing, and the act, which may only follow a yes.
     """
 
     def __init__(self, config: KVCacheConfig, *, enable_prefix_caching: bool, watermark: float = 0.01) -> None:
@@ -141,9 +141,9 @@ class BlockSpaceManager:
         num_tokens = min(n for _, n in sources)
         for block_id, _ in sources:
             self.prefix_cache.acquire(block_id)
-        for table, (block_id, _) in zip(blocks.tables, sources, strict=True):
+        for group, (table, (block_id, _)) in enumerate(zip(blocks.tables, sources, strict=True)):
             table.append(self.pool.allocate())
-            blocks.copies.append(SlotCopy(block_id, table[blocks.num_published], num_tokens))
+            blocks.copies.append(SlotCopy(group, block_id, table[blocks.num_published], num_tokens))
         return num_tokens
 
     # Running sequences
@@ -153,7 +153,7 @@ class BlockSpaceManager:
         blocks = self._sequences[seq_id]
         wanted = self._num_blocks_for(num_tokens)
         needed = sum(max(0, wanted - table.num_blocks) for table in blocks.tables)
-        needed += len(self._shared_write_blocks(blocks, num_computed_tokens, num_tokens))
+        needed += len(self._shared_write_groups(blocks, num_computed_tokens, num_tokens))
         return needed <= self.pool.num_free_blocks
 
     def append(self, seq_id: int, num_computed_tokens: int, num_tokens: int) -> None:
@@ -163,21 +163,22 @@ class BlockSpaceManager:
         (copy-on-write). Only the last of the blocks so far can be: full blocks are never written again.
         """
         blocks = self._sequences[seq_id]
-        for table in self._shared_write_blocks(blocks, num_computed_tokens, num_tokens):
-            index = num_computed_tokens // self.block_size
+        for group in self._shared_write_groups(blocks, num_computed_tokens, num_tokens):
+            table, index = blocks.tables[group], num_computed_tokens // self.block_size
             source = table[index]
             table.replace(index, self.pool.allocate())  # the hold on the source passes to the copy
-            blocks.copies.append(SlotCopy(source, table[index], num_computed_tokens % self.block_size))
+            blocks.copies.append(SlotCopy(group, source, table[index], num_computed_tokens % self.block_size))
         for table in blocks.tables:
             while table.num_blocks * self.block_size < num_tokens:
                 table.append(self.pool.allocate())
 
-    def _shared_write_blocks(self, blocks: _SequenceBlocks, num_computed: int, num_tokens: int) -> list[BlockTable]:
-        """The tables whose partly computed block the next tokens would write into while others hold it."""
+    def _shared_write_groups(self, blocks: _SequenceBlocks, num_computed: int, num_tokens: int) -> list[int]:
+        """The groups whose partly computed block the next tokens would write into while others hold it."""
         index = num_computed // self.block_size
         if num_computed % self.block_size == 0 or num_tokens == num_computed:
             return []
-        return [t for t in blocks.tables if index < t.num_blocks and self.pool.ref_counts[t[index]] > 1]
+        tables = enumerate(blocks.tables)
+        return [g for g, table in tables if index < table.num_blocks and self.pool.ref_counts[table[index]] > 1]
 
     def copies(self, seq_id: int) -> tuple[SlotCopy, ...]:
         """Copies due before the sequence's next tokens are computed, until `publish` says that they are."""
@@ -191,7 +192,9 @@ class BlockSpaceManager:
             return
         while (blocks.num_published + 1) * self.block_size <= num_computed_tokens:
             index = blocks.num_published
-            self._publish_block(seq_id, blocks, index, token_ids[index * self.block_size :][: self.block_size], token_ids)
+            self._publish_block(
+                seq_id, blocks, index, token_ids[index * self.block_size :][: self.block_size], token_ids
+            )
             blocks.num_published += 1
 
     def publish_tail(self, seq_id: int, token_ids: Sequence[int], num_computed_tokens: int) -> None:

@@ -14,7 +14,7 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
 
 
 class ContentHasher:
-    """Keyed BLAKE2b (RFC 7693) with a secret of its own: nobody outside can make prefixes collide, or foresee a hash."""
+    """BLAKE2b (RFC 7693) under a secret key: nobody outside can make two prefixes collide, or foresee a hash."""
 
     def __init__(self) -> None:
         self._key = secrets.token_bytes(32)

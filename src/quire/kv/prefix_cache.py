@@ -68,7 +68,7 @@ class BlockTracker:
         return block_id if block_id is not None and self._contents[block_id].tokens == tokens else None
 
     def find_tail(self, parent: BlockHash, tokens: bytes) -> tuple[int, int] | None:
-        """Of the blocks behind this prefix, the one that begins with the most of `tokens`, and how many tokens that is."""
+        """Of the blocks behind this prefix, the one that begins with the most of `tokens`, and how many that is."""
         best: tuple[int, int] | None = None
         for block_id in list(reversed(self._children.get(parent, {})))[:MAX_TAIL_CANDIDATES]:
             num_tokens = _common_tokens(self._contents[block_id].tokens, tokens)
@@ -85,7 +85,7 @@ class BlockTracker:
 
 
 class PrefixCachingBlockAllocator(BlockAllocator):
-    """Free, cached (remembered, held by nobody, evictable) or owned. Tracker and evictor under one roof with the counts."""
+    """Blocks are free, owned, or cached: remembered, held by nobody, evictable."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
@@ -113,7 +113,10 @@ class PrefixCachingBlockAllocator(BlockAllocator):
     def publish(self, block_id: int, content: BlockContent) -> None:
         """An owned block's tokens are computed: others may find it. An equal full block found before stays the one."""
         assert self.ref_counts[block_id] > 0, f"block {block_id} is published but not owned"
-        if content.block_hash is not None and self.tracker.find(content.block_hash, content.tokens) not in (None, block_id):
+        if content.block_hash is not None and self.tracker.find(content.block_hash, content.tokens) not in (
+            None,
+            block_id,
+        ):
             self.tracker.discard(block_id)
         else:
             self.tracker.add(block_id, content)

@@ -41,16 +41,22 @@ class CacheEngine:
         return [views[layer_id] for layer_id in range(len(views))]
 
     def copy_slots(self, copies: Sequence[SlotCopy]) -> None:
-        """Carry out a step's copies, in every tensor: a block id means the same tokens in all layers of its group."""
-        if not copies:
-            return
-        block_size = self.config.block_size
-        offsets = np.concatenate([np.arange(copy.num_slots) for copy in copies])
+        """Carry out a step's copies, each in all layers of its group."""
+        for group in sorted({copy.group for copy in copies}):
+            src, dst = self._slots([copy for copy in copies if copy.group == group])
+            for layer in self.layers:
+                if layer.group == group:
+                    kernels.copy_slots(layer.k, layer.v, src, dst)
+
+    def _slots(self, copies: Sequence[SlotCopy]) -> tuple[Tensor, Tensor]:
+        """Source and destination slot of every token copied, each [num_tokens] int64."""
         sizes = [copy.num_slots for copy in copies]
-        src = np.repeat([copy.src_block for copy in copies], sizes) * block_size + offsets
-        dst = np.repeat([copy.dst_block for copy in copies], sizes) * block_size + offsets
-        for layer in self.layers[: self.config.num_tensors]:
-            kernels.copy_slots(layer.k, layer.v, torch.from_numpy(src), torch.from_numpy(dst))
+        offsets = np.concatenate([np.arange(size) for size in sizes])
+        src, dst = (
+            np.repeat(np.array(blocks, np.int64), sizes) * self.config.block_size + offsets
+            for blocks in ([copy.src_block for copy in copies], [copy.dst_block for copy in copies])
+        )
+        return torch.from_numpy(src), torch.from_numpy(dst)
 
 
 def _zeros(num_bytes: int) -> Tensor:
