@@ -127,8 +127,8 @@ class LLMEngine:
             num_prompt_tokens=self.committer.num_prompt_tokens,
             num_generated_tokens=self.committer.num_generated_tokens,
             num_preemptions=self.scheduler.num_preemptions,
-            num_prefix_queried_tokens=self.blocks.num_queried_tokens,
-            num_prefix_hit_tokens=self.blocks.num_hit_tokens,
+            num_prefix_queried_tokens=self.blocks.stats.num_queried_tokens,
+            num_prefix_hit_tokens=self.blocks.stats.num_hit_tokens,
         )
 
     def _output(self, group: SequenceGroup) -> RequestOutput:

@@ -21,5 +21,5 @@ class Worker:
 
     def execute(self, batch: Batch) -> StepResult:
         """Move blocks, run the model, draw tokens."""
-        self.cache_engine.copy_blocks(batch.copies)
+        self.cache_engine.copy_slots(batch.copies)
         return StepResult(self.runner.run(batch))
