@@ -156,3 +156,14 @@ def test_a_preempted_request_gets_the_same_random_tokens():
     assert run(roomy, prompts, params) == run(tight, prompts, params)
     assert tight.engine.stats().num_preemptions > 0
     assert roomy.engine.stats().num_preemptions == 0
+
+
+@pytest.mark.parametrize("block_size", [3, 16])
+def test_what_earlier_requests_left_in_the_cache_does_not_matter(block_size):
+    """Not even NaNs in slots that nobody has written yet."""
+    prompts, params = make_prompts(5, 8192, 40), mixed_params(5)
+    llm = LLM(max_model_len=96, block_size=block_size, num_gpu_blocks_override=200, enable_prefix_caching=False)
+    expected = run(llm, prompts, params)
+    for tensor in llm.engine.executor.cache_engine.tensors:
+        tensor.fill_(255)  # every element a NaN
+    assert run(llm, prompts, params) == expected

@@ -23,7 +23,7 @@ class AllocStatus(Enum):
 
 @dataclass(slots=True)
 class PrefixCacheStats:
-    """What lookups found, in tokens, since the engine was made."""
+    """What lookups found, in tokens, since the engine was made. A preempted request looks up anew when it comes again."""
 
     num_queried_tokens: int = 0
     num_hit_tokens: int = 0
