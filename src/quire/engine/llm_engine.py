@@ -90,7 +90,11 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Schedule, execute, commit. Returns the requests that got a token or finished."""
         batch = self.scheduler.schedule()
-        result = self.executor.execute(batch)
+        try:
+            result = self.executor.execute(batch)
+        except BaseException:
+            self.scheduler.revert()
+            raise
         changed = self.committer.commit(batch, result, self._owners)
         changed += [self._groups[request_id] for request_id in batch.ignored]
         return [self._output(group) for group in changed]
@@ -121,12 +125,14 @@ class LLMEngine:
         return EngineStats(
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
+            num_swapped=len(self.scheduler.swapped),
             num_blocks=self.blocks.pool.num_blocks,
             num_used_blocks=self.blocks.num_used_blocks,
             num_steps=self.scheduler.num_steps,
             num_prompt_tokens=self.committer.num_prompt_tokens,
             num_generated_tokens=self.committer.num_generated_tokens,
             num_preemptions=self.scheduler.num_preemptions,
+            num_swapped_blocks=self.scheduler.num_swapped_blocks,
             num_prefix_queried_tokens=self.blocks.stats.num_queried_tokens,
             num_prefix_hit_tokens=self.blocks.stats.num_hit_tokens,
         )

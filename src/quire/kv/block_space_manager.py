@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from quire.batch import BlockIds, SlotCopy
+from quire.batch import BlockIds, BlockPairs, SlotCopy
 from quire.config.kv_cache import KVCacheConfig
 from quire.kv.allocator import BlockAllocator, NaiveBlockAllocator
 from quire.kv.block_table import BlockTable
@@ -39,6 +39,8 @@ class _SequenceBlocks:
     """one per KV cache group"""
     num_published: int = 0
     """full blocks that others can find"""
+    on_host: bool = False
+    """swapped out: the tables name blocks of the host tier"""
     copies: list[SlotCopy] = field(default_factory=list)
     """to be done before the sequence's next tokens are computed; their sources are held until then"""
 
@@ -57,6 +59,7 @@ class BlockSpaceManager:
         self.watermark_blocks = int(watermark * config.num_blocks)
         self.prefix_cache = PrefixCachingBlockAllocator(config.num_blocks) if enable_prefix_caching else None
         self.pool: BlockAllocator = self.prefix_cache or NaiveBlockAllocator(config.num_blocks)
+        self.host = NaiveBlockAllocator(config.num_host_blocks)
         self.stats = PrefixCacheStats()
         self._hasher = ContentHasher()
         self._sequences: dict[int, _SequenceBlocks] = {}
@@ -233,13 +236,60 @@ class BlockSpaceManager:
         self._sequences[child_id] = child
         self._chains[child_id] = self._chain(parent_id).fork()
 
+    # Swapping
+
+    def can_swap_out(self, seq_ids: Sequence[int]) -> bool:
+        """Whether the host tier has room for all blocks of these sequences."""
+        sequences = [self._sequences[seq_id] for seq_id in seq_ids]
+        if any(blocks.copies for blocks in sequences):  # what they hold is not all there yet
+            return False
+        return self._num_distinct_blocks(sequences) <= self.host.num_free_blocks
+
+    def swap_out(self, seq_ids: Sequence[int]) -> BlockPairs:
+        """Move the sequences to the host tier, shared blocks once; returns what is to be copied, (device, host)."""
+        return self._move([self._sequences[seq_id] for seq_id in seq_ids], self.pool, self.host)
+
+    def can_swap_in(self, seq_ids: Sequence[int], num_tokens: int) -> bool:
+        """Whether the device tier has room for the sequences and their growth to `num_tokens` each, besides the reserve."""
+        sequences = [self._sequences[seq_id] for seq_id in seq_ids]
+        wanted = self._num_blocks_for(num_tokens)
+        needed = self._num_distinct_blocks(sequences)
+        needed += sum(max(0, wanted - table.num_blocks) + 1 for blocks in sequences for table in blocks.tables)
+        others_run = any(not blocks.on_host for blocks in self._sequences.values())
+        needed = min(needed + (self.watermark_blocks if others_run else 0), self.pool.num_blocks)
+        return needed <= self.pool.num_free_blocks
+
+    def swap_in(self, seq_ids: Sequence[int]) -> BlockPairs:
+        """Move the sequences back to the device tier; returns what is to be copied, (host, device)."""
+        return self._move([self._sequences[seq_id] for seq_id in seq_ids], self.host, self.pool)
+
+    def _num_distinct_blocks(self, sequences: Sequence[_SequenceBlocks]) -> int:
+        return len({block_id for blocks in sequences for table in blocks.tables for block_id in table.ids()})
+
+    def _move(self, sequences: Sequence[_SequenceBlocks], source: BlockAllocator, target: BlockAllocator) -> BlockPairs:
+        moved: dict[int, int] = {}
+        for blocks in sequences:
+            blocks.on_host = target is self.host
+            for table in blocks.tables:
+                for index, block_id in enumerate(table.ids()):
+                    if block_id in moved:
+                        target.share(moved[block_id])
+                    else:
+                        moved[block_id] = target.allocate()
+                    table.replace(index, moved[block_id])
+                    source.free(block_id)
+        return tuple(moved.items())
+
+    # The end
+
     def free(self, seq_id: int) -> None:
         """Take the sequence's blocks back; its hashes stay, for when it comes again."""
         blocks = self._sequences.pop(seq_id)
         self._release_copies(blocks)
+        tier = self.host if blocks.on_host else self.pool
         for table in blocks.tables:
             for block_id in reversed(table.ids()):
-                self.pool.free(block_id)
+                tier.free(block_id)
 
     def forget(self, seq_id: int) -> None:
         """The sequence will not come again."""
@@ -264,11 +314,13 @@ class BlockSpaceManager:
 
     def check_integrity(self) -> None:
         """Every block in one state, every count equal to the entries and copies that name it, or AssertionError."""
-        self.pool.check_integrity()
-        entries = Counter(b for s in self._sequences.values() for table in s.tables for b in table.ids())
-        entries += Counter(copy.src_block for s in self._sequences.values() for copy in s.copies)
-        counts = {b: c for b, c in enumerate(self.pool.ref_counts) if c > 0}
-        assert entries == counts, f"reference counts {counts} differ from the block tables' {dict(entries)}"
+        for tier, on_host in ((self.pool, False), (self.host, True)):
+            tier.check_integrity()
+            sequences = [blocks for blocks in self._sequences.values() if blocks.on_host is on_host]
+            entries = Counter(b for blocks in sequences for table in blocks.tables for b in table.ids())
+            entries += Counter(copy.src_block for blocks in sequences for copy in blocks.copies)
+            counts = {b: c for b, c in enumerate(tier.ref_counts) if c > 0}
+            assert entries == counts, f"reference counts {counts} differ from the block tables' {dict(entries)}"
 
 
 def _in_group(block_hash: BlockHash, group: int) -> BlockHash:

@@ -1,4 +1,4 @@
-"""Owns the memory of the KV cache and moves tokens in it."""
+"""Owns the memory of the KV cache and moves blocks and tokens in it."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire import kernels
-from quire.batch import SlotCopy
+from quire.batch import BlockPairs, SlotCopy
 from quire.config.kv_cache import KVCacheConfig
 from quire.errors import OutOfMemoryError
 from quire.layers.batch_tensors import LayerKVCache
@@ -21,6 +21,7 @@ class CacheEngine:
     def __init__(self, config: KVCacheConfig) -> None:
         self.config = config
         self.tensors = [_zeros(config.num_blocks * config.block_bytes) for _ in range(config.num_tensors)]
+        self.host_tensors = [_zeros(config.num_host_blocks * config.block_bytes) for _ in self.tensors]
         self.layers = self._layer_views()
 
     def _layer_views(self) -> list[LayerKVCache]:
@@ -39,6 +40,21 @@ class CacheEngine:
                 )
                 views[layer_id] = LayerKVCache(k, v, group_id)
         return [views[layer_id] for layer_id in range(len(views))]
+
+    def swap_out(self, pairs: BlockPairs) -> None:
+        """Copy blocks to the host tier, in every tensor: (device block, host block)."""
+        self._copy_blocks(self.tensors, self.host_tensors, pairs)
+
+    def swap_in(self, pairs: BlockPairs) -> None:
+        """Copy blocks back from the host tier, in every tensor: (host block, device block)."""
+        self._copy_blocks(self.host_tensors, self.tensors, pairs)
+
+    def _copy_blocks(self, sources: Sequence[Tensor], targets: Sequence[Tensor], pairs: BlockPairs) -> None:
+        if pairs:
+            index = torch.tensor(pairs, dtype=torch.int64)
+            for source, target in zip(sources, targets, strict=True):
+                shape = (-1, self.config.block_bytes)
+                kernels.copy_blocks(source.view(shape), target.view(shape), index)
 
     def copy_slots(self, copies: Sequence[SlotCopy]) -> None:
         """Carry out a step's copies, each in all layers of its group."""
