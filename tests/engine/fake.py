@@ -1,5 +1,6 @@
 """A fake model behind the executor: the next token is a hash of the whole history, read through the blocks."""
 
+from collections.abc import Collection
 from hashlib import blake2b
 
 import numpy as np
@@ -75,6 +76,7 @@ class Harness:
         watermark: float = 0.01,
         num_host_blocks: int = 0,
         preemption_mode: str | None = None,
+        failing_steps: Collection[int] = (),
     ) -> None:
         groups = tuple(KVCacheGroup((layer,), SPEC) for layer in range(num_groups))
         config = KVCacheConfig(block_size, num_blocks, 1, groups, num_host_blocks)
@@ -82,6 +84,7 @@ class Harness:
         self.blocks = BlockSpaceManager(config, enable_prefix_caching=caching, watermark=watermark)
         self.scheduler = Scheduler(SchedulerConfig(max_num_seqs, max_num_batched_tokens, preemption_mode), self.blocks)
         self.committer = Committer(self.scheduler, max_model_len=config.max_tokens, eos_token_ids=eos)
+        self.failing_steps = failing_steps
         self.owners: dict[int, tuple[SequenceGroup, Sequence]] = {}
         self.groups: list[SequenceGroup] = []
 
@@ -112,7 +115,11 @@ class Harness:
         for _ in range(10_000):
             if not self.scheduler.has_unfinished:
                 break
-            self.step()
+            self.executor.fail_next = self.scheduler.num_steps in self.failing_steps
+            try:
+                self.step()
+            except RuntimeError:
+                self.blocks.check_integrity()
         assert not self.scheduler.has_unfinished, "livelock"
         assert self.blocks.num_used_blocks == 0
         assert self.blocks.host.num_free_blocks == self.blocks.host.num_blocks

@@ -59,18 +59,30 @@ def test_64_mixed_prompts_in_a_tiny_cache_equal_their_solo_runs(dtype):
     prompts, params = make_prompts(64, 8192, 60), mixed_params(64)
     expected = [run(solo, [prompt], [param])[0] for prompt, param in zip(prompts, params, strict=True)]
     assert len({tuple(tokens) for tokens in expected}) > 32, "outputs too alike to tell requests apart"
-    preemptions = 0
-    for num_blocks, caching in [(6, True), (6, False), (17, True), (40, True), (40, False)]:
+    preemptions = swapped_blocks = 0
+    for num_blocks, caching, mode in [
+        (6, True, "recompute"),
+        (6, False, "recompute"),
+        (6, True, "swap"),
+        (9, False, "swap"),
+        (17, True, None),
+        (40, False, None),
+    ]:
         llm = LLM(
             dtype=dtype,
             num_gpu_blocks_override=num_blocks,
             max_num_batched_tokens=64,
             enable_prefix_caching=caching,
             max_model_len=96,
+            swap_space=0.001,
+            preemption_mode=mode,
         )
-        assert run(llm, prompts, params) == expected, f"{num_blocks} blocks, caching {caching}"
-        preemptions += llm.engine.stats().num_preemptions
+        assert run(llm, prompts, params) == expected, f"{num_blocks} blocks, caching {caching}, {mode}"
+        stats = llm.engine.stats()
+        preemptions += stats.num_preemptions
+        swapped_blocks += stats.num_swapped_blocks
     assert preemptions > 0
+    assert swapped_blocks > 0
 
 
 def test_logits_are_bitwise_the_same_in_any_chunking_and_block_size(monkeypatch):

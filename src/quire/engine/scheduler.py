@@ -6,8 +6,9 @@ Agrawal et al. 2024, Sarathi-Serve).
 """
 
 import time
+from bisect import bisect
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, MutableSequence
 from dataclasses import dataclass, field
 
 from quire.batch import Batch, BlockPairs, ScheduledSequence
@@ -127,7 +128,7 @@ class Scheduler:
         if self.config.preemption_mode != "recompute" and self.blocks.can_swap_out(seq_ids):
             plan.swap_out += self.blocks.swap_out(seq_ids)
             group.set_status(SequenceStatus.SWAPPED)
-            self.swapped.appendleft(group)
+            _insert(self.swapped, group)
             self._moved.append(group)
         else:
             self._requeue(group)
@@ -136,7 +137,7 @@ class Scheduler:
         """Before any newer request, but from the beginning."""
         self._free(group)
         group.set_status(SequenceStatus.WAITING)
-        self.waiting.appendleft(group)
+        _insert(self.waiting, group)
 
     def _resume_swapped(self, plan: _Plan) -> None:
         """Bring swapped-out requests back, oldest first, and schedule their tokens."""
@@ -148,7 +149,7 @@ class Scheduler:
             self.swapped.popleft()
             plan.swap_in += self.blocks.swap_in(seq_ids)
             group.set_status(SequenceStatus.RUNNING)
-            self.running.append(group)
+            _insert(self.running, group)
             self._moved.append(group)
             for seq in group.unfinished_seqs:
                 num_tokens = min(seq.num_uncomputed_tokens, plan.token_budget)
@@ -193,7 +194,7 @@ class Scheduler:
             group.metrics.first_scheduled_time = self.clock()
             group.num_cached_tokens = seq.num_computed_tokens
         group.set_status(SequenceStatus.RUNNING)
-        self.running.append(group)
+        _insert(self.running, group)
         plan.add(seq, num_tokens)
 
     def _scheduled(self, seq: Sequence, num_tokens: int) -> ScheduledSequence:
@@ -205,3 +206,9 @@ class Scheduler:
             block_tables=self.blocks.block_tables(seq.seq_id),
             draw=seq.draw if end == seq.num_tokens else None,
         )
+
+
+def _insert(queue: MutableSequence[SequenceGroup], group: SequenceGroup) -> None:
+    """Put a request into its place by arrival."""
+    index = bisect(queue, group.order, key=lambda other: other.order)
+    queue.insert(index, group)

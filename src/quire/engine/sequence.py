@@ -135,6 +135,11 @@ class SequenceGroup:
         self.error: str | None = None
 
     @property
+    def order(self) -> int:
+        """Its place by arrival: sequence ids are given out one after another."""
+        return self.seqs[0].seq_id
+
+    @property
     def unfinished_seqs(self) -> list[Sequence]:
         """Those that still want tokens."""
         return [seq for seq in self.seqs if not seq.status.is_finished]

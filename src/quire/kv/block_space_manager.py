@@ -23,7 +23,7 @@ class AllocStatus(Enum):
 
 @dataclass(slots=True)
 class PrefixCacheStats:
-    """What lookups found, in tokens, since the engine was made. A preempted request looks up anew when it comes again."""
+    """What lookups found, in tokens, since the engine was made. A request computed again looks up again."""
 
     num_queried_tokens: int = 0
     num_hit_tokens: int = 0
@@ -250,7 +250,7 @@ class BlockSpaceManager:
         return self._move([self._sequences[seq_id] for seq_id in seq_ids], self.pool, self.host)
 
     def can_swap_in(self, seq_ids: Sequence[int], num_tokens: int) -> bool:
-        """Whether the device tier has room for the sequences and their growth to `num_tokens` each, besides the reserve."""
+        """Whether the device tier has room for the sequences, grown to `num_tokens` each, besides the reserve."""
         sequences = [self._sequences[seq_id] for seq_id in seq_ids]
         wanted = self._num_blocks_for(num_tokens)
         needed = self._num_distinct_blocks(sequences)

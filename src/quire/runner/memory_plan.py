@@ -128,8 +128,8 @@ def _kv_cache(model: type[CausalLM], config: EngineConfig, machine: MachineMemor
         result = kv_cache_config(specs, cache.block_size, num_bytes=wanted, host_bytes=cache.swap_bytes)
     if result.total_bytes + cache.swap_bytes + others > machine.limit_bytes:
         raise OutOfMemoryError(
-            f"weights and activations ({format_bytes(others)}), a KV cache of {format_bytes(result.total_bytes)} and swap "
-            f"space of {format_bytes(cache.swap_bytes)} do not fit into this machine's "
+            f"weights and activations ({format_bytes(others)}), a KV cache of {format_bytes(result.total_bytes)} "
+            f"and swap space of {format_bytes(cache.swap_bytes)} do not fit into this machine's "
             f"{format_bytes(machine.limit_bytes)}: lower kv_cache_memory or swap_space"
         )
     return result
