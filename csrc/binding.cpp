@@ -3,9 +3,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include "available_cpus.h"
-#include "thread_pool.h"
-
 NB_MODULE(_native, module) {
   using namespace quire;
   module.def("isa", [] { return kernels().name; });
@@ -15,16 +12,13 @@ NB_MODULE(_native, module) {
     return std::vector<std::string>(names, names + count);
   });
   module.def("use_isa", [](const std::string& name) { return use_isa(name.c_str()); });
-  module.def("num_threads", &num_threads);
-  module.def("available_cpus", &available_cpus);
-  module.def("cpu_quota", &cpu_quota);
-  module.def("set_num_threads", &set_num_threads, Unlocked());
   module.def(
       "read_memory", [](Address data, int64_t bytes) { return kernels().probe.read_memory(pointer(data), bytes); },
       Unlocked());
   module.def(
       "multiply_in_registers",
       [](int dtype, int64_t rounds) { return kernels().probe.multiply_in_registers[dtype](rounds); }, Unlocked());
+  bind_pool(module);
   bind_matmul(module);
   bind_norm(module);
   bind_attention(module);

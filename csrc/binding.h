@@ -17,6 +17,7 @@ T* pointer(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
+void bind_pool(nb::module_& module);
 void bind_matmul(nb::module_& module);
 void bind_norm(nb::module_& module);
 void bind_attention(nb::module_& module);

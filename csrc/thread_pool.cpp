@@ -42,9 +42,9 @@ bool spin_until(Condition done) {
 thread_local int tls_thread = -1;  // this thread's number while it runs a task
 
 // A region is one parallel_for. Its tasks are claimed by compare-and-swap on `ticket_`, which holds the region's number
-// (upper half) and the next task (lower half). A claim succeeds only while its region still has unclaimed tasks, so the
-// task and count a worker read before it were that region's. A worker that wakes late claims nothing and is not waited
-// for.
+// (upper half) and how many of its tasks nobody has claimed (lower half). While any are left the caller is still in
+// run(), so whatever a worker reads between seeing such a ticket and claiming from it belongs to that region. A worker
+// that wakes late claims nothing and is not waited for.
 class Pool {
  public:
   explicit Pool(int count) {
@@ -64,7 +64,7 @@ class Pool {
     num_tasks_.store(num_tasks, std::memory_order_relaxed);
     pending_.store(uint32_t(num_tasks), std::memory_order_relaxed);
     const uint32_t region = region_.load(std::memory_order_relaxed) + 1;
-    ticket_.store(uint64_t{region} << 32, std::memory_order_release);
+    ticket_.store(uint64_t{region} << 32 | uint64_t(num_tasks), std::memory_order_release);
     region_.store(region);
     if (sleepers_.load() > 0) region_.notify_all();
     take_tasks(region, 0);
@@ -78,12 +78,10 @@ class Pool {
  private:
   void take_tasks(uint32_t region, int thread) {
     uint64_t ticket = ticket_.load(std::memory_order_acquire);
-    while (uint32_t(ticket >> 32) == region) {
+    while (uint32_t(ticket >> 32) == region && uint32_t(ticket) != 0) {
       const Task* task = task_.load(std::memory_order_relaxed);
-      const int64_t num_tasks = num_tasks_.load(std::memory_order_relaxed);
-      const int64_t index = int64_t(ticket & 0xffffffffu);
-      if (index >= num_tasks) return;
-      if (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel, std::memory_order_acquire)) {
+      const int64_t index = num_tasks_.load(std::memory_order_relaxed) - int64_t(uint32_t(ticket));
+      if (!ticket_.compare_exchange_weak(ticket, ticket - 1, std::memory_order_acq_rel, std::memory_order_acquire)) {
         continue;
       }
       tls_thread = thread;

@@ -173,6 +173,21 @@ def test_several_python_threads_may_call_kernels_at_once():
 
 
 @needs_native
+def test_every_task_of_every_region_runs_once():
+    """Several callers take turns; workers that wake late must not run what is no longer, or not yet, theirs."""
+    code = """if True:
+        from concurrent.futures import ThreadPoolExecutor
+        from quire import _native
+        for num_threads in (1, 2, 5):
+            _native.set_num_threads(num_threads)
+            with ThreadPoolExecutor(3) as callers:
+                assert list(callers.map(_native.exercise_pool, [50_000] * 3)) == [0, 0, 0]
+    """
+    done = run_python(code)  # in a process of its own, since what goes wrong here may end in waiting for ever
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@needs_native
 def test_a_forked_child_starts_its_own_threads():
     with using(kernels.isa(), num_threads=2):
         multiply = large_product()
