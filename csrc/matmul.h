@@ -192,6 +192,7 @@ template <typename T>
 static void stage(const T* x, int64_t x_stride, int64_t rows, int64_t begin, int64_t end, Staged<T>* out,
                   int64_t out_stride) {
   const int64_t count = end - begin;
+  if (count == 0) return;  // k is 0, and x may be null
   for (int64_t r = 0; r < rows; ++r) {
     const T* from = x + r * x_stride + begin;
     Staged<T>* to = out + r * out_stride;

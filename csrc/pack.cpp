@@ -63,6 +63,7 @@ void unpack_row(const char* column, int64_t row_bytes, char* row) {
 // Calls range(begin, end) over [0, count) in parallel, in ranges of about `bytes_per_task`.
 template <typename Range>
 void for_ranges(int64_t count, int64_t bytes_each, Range range) {
+  if (bytes_each == 0) return;  // nothing to move, and pointers may be null
   constexpr int64_t kBytesPerTask = 128 * 1024;
   const int64_t per_task = 1 + kBytesPerTask / (bytes_each + 1);
   auto task = [&](int64_t index, int) { range(index * per_task, std::min(count, (index + 1) * per_task)); };
@@ -86,7 +87,7 @@ void pack(const char* rows, int64_t row_stride_bytes, int64_t n, int64_t k, int6
   ask_for_large_pages(packed, packed_bytes(n, k, element_bytes));
   const int64_t panels = (n + kPanelColumns - 1) / kPanelColumns, units = num_units(k, element_bytes);
   const int64_t blocks = (units + kBlockUnits - 1) / kBlockUnits;
-  for_ranges(panels * blocks, kBlockUnits * kUnitRowBytes, [&](int64_t begin, int64_t end) {
+  for_ranges(panels * blocks, std::min(units, kBlockUnits) * kUnitRowBytes, [&](int64_t begin, int64_t end) {
     for (int64_t index = begin; index < end; ++index) {
       const int64_t panel = index / blocks, unit = index % blocks * kBlockUnits;
       pack_block(rows + panel * kPanelColumns * row_stride_bytes, row_stride_bytes,

@@ -36,8 +36,9 @@ class FakeExecutor:
             self.fail_next = False
             raise RuntimeError("planted failure")
         self.batches.append(batch)
-        for src, dst in batch.copies:
-            self.slots[:, dst] = self.slots[:, src]
+        for copy in batch.copies:
+            slots = self.slots[copy.group]
+            slots[copy.dst_block, : copy.num_slots] = slots[copy.src_block, : copy.num_slots]
         tokens = []
         for scheduled in batch.sequences:
             positions = np.arange(scheduled.end)

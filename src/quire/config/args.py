@@ -6,9 +6,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.config.model import ModelConfig
-
 from quire.config.cache import CacheConfig
+from quire.config.model import ModelConfig
 from quire.config.parallel import ParallelConfig
 from quire.config.scheduler import SchedulerConfig
 from quire.config.sizes import parse_bytes
@@ -108,9 +107,9 @@ class EngineArgs:
         length = self.max_model_len
         if not isinstance(length, int) or length < 1:
             raise ConfigError(f'max_model_len={length!r}: must be a number of tokens, or "auto"')
-        if length > model.max_position_embeddings:
+        if length > model.max_context_len:
             raise ConfigError(
-                f"max_model_len={length} is longer than the checkpoint's {model.max_position_embeddings} positions"
+                f"max_model_len={length} is longer than the checkpoint's {model.max_context_len} positions"
             )
         return length
 

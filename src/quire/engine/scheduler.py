@@ -60,6 +60,8 @@ class Scheduler:
             self._free(group)
         else:
             self.waiting.remove(group)
+        for seq in group.seqs:
+            self.blocks.forget(seq.seq_id)
 
     @property
     def has_unfinished(self) -> bool:
@@ -68,14 +70,16 @@ class Scheduler:
 
     def schedule(self) -> Batch:
         """The plan of the next step."""
+        self.num_steps += 1
+        self.blocks.advance()
         plan = _Plan(self.config.max_num_batched_tokens)
         self._schedule_running(plan)
         if not plan.preempted:
             self._admit_waiting(plan)
-        self.num_steps += 1
         return Batch(
             self.num_steps,
             sequences=tuple(self._scheduled(seq, num_tokens) for seq, num_tokens in plan.scheduled),
+            copies=tuple(copy for seq, _ in plan.scheduled for copy in self.blocks.copies(seq.seq_id)),
             ignored=tuple(plan.ignored),
         )
 
@@ -88,13 +92,13 @@ class Scheduler:
                 num_tokens = min(seq.num_uncomputed_tokens, plan.token_budget)
                 if num_tokens == 0 or not self._make_room(group, seq, seq.num_computed_tokens + num_tokens, plan):
                     break
-                self.blocks.append(seq.seq_id, seq.num_computed_tokens + num_tokens)
+                self.blocks.append(seq.seq_id, seq.num_computed_tokens, seq.num_computed_tokens + num_tokens)
                 plan.add(seq, num_tokens)
             index += 1
 
     def _make_room(self, group: SequenceGroup, seq: Sequence, num_tokens: int, plan: _Plan) -> bool:
         """Preempt the newest until the sequence can grow; False if it was the newest itself."""
-        while not self.blocks.can_append(seq.seq_id, num_tokens):
+        while not self.blocks.can_append(seq.seq_id, seq.num_computed_tokens, num_tokens):
             victim = self.running.pop()
             self._preempt(victim)
             plan.preempted = True
@@ -104,6 +108,8 @@ class Scheduler:
 
     def _preempt(self, group: SequenceGroup) -> None:
         """Take the blocks away; the tokens stay and are computed again, before any newer request."""
+        for seq in group.seqs:
+            self.blocks.publish_tail(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
         self._free(group)
         group.set_status(SequenceStatus.WAITING)
         group.metrics.num_preemptions += 1
@@ -120,7 +126,7 @@ class Scheduler:
         while self.waiting and plan.token_budget > 0 and len(self.running) < self.config.max_num_seqs:
             group = self.waiting[0]
             (seq,) = group.seqs
-            status = self.blocks.can_allocate(seq.token_ids)
+            status = self.blocks.can_allocate(seq.seq_id, seq.token_ids)
             if status is AllocStatus.LATER:
                 break
             self.waiting.popleft()
@@ -136,7 +142,7 @@ class Scheduler:
     def _start(self, group: SequenceGroup, seq: Sequence, plan: _Plan) -> None:
         seq.num_computed_tokens = self.blocks.allocate(seq.seq_id, seq.token_ids)
         num_tokens = min(seq.num_uncomputed_tokens, plan.token_budget)
-        self.blocks.append(seq.seq_id, seq.num_computed_tokens + num_tokens)
+        self.blocks.append(seq.seq_id, seq.num_computed_tokens, seq.num_computed_tokens + num_tokens)
         if group.metrics.first_scheduled_time is None:
             group.metrics.first_scheduled_time = self.clock()
             group.num_cached_tokens = seq.num_computed_tokens

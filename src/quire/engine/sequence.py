@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 from quire.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
 
 if TYPE_CHECKING:
-    from quire.tokenizer.detokenizer import IncrementalDetokenizer
-
     from quire.batch import Draw
     from quire.params import SamplingParams
+    from quire.tokenizer.detokenizer import IncrementalDetokenizer
 
 
 class SequenceStatus(Enum):

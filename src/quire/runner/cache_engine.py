@@ -1,11 +1,13 @@
-"""Owns the memory of the KV cache and moves whole blocks in it."""
+"""Owns the memory of the KV cache and moves tokens in it."""
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from quire import kernels
-from quire.batch import BlockPairs
+from quire.batch import SlotCopy
 from quire.config.kv_cache import KVCacheConfig
 from quire.errors import OutOfMemoryError
 from quire.layers.batch_tensors import LayerKVCache
@@ -38,13 +40,23 @@ class CacheEngine:
                 views[layer_id] = LayerKVCache(k, v, group_id)
         return [views[layer_id] for layer_id in range(len(views))]
 
-    def copy_blocks(self, pairs: BlockPairs) -> None:
-        """Copy each source block onto its destination, in every tensor."""
-        if pairs:
-            index = torch.tensor(pairs, dtype=torch.int64)
-            for tensor in self.tensors:
-                blocks = tensor.view(self.config.num_blocks, -1)
-                kernels.copy_blocks(blocks, blocks, index)
+    def copy_slots(self, copies: Sequence[SlotCopy]) -> None:
+        """Carry out a step's copies, each in all layers of its group."""
+        for group in sorted({copy.group for copy in copies}):
+            src, dst = self._slots([copy for copy in copies if copy.group == group])
+            for layer in self.layers:
+                if layer.group == group:
+                    kernels.copy_slots(layer.k, layer.v, src, dst)
+
+    def _slots(self, copies: Sequence[SlotCopy]) -> tuple[Tensor, Tensor]:
+        """Source and destination slot of every token copied, each [num_tokens] int64."""
+        sizes = [copy.num_slots for copy in copies]
+        offsets = np.concatenate([np.arange(size) for size in sizes])
+        src, dst = (
+            np.repeat(np.array(blocks, np.int64), sizes) * self.config.block_size + offsets
+            for blocks in ([copy.src_block for copy in copies], [copy.dst_block for copy in copies])
+        )
+        return torch.from_numpy(src), torch.from_numpy(dst)
 
 
 def _zeros(num_bytes: int) -> Tensor:

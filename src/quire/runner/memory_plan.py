@@ -6,10 +6,6 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from quire.models.base import CausalLM
-from quire.models.checkpoint import weight_bytes
-from quire.models.registry import model_class
-
 from quire.config.args import EngineArgs, EngineConfig
 from quire.config.cache import CacheConfig
 from quire.config.kv_cache import DTYPE_BYTES, KVCacheConfig
@@ -17,6 +13,9 @@ from quire.config.kv_layout import group_layers, kv_cache_config
 from quire.config.machine import MachineMemory, machine_memory
 from quire.config.sizes import format_bytes
 from quire.errors import OutOfMemoryError
+from quire.models.base import CausalLM
+from quire.models.checkpoint import weight_bytes
+from quire.models.registry import model_class
 
 DEFAULT_KV_CACHE_LIMIT = 4 * 1024**3
 """taken at most when the user names no size: memory people expect to have left for other programs"""
