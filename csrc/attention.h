@@ -130,12 +130,14 @@ class AttentionTask {
     }
   }
 
-  // Let all rows see one tile, while the next one (may be null) is fetched.
+  // Let all rows see one tile, while the next one (may be null) is fetched. Many rows leave the processor's own
+  // prefetchers time enough.
   void run_tile(const KeyTile<T>& tile, const KeyTile<T>* next, float* state) const {
-    const int64_t blocks = (rows_ + kAttentionRows - 1) / kAttentionRows;
+    const int64_t blocks = rows_ <= kMostAttentionRows ? 1 : (rows_ + kAttentionRows - 1) / kAttentionRows;
+    if (blocks > 2) next = nullptr;
     for (int64_t b = 0; b < blocks; ++b) {
       const int64_t row = rows_ * b / blocks, end = rows_ * (b + 1) / blocks;
-      run_block<kAttentionRows>(end - row, tile, b == 0 ? next : nullptr, row, state);
+      run_block<kMostAttentionRows>(end - row, tile, b == 0 ? next : nullptr, row, state);
     }
   }
 

@@ -10,16 +10,15 @@ namespace quire::QUIRE_ISA {
 
 constexpr float kInfinity = __builtin_inff();
 
-// Rows at once, and vectors (of keys, then of head dimensions) at once: as many accumulators as the registers hold.
+// Rows at once, and vectors (of keys, then of head dimensions) at once: as many accumulators as the registers hold. A
+// few more rows than suit many blocks of rows are better taken in one than in two.
 #if defined(QUIRE_SIMD_AVX512)
-constexpr int kAttentionRows = 8;
-template <int R>
-constexpr int kAttentionVectors = R > 6 ? 2 : 4;
+constexpr int kAttentionRows = 6, kMostAttentionRows = 8;
 #else
-constexpr int kAttentionRows = 4;
-template <int R>
-constexpr int kAttentionVectors = 2;
+constexpr int kAttentionRows = 4, kMostAttentionRows = 4;
 #endif
+template <int R>
+constexpr int kAttentionVectors = W == 16 && R <= 6 ? 4 : 2;
 
 // Where the keys and values of one tile lie. Entries for keys that no row sees repeat another key's.
 template <typename T>

@@ -147,7 +147,7 @@ def main() -> None:
         kernels.set_num_threads(args.threads)
     dtype = getattr(torch, args.dtype)
     common = {"isa": kernels.isa(), "threads": kernels.num_threads(), "dtype": args.dtype}
-    torch.set_num_threads(kernels.num_threads())
+    torch.set_num_threads(1)
     for decode in DECODES:
         print(json.dumps(bench_decode(decode, dtype, args.repeats) | common), flush=True)
     for prefill in PREFILLS:
