@@ -61,11 +61,14 @@ class Scheduler:
 
     def remove(self, group: SequenceGroup) -> None:
         """Forget a request, finished or aborted, and take its blocks back."""
-        if group in self.waiting:
-            self.waiting.remove(group)
-        else:
-            (self.swapped if group in self.swapped else self.running).remove(group)
+        if group in self.running:  # the shortest queue by far, and where those that finish are
+            self.running.remove(group)
             self._free(group)
+        elif group in self.swapped:
+            self.swapped.remove(group)
+            self._free(group)
+        else:
+            self.waiting.remove(group)
         for seq in group.seqs:
             self.blocks.forget(seq.seq_id)
 
