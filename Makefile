@@ -63,7 +63,7 @@ clean:  ## remove the virtual environment and everything built
 $(VENV)/.base: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Quire needs Python 3.11 or newer; name one with: make PYTHON=python3.12 ..." >&2; exit 1; }
-	@echo "Setting up $(VENV); torch is a few hundred megabytes the first time"
+	@echo "Setting up $(VENV) (the first time, torch is a few hundred megabytes)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade 'pip>=25.1'
 	$(PIP) install --quiet --group build

@@ -54,7 +54,7 @@ struct ThreadState {
 AttentionScratch thread_scratch(DType dtype, const AttentionArgs& args, int64_t rows) {
   static thread_local ThreadState state;
   const int64_t lanes = dtype == kBFloat16 ? args.head_dim / 2 : args.head_dim;
-  const int64_t packed = args.block_size % 16 == 0 ? 0 : lanes * kTileKeys;  // vectors are 4, 8 or 16 lanes wide
+  const int64_t packed = args.block_size % 16 == 0 ? 0 : 2 * lanes * kTileKeys;  // vectors are 4, 8 or 16 lanes wide
   float* floats = state.floats.reserve(2 * rows * args.row_stride + kMaxBlockRows * kTileKeys + packed);
   state.queries.resize(static_cast<size_t>(rows));
   state.positions.resize(static_cast<size_t>(rows));

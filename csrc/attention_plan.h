@@ -15,7 +15,7 @@ constexpr int64_t kSectionKeys = 512;
 // Query rows (tokens times heads of one group) that share one pass over the keys.
 constexpr int64_t kItemRows = 48;
 // Most rows a micro kernel of any instruction set takes at once.
-constexpr int64_t kMaxBlockRows = 8;
+constexpr int64_t kMaxBlockRows = 16;
 
 struct AttentionArgs {
   const void* query;  // [num_tokens, num_heads, head_dim]
@@ -62,7 +62,7 @@ struct AttentionScratch {
   float* total;          // [rows, row_stride]
   float* part;           // [rows, row_stride]
   float* scores;         // [kMaxBlockRows, kTileKeys]
-  float* packed_keys;    // [head_dim / pack, kTileKeys] four-byte lanes
+  float* packed_keys;    // [2, head_dim / pack, kTileKeys] four-byte lanes
   const void** queries;  // [rows]
   int64_t* positions;    // [rows]
 };

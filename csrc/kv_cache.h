@@ -9,6 +9,10 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
+
 #include "thread_pool.h"
 
 namespace quire {
@@ -92,16 +96,44 @@ inline void copy_slots(const KvCache& cache, const int64_t* src_slots, const int
   });
 }
 
+// Copy past the caches: the destination's old lines are not read first, and nothing else is evicted.
+inline void stream_copy(uint8_t* to, const uint8_t* from, int64_t bytes) {
+#if defined(__x86_64__)
+  constexpr int64_t kLine = 64;
+  if (reinterpret_cast<uintptr_t>(to) % kLine == 0) {
+    const int64_t whole = bytes / kLine * kLine;
+    for (int64_t i = 0; i < whole; i += kLine) {
+      for (int64_t j = 0; j < kLine; j += 16) {
+        const __m128i part = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i + j));
+        _mm_stream_si128(reinterpret_cast<__m128i*>(to + i + j), part);
+      }
+    }
+    _mm_sfence();
+    to += whole, from += whole, bytes -= whole;
+  }
+#endif
+  std::memcpy(to, from, static_cast<size_t>(bytes));
+}
+
 // pairs [num_pairs, 2] of (source, destination) block; no block may be both read and written.
 inline void copy_blocks(const uint8_t* src, uint8_t* dst, int64_t block_bytes, const int64_t* pairs,
                         int64_t num_pairs) {
-  constexpr int64_t kPieceBytes = 1 << 18;
+  constexpr int64_t kPieceBytes = 1 << 17;
+  // Few blocks are copied for a fork that reads them at once; many are swapped, more than the caches would keep.
+  constexpr int64_t kStreamBytes = 1 << 21;
+  const bool stream = num_pairs * block_bytes >= kStreamBytes;
   const int64_t pieces = (block_bytes + kPieceBytes - 1) / kPieceBytes;
   auto task = [&](int64_t index, int) {
     const int64_t* pair = pairs + index / pieces * 2;
     const int64_t begin = index % pieces * kPieceBytes;
     const int64_t bytes = block_bytes - begin < kPieceBytes ? block_bytes - begin : kPieceBytes;
-    std::memcpy(dst + pair[1] * block_bytes + begin, src + pair[0] * block_bytes + begin, static_cast<size_t>(bytes));
+    uint8_t* to = dst + pair[1] * block_bytes + begin;
+    const uint8_t* from = src + pair[0] * block_bytes + begin;
+    if (stream) {
+      stream_copy(to, from, bytes);
+    } else {
+      std::memcpy(to, from, static_cast<size_t>(bytes));
+    }
   };
   parallel_for(num_pairs * pieces, task);
 }

@@ -79,4 +79,22 @@ QUIRE_INLINE f32 exp(f32 v) {
   return select(v == v, result, v);
 }
 
+// e^v for v <= 0, as exp but without the cases that cannot happen. NaN gives 0.
+QUIRE_INLINE f32 exp_negative(f32 v) {
+  const f32 lowest = set1(-87.33654f), shifter = set1(12582912.0f);
+  const f32 inside = max(v, lowest);
+  const f32 power = (inside * set1(1.44269504f)) + shifter - shifter;
+  f32 r = fma(power, set1(-0.693145752f), inside);
+  r = fma(power, set1(-1.42860677e-6f), r);
+  f32 p = set1(1.0f / 720);
+  p = fma(p, r, set1(1.0f / 120));
+  p = fma(p, r, set1(1.0f / 24));
+  p = fma(p, r, set1(1.0f / 6));
+  p = fma(p, r, set1(0.5f));
+  p = fma(p, r * r, r);
+  p = p + 1.0f;
+  const f32 scaled = as_float(as_int(p) + (__builtin_convertvector(power, i32) << 23));
+  return as_float(as_int(scaled) & (v > lowest));
+}
+
 }  // namespace quire::QUIRE_ISA

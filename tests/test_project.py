@@ -86,6 +86,14 @@ def test_the_readme_names_every_architecture() -> None:
     assert [name for name in families if name not in readme] == []
 
 
+def test_the_readme_example_runs_and_answers() -> None:
+    example = read("README.md").split("```python\n")[1].split("```")[0]
+    result = run_tool("-c", example)
+    assert result.returncode == 0, result.stderr
+    assert "Serialize" in result.stdout
+    assert "Rename a file or directory" in result.stdout
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_and_paths_in_documents_exist(document: Path) -> None:
     text = document.read_text(encoding="utf-8")

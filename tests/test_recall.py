@@ -18,10 +18,11 @@ from quire.runner.model_runner import build_tensors
 
 DATA = Path(__file__).parent / "data"
 BLOCK_SIZE = 16
+MEASURED_EXACT = 281
 
 
 def test_quire_tiny_answers_as_many_questions_exactly_as_measured() -> None:
-    """281 of the 300 with transformers in bf16, greedy; another order of summation may flip a near tie or two."""
+    """Measured with transformers in bf16, greedy; another order of summation may flip a near tie or two."""
     questions = json.loads((DATA / "recall.json").read_text(encoding="utf-8"))
     llm = LLM(model="quire-tiny", dtype="bfloat16", max_model_len=256, kv_cache_memory="32MiB")
     outputs = llm.chat(
@@ -31,7 +32,7 @@ def test_quire_tiny_answers_as_many_questions_exactly_as_measured() -> None:
     )
     exact = [output.outputs[0].text == entry["answer"] for output, entry in zip(outputs, questions, strict=True)]
     assert len(exact) == 300
-    assert sum(exact) >= 0.90 * len(exact)
+    assert sum(exact) >= MEASURED_EXACT - 3
 
 
 @pytest.mark.parametrize("name", ["quire-tiny", "quire-draft"])

@@ -24,7 +24,15 @@ PACKAGE = (
     *(f"quire/checkpoints/{name}/{file}" for name in ("quire-tiny", "quire-draft") for file in CHECKPOINT_FILES),
 )
 WHEEL = (*PACKAGE, "quire/_native*", "quire-*.dist-info/METADATA", "quire-*.dist-info/licenses/LICENSE")
-SDIST = (*(f"src/{name}" for name in PACKAGE), "CMakeLists.txt", "csrc/*.cpp", "pyproject.toml", "README.md", "LICENSE")
+SDIST = (
+    *(f"src/{name}" for name in PACKAGE),
+    "CMakeLists.txt",
+    "csrc/*.cpp",
+    "tools/check_isa_symbols.sh",
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+)
 UNWANTED = ("*.pyc", "*/.venv/*", ".venv/*", "build/*", "*/.hypothesis/*", "*/pytorch_model.bin", "*.pkl")
 
 

@@ -63,12 +63,14 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name on first use (PEP 562)."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'quire' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
-    return value
+if not TYPE_CHECKING:  # type checkers know the names above, and shall not take any other
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name on first use (PEP 562)."""
+        if name not in _HOMES:
+            raise AttributeError(f"module 'quire' has no attribute {name!r}")
+        value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+        return value
 
 
 def __dir__() -> list[str]:

@@ -8,8 +8,19 @@ import numpy.typing as npt
 BlockIds = npt.NDArray[np.int32]
 """a block table: logical block index -> block_id"""
 
+
 BlockPairs = tuple[tuple[int, int], ...]
-"""(source block, destination block)"""
+"""(source block, destination block), each in its own tier"""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotCopy:
+    """The first `num_slots` slots of one block, copied to the same places of another, in all layers of their group."""
+
+    group: int
+    src_block: int
+    dst_block: int
+    num_slots: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +60,12 @@ class Batch:
 
     step: int
     sequences: tuple[ScheduledSequence, ...]
-    copies: BlockPairs = ()
-    """copy-on-write, before the forward pass"""
+    swap_out: BlockPairs = ()
+    """from the device tier to the host's, before all else: the blocks may be written in this very step"""
+    swap_in: BlockPairs = ()
+    """from the host tier back"""
+    copies: tuple[SlotCopy, ...] = ()
+    """copy-on-write and reused parts of blocks, before the forward pass"""
     ignored: tuple[str, ...] = ()
     """request ids that turned out never to fit; they are out of every queue"""
 

@@ -58,6 +58,7 @@ class EngineStats:
 
     num_running: int
     num_waiting: int
+    num_swapped: int
     num_blocks: int
     num_used_blocks: int
     num_steps: int
@@ -65,6 +66,8 @@ class EngineStats:
     """prompt tokens of finished and running requests, cached ones included"""
     num_generated_tokens: int
     num_preemptions: int
+    num_swapped_blocks: int
+    """blocks copied to the host tier or back"""
     num_prefix_queried_tokens: int
     """prompt tokens looked up in the prefix cache"""
     num_prefix_hit_tokens: int

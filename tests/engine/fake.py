@@ -1,5 +1,6 @@
 """A fake model behind the executor: the next token is a hash of the whole history, read through the blocks."""
 
+from collections.abc import Collection
 from hashlib import blake2b
 
 import numpy as np
@@ -28,6 +29,7 @@ class FakeExecutor:
     def __init__(self, config: KVCacheConfig) -> None:
         self.config = config
         self.slots = np.full((len(config.groups), config.num_blocks, config.block_size), -1)
+        self.host_slots = np.full((len(config.groups), config.num_host_blocks, config.block_size), -1)
         self.fail_next = False
         self.batches: list[Batch] = []
 
@@ -36,8 +38,13 @@ class FakeExecutor:
             self.fail_next = False
             raise RuntimeError("planted failure")
         self.batches.append(batch)
-        for src, dst in batch.copies:
-            self.slots[:, dst] = self.slots[:, src]
+        for device, host in batch.swap_out:
+            self.host_slots[:, host] = self.slots[:, device]
+        for host, device in batch.swap_in:
+            self.slots[:, device] = self.host_slots[:, host]
+        for copy in batch.copies:
+            slots = self.slots[copy.group]
+            slots[copy.dst_block, : copy.num_slots] = slots[copy.src_block, : copy.num_slots]
         tokens = []
         for scheduled in batch.sequences:
             positions = np.arange(scheduled.end)
@@ -67,13 +74,17 @@ class Harness:
         caching: bool = True,
         eos: frozenset[int] = frozenset(),
         watermark: float = 0.01,
+        num_host_blocks: int = 0,
+        preemption_mode: str | None = None,
+        failing_steps: Collection[int] = (),
     ) -> None:
         groups = tuple(KVCacheGroup((layer,), SPEC) for layer in range(num_groups))
-        config = KVCacheConfig(block_size, num_blocks, 1, groups)
+        config = KVCacheConfig(block_size, num_blocks, 1, groups, num_host_blocks)
         self.executor = FakeExecutor(config)
         self.blocks = BlockSpaceManager(config, enable_prefix_caching=caching, watermark=watermark)
-        self.scheduler = Scheduler(SchedulerConfig(max_num_seqs, max_num_batched_tokens), self.blocks)
+        self.scheduler = Scheduler(SchedulerConfig(max_num_seqs, max_num_batched_tokens, preemption_mode), self.blocks)
         self.committer = Committer(self.scheduler, max_model_len=config.max_tokens, eos_token_ids=eos)
+        self.failing_steps = failing_steps
         self.owners: dict[int, tuple[SequenceGroup, Sequence]] = {}
         self.groups: list[SequenceGroup] = []
 
@@ -90,7 +101,12 @@ class Harness:
         batch = self.scheduler.schedule()
         assert batch.num_tokens <= self.scheduler.config.max_num_batched_tokens
         assert len(batch.sequences) <= self.scheduler.config.max_num_seqs
-        self.committer.commit(batch, self.executor.execute(batch), self.owners)
+        try:
+            result = self.executor.execute(batch)
+        except RuntimeError:
+            self.scheduler.revert()
+            raise
+        self.committer.commit(batch, result, self.owners)
         self.blocks.check_integrity()
         return batch
 
@@ -99,9 +115,14 @@ class Harness:
         for _ in range(10_000):
             if not self.scheduler.has_unfinished:
                 break
-            self.step()
+            self.executor.fail_next = self.scheduler.num_steps in self.failing_steps
+            try:
+                self.step()
+            except RuntimeError:
+                self.blocks.check_integrity()
         assert not self.scheduler.has_unfinished, "livelock"
         assert self.blocks.num_used_blocks == 0
+        assert self.blocks.host.num_free_blocks == self.blocks.host.num_blocks
 
     @staticmethod
     def output(group: SequenceGroup) -> list[int]:

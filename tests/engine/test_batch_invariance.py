@@ -4,6 +4,8 @@ import random
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from quire import LLM, SamplingParams
 from quire.runner import model_runner
@@ -57,18 +59,30 @@ def test_64_mixed_prompts_in_a_tiny_cache_equal_their_solo_runs(dtype):
     prompts, params = make_prompts(64, 8192, 60), mixed_params(64)
     expected = [run(solo, [prompt], [param])[0] for prompt, param in zip(prompts, params, strict=True)]
     assert len({tuple(tokens) for tokens in expected}) > 32, "outputs too alike to tell requests apart"
-    preemptions = 0
-    for num_blocks, caching in [(6, True), (6, False), (17, True), (40, True), (40, False)]:
+    preemptions = swapped_blocks = 0
+    for num_blocks, caching, mode in [
+        (6, True, "recompute"),
+        (6, False, "recompute"),
+        (6, True, "swap"),
+        (9, False, "swap"),
+        (17, True, None),
+        (40, False, None),
+    ]:
         llm = LLM(
             dtype=dtype,
             num_gpu_blocks_override=num_blocks,
             max_num_batched_tokens=64,
             enable_prefix_caching=caching,
             max_model_len=96,
+            swap_space=0.001,
+            preemption_mode=mode,
         )
-        assert run(llm, prompts, params) == expected, f"{num_blocks} blocks, caching {caching}"
-        preemptions += llm.engine.stats().num_preemptions
+        assert run(llm, prompts, params) == expected, f"{num_blocks} blocks, caching {caching}, {mode}"
+        stats = llm.engine.stats()
+        preemptions += stats.num_preemptions
+        swapped_blocks += stats.num_swapped_blocks
     assert preemptions > 0
+    assert swapped_blocks > 0
 
 
 def test_logits_are_bitwise_the_same_in_any_chunking_and_block_size(monkeypatch):
@@ -102,6 +116,50 @@ def test_logits_are_bitwise_the_same_in_any_chunking_and_block_size(monkeypatch)
         assert torch.equal(results[0], other)
 
 
+@pytest.fixture(scope="module")
+def solo_outputs():
+    """Twelve requests, each run alone."""
+    solo = LLM(enable_prefix_caching=False, max_model_len=96, max_num_seqs=1)
+    prompts, params = make_prompts(12, 8192, 60), mixed_params(12)
+    return prompts, params, [run(solo, [p], [s])[0] for p, s in zip(prompts, params, strict=True)]
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    order=st.permutations(range(12)),
+    num_requests=st.integers(1, 12),
+    num_blocks=st.integers(24, 60),
+    block_size=st.sampled_from([1, 3, 4, 16]),
+    max_num_seqs=st.integers(1, 12),
+    max_num_batched_tokens=st.integers(1, 70),
+    num_threads=st.integers(1, 3),
+    caching=st.booleans(),
+)
+def test_any_schedule_equals_the_solo_runs(
+    solo_outputs,
+    order,
+    num_requests,
+    num_blocks,
+    block_size,
+    max_num_seqs,
+    max_num_batched_tokens,
+    num_threads,
+    caching,
+):
+    prompts, params, expected = solo_outputs
+    chosen = order[:num_requests]
+    llm = LLM(
+        block_size=block_size,
+        num_gpu_blocks_override=max(num_blocks, -(-96 // block_size)),
+        max_model_len=96,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        num_threads=num_threads,
+        enable_prefix_caching=caching,
+    )
+    assert run(llm, [prompts[i] for i in chosen], [params[i] for i in chosen]) == [expected[i] for i in chosen]
+
+
 def test_a_preempted_request_gets_the_same_random_tokens():
     prompts = [[10 + i] * 20 for i in range(6)]
     params = [SamplingParams(temperature=1.0, seed=7, max_tokens=40, ignore_eos=True)] * 6
@@ -110,3 +168,14 @@ def test_a_preempted_request_gets_the_same_random_tokens():
     assert run(roomy, prompts, params) == run(tight, prompts, params)
     assert tight.engine.stats().num_preemptions > 0
     assert roomy.engine.stats().num_preemptions == 0
+
+
+@pytest.mark.parametrize("block_size", [3, 16])
+def test_what_earlier_requests_left_in_the_cache_does_not_matter(block_size):
+    """Not even NaNs in slots that nobody has written yet."""
+    prompts, params = make_prompts(5, 8192, 40), mixed_params(5)
+    llm = LLM(max_model_len=96, block_size=block_size, num_gpu_blocks_override=200, enable_prefix_caching=False)
+    expected = run(llm, prompts, params)
+    for tensor in llm.engine.executor.cache_engine.tensors:
+        tensor.fill_(255)  # every element a NaN
+    assert run(llm, prompts, params) == expected

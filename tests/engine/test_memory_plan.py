@@ -76,6 +76,15 @@ def test_a_cache_larger_than_the_machine_is_refused():
         plan_memory(EngineArgs(kv_cache_memory="900TiB"))
 
 
+def test_swap_space_is_part_of_the_plan():
+    plan = plan_memory(EngineArgs(kv_cache_memory="12MiB", swap_space=0.09375))
+    assert plan.kv_cache.host_bytes == 96 * MIB
+    assert "swap space" in str(plan)
+    assert plan.to_dict()["swap_bytes"] == 96 * MIB
+    with pytest.raises(OutOfMemoryError, match="swap_space"):
+        plan_memory(EngineArgs(swap_space=1e6, kv_cache_memory="1MiB"))
+
+
 def test_without_a_size_the_cache_takes_what_is_left(monkeypatch):
     monkeypatch.setattr(memory_plan, "machine_memory", lambda: MachineMemory(64 * MIB, 50 * MIB))
     plan = plan_memory(EngineArgs())
@@ -97,7 +106,8 @@ def test_without_a_size_the_cache_takes_what_is_left(monkeypatch):
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
         ({"num_threads": 0}, "num_threads=0"),
-        ({"swap_space": 4}, "swap_space=4"),
+        ({"swap_space": -1}, "swap_space=-1"),
+        ({"preemption_mode": "never"}, "preemption_mode='never'"),
         ({"max_model_len": 0}, "max_model_len=0"),
         ({"max_model_len": 5000}, "2048 positions"),
         ({"max_model_len": "long"}, "max_model_len='long'"),

@@ -22,9 +22,21 @@ requests = st.lists(
     max_num_batched_tokens=st.integers(1, 20),
     caching=st.booleans(),
     stagger=st.integers(0, 3),
+    num_host_blocks=st.integers(0, 16),
+    preemption_mode=st.sampled_from([None, "swap", "recompute"]),
+    failing_steps=st.sets(st.integers(0, 40), max_size=4),
 )
 def test_every_schedule_gives_the_solo_tokens(
-    requests, num_blocks, num_groups, max_num_seqs, max_num_batched_tokens, caching, stagger
+    requests,
+    num_blocks,
+    num_groups,
+    max_num_seqs,
+    max_num_batched_tokens,
+    caching,
+    stagger,
+    num_host_blocks,
+    preemption_mode,
+    failing_steps,
 ):
     harness = Harness(
         num_blocks=num_blocks,
@@ -32,6 +44,9 @@ def test_every_schedule_gives_the_solo_tokens(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         caching=caching,
+        num_host_blocks=num_host_blocks,
+        preemption_mode=preemption_mode,
+        failing_steps=failing_steps,
     )
     groups = []
     for prompt, max_tokens in requests:
@@ -50,6 +65,63 @@ def test_preemption_happens_and_changes_nothing():
     harness.run()
     assert harness.scheduler.num_preemptions > 0
     assert [harness.output(g) for g in groups] == [expected_output(p, 12) for p in prompts]
+
+
+def test_a_swapped_out_request_comes_back_before_a_new_one_starts_and_is_not_computed_again():
+    harness = Harness(num_blocks=6, num_host_blocks=6, max_num_batched_tokens=32, caching=False)
+    groups = [harness.add([i] * 6, 12) for i in range(3)]
+    while not harness.scheduler.swapped:
+        harness.step()
+    (swapped,) = harness.scheduler.swapped
+    assert swapped.seqs[0].status is SequenceStatus.SWAPPED
+    num_computed = swapped.seqs[0].num_computed_tokens
+    assert num_computed > 0
+    late = harness.add([9] * 4, 2)
+    while harness.scheduler.swapped:
+        assert late.seqs[0].status is SequenceStatus.WAITING
+        batch = harness.step()
+    assert batch.swap_in
+    assert {s.seq_id: s.start for s in batch.sequences}[swapped.seqs[0].seq_id] == num_computed
+    harness.run()
+    assert [harness.output(g) for g in groups] == [expected_output([i] * 6, 12) for i in range(3)]
+
+
+def test_a_full_host_tier_falls_back_to_recomputation():
+    harness = Harness(num_blocks=6, num_host_blocks=1, max_num_batched_tokens=32)
+    groups = [harness.add([i] * 6, 12) for i in range(4)]
+    harness.run()
+    assert harness.scheduler.num_preemptions > 0
+    assert harness.scheduler.num_swapped_blocks == 0
+    assert [harness.output(g) for g in groups] == [expected_output([i] * 6, 12) for i in range(4)]
+
+
+@pytest.mark.parametrize("direction", ["swap_out", "swap_in"])
+def test_a_step_that_fails_while_swapping_loses_nothing(direction):
+    harness = Harness(num_blocks=6, num_host_blocks=8, max_num_batched_tokens=32)
+    groups = [harness.add([i] * 6, 12) for i in range(3)]
+    original, failed = harness.executor.execute, []
+
+    def execute(batch):
+        if getattr(batch, direction) and not failed:  # before any block is copied
+            failed.append(batch)
+            raise RuntimeError("planted failure")
+        return original(batch)
+
+    harness.executor.execute = execute
+    harness.run()
+    assert failed
+    assert [harness.output(g) for g in groups] == [expected_output([i] * 6, 12) for i in range(3)]
+
+
+def test_removing_a_swapped_out_request_returns_its_host_blocks():
+    harness = Harness(num_blocks=6, num_host_blocks=6, max_num_batched_tokens=32)
+    for i in range(3):
+        harness.add([i] * 6, 12)
+    while not harness.scheduler.swapped:
+        harness.step()
+    harness.scheduler.remove(harness.scheduler.swapped[0])
+    harness.blocks.check_integrity()
+    harness.run()
 
 
 def test_the_oldest_request_is_never_preempted():

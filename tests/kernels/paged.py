@@ -87,3 +87,8 @@ class PagedBatch:
 def attend_alone(heads: Heads, stream: Stream, sliding_window: int | None = None) -> Tensor:
     """The same stream computed as one prefill, by itself."""
     return PagedBatch(heads, [stream], block_size=16).attend([(0, len(stream))], sliding_window)[0]
+
+
+def same_bits(actual: Tensor, expected: Tensor) -> bool:
+    """Equal bit for bit: zeros of the same sign, NaN of the same kind."""
+    return torch.equal(actual.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))

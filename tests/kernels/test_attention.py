@@ -7,7 +7,7 @@ from quire import kernels
 from quire.errors import KernelError
 from quire.kernels import reference
 from tests.kernels.isas import ISAS, needs_native, using
-from tests.kernels.paged import Heads, PagedBatch, attend_alone, make_stream
+from tests.kernels.paged import Heads, PagedBatch, Stream, attend_alone, make_stream, same_bits
 from tests.kernels.tolerances import assert_close
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -110,7 +110,7 @@ def test_bits_do_not_depend_on_batch_chunks_blocks_or_threads(
         for step in steps:
             spans = [(begin, begin + count) for begin, count in zip(done, step, strict=True)]
             for s, out in enumerate(batch.attend(spans, window)):
-                assert torch.equal(out, alone[s][slice(*spans[s])])
+                assert same_bits(out, alone[s][slice(*spans[s])])
             done = [end for _, end in spans]
 
 
@@ -126,8 +126,22 @@ def test_a_long_decode_spread_over_threads_has_the_bits_of_the_prefill(isa, dtyp
         prefilled = batch.attend([(2400, 2500)])[0]
     for num_threads in (1, 2, 5):
         with using(isa, num_threads):
-            assert torch.equal(batch.attend([(2499, 2500)])[0], prefilled[-1:])
-            assert torch.equal(batch.attend([(2400, 2500)])[0], prefilled)
+            assert same_bits(batch.attend([(2499, 2500)])[0], prefilled[-1:])
+            assert same_bits(batch.attend([(2400, 2500)])[0], prefilled)
+
+
+@needs_native
+@pytest.mark.parametrize("isa", ISAS)
+def test_an_output_that_underflows_has_the_same_zero_in_decode_and_prefill(isa):
+    heads = Heads(1, 1, 16, torch.float32)
+    query, key, value = torch.zeros(3, 3, 1, 16)
+    query[:, :, 0] = 1.0
+    key[1, :, 0] = -69.0  # e^-69 times the value is too small for a float32, and negative
+    value[1], value[2] = -1e-30, 1.0
+    batch = PagedBatch(heads, [Stream(query, key, value)], block_size=16)
+    with using(isa):
+        prefilled = kernels.paged_attention(*batch.inputs([(0, 3)]), 1.0, None)
+        assert same_bits(kernels.paged_attention(*batch.inputs([(1, 2)]), 1.0, None), prefilled[1:2])
 
 
 @needs_native

@@ -1,10 +1,14 @@
-"""Equal prefixes share blocks; only computed ones; the least recently used go first."""
+"""Equal prefixes share blocks and parts of blocks; only computed ones; the least recently used go first."""
 
 import pytest
 
+from quire.batch import SlotCopy
 from quire.config.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec
-from quire.kv.allocator import NaiveBlockAllocator, PrefixCachingBlockAllocator
+from quire.kv.allocator import NaiveBlockAllocator
 from quire.kv.block_space_manager import AllocStatus, BlockSpaceManager
+from quire.kv.content_hash import ContentHasher, HashChain
+from quire.kv.evictor import LRUEvictor
+from quire.kv.prefix_cache import PrefixCachingBlockAllocator
 
 SPEC = KVCacheSpec(1, 2, "float32")
 
@@ -16,39 +20,81 @@ def make_manager(num_blocks: int = 6, num_groups: int = 1, caching: bool = True)
 
 def run(manager: BlockSpaceManager, seq_id: int, tokens: list[int]) -> int:
     """Allocate, fill and publish a sequence; returns what came from the cache."""
+    manager.advance()
     cached = manager.allocate(seq_id, tokens)
-    manager.append(seq_id, len(tokens))
+    manager.append(seq_id, cached, len(tokens))
+    manager.check_integrity()
     manager.publish(seq_id, tokens, len(tokens))
+    manager.publish_tail(seq_id, tokens, len(tokens))
     manager.check_integrity()
     return cached
 
 
 @pytest.mark.parametrize("num_groups", [1, 2])
 def test_a_prefix_is_shared_while_its_owner_runs_and_after(num_groups):
-    manager = make_manager(12, num_groups)
+    manager = make_manager(16, num_groups)
     tokens = list(range(10))
     assert run(manager, 0, tokens) == 0
-    assert run(manager, 1, tokens) == 8
+    assert run(manager, 1, [*tokens[:8], 70, 71]) == 8
     assert manager.block_tables(0)[0][:2].tolist() == manager.block_tables(1)[0][:2].tolist()
     manager.free(0)
     manager.free(1)
     assert manager.num_used_blocks == 0
     assert run(manager, 2, [*tokens[:8], 99, 98]) == 8
-    assert manager.num_hit_tokens == 16
+    assert manager.stats.num_hit_tokens == 16
+    assert manager.stats.num_queried_tokens == 30
 
 
-def test_the_last_token_is_always_computed():
-    manager = make_manager()
-    run(manager, 0, list(range(8)))
-    assert run(manager, 1, list(range(8))) == 4
-    assert run(manager, 2, list(range(9))) == 8
+@pytest.mark.parametrize("length", [8, 9, 10, 12])
+def test_a_repeated_prompt_costs_one_token(length):
+    manager = make_manager(12)
+    tokens = list(range(length))
+    run(manager, 0, tokens)
+    assert run(manager, 1, tokens) == length - 1
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_the_longest_common_run_inside_the_next_block_is_copied(num_groups):
+    manager = make_manager(24, num_groups)
+    run(manager, 0, [1, 2, 3, 4, 5, 6, 7, 8])
+    run(manager, 1, [1, 2, 3, 4, 5, 9, 9, 9])
+    tokens = [1, 2, 3, 4, 5, 6, 7, 0, 0]
+    manager.advance()
+    assert manager.allocate(2, tokens) == 7
+    manager.append(2, 7, len(tokens))
+    source, copy = manager.block_tables(0)[0][1], manager.block_tables(2)[0][1]
+    assert manager.copies(2)[0] == SlotCopy(0, source, copy, 3)
+    assert len(manager.copies(2)) == num_groups
+    assert manager.pool.ref_counts[source] == 2  # held until the copy is done
+    manager.publish(2, tokens, 9)
+    assert manager.copies(2) == ()
+    assert manager.pool.ref_counts[source] == 1
+    manager.check_integrity()
+
+
+def test_a_sequence_that_ends_before_its_copy_is_done_lets_the_source_go():
+    manager = make_manager(12)
+    run(manager, 0, [1, 2, 3, 4, 5, 6])
+    assert manager.allocate(1, [1, 2, 3, 4, 5, 6, 7]) == 6
+    manager.free(1)
+    manager.check_integrity()
+    manager.free(0)
+    assert manager.num_used_blocks == 0
+
+
+def test_no_tail_is_copied_where_its_source_is_the_last_block_to_spare():
+    manager = make_manager(2)
+    run(manager, 0, [1, 2, 3, 4, 5, 6])
+    manager.free(0)
+    assert manager.can_allocate(1, [1, 2, 3, 4, 5, 6, 7]) is AllocStatus.OK
+    assert run(manager, 1, [1, 2, 3, 4, 5, 6, 7]) == 4
 
 
 def test_a_block_is_found_only_once_it_is_computed():
     manager = make_manager()
     tokens = list(range(9))
     manager.allocate(0, tokens)
-    manager.append(0, 9)
+    manager.append(0, 0, 9)
     manager.publish(0, tokens, 3)
     assert run(manager, 1, tokens) == 0
 
@@ -59,15 +105,24 @@ def test_a_different_beginning_means_a_different_block():
     assert run(manager, 1, [0, 2, 3, 4, 5, 6, 7, 8, 9]) == 0
 
 
-def test_eviction_takes_the_least_recently_used_and_of_a_sequence_the_deepest():
+def test_eviction_takes_the_deepest_block_of_the_oldest_step():
     manager = make_manager(4)
     run(manager, 0, [1] * 4 + [2] * 4)
     manager.free(0)
     run(manager, 1, [3] * 8)
     manager.free(1)
-    assert run(manager, 2, [4] * 4) == 0  # needs one block: the deepest of the oldest goes
+    assert run(manager, 2, [4] * 4) == 0  # needs one block
     manager.free(2)
-    assert run(manager, 3, [1] * 4 + [2] * 5) == 4
+    assert run(manager, 3, [1] * 4 + [5] * 5) == 4
+    assert manager.prefix_cache.num_evicted_blocks > 0
+
+
+def test_the_evictor_goes_by_age_then_depth():
+    evictor = LRUEvictor()
+    for block_id, age, depth in [(0, 1, 0), (1, 1, 2), (2, 1, 1), (3, 2, 9), (4, 2, 9), (5, 3, 0)]:
+        evictor.add(block_id, age, depth)
+    evictor.remove(2)
+    assert [evictor.evict() for _ in range(len(evictor))] == [1, 0, 4, 3, 5]
 
 
 def test_a_shared_block_outlives_one_owner():
@@ -82,21 +137,91 @@ def test_a_shared_block_outlives_one_owner():
 def test_can_allocate_counts_what_others_hold_already():
     manager = make_manager(4)
     run(manager, 0, list(range(9)))  # 3 blocks of 4
-    assert manager.can_allocate(list(range(9))) is AllocStatus.OK  # two of them are shared
-    assert manager.can_allocate([7] * 9) is AllocStatus.LATER
-    assert manager.can_allocate([7] * 17) is AllocStatus.NEVER
+    assert manager.can_allocate(1, list(range(9))) is AllocStatus.OK  # two of them are shared
+    assert manager.can_allocate(2, [7] * 9) is AllocStatus.LATER
+    assert manager.can_allocate(3, [7] * 17) is AllocStatus.NEVER
 
 
 def test_hash_collisions_are_caught_by_the_tokens(monkeypatch):
+    monkeypatch.setattr(ContentHasher, "child", lambda self, parent, tokens: b"same")
     manager = make_manager()
-    monkeypatch.setattr(manager.prefix_cache, "content_hash", lambda parent, tokens: b"same")
     run(manager, 0, [1] * 5)
     assert run(manager, 1, [2] * 5) == 0
 
 
-def test_two_engines_never_agree_on_a_hash():
-    first, second = PrefixCachingBlockAllocator(1), PrefixCachingBlockAllocator(1)
-    assert first.content_hash(b"", [1, 2]) != second.content_hash(b"", [1, 2])
+def test_two_engines_never_agree_on_a_hash_and_a_root_depends_on_what_is_extra():
+    first, second = ContentHasher(), ContentHasher()
+    assert first.child(b"", b"tokens") != second.child(b"", b"tokens")
+    assert first.root(b"tenant") != first.root()
+
+
+def test_a_chain_hashes_each_block_once_in_a_sequences_life():
+    calls = []
+
+    class Counting(ContentHasher):
+        def child(self, parent, tokens):
+            calls.append(tokens)
+            return super().child(parent, tokens)
+
+    chain = HashChain(Counting(), 4)
+    tokens = list(range(40))
+    for _ in range(3):
+        for index in range(10):
+            chain.block(index, tokens)
+    assert len(calls) == 10
+    fork = chain.fork()
+    assert fork.block(9, tokens) == chain.block(9, tokens)
+    assert len(calls) == 10
+
+
+# Forks
+
+
+def test_a_fork_shares_everything_and_copies_only_the_block_it_writes_into():
+    manager = make_manager(12, caching=False)
+    manager.allocate(0, [1] * 6)
+    manager.append(0, 0, 6)
+    manager.fork(0, 1)
+    manager.check_integrity()
+    assert manager.num_used_blocks == 2
+    assert manager.can_append(1, 6, 7)
+    manager.append(1, 6, 7)
+    shared, own = manager.block_tables(0)[0], manager.block_tables(1)[0]
+    assert shared[0] == own[0]
+    assert shared[1] != own[1]
+    assert manager.copies(1) == (SlotCopy(0, shared[1], own[1], 2),)
+    manager.append(1, 6, 7)  # done twice it changes nothing more
+    assert len(manager.copies(1)) == 1
+    manager.check_integrity()
+    manager.publish(1, [1] * 7, 7)
+    manager.append(0, 6, 7)  # nobody else holds it any more
+    assert manager.copies(0) == ()
+    manager.check_integrity()
+
+
+def test_a_fork_at_a_block_border_copies_nothing():
+    manager = make_manager(12)
+    run(manager, 0, [1] * 8)
+    manager.fork(0, 1)
+    manager.append(1, 8, 9)
+    assert manager.copies(1) == ()
+    for seq_id in (0, 1):
+        manager.free(seq_id)
+    manager.check_integrity()
+    assert manager.num_used_blocks == 0
+
+
+def test_copy_on_write_needs_a_block_to_spare():
+    manager = make_manager(2, caching=False)
+    manager.allocate(0, [1] * 6)
+    manager.append(0, 0, 6)
+    manager.fork(0, 1)
+    assert not manager.can_append(1, 6, 7)
+    manager.free(0)
+    assert manager.can_append(1, 6, 7)
+
+
+# Integrity
 
 
 @pytest.mark.parametrize("allocator", [NaiveBlockAllocator, PrefixCachingBlockAllocator])

@@ -2,6 +2,8 @@
 
 import json
 import logging
+import math
+import os
 import socket
 import subprocess
 import sys
@@ -165,6 +167,43 @@ def test_opening_a_checkpoint_reads_headers_only(tmp_path: Path) -> None:
     with path.open("r+b") as file:
         file.truncate(8 + len(header) + 2**40)
     assert Checkpoint(tmp_path).tensors["a"].num_bytes == 2**40
+
+
+def test_loading_takes_hardly_more_memory_than_the_weights(tmp_path: Path) -> None:
+    """75 MiB of (sparse, zero) weights, stacked and packed, without a second copy of them all at any time."""
+    size, width, num_layers = 512, 2048, 9
+    parts = {"input_layernorm": (size,), "post_attention_layernorm": (size,)}
+    parts |= {f"self_attn.{name}_proj": (size, size) for name in "qkvo"}
+    parts |= {"mlp.gate_proj": (width, size), "mlp.up_proj": (width, size), "mlp.down_proj": (size, width)}
+    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (64, size), "norm.weight": (size,)}
+    shapes |= {f"layers.{i}.{name}.weight": shape for i in range(num_layers) for name, shape in parts.items()}
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        start, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+    fields = {"architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": size, "intermediate_size": width}
+    fields |= {"num_hidden_layers": num_layers, "num_attention_heads": 8, "max_position_embeddings": 64}
+    fields |= {"tie_word_embeddings": True, "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    text = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(tmp_path / "model.safetensors", 8 + len(text) + end)
+    program = f"""
+import resource
+from quire.config.model import ModelConfig
+from quire.models.loader import load_model
+load_model(ModelConfig.resolve(None))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+model = load_model(ModelConfig.resolve({str(tmp_path)!r}))
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        check=True,
+        capture_output=True,
+        env=os.environ | {"PYTHONPATH": ":".join(sys.path)},
+    )
+    assert int(run.stdout) < 1.2 * end
 
 
 # --- what config.json and its neighbours say

@@ -23,12 +23,20 @@ _EXIT_BROKEN_PIPE = 141
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status: 0, or 2 with one line on standard error where something was wrong."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return _run(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()  # now, and not at exit, where nobody could catch what it raises
+    except BrokenPipeError:  # nobody reads on, as in `quire generate | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _EXIT_BROKEN_PIPE
+
+
+def _run(arguments: list[str]) -> int:
     options = _parser(arguments).parse_args(arguments)
     try:
-        status = int(options.run(options))
-        sys.stdout.flush()
-        return status
+        return int(options.run(options))
     except QuireError as error:
         if options.debug:
             raise
@@ -38,9 +46,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.debug:
             raise
         return _EXIT_INTERRUPTED
-    except BrokenPipeError:  # nobody reads on, as in `quire generate | head -1`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter fails flushing at exit
-        return _EXIT_BROKEN_PIPE
 
 
 def _parser(arguments: list[str]) -> argparse.ArgumentParser:

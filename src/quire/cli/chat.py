@@ -40,6 +40,8 @@ def run(options: argparse.Namespace) -> int:
         try:
             message = input("> " if interactive else "").strip()
         except EOFError:
+            if interactive:
+                print()
             return 0
         except KeyboardInterrupt:
             print()

@@ -6,9 +6,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.config.model import ModelConfig
-
 from quire.config.cache import CacheConfig
+from quire.config.model import ModelConfig
 from quire.config.parallel import ParallelConfig
 from quire.config.scheduler import SchedulerConfig
 from quire.config.sizes import parse_bytes
@@ -48,7 +47,8 @@ class EngineArgs:
     )
     num_gpu_blocks_override: int | None = _arg(None, "this many KV cache blocks, whatever the memory")
     gpu_memory_utilization: float = _arg(0.9, "share of the machine's memory the engine may take in all")
-    swap_space: float = _arg(0.0, "GiB of memory to swap preempted requests to; only 0 so far: they are computed again")
+    swap_space: float = _arg(0.0, "GiB of memory that preempted requests are swapped out to")
+    preemption_mode: str | None = _arg(None, "swap or recompute; none: swap while swap_space has room")
     enable_prefix_caching: bool = _arg(True, "reuse the KV cache of equal prompt prefixes")
     max_num_seqs: int = _arg(256, "sequences that run at once, at most")
     max_num_batched_tokens: int = _arg(2048, "tokens computed in one step, at most")
@@ -75,10 +75,6 @@ class EngineArgs:
             revision=self.revision,
             download_dir=self.download_dir,
         )
-        if self.swap_space != 0:
-            raise ConfigError(
-                f"swap_space={self.swap_space}: only 0 is supported so far; preempted requests are computed again"
-            )
         if self.kv_cache_memory is not None and self.num_gpu_blocks_override is not None:
             raise ConfigError("kv_cache_memory and num_gpu_blocks_override both set the cache's size: give one")
         return EngineConfig(
@@ -91,8 +87,9 @@ class EngineArgs:
                 num_blocks_override=self.num_gpu_blocks_override,
                 memory_utilization=self.gpu_memory_utilization,
                 enable_prefix_caching=self.enable_prefix_caching,
+                swap_bytes=int(self.swap_space * 1024**3),
             ),
-            scheduler=SchedulerConfig(self.max_num_seqs, self.max_num_batched_tokens),
+            scheduler=SchedulerConfig(self.max_num_seqs, self.max_num_batched_tokens, self.preemption_mode),
             parallel=ParallelConfig(self.num_threads, self.tensor_parallel_size),
             seed=self.seed,
         )
@@ -108,9 +105,9 @@ class EngineArgs:
         length = self.max_model_len
         if not isinstance(length, int) or length < 1:
             raise ConfigError(f'max_model_len={length!r}: must be a number of tokens, or "auto"')
-        if length > model.max_position_embeddings:
+        if length > model.max_context_len:
             raise ConfigError(
-                f"max_model_len={length} is longer than the checkpoint's {model.max_position_embeddings} positions"
+                f"max_model_len={length} is longer than the checkpoint's {model.max_context_len} positions"
             )
         return length
 

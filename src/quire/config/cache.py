@@ -18,10 +18,14 @@ class CacheConfig:
     memory_utilization: float
     """share of the machine's memory (or the container's limit) that weights, activations and cache may take together"""
     enable_prefix_caching: bool
+    swap_bytes: int = 0
+    """memory of the host tier, for requests that are swapped out"""
     watermark: float = 0.01
     """share of blocks kept free when new requests are admitted, so that running ones can grow"""
 
     def __post_init__(self) -> None:
+        if self.swap_bytes < 0:
+            raise ConfigError(f"swap_space={self.swap_bytes / 1024**3:g}: must be 0 or more GiB")
         if not 1 <= self.block_size <= 1024:
             raise ConfigError(f"block_size={self.block_size}: must be from 1 to 1024 tokens")
         if not 0 < self.memory_utilization <= 1:

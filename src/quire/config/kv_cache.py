@@ -41,6 +41,8 @@ class KVCacheConfig:
     num_blocks: int
     num_tensors: int
     groups: tuple[KVCacheGroup, ...]
+    num_host_blocks: int = 0
+    """blocks of the host tier, which swapped-out requests wait in; each tensor has a twin of as many"""
 
     @property
     def block_bytes(self) -> int:
@@ -49,8 +51,13 @@ class KVCacheConfig:
 
     @property
     def total_bytes(self) -> int:
-        """All tensors together."""
+        """All tensors of the device tier together."""
         return self.num_tensors * self.num_blocks * self.block_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """All tensors of the host tier together."""
+        return self.num_tensors * self.num_host_blocks * self.block_bytes
 
     @property
     def max_tokens(self) -> int:

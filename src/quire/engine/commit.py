@@ -41,11 +41,15 @@ class Committer:
             seq.num_computed_tokens = scheduled.end
             self.scheduler.blocks.publish(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
             if token_id is not None:
+                if seq.num_output_tokens == 0:
+                    self.scheduler.blocks.publish_tail(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
                 self._append(group, seq, token_id)
                 changed.append(group)
         for group in changed:
             if group.is_finished:
                 group.metrics.finished_time = self.clock()
+                for seq in group.seqs:
+                    self.scheduler.blocks.publish_tail(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
                 self.scheduler.remove(group)
         return changed
 

@@ -7,9 +7,6 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import TypeAlias
 
-from quire.tokenizer.detokenizer import IncrementalDetokenizer
-from quire.tokenizer.tokenizer import Tokenizer
-
 from quire.batch import Draw
 from quire.config.args import EngineArgs
 from quire.config.model import ModelConfig
@@ -25,6 +22,8 @@ from quire.params import SamplingParams
 from quire.runner.memory_plan import MemoryPlan, plan_memory
 from quire.runner.worker import Worker
 from quire.sampling.random import random_key, uniform_bits
+from quire.tokenizer.detokenizer import IncrementalDetokenizer
+from quire.tokenizer.tokenizer import Tokenizer
 
 Prompt: TypeAlias = str | SequenceOf[int] | Mapping[str, object]
 """text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`"""
@@ -91,7 +90,11 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Schedule, execute, commit. Returns the requests that got a token or finished."""
         batch = self.scheduler.schedule()
-        result = self.executor.execute(batch)
+        try:
+            result = self.executor.execute(batch)
+        except BaseException:
+            self.scheduler.revert()
+            raise
         changed = self.committer.commit(batch, result, self._owners)
         changed += [self._groups[request_id] for request_id in batch.ignored]
         return [self._output(group) for group in changed]
@@ -122,14 +125,16 @@ class LLMEngine:
         return EngineStats(
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
+            num_swapped=len(self.scheduler.swapped),
             num_blocks=self.blocks.pool.num_blocks,
             num_used_blocks=self.blocks.num_used_blocks,
             num_steps=self.scheduler.num_steps,
             num_prompt_tokens=self.committer.num_prompt_tokens,
             num_generated_tokens=self.committer.num_generated_tokens,
             num_preemptions=self.scheduler.num_preemptions,
-            num_prefix_queried_tokens=self.blocks.num_queried_tokens,
-            num_prefix_hit_tokens=self.blocks.num_hit_tokens,
+            num_swapped_blocks=self.scheduler.num_swapped_blocks,
+            num_prefix_queried_tokens=self.blocks.stats.num_queried_tokens,
+            num_prefix_hit_tokens=self.blocks.stats.num_hit_tokens,
         )
 
     def _output(self, group: SequenceGroup) -> RequestOutput:

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 from quire.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
 
 if TYPE_CHECKING:
-    from quire.tokenizer.detokenizer import IncrementalDetokenizer
-
     from quire.batch import Draw
     from quire.params import SamplingParams
+    from quire.tokenizer.detokenizer import IncrementalDetokenizer
 
 
 class SequenceStatus(Enum):
@@ -134,6 +133,11 @@ class SequenceGroup:
         self.metrics = RequestMetrics(arrival_time)
         self.num_cached_tokens = 0
         self.error: str | None = None
+
+    @property
+    def order(self) -> int:
+        """Its place by arrival: sequence ids are given out one after another."""
+        return self.seqs[0].seq_id
 
     @property
     def unfinished_seqs(self) -> list[Sequence]:

@@ -34,28 +34,13 @@ def paged_attention(
     taken = (
         cache_is_valid(k_cache, v_cache)
         and _query_matches(query, v_cache)
-        and all(t.is_cpu and t.dtype is torch.int32 for t in (query_start, seq_lens, block_tables))
-        and query_start.shape == (len(seq_lens) + 1,)
-        and seq_lens.dim() == 1
-        and block_tables.dim() == 2
-        and len(block_tables) == len(seq_lens)
-        and query_start.is_contiguous()
-        and seq_lens.is_contiguous()
-        and (block_tables.is_contiguous() or block_tables.stride(1) == 1)
+        and _tables_match(query_start, seq_lens, block_tables)
         and (sliding_window is None or sliding_window >= 1)
     )
     if not taken:
-        raise refusal(
-            "paged_attention",
-            _TAKES,
-            query=query,
-            k_cache=k_cache,
-            v_cache=v_cache,
-            query_start=query_start,
-            seq_lens=seq_lens,
-            block_tables=block_tables,
-            sliding_window=sliding_window,
-        )
+        given = {"query": query, "k_cache": k_cache, "v_cache": v_cache, "query_start": query_start}
+        given |= {"seq_lens": seq_lens, "block_tables": block_tables}
+        raise refusal("paged_attention", _TAKES, **given, sliding_window=sliding_window)
     if native is None:
         _check_ranges(query, v_cache, query_start, seq_lens, block_tables, sliding_window)
         return reference.paged_attention(
@@ -102,6 +87,19 @@ def _query_matches(query: Tensor, v_cache: Tensor) -> bool:
         and query.shape[1] % num_kv_heads == 0
         and query.shape[2] == head_dim
         and (query.stride()[1:] == (head_dim, 1) or query.is_contiguous())
+    )
+
+
+def _tables_match(query_start: Tensor, seq_lens: Tensor, block_tables: Tensor) -> bool:
+    return (
+        all(t.is_cpu and t.dtype is torch.int32 for t in (query_start, seq_lens, block_tables))
+        and seq_lens.dim() == 1
+        and block_tables.dim() == 2
+        and query_start.shape == (len(seq_lens) + 1,)
+        and len(block_tables) == len(seq_lens)
+        and query_start.is_contiguous()
+        and seq_lens.is_contiguous()
+        and (block_tables.is_contiguous() or block_tables.stride(1) == 1)
     )
 
 

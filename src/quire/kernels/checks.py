@@ -1,8 +1,5 @@
 """What the kernel wrappers say when they are called with something the native kernels do not take."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from torch import Tensor
 
 from quire.errors import KernelError
@@ -23,10 +20,20 @@ def refusal(kernel: str, expected: str, **given: object) -> KernelError:
     return KernelError(f"{kernel} takes {expected}; got {got}")
 
 
-@contextmanager
-def native_errors() -> Iterator[None]:
-    """Turn what a native kernel refuses (values out of range) into a KernelError."""
-    try:
-        yield
-    except ValueError as error:
-        raise KernelError(str(error)) from None
+class _NativeErrors:
+    """A class, since contextlib's generators cost as much as a small kernel."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, ValueError):
+            raise KernelError(str(error)) from None
+
+
+_NATIVE_ERRORS = _NativeErrors()
+
+
+def native_errors() -> _NativeErrors:
+    """A context that turns what a native kernel refuses (values out of range) into a KernelError."""
+    return _NATIVE_ERRORS

@@ -153,9 +153,13 @@ def cache_is_valid(k_cache: Tensor, v_cache: Tensor) -> bool:
         and v_cache.is_cpu
         and head_dim % pack == 0
         and k_cache.shape == (num_blocks, num_kv_heads, head_dim // pack, block_size, pack)
-        and k_cache.select(0, 0).is_contiguous()
-        and v_cache.select(0, 0).is_contiguous()
+        and _blocks_are_contiguous(k_cache, (block_size * head_dim, block_size * pack, pack, 1))
+        and _blocks_are_contiguous(v_cache, (block_size * head_dim, head_dim, 1))
     )
+
+
+def _blocks_are_contiguous(cache: Tensor, strides: tuple[int, ...]) -> bool:
+    return cache.stride()[1:] == strides or cache.select(0, 0).is_contiguous()  # sizes of 1 may have any stride
 
 
 def _tokens_match(tokens: Tensor, v_cache: Tensor) -> bool:

@@ -5,6 +5,8 @@ float32 whatever the storage dtype; results are rounded once, on the way out. Th
 batch invariance of the native kernels: torch may choose another reduction order for another batch size.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -68,7 +70,7 @@ def activation(x: Tensor, kind: str) -> Tensor:
     return _ACTIVATIONS[kind](x.float()).to(x.dtype)
 
 
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),

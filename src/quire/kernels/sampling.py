@@ -15,7 +15,7 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, un
     temperature (0: greedy), top_p and uniform float32 or float64 and top_k integer (0: all), each [num_rows]. NaN
     logits count as -inf; a row of nothing else gives id 0. A row gives the same token on every instruction set.
     """
-    num_rows = len(logits)
+    num_rows = logits.shape[0] if logits.dim() else 0
     per_row = (temperature, top_k, top_p, uniform)
     taken = (
         logits.dim() == 2

@@ -26,7 +26,7 @@ class Embedding(WeightedLayer):
         self.first_row = first_row
 
     def weight_specs(self) -> dict[str, WeightSpec]:
-        return {"weight": WeightSpec((self.shape,), self.dtype)}
+        return {"weight": WeightSpec((self.shape,), self.dtype, kept=not self.packed)}
 
     def set_weight(self, name: str, weight: Tensor) -> None:
         self.table = kernels.pack_weight(weight) if self.packed else weight[self.first_row :]

@@ -14,6 +14,13 @@ class WeightSpec:
 
     parts: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
+    kept: bool = False
+    """the layer keeps the very tensor it is given; else it takes what it needs from it before `set_weight` returns"""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the stack."""
+        return (sum(part[0] for part in self.parts), *self.parts[0][1:])
 
 
 class WeightedLayer(nn.Module, ABC):
@@ -25,4 +32,4 @@ class WeightedLayer(nn.Module, ABC):
 
     @abstractmethod
     def set_weight(self, name: str, weight: Tensor) -> None:
-        """Take a weight of the spec's dtype and stacked shape. It may be mapped from a file: copy it to own it."""
+        """Take a weight of the spec's dtype and shape; its memory is a file's, or reused unless `kept`."""

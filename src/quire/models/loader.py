@@ -1,5 +1,6 @@
 """From a checkpoint's files to a model ready to run, one weight at a time."""
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ class _Assignment:
 def load_model(config: ModelConfig) -> CausalLM:
     """Build the model and fill it. Weights stream from the mapped files: converted, fused, packed, dropped.
 
-    Peak memory is the packed weights and the largest single weight. Names and shapes are compared with the headers
+    Peak memory is the packed weights and the largest weight of a layer. Names and shapes are compared with the headers
     before any weight is read. Raises UnsupportedModelError, or CheckpointError naming every missing, unexpected and
     wrong-shaped weight.
     """
@@ -40,8 +41,11 @@ def load_model(config: ModelConfig) -> CausalLM:
     assignments = list(_assignments(model))
     _check(config, checkpoint, names, assignments)
     _check_tied_head(model, config, checkpoint, names)
+    # One buffer for all stacks: fresh ones would leave holes between the packed weights.
+    stacks = (_num_bytes(assignment.spec) for assignment in assignments if len(assignment.sources) > 1)
+    scratch = torch.empty(max(stacks, default=0), dtype=torch.uint8)
     for assignment in assignments:
-        _assign(assignment, checkpoint, names)
+        _assign(assignment, checkpoint, [names[source] for source in assignment.sources], scratch)
     logger.info("loaded %s in %.2f s", config.model, time.perf_counter() - started)
     return model.eval()
 
@@ -103,21 +107,25 @@ def _check_tied_head(model: CausalLM, config: ModelConfig, checkpoint: Checkpoin
             )
 
 
-def _assign(assignment: _Assignment, checkpoint: Checkpoint, names: dict[str, str]) -> None:
-    sources = [names[source] for source in assignment.sources]
+def _assign(assignment: _Assignment, checkpoint: Checkpoint, sources: list[str], scratch: Tensor) -> None:
+    """Give the layer its weight: the mapped tensor itself where it is right as it is."""
+    spec = assignment.spec
     if len(sources) == 1:
         with checkpoint.reading(sources[0]) as mapped:
-            assignment.layer.set_weight(assignment.name, mapped.to(assignment.spec.dtype))
-        return
-    assignment.layer.set_weight(assignment.name, _stack(assignment.spec, checkpoint, sources))
-
-
-def _stack(spec: WeightSpec, checkpoint: Checkpoint, sources: list[str]) -> Tensor:
-    """The parts, one below the other, in the layer's dtype."""
-    stacked = torch.empty((sum(shape[0] for shape in spec.parts), *spec.parts[0][1:]), dtype=spec.dtype)
+            if mapped.dtype == spec.dtype:
+                assignment.layer.set_weight(assignment.name, mapped)
+                return
+    num_bytes = _num_bytes(spec)
+    fresh = spec.kept or num_bytes > len(scratch)
+    memory = torch.empty(num_bytes, dtype=torch.uint8) if fresh else scratch[:num_bytes]
+    weight = memory.view(spec.dtype).view(spec.shape)
     start = 0
-    for source, shape in zip(sources, spec.parts, strict=True):
+    for source, part in zip(sources, spec.parts, strict=True):
         with checkpoint.reading(source) as mapped:
-            stacked[start : start + shape[0]] = mapped
-        start += shape[0]
-    return stacked
+            weight[start : start + part[0]] = mapped
+        start += part[0]
+    assignment.layer.set_weight(assignment.name, weight)
+
+
+def _num_bytes(spec: WeightSpec) -> int:
+    return math.prod(spec.shape) * spec.dtype.itemsize

@@ -1,11 +1,13 @@
-"""Owns the memory of the KV cache and moves whole blocks in it."""
+"""Owns the memory of the KV cache and moves blocks and tokens in it."""
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from quire import kernels
-from quire.batch import BlockPairs
+from quire.batch import BlockPairs, SlotCopy
 from quire.config.kv_cache import KVCacheConfig
 from quire.errors import OutOfMemoryError
 from quire.layers.batch_tensors import LayerKVCache
@@ -19,6 +21,7 @@ class CacheEngine:
     def __init__(self, config: KVCacheConfig) -> None:
         self.config = config
         self.tensors = [_zeros(config.num_blocks * config.block_bytes) for _ in range(config.num_tensors)]
+        self.host_tensors = [_zeros(config.num_host_blocks * config.block_bytes) for _ in self.tensors]
         self.layers = self._layer_views()
 
     def _layer_views(self) -> list[LayerKVCache]:
@@ -38,13 +41,38 @@ class CacheEngine:
                 views[layer_id] = LayerKVCache(k, v, group_id)
         return [views[layer_id] for layer_id in range(len(views))]
 
-    def copy_blocks(self, pairs: BlockPairs) -> None:
-        """Copy each source block onto its destination, in every tensor."""
+    def swap_out(self, pairs: BlockPairs) -> None:
+        """Copy blocks to the host tier, in every tensor: (device block, host block)."""
+        self._copy_blocks(self.tensors, self.host_tensors, pairs)
+
+    def swap_in(self, pairs: BlockPairs) -> None:
+        """Copy blocks back from the host tier, in every tensor: (host block, device block)."""
+        self._copy_blocks(self.host_tensors, self.tensors, pairs)
+
+    def _copy_blocks(self, sources: Sequence[Tensor], targets: Sequence[Tensor], pairs: BlockPairs) -> None:
         if pairs:
             index = torch.tensor(pairs, dtype=torch.int64)
-            for tensor in self.tensors:
-                blocks = tensor.view(self.config.num_blocks, -1)
-                kernels.copy_blocks(blocks, blocks, index)
+            for source, target in zip(sources, targets, strict=True):
+                shape = (-1, self.config.block_bytes)
+                kernels.copy_blocks(source.view(shape), target.view(shape), index)
+
+    def copy_slots(self, copies: Sequence[SlotCopy]) -> None:
+        """Carry out a step's copies, each in all layers of its group."""
+        for group in sorted({copy.group for copy in copies}):
+            src, dst = self._slots([copy for copy in copies if copy.group == group])
+            for layer in self.layers:
+                if layer.group == group:
+                    kernels.copy_slots(layer.k, layer.v, src, dst)
+
+    def _slots(self, copies: Sequence[SlotCopy]) -> tuple[Tensor, Tensor]:
+        """Source and destination slot of every token copied, each [num_tokens] int64."""
+        sizes = [copy.num_slots for copy in copies]
+        offsets = np.concatenate([np.arange(size) for size in sizes])
+        src, dst = (
+            np.repeat(np.array(blocks, np.int64), sizes) * self.config.block_size + offsets
+            for blocks in ([copy.src_block for copy in copies], [copy.dst_block for copy in copies])
+        )
+        return torch.from_numpy(src), torch.from_numpy(dst)
 
 
 def _zeros(num_bytes: int) -> Tensor:

@@ -6,10 +6,6 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from quire.models.base import CausalLM
-from quire.models.checkpoint import weight_bytes
-from quire.models.registry import model_class
-
 from quire.config.args import EngineArgs, EngineConfig
 from quire.config.cache import CacheConfig
 from quire.config.kv_cache import DTYPE_BYTES, KVCacheConfig
@@ -17,6 +13,9 @@ from quire.config.kv_layout import group_layers, kv_cache_config
 from quire.config.machine import MachineMemory, machine_memory
 from quire.config.sizes import format_bytes
 from quire.errors import OutOfMemoryError
+from quire.models.base import CausalLM
+from quire.models.checkpoint import weight_bytes
+from quire.models.registry import model_class
 
 DEFAULT_KV_CACHE_LIMIT = 4 * 1024**3
 """taken at most when the user names no size: memory people expect to have left for other programs"""
@@ -53,6 +52,7 @@ class MemoryPlan:
             "weight_bytes": self.weight_bytes,
             "activation_bytes": self.activation_bytes,
             "kv_cache_bytes": self.kv_cache.total_bytes,
+            "swap_bytes": self.kv_cache.host_bytes,
             "num_blocks": self.kv_cache.num_blocks,
             "block_size": self.kv_cache.block_size,
             "kv_cache_tokens": self.kv_cache.max_tokens,
@@ -74,6 +74,11 @@ class MemoryPlan:
                 "KV cache",
                 f"{format_bytes(cache.total_bytes)} = {cache.num_blocks} blocks of {cache.block_size}, "
                 f"{cache.max_tokens} tokens",
+            ),
+            *(
+                [("swap space", f"{format_bytes(cache.host_bytes)} = {cache.num_host_blocks} blocks")]
+                if cache.num_host_blocks
+                else []
             ),
             ("context", f"{self.max_model_len} tokens, {self.max_concurrency:.1f} such sequences at once"),
         ]
@@ -112,17 +117,20 @@ def _activation_bytes(model: type[CausalLM], config: EngineConfig) -> int:
 def _kv_cache(model: type[CausalLM], config: EngineConfig, machine: MachineMemory, others: int) -> KVCacheConfig:
     cache, specs = config.cache, model.kv_cache_specs(config.model)
     if cache.num_blocks_override is not None:
-        result = kv_cache_config(specs, cache.block_size, num_blocks=cache.num_blocks_override)
+        result = kv_cache_config(
+            specs, cache.block_size, num_blocks=cache.num_blocks_override, host_bytes=cache.swap_bytes
+        )
     else:
-        left = _bytes_left(cache, machine) - others
+        left = _bytes_left(cache, machine) - others - cache.swap_bytes
         wanted = cache.kv_cache_bytes
         if wanted is None:
             wanted = min(left, DEFAULT_KV_CACHE_LIMIT, _largest_useful(model, config))
-        result = kv_cache_config(specs, cache.block_size, num_bytes=wanted)
-    if result.total_bytes + others > machine.limit_bytes:
+        result = kv_cache_config(specs, cache.block_size, num_bytes=wanted, host_bytes=cache.swap_bytes)
+    if result.total_bytes + cache.swap_bytes + others > machine.limit_bytes:
         raise OutOfMemoryError(
-            f"weights and activations ({format_bytes(others)}) and a KV cache of {format_bytes(result.total_bytes)} "
-            f"do not fit into this machine's {format_bytes(machine.limit_bytes)}: lower kv_cache_memory"
+            f"weights and activations ({format_bytes(others)}), a KV cache of {format_bytes(result.total_bytes)} "
+            f"and swap space of {format_bytes(cache.swap_bytes)} do not fit into this machine's "
+            f"{format_bytes(machine.limit_bytes)}: lower kv_cache_memory or swap_space"
         )
     return result
 

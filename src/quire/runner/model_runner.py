@@ -4,11 +4,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from quire.models.base import CausalLM
 from torch import Tensor
 
+from quire import kernels
 from quire.batch import Batch, Draw, ScheduledSequence
 from quire.layers.batch_tensors import BatchTensors, GroupTensors, LayerKVCache
+from quire.models.base import CausalLM
 from quire.sampling.sampler import SamplingTensors, sample
 
 
@@ -29,7 +30,8 @@ class ModelRunner:
         hidden = self.model(tensors, self.kv)  # [num_tokens, hidden]
         if len(tensors.logit_rows) == 0:
             return ()
-        logits = self.model.compute_logits(hidden[tensors.logit_rows])  # [num_logits, vocab]
+        # Rows are gathered by our own kernel: torch's indexing would wake a second pool of threads on the same cores.
+        logits = self.model.compute_logits(kernels.embedding(tensors.logit_rows, hidden))  # [num_logits, vocab]
         return tuple(sample(logits, _sampling_tensors(batch.sequences)))
 
 

@@ -1,12 +1,11 @@
 """One process's share of the engine: its threads, weights, cache memory and runner."""
 
-from quire.config.model import ModelConfig
-from quire.models.loader import load_model
-
 from quire import kernels
 from quire.batch import Batch, StepResult
 from quire.config.kv_cache import KVCacheConfig
+from quire.config.model import ModelConfig
 from quire.config.parallel import ParallelConfig
+from quire.models.loader import load_model
 from quire.runner.cache_engine import CacheEngine
 from quire.runner.model_runner import ModelRunner
 
@@ -22,5 +21,7 @@ class Worker:
 
     def execute(self, batch: Batch) -> StepResult:
         """Move blocks, run the model, draw tokens."""
-        self.cache_engine.copy_blocks(batch.copies)
+        self.cache_engine.swap_out(batch.swap_out)
+        self.cache_engine.swap_in(batch.swap_in)
+        self.cache_engine.copy_slots(batch.copies)
         return StepResult(self.runner.run(batch))

@@ -24,8 +24,8 @@ from jinja2.parser import Parser
 from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_OPERATIONS = 2_000_000
-"""loop steps and calls of one rendering: about a second"""
+MAX_OPERATIONS = 500_000
+"""loop steps and calls of one rendering: about a second, at most a few"""
 MAX_TEXT_CHARS = 16_000_000
 """of any one text, the finished prompt included"""
 MAX_PRINTED_CHARS = 64_000_000

@@ -6,6 +6,7 @@ and the like) decode in small windows.
 """
 
 import codecs
+import itertools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -68,6 +69,10 @@ class TokenDecoder:
         """Whether this token is left out of the text."""
         return skip_special_tokens and token_id in self._special_ids
 
+    def is_known(self, token_id: int) -> bool:
+        """Whether a token has this id."""
+        return self._backend.id_to_token(token_id) is not None
+
     def token_bytes(self, token_id: int) -> bytes:
         """What the token stands for; for tokenizers with a byte table."""
         known = self._table.get(token_id)
@@ -124,17 +129,13 @@ class _WindowStream(TextStream):
     def __init__(self, decoder: TokenDecoder, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> None:
         self._decoder = decoder
         self._skip = skip_special_tokens
-        self._window: list[int] = []
-        for token_id in reversed(prompt_token_ids):
-            if len(self._window) == _WINDOW_TOKENS:
-                break
-            if not decoder.is_skipped(token_id, skip_special_tokens):
-                self._window.insert(0, token_id)
+        with_text = (token_id for token_id in reversed(prompt_token_ids) if self._has_text(token_id))
+        self._window = list(itertools.islice(with_text, _WINDOW_TOKENS))[::-1]
         self._num_held = 0
         self._settle()
 
     def push(self, token_id: int) -> str:
-        if self._decoder.is_skipped(token_id, self._skip):
+        if not self._has_text(token_id):
             return ""
         self._window.append(token_id)
         self._num_held += 1
@@ -143,6 +144,9 @@ class _WindowStream(TextStream):
             return ""
         self._settle()
         return text
+
+    def _has_text(self, token_id: int) -> bool:
+        return self._decoder.is_known(token_id) and not self._decoder.is_skipped(token_id, self._skip)
 
     def pending(self) -> str:
         return self._added() if self._num_held else ""

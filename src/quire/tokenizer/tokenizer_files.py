@@ -12,6 +12,7 @@ from quire.config.hf_config import read_json_object
 from quire.errors import CheckpointError, TokenizerError
 
 _MAX_TEMPLATE_BYTES = 1024**2
+_WHOLE = "tokenizer.json"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SPECIAL_TOKEN_LISTS = ("additional_special_tokens", "extra_special_tokens")
 
@@ -34,7 +35,7 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
         special_tokens = {role: token for role in _SPECIAL_TOKENS if (token := _content(config.get(role))) is not None}
         backend = _read_backend(folder, config)
         _add_special_tokens(backend, folder, config, special_tokens)
-        if config.get("add_bos_token") is not None or config.get("add_eos_token") is not None:
+        if not (folder / _WHOLE).exists():  # which says itself what stands around a text
             _frame_with_special_tokens(backend, config, special_tokens)
         return TokenizerFiles(backend, special_tokens, _read_chat_templates(folder, config))
     except TokenizerError:
@@ -53,7 +54,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _read_backend(folder: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    whole, vocab, merges = (folder / name for name in ("tokenizer.json", "vocab.json", "merges.txt"))
+    whole, vocab, merges = (folder / name for name in (_WHOLE, "vocab.json", "merges.txt"))
     if whole.exists():
         backend = _parse(whole, lambda: tokenizers.Tokenizer.from_file(str(whole)))
         backend.no_truncation()
@@ -126,7 +127,7 @@ def _added_token(token: str, value: Mapping[str, Any]) -> AddedToken:
 def _frame_with_special_tokens(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> None:
-    """An explicit add_bos_token or add_eos_token outranks what tokenizer.json puts around a text."""
+    """Put the tokens around each text that add_bos_token and add_eos_token ask for."""
     bos, eos = (
         special_tokens.get(f"{role}_token") if config.get(f"add_{role}_token") else None for role in ("bos", "eos")
     )
@@ -142,21 +143,18 @@ def _frame_with_special_tokens(
 
 def _read_chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """`chat_template.jinja` and `additional_chat_templates/NAME.jinja` outrank what tokenizer_config.json holds."""
-    value = config.get("chat_template")
-    if isinstance(value, str):
-        templates = {"default": value}
-    else:
-        entries = value if isinstance(value, list) else []
-        templates = {
-            entry["name"]: entry["template"]
-            for entry in entries
-            if isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
-        }
-        if isinstance(value, dict) or (value is not None and len(templates) != len(entries)):
-            raise TokenizerError(
-                f"{folder}: 'chat_template' in tokenizer_config.json must be a string, or a list of objects with "
-                "'name' and 'template'"
-            )
+    value = config.get("chat_template") or []
+    entries = [{"name": "default", "template": value}] if isinstance(value, str) else value
+    templates = {}
+    for entry in entries if isinstance(entries, list) else [entries]:
+        match entry:
+            case {"name": str(name), "template": str(template)}:
+                templates[name] = template
+            case _:
+                raise TokenizerError(
+                    f"{folder}: 'chat_template' in tokenizer_config.json must be a string, or a list of objects with "
+                    "'name' and 'template'"
+                )
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
         templates[path.stem] = _read_template(path)
     if (folder / "chat_template.jinja").exists():

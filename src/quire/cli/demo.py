@@ -1,0 +1,71 @@
+"""Run a batch of different prompts on the embedded checkpoint, and show what they make and how fast.
+
+The checkpoint has learned the docstrings of Python's standard library. First come questions and pieces of code, all in
+one batch; then each conversation goes on with a second question, whose beginning is found in the prefix cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import TYPE_CHECKING, Any
+
+from quire.cli.options import add_engine_arguments, load_llm
+
+if TYPE_CHECKING:
+    from quire.engine.llm_engine import Prompt
+    from quire.llm import LLM
+    from quire.outputs import RequestOutput
+    from quire.params import SamplingParams
+
+_SUBJECTS = ("json.dumps", "textwrap.dedent", "shutil.copytree", "bisect.bisect_left", "heapq.merge", "os.replace")
+_CODE = ("import unittest\n\nclass", "def __repr__(self):\n    return")
+_CODE_TOKENS = 48
+_ANSWER_TOKENS = 128
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    add_engine_arguments(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Two batches: questions with code, and what follows on the answers."""
+    from quire.params import SamplingParams
+
+    llm = load_llm(options)
+    answering = SamplingParams(temperature=0.0, max_tokens=_ANSWER_TOKENS)
+    coding = SamplingParams(temperature=0.0, max_tokens=_CODE_TOKENS)
+    start = time.monotonic()
+    chats = [[{"role": "user", "content": f"What does {subject} do?"}] for subject in _SUBJECTS]
+    first = _generate(llm, chats, answering, _CODE, coding)
+    for chat, output in zip(chats, first, strict=False):
+        chat.append({"role": "assistant", "content": output.outputs[0].text})
+    for chat, subject in zip(chats, _SUBJECTS, strict=True):
+        chat.append({"role": "user", "content": f"Summarize {subject} as JSON."})
+    second = _generate(llm, chats, answering, (), coding)
+    elapsed_s = time.monotonic() - start
+    print(_summary(llm, len(first) + len(second), elapsed_s))
+    return 0
+
+
+def _generate(
+    llm: LLM, chats: list[Any], answering: SamplingParams, code: tuple[str, ...], coding: SamplingParams
+) -> list[RequestOutput]:
+    """Run chats and code in one batch and show the results."""
+    prompts: list[Prompt] = [*map(llm.chat_prompt, chats), *code]
+    outputs = llm.generate(prompts, [answering] * len(chats) + [coding] * len(code), use_tqdm=False)
+    for title, output in zip([*(chat[-1]["content"] for chat in chats), *code], outputs, strict=True):
+        is_code = title in code
+        print(f"{title}{output.outputs[0].text}\n" if is_code else f"> {title}\n{output.outputs[0].text}\n")
+    return outputs
+
+
+def _summary(llm: LLM, num_requests: int, elapsed_s: float) -> str:
+    stats = llm.engine.stats()
+    return (
+        f"{num_requests} requests, {stats.num_prompt_tokens} prompt tokens and {stats.num_generated_tokens} generated "
+        f"tokens in {elapsed_s:.2f} s: {stats.num_generated_tokens / elapsed_s:.0f} tokens/s generated\n"
+        f"prefix cache: {stats.num_prefix_hit_tokens} of {stats.num_prefix_queried_tokens} prompt tokens reused, "
+        f"hit rate {stats.prefix_hit_rate:.0%}"
+    )

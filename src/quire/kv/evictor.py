@@ -1,0 +1,67 @@
+"""Which cached block goes when room is needed."""
+
+from collections import OrderedDict
+
+
+class LRUEvictor:
+    """Least recently used first; of blocks last used in the same step the deepest first: a prefix outlives its end.
+
+    Blocks are kept in buckets by (step of last use, depth), so that adding, removing and evicting are O(1), amortized.
+    """
+
+    def __init__(self) -> None:
+        self._ages: OrderedDict[int, _SameAge] = OrderedDict()  # oldest first: steps only grow
+        self._places: dict[int, tuple[int, int]] = {}  # block_id -> (age, depth)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, block_id: int) -> bool:
+        return block_id in self._places
+
+    def add(self, block_id: int, age: int, depth: int) -> None:
+        """A block nobody holds any more; `age` is the step now."""
+        same_age = self._ages.get(age)
+        if same_age is None:
+            same_age = self._ages[age] = _SameAge()
+        same_age.add(block_id, depth)
+        self._places[block_id] = (age, depth)
+
+    def remove(self, block_id: int) -> None:
+        """The block is held again."""
+        age, depth = self._places.pop(block_id)
+        self._ages[age].remove(block_id, depth)
+        if not self._ages[age].num_blocks:
+            del self._ages[age]
+
+    def evict(self) -> int:
+        """Take out the block to go."""
+        same_age = next(iter(self._ages.values()))
+        block_id = same_age.deepest()
+        self.remove(block_id)
+        return block_id
+
+
+class _SameAge:
+    """Blocks last used in one step, by depth."""
+
+    __slots__ = ("_by_depth", "_max_depth", "num_blocks")
+
+    def __init__(self) -> None:
+        self._by_depth: dict[int, dict[int, None]] = {}
+        self._max_depth = 0
+        self.num_blocks = 0
+
+    def add(self, block_id: int, depth: int) -> None:
+        self._by_depth.setdefault(depth, {})[block_id] = None
+        self._max_depth = max(self._max_depth, depth)
+        self.num_blocks += 1
+
+    def remove(self, block_id: int, depth: int) -> None:
+        del self._by_depth[depth][block_id]
+        self.num_blocks -= 1
+
+    def deepest(self) -> int:
+        while not self._by_depth.get(self._max_depth):
+            self._max_depth -= 1
+        return next(reversed(self._by_depth[self._max_depth]))

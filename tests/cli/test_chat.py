@@ -1,0 +1,117 @@
+"""quire chat: turns, commands, interruptions."""
+
+import builtins
+import re
+import signal
+from typing import Any
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.cli import chat, main
+from quire.cli.chat import ChatSession
+
+from ..scripted_engine import RecitingExecutor, recital, scripted_llm
+
+PARAMS = SamplingParams(temperature=0, max_tokens=100)
+
+
+@pytest.fixture
+def scripted() -> tuple[LLM, RecitingExecutor]:
+    return scripted_llm()
+
+
+@pytest.fixture
+def session(scripted: tuple[LLM, RecitingExecutor]) -> ChatSession:
+    return ChatSession(scripted[0], PARAMS, None)
+
+
+def play(monkeypatch: pytest.MonkeyPatch, llm: LLM, lines: list[Any], *arguments: str) -> int:
+    """`quire chat` with these lines typed; an exception among them is raised instead."""
+    typed = iter(lines)
+
+    def read(prompt: str = "") -> str:
+        line = next(typed, EOFError())
+        if isinstance(line, BaseException):
+            raise line
+        return str(line)
+
+    monkeypatch.setattr(chat, "load_llm", lambda _: llm)
+    monkeypatch.setattr(builtins, "input", read)
+    return main(["chat", *arguments])
+
+
+def test_a_session_of_several_turns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], scripted: tuple[LLM, RecitingExecutor]
+) -> None:
+    lines = ["Hello", "", KeyboardInterrupt(), "More", "/reset", "Hello", "/exit", "never read"]
+    assert play(monkeypatch, scripted[0], lines) == 0
+    answers = re.findall(
+        r"I read (\d+) tokens 😀\.\n\[(\d+) tokens, .* tokens/s, (\d+) of (\d+) prompt", capsys.readouterr().out
+    )
+    assert len(answers) == 3
+    first, second, third = ([int(number) for number in answer] for answer in answers)
+    assert first[2] == 0
+    assert second[0] > first[0]
+    assert second[2] > 0, "the first turn is found in the prefix cache"
+    assert third[0] == first[0], "a reset conversation begins anew"
+
+
+def test_the_end_of_the_input_ends_the_session(
+    monkeypatch: pytest.MonkeyPatch, scripted: tuple[LLM, RecitingExecutor]
+) -> None:
+    assert play(monkeypatch, scripted[0], ["Hello"]) == 0
+
+
+def test_a_system_message_stays_through_a_reset(scripted: tuple[LLM, RecitingExecutor]) -> None:
+    session = ChatSession(scripted[0], PARAMS, "Be kind.")
+    session.answer("Hello")
+    assert [message["role"] for message in session.messages] == ["system", "user", "assistant"]
+    session.reset()
+    assert session.messages == [{"role": "system", "content": "Be kind."}]
+
+
+def test_text_is_shown_as_it_is_made_and_never_half_a_character(
+    session: ChatSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(builtins, "print", lambda *texts, **_: shown.extend(texts))
+    session.answer("Hello")
+    answer = "".join(shown[:-1])
+    assert re.fullmatch(r"I read \d+ tokens 😀\.", answer)
+    assert len([text for text in shown if text]) > 5
+    assert "\ufffd" not in answer
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_the_session(
+    session: ChatSession, scripted: tuple[LLM, RecitingExecutor]
+) -> None:
+    llm, executor = scripted
+    executor.before_step = lambda step: signal.raise_signal(signal.SIGINT) if step == 4 else None
+    session.answer("Hello")
+    assert not llm.engine.has_unfinished_requests()
+    user, assistant = session.messages
+    whole = recital(len(llm.chat_prompt([user])["prompt_token_ids"]))
+    assert 0 < len(assistant["content"]) < len(whole)
+    assert whole.startswith(assistant["content"])
+    session.answer("Go on")
+    assert session.messages[-1]["content"].endswith("😀.")
+
+
+def test_ctrl_c_before_the_first_token_forgets_the_message(
+    session: ChatSession, scripted: tuple[LLM, RecitingExecutor]
+) -> None:
+    scripted[1].before_step = lambda step: (_ for _ in ()).throw(KeyboardInterrupt())
+    session.answer("Hello")
+    assert session.messages == []
+    assert not scripted[0].engine.has_unfinished_requests()
+
+
+def test_a_message_that_does_not_fit_is_refused_and_forgotten(
+    session: ChatSession, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session.answer("Hello")
+    before = list(session.messages)
+    session.answer("word " * 300)
+    assert session.messages == before
+    assert "the context holds 256" in capsys.readouterr().err

@@ -1,0 +1,318 @@
+"""The command line: what is printed where, with which exit status."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import EngineArgs, SamplingParams, __version__
+from quire.batch import Batch, StepResult
+from quire.cli import bench, chat, demo, generate, main, options
+
+from ..scripted_engine import RecitingExecutor, recital, scripted_llm
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """Commands get a scripted LLM; what they asked for and the executor are in this dict."""
+    seen: dict[str, Any] = {}
+
+    def load(parsed: Any) -> Any:
+        kwargs = options.engine_kwargs(parsed)
+        llm, seen["executor"] = scripted_llm(**kwargs)
+        seen.update(llm=llm, kwargs=kwargs)
+        return llm
+
+    for module in (generate, chat, bench, demo):
+        monkeypatch.setattr(module, "load_llm", load)
+    yield seen
+    if seen:
+        assert not seen["llm"].engine.has_unfinished_requests()
+
+
+@pytest.fixture
+def run(loaded: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run a command line in this process; returns (exit status, standard output, standard error)."""
+
+    def run_command(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
+        from io import StringIO
+
+        monkeypatch.setattr(sys, "stdin", StringIO(stdin))
+        try:
+            status = main(arguments)
+        except SystemExit as error:
+            status = int(error.code or 0)
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run_command
+
+
+def chat_recital(loaded: dict[str, Any], content: str) -> str:
+    return recital(len(loaded["llm"].chat_prompt([{"role": "user", "content": content}])["prompt_token_ids"]))
+
+
+def quire(*arguments: str, **keywords: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "quire", *arguments], capture_output=True, text=True, timeout=60, **keywords
+    )
+
+
+def test_version_comes_at_once() -> None:
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        result = quire("--version")
+        times.append(time.perf_counter() - start)
+        assert (result.returncode, result.stdout) == (0, f"quire {__version__}\n")
+    assert min(times) < 0.2
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "plan", "bench", "demo"])
+def test_every_command_explains_itself(run: Run, command: str) -> None:
+    status, out, _ = run(command, "--help")
+    assert status == 0
+    assert f"usage: quire {command}" in out
+    assert command in run("--help")[1]
+
+
+def test_without_a_command_the_commands_are_asked_for(run: Run) -> None:
+    status, _, err = run()
+    assert status == 2
+    assert "COMMAND" in err
+    assert run("generat")[0] == 2
+
+
+def test_engine_options_are_the_fields_of_engine_args(run: Run, loaded: dict[str, Any]) -> None:
+    _, out, _ = run("generate", "--help")
+    for name in EngineArgs.__dataclass_fields__:
+        assert re.search(rf"--(no-)?{name.replace('_', '-')}\b", out), name
+    arguments = ["--max-num-seqs", "3", "--max-model-len", "128", "--no-enable-prefix-caching", "--dtype", "float32"]
+    assert run("generate", "--prompt", "x", *arguments)[0] == 0
+    assert loaded["kwargs"] == {
+        "max_num_seqs": 3,
+        "max_model_len": 128,
+        "enable_prefix_caching": False,
+        "dtype": "float32",
+    }
+
+
+def test_a_prompt_goes_through_the_chat_template_unless_raw(run: Run, loaded: dict[str, Any]) -> None:
+    assert run("generate", "--prompt", "Hi")[:2] == (0, chat_recital(loaded, "Hi") + "\n")
+    num_raw = len(loaded["llm"].get_tokenizer().encode("Hi"))
+    assert run("generate", "--raw", "--prompt", "Hi")[:2] == (0, recital(num_raw) + "\n")
+
+
+def test_standard_input_is_one_prompt(run: Run, loaded: dict[str, Any]) -> None:
+    status, out, _ = run("generate", stdin="two\nlines\n")
+    assert (status, out) == (0, chat_recital(loaded, "two\nlines") + "\n")
+    status, _, err = run("generate", stdin="")
+    assert status == 2
+    assert "there is no prompt" in err
+
+
+def test_several_prompts_are_shown_with_their_answers(run: Run, loaded: dict[str, Any]) -> None:
+    _, out, _ = run("generate", "--prompt", "One", "Number two", "--prompt", "Three")
+    blocks = out.split("\n\n")
+    assert blocks == [
+        f"> {prompt}\n{chat_recital(loaded, prompt)}{chr(10) if prompt == 'Three' else ''}"
+        for prompt in ("One", "Number two", "Three")
+    ]
+
+
+def test_a_file_of_json_lines(run: Run, loaded: dict[str, Any], tmp_path: Path) -> None:
+    items = [
+        "text",
+        {"prompt": "text"},
+        {"prompt_token_ids": [5, 6]},
+        {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]},
+        {"prompt_token_ids": [99999]},
+    ]
+    (tmp_path / "prompts.jsonl").write_text("\n".join([*map(json.dumps, items), "", ""]))
+    status, out, _ = run("generate", "--prompts-file", str(tmp_path / "prompts.jsonl"), "--json")
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert [row["num_prompt_tokens"] for row in rows[1:3]] == [rows[0]["num_prompt_tokens"], 2]
+    assert [row.get("messages") for row in rows] == [None, None, None, items[3]["messages"], None]
+    assert [row["finish_reason"] for row in rows] == ["stop"] * 4 + ["ignored"]
+    assert rows[0]["text"] == chat_recital(loaded, "text")
+    assert "99999" in rows[4]["error"]
+    assert status == 1, "some prompts were refused"
+
+
+def test_a_file_of_lines(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("One\r\n\nTwo {\n")
+    _, out, _ = run("generate", "--prompts-file", str(tmp_path / "prompts.txt"))
+    assert re.findall("^> (.*)$", out, re.MULTILINE) == ["One", "Two {"]
+    _, out, _ = run("generate", "--prompts-file", "-", stdin="Three\nFour\n")
+    assert re.findall("^> (.*)$", out, re.MULTILINE) == ["Three", "Four"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("missing.txt", None, "cannot be read"),
+        ("broken.jsonl", '"fine"\n{"prompt": ', "line 2: not JSON"),
+        ("wrong.jsonl", '{"text": "x"}', "line 1: must be a string, or an object with"),
+        ("wrong.jsonl", "[1, 2]", "line 1: must be a string, or an object with"),
+    ],
+)
+def test_wrong_prompt_files_are_named(run: Run, tmp_path: Path, name: str, text: str | None, message: str) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    status, out, err = run("generate", "--prompts-file", str(tmp_path / name))
+    assert (status, out) == (2, "")
+    assert re.fullmatch(f"quire: .*{name}.*{message}.*\n", err)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], {"temperature": 0.0, "max_tokens": options.DEFAULT_MAX_TOKENS}),
+        (["--temperature", "0.5", "--top-k", "4", "--top-p", "0.9"], {"temperature": 0.5, "top_k": 4, "top_p": 0.9}),
+        (["--max-tokens", "3", "--stop", "a", "--stop", "b"], {"max_tokens": 3, "stop": ["a", "b"]}),
+        (["--ignore-eos"], {"ignore_eos": True}),
+    ],
+)
+def test_sampling_options_become_sampling_params(
+    run: Run, monkeypatch: pytest.MonkeyPatch, arguments: list[str], expected: dict[str, Any]
+) -> None:
+    made: list[SamplingParams] = []
+
+    def keep(parsed: Any, llm: Any) -> SamplingParams:
+        made.append(options.sampling_params(parsed, llm))
+        return made[0]
+
+    monkeypatch.setattr(generate, "sampling_params", keep)
+    assert run("generate", "--prompt", "x", *arguments)[0] == 0
+    assert {name: getattr(made[0], name) for name in expected} == expected
+
+
+def test_sampling_follows_the_checkpoint_where_it_recommends_something() -> None:
+    llm, _ = scripted_llm()
+    llm.engine.model_config = FakeConfig({"do_sample": True, "temperature": 0.6, "top_p": 0.95})
+    parser = options.argparse.ArgumentParser()
+    options.add_sampling_arguments(parser)
+    params = options.sampling_params(parser.parse_args(["--top-k", "7"]), llm)
+    assert (params.temperature, params.top_p, params.top_k) == (0.6, 0.95, 7)
+
+
+class FakeConfig:
+    def __init__(self, generation_config: dict[str, Any]) -> None:
+        self.generation_config = generation_config
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--temperature", "-1", "--prompt", "x"], "temperature=-1.0: must be 0"),
+        (["--temperature", "nan", "--prompt", "x"], "temperature=nan: must be 0"),
+        (["--max-tokens", "0", "--prompt", "x"], "max_tokens=0: must be at least 1"),
+        (["--raw", "--prompt", ""], "the prompt is empty"),
+        (["--prompt", "word " * 400], "the prompt has .* tokens, and the context holds 256"),
+        (["--max-model-len", "many", "--prompt", "x"], "max_model_len='many'"),
+        (["--model", "/nowhere", "--prompt", "x"], "'/nowhere'"),
+    ],
+)
+def test_errors_are_one_line_without_a_traceback(run: Run, arguments: list[str], message: str) -> None:
+    status, out, err = run("generate", *arguments)
+    assert (status, out) == (2, "")
+    assert re.fullmatch(f"quire: .*{message}.*\n", err)
+    with pytest.raises(Exception, match=message):
+        main(["generate", "--debug", *arguments])
+
+
+def test_ctrl_c_ends_a_command_quietly(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    execute = RecitingExecutor.execute
+
+    def interrupted(self: RecitingExecutor, batch: Batch) -> StepResult:
+        signal.raise_signal(signal.SIGINT)
+        return execute(self, batch)
+
+    monkeypatch.setattr(RecitingExecutor, "execute", interrupted)
+    status, out, err = run("generate", "--prompt", "x")
+    assert (status, out, err) == (130, "", "")
+
+
+def test_a_closed_pipe_ends_a_command_quietly() -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    result = subprocess.run(
+        [sys.executable, "-m", "quire", "plan"],
+        stdout=write_end,
+        stderr=subprocess.PIPE,
+        timeout=60,
+        env={**os.environ, "QUIRE_ISA": "reference"},
+    )
+    os.close(write_end)
+    assert (result.returncode, result.stderr) == (141, b"")
+
+
+def test_plan_reads_no_weights(tmp_path: Path, run: Run) -> None:
+    from quire.config.model import ModelConfig
+
+    source = ModelConfig.resolve(None).path
+    for path in source.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    status, out, _ = run("plan", str(tmp_path), "--num-gpu-blocks-override", "8", "--max-model-len", "100")
+    assert status == 0
+    assert "8 blocks of 16" in out
+    status, out, _ = run("plan", "--json", "--model", str(tmp_path), "--num-gpu-blocks-override", "8")
+    plan = json.loads(out)
+    assert (plan["num_blocks"], plan["block_size"], plan["max_model_len"]) == (8, 16, 128)
+    assert run("plan", str(tmp_path / "config.json"))[0] == 2
+
+
+def test_bench_ends_with_exactly_the_promised_keys(run: Run, loaded: dict[str, Any]) -> None:
+    arguments = ["--num-prompts", "3", "--input-len", "20", "--output-len", "5", "--dtype", "float32"]
+    status, out, _ = run("bench", "throughput", "--model", "quire-tiny", *arguments)
+    lines = out.splitlines()
+    result = json.loads(lines[-1])
+    assert status == 0
+    assert list(result) == [
+        "engine", "model", "dtype", "num_prompts", "input_len", "output_len", "elapsed_s", "output_tokens_per_s",
+        "total_tokens_per_s", "load_s", "peak_rss_bytes",
+    ]  # fmt: skip
+    assert (result["engine"], result["model"], result["dtype"]) == ("quire", "quire-tiny", "float32")
+    assert (result["num_prompts"], result["input_len"], result["output_len"]) == (3, 20, 5)
+    assert result["total_tokens_per_s"] == pytest.approx(5 * result["output_tokens_per_s"], rel=0.01)
+    assert result["peak_rss_bytes"] > 10_000_000
+    assert len(lines) == 1 + 2, "one row for each run, then the object"
+    assert loaded["kwargs"]["enable_prefix_caching"] is False
+    assert loaded["llm"].engine.stats().num_generated_tokens == 2 * 3 * 5
+    assert len(run("bench", "throughput", *arguments, "--json", "--runs", "3")[1].splitlines()) == 1
+
+
+def test_bench_takes_the_same_prompts_every_time() -> None:
+    prompts = bench.random_prompts(4, 50, 100)
+    assert prompts == bench.random_prompts(4, 50, 100)
+    assert prompts[0] != prompts[1]
+    assert {len(prompt) for prompt in prompts} == {50}
+    assert all(3 <= token_id < 100 for prompt in prompts for token_id in prompt)
+
+
+def test_bench_refuses_what_it_cannot_measure(run: Run) -> None:
+    status, _, err = run("bench", "throughput", "--input-len", "250", "--output-len", "50")
+    assert status == 2
+    assert "tokens instead of 50" in err
+    assert run("bench", "throughput", "--num-prompts", "0")[0] == 2
+    assert run("bench")[0] == 2
+
+
+def test_demo_shows_texts_speed_and_reuse(run: Run, loaded: dict[str, Any]) -> None:
+    status, out, _ = run("demo", "--max-model-len", "512")
+    assert status == 0
+    assert out.count("> What does ") == out.count("> Summarize ") > 3
+    assert recital(17) in out
+    assert re.search(r"\d+ requests, \d+ prompt tokens and \d+ generated tokens in .* s: \d+ tokens/s", out)
+    hits, queried = map(int, re.search(r"prefix cache: (\d+) of (\d+) prompt tokens reused", out).groups())
+    assert 0 < hits < queried

@@ -1,0 +1,45 @@
+"""The real engine over a model that recites: a door can be tested without weights and without arithmetic."""
+
+from collections.abc import Callable
+
+from quire import LLM, EngineArgs, LLMEngine
+from quire.batch import Batch, StepResult
+from quire.runner.memory_plan import plan_memory
+from quire.tokenizer.tokenizer import Tokenizer
+
+
+class RecitingExecutor:
+    """Each sequence's output is a text that names its prompt's length, then the end-of-sequence token, and so on.
+
+    `before_step` is called with the number of each step, and may raise.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.prompt_lens: dict[int, int] = {}
+        self.num_steps = 0
+        self.before_step: Callable[[int], object] = lambda step: None
+
+    def execute(self, batch: Batch) -> StepResult:
+        self.num_steps += 1
+        self.before_step(self.num_steps)
+        drawing = [sequence for sequence in batch.sequences if sequence.draw is not None]
+        return StepResult(tuple(self._next_token(sequence.seq_id, sequence.end) for sequence in drawing))
+
+    def _next_token(self, seq_id: int, num_tokens: int) -> int:
+        prompt_len = self.prompt_lens.setdefault(seq_id, num_tokens)
+        reply = [*self.tokenizer.encode(recital(prompt_len)), self.tokenizer.eos_token_id]
+        return reply[(num_tokens - prompt_len) % len(reply)]
+
+
+def recital(prompt_len: int) -> str:
+    """What the executor says to a prompt of so many tokens."""
+    return f"I read {prompt_len} tokens 😀."
+
+
+def scripted_llm(**kwargs: object) -> tuple[LLM, RecitingExecutor]:
+    """An LLM with the embedded checkpoint's configuration and tokenizer, and no model."""
+    plan = plan_memory(EngineArgs.from_kwargs(**{"num_gpu_blocks_override": 64, "max_model_len": 256} | kwargs))
+    tokenizer = Tokenizer.from_path(plan.config.model.tokenizer_path)
+    executor = RecitingExecutor(tokenizer)
+    return LLM.from_engine(LLMEngine(plan, executor, tokenizer)), executor

@@ -1,0 +1,55 @@
+"""The public names, and how little it takes to import them."""
+
+import subprocess
+import sys
+
+import pytest
+
+import quire
+
+PUBLIC = {
+    "LLM", "LLMEngine", "EngineArgs", "SamplingParams", "RequestOutput", "CompletionOutput", "RequestMetrics",
+    "EngineStats", "QuireError", "ConfigError", "CheckpointError", "UnsupportedModelError", "TokenizerError",
+    "OutOfMemoryError", "RequestError", "InvalidParamsError", "InvalidPromptError", "PromptTooLongError", "KernelError",
+    "__version__",
+}  # fmt: skip
+
+
+def test_all_is_exactly_what_is_promised() -> None:
+    assert set(quire.__all__) == PUBLIC
+    assert len(quire.__all__) == len(PUBLIC)
+    assert set(quire.__all__) <= set(dir(quire))
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_every_public_name_is_there(name: str) -> None:
+    value = getattr(quire, name)
+    assert name == "__version__" or value.__name__ == name
+
+
+def test_every_error_of_the_tree_is_public() -> None:
+    from quire import errors
+
+    defined = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
+    assert defined == {name for name in PUBLIC if name.endswith("Error")}
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'LLMs'"):
+        _ = quire.LLMs
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import quire",
+        "from quire import QuireError, SamplingParams",
+        "import quire.tokenizer.tokenizer",
+        "from quire.cli import main\ntry: main(['--version'])\nexcept SystemExit: pass",
+        "from quire.cli import main\ntry: main(['generate', '--help'])\nexcept SystemExit: pass",
+    ],
+)
+def test_what_needs_no_tensors_loads_no_torch(code: str) -> None:
+    check = "\nimport sys\nassert not {'torch', 'numpy', 'transformers'} & sys.modules.keys(), sorted(sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code + check], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,236 @@
+"""Conversations written down as transformers writes them; what is broken is refused, and no template runs wild."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.errors import InvalidPromptError, RequestError, TokenizerError
+from quire.tokenizer.tokenizer import Tokenizer
+
+from .made import EMBEDDED
+
+USER = {"role": "user", "content": "What does json.dumps do?"}
+CHAT = [{"role": "system", "content": "Be short. "}, USER, {"role": "assistant", "content": "It writes JSON, and "}]
+TOOLS = [{"type": "function", "function": {"name": "find", "description": 'for <a> & "b"', "parameters": {"é": [1]}}}]
+CHAT_ML = (
+    "{% for m in messages %}\n    {% if m.role != 'none' %}\n<|im_start|>{{ m['role'] + '\\n' + m['content'] }}"
+    "<|im_end|>\n    {% endif %}\n{% endfor %}\n{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TRIMMING = (
+    "{{ bos_token }}{% for message in messages %}{% if loop.first and message.role == 'system' %}[{{ message.content | "
+    "trim }}]{% continue %}{% endif %}{% generation %}{{ loop.index }}/{{ loop.length }}:{{ message.content.strip() }}"
+    "{% endgeneration %}{{ eos_token if not loop.last }}{% endfor %}"
+)
+WITH_TOOLS = (
+    "{%- macro show(tool) -%}{{ tool.function | tojson(indent=2) }}{%- endmacro -%}"
+    "{%- if tools %}{% for tool in tools %}{{ show(tool) }}{% endfor %}{{ tools | tojson }}{% endif -%}"
+    "{%- set ns = namespace(n=0, text='') -%}{%- for m in messages[::-1] -%}{%- set ns.n = ns.n + 1 -%}"
+    "{%- set ns.text = ns.text ~ m.role ~ ns.n ~ '%05d' % ns.n -%}{%- endfor -%}{{ ns.text }}{{ date_string }}"
+    "{{ ['a', 'b'] | join(', ') }}{{ messages[0].content.replace('e', 'E').split(' ')[0] }}{{ 'x' * 3 }}"
+    "{{ messages[-1].content }}."
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_path(EMBEDDED)
+
+
+def folder_with(tmp_path: Path, **config: Any) -> Path:
+    """The embedded tokenizer without its template, and this configuration."""
+    shutil.copy(EMBEDDED / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"} | config))
+    return tmp_path
+
+
+@pytest.mark.parametrize("template", [None, CHAT_ML, TRIMMING, WITH_TOOLS])
+@pytest.mark.parametrize("options", [{"add_generation_prompt": True}, {"continue_final_message": True}])
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_the_same_text_as_transformers(template: str | None, options: dict[str, bool], tools: Any) -> None:
+    import transformers
+
+    options = {"add_generation_prompt": False, "continue_final_message": False} | options
+    given = {"chat_template": template, "tools": tools, "date_string": "26 Jul 2024", **options}
+    theirs = transformers.AutoTokenizer.from_pretrained(EMBEDDED, bos_token="<|endoftext|>")
+    ours = Tokenizer.from_path(EMBEDDED)
+    ours.special_tokens = {**ours.special_tokens, "bos_token": "<|endoftext|>"}
+    assert ours.apply_chat_template(CHAT, **given) == theirs.apply_chat_template(CHAT, tokenize=False, **given)
+
+
+def test_the_embedded_template_and_its_tokens(tokenizer: Tokenizer) -> None:
+    text = tokenizer.apply_chat_template([USER])
+    assert text == "<|im_start|>user\nWhat does json.dumps do?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.encode(text, add_special_tokens=False)[0] == 1
+
+
+def test_the_caller_keeps_its_messages(tokenizer: Tokenizer) -> None:
+    messages = [dict(message) for message in CHAT]
+    tokenizer.apply_chat_template(messages, add_generation_prompt=False, continue_final_message=True)
+    assert messages == CHAT
+
+
+def test_text_parts_are_joined(tokenizer: Tokenizer) -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert "one\ntwo" in tokenizer.apply_chat_template([{"role": "user", "content": parts}])
+
+
+def test_the_date_can_be_had(tokenizer: Tokenizer) -> None:
+    assert tokenizer.apply_chat_template([USER], chat_template="{{ strftime_now('%Y') }}").isdigit()
+
+
+@pytest.mark.parametrize(
+    ("config", "files", "expected"),
+    [
+        ({"chat_template": "config"}, {}, "config"),
+        ({"chat_template": "config"}, {"chat_template.jinja": "file"}, "file"),
+        ({"chat_template": [{"name": "default", "template": "listed"}]}, {}, "listed"),
+        ({"chat_template": [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]}, {}, "ab"),
+        ({}, {"chat_template.jinja": "a", "additional_chat_templates/tool_use.jinja": "b"}, "ab"),
+    ],
+)
+def test_where_templates_are_found(tmp_path: Path, config: Any, files: dict[str, str], expected: str) -> None:
+    folder_with(tmp_path, **config)
+    (tmp_path / "additional_chat_templates").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    tokenizer = Tokenizer.from_path(tmp_path)
+    texts = [tokenizer.apply_chat_template([USER]), tokenizer.apply_chat_template([USER], tools=TOOLS)]
+    assert texts == list(expected) if expected == "ab" else [expected] * 2
+
+
+def test_a_missing_template_says_what_there_is(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    bare = Tokenizer.from_path(folder_with(tmp_path))
+    assert not bare.has_chat_template
+    with pytest.raises(TokenizerError, match="has no chat template; give a template's text"):
+        bare.apply_chat_template([USER])
+    with pytest.raises(TokenizerError, match="has only these chat templates: default"):
+        tokenizer.apply_chat_template([USER], chat_template="tool_use")
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "at least one"),
+        ("hello", "list of messages"),
+        (USER, "list of messages"),
+        ([USER, "hello"], r"messages\[1\] must be a dict"),
+        ([{"content": "x"}], r"messages\[0\] must be a dict with a 'role'"),
+        ([{"role": 3, "content": "x"}], r"messages\[0\] must be a dict with a 'role'"),
+        ([{"role": "user", "content": 3}], "'content' must be text or a list of text parts, not int"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "only text parts"),
+        ([{"role": "user", "content": "x", "extra": object()}], "holds a object: only what JSON can hold"),
+    ],
+)
+def test_malformed_messages_are_refused(tokenizer: Tokenizer, messages: Any, message: str) -> None:
+    with pytest.raises(InvalidPromptError, match=message):
+        tokenizer.apply_chat_template(messages)
+
+
+@pytest.mark.parametrize("tools", ["find", [3], {"name": "find"}])
+def test_malformed_tools_are_refused(tokenizer: Tokenizer, tools: Any) -> None:
+    with pytest.raises(InvalidPromptError, match="JSON schema"):
+        tokenizer.apply_chat_template([USER], tools=tools)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "refuses these messages: roles must alternate"),
+        ("{{ nothing.here }}", "'nothing' is undefined"),
+        ("{{ messages[0].content + 3 }}", "fails on these messages: TypeError"),
+        ("{{ 1 // 0 }}", "ZeroDivisionError"),
+        ("{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}", "RecursionError"),
+    ],
+)
+def test_what_a_template_refuses_is_a_wrong_request(tokenizer: Tokenizer, template: str, message: str) -> None:
+    with pytest.raises(InvalidPromptError, match=message):
+        tokenizer.apply_chat_template([USER], chat_template=template)
+
+
+def test_contradictory_endings_are_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidPromptError, match="set one of them to False"):
+        tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, continue_final_message=True)
+    with pytest.raises(InvalidPromptError, match="leaves the final message out"):
+        tokenizer.apply_chat_template(
+            CHAT, add_generation_prompt=False, continue_final_message=True, chat_template="{{ messages[0].role }}"
+        )
+
+
+@pytest.mark.parametrize(
+    "template", ["{% if %}", "{% for m in messages %}", "{{ 'a' | nonsense }}", "{% for a in b %}" * 99]
+)
+def test_a_broken_template_is_the_checkpoints_fault(tokenizer: Tokenizer, template: str) -> None:
+    with pytest.raises((TokenizerError, InvalidPromptError)):
+        tokenizer.apply_chat_template([USER], chat_template=template)
+
+
+GROW = "{% set ns = namespace(x='ab') %}{% for i in range(64) %}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
+        "{% for i in range(100001) %}{% endfor %}",
+        "{% macro f(n) %}{% for i in range(9) if n %}{{ f(n - 1) }}{% endfor %}{% endmacro %}{{ f(50) }}",
+        "{% for x in range(99999) recursive %}{{ loop(range(99999)) }}{% endfor %}",
+        "{% for i in range(100000) %}" + "much text " * 1000 + "{% endfor %}",
+        GROW + "{% set ns.x = ns.x + ns.x %}{% endfor %}",
+        GROW + "{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+        GROW + "{% set ns.x = '%s%s' % (ns.x, ns.x) %}{% endfor %}",
+        GROW + "{% set ns.x = [ns.x, ns.x] | join %}{% endfor %}",
+        GROW + "{% set ns.x = ns.x.join(['', '', '', '']) %}{% endfor %}",
+        GROW + "{% set ns.x = ns.x.replace('a', ns.x) %}{% endfor %}",
+        GROW + "{% set ns.x = ns.x | replace('a', ns.x) %}{% endfor %}",
+        GROW + "{% set ns.x %}{{ ns.x }}{{ ns.x }}{% endset %}{% endfor %}",
+        "{% macro f(x) %}{{ x }}{{ x }}{% endmacro %}" + GROW + "{% set ns.x = f(ns.x) %}{% endfor %}",
+        "{{ 'x' * 10 ** 10 }}",
+        "{{ ([1] * 10 ** 9) | length }}",
+        "{{ 10 ** (10 ** 10) }}",
+        "{{ 'a'.ljust(10 ** 10) }}",
+        "{{ 'a'.center(10 ** 10) }}",
+        "{{ '%10000000000d' % 1 }}",
+        "{{ '%*d' % (10000000000, 1) }}",
+        "{{ '{:10000000000}'.format(1) }}",
+        "{{ '{:{}}'.format(1, 10 ** 10) }}",
+        "{{ 'a\na' | indent(10 ** 10) }}",
+        "{{ [1] | tojson(indent=10 ** 10) }}",
+        "{{ 'a' | center(10 ** 10) }}",
+    ],
+)
+def test_no_template_runs_or_grows_without_end(tokenizer: Tokenizer, template: str) -> None:
+    with pytest.raises((TokenizerError, RequestError)):
+        tokenizer.apply_chat_template([USER], chat_template=template)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ ''.__class__.__base__.__subclasses__() }}",
+        "{{ namespace.__init__.__globals__ }}",
+        "{{ raise_exception.__globals__ }}",
+        "{% set _ = messages.append(1) %}{{ messages | length }}",
+        "{% set _ = messages[0].update(role='x') %}{{ messages[0].role }}",
+        "{{ '{0.__class__}'.format(messages) }}",
+        "{{ messages | attr('__class__') }}",
+    ],
+)
+def test_no_template_gets_out_of_the_sandbox(tokenizer: Tokenizer, template: str) -> None:
+    try:
+        outcome = tokenizer.apply_chat_template([USER], chat_template=template)
+    except TokenizerError as error:
+        outcome = str(error)
+    assert outcome == "" or "not safe to run" in outcome
+
+
+def test_ordinary_numbers_and_long_conversations_pass(tokenizer: Tokenizer) -> None:
+    content = "call 0123456789 or 20240726, 100%"
+    template = "{{ messages[0].content.strip() }} {{ '%d' % 123456 }} {{ '{}'.format(7654321) }} {{ 10 ** 6 * 3 }}"
+    expected = f"{content} 123456 7654321 3000000"
+    assert tokenizer.apply_chat_template([{"role": "user", "content": content}], chat_template=template) == expected
+    long = [{"role": "user", "content": "word " * 200}] * 2000
+    assert len(tokenizer.apply_chat_template(long)) > 2_000_000

@@ -1,0 +1,166 @@
+"""Tokenizers read from folders as checkpoints have them, compared with transformers; damaged ones are refused."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.errors import InvalidPromptError, TokenizerError
+from quire.tokenizer.tokenizer import Tokenizer
+
+from .made import EMBEDDED, write_byte_level_bpe
+
+TEXTS = ["Hello world", " leading and trailing ", "naïve café 😀", "x</s>y", "", "line\n\n  indented\ttab"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the embedded tokenizer, to change."""
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(EMBEDDED / name, tmp_path / name)
+    return tmp_path
+
+
+def change(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values) if path.exists() else json.dumps(values))
+
+
+def same_as_transformers(folder: Path, tokenizer_class: str = "AutoTokenizer") -> None:
+    import transformers
+
+    theirs = getattr(transformers, tokenizer_class).from_pretrained(folder)
+    ours = Tokenizer.from_path(folder)
+    for text in TEXTS:
+        for special in (True, False):
+            token_ids = ours.encode(text, add_special_tokens=special)
+            assert token_ids == theirs.encode(text, add_special_tokens=special)
+            assert ours.decode(token_ids, special) == theirs.decode(token_ids, skip_special_tokens=special)
+    assert (ours.bos_token_id, ours.eos_token_id) == (theirs.bos_token_id, theirs.eos_token_id)
+    assert (ours.pad_token_id, ours.vocab_size) == (theirs.pad_token_id, len(theirs))
+
+
+def test_tokenizer_json(folder: Path) -> None:
+    same_as_transformers(folder)
+
+
+@pytest.mark.parametrize("add_bos", [True, False])
+def test_vocab_and_merges(tmp_path: Path, add_bos: bool) -> None:
+    write_byte_level_bpe(tmp_path, add_bos_token=add_bos)
+    same_as_transformers(tmp_path, "GPT2Tokenizer")
+    tokenizer = Tokenizer.from_path(tmp_path)
+    assert tokenizer.encode("Hi")[0] == tokenizer.bos_token_id or not add_bos
+    assert tokenizer.decode(tokenizer.encode("Hi")) == "Hi"
+
+
+def test_tokenizer_json_outranks_add_bos_token(folder: Path) -> None:
+    change(folder / "tokenizer_config.json", bos_token="<|endoftext|>", add_bos_token=True, add_eos_token=True)
+    same_as_transformers(folder)
+
+
+def test_truncation_and_padding_in_tokenizer_json_are_left_out(folder: Path) -> None:
+    plain = Tokenizer.from_path(folder).encode("one two three")
+    change(
+        folder / "tokenizer.json",
+        truncation={"max_length": 2, "strategy": "LongestFirst", "stride": 0, "direction": "Right"},
+        padding={
+            "strategy": {"Fixed": 9},
+            "direction": "Right",
+            "pad_to_multiple_of": None,
+            "pad_id": 0,
+            "pad_type_id": 0,
+            "pad_token": "<|endoftext|>",
+        },
+    )
+    assert Tokenizer.from_path(folder).encode("one two three") == plain
+
+
+def test_added_tokens_of_the_config_get_their_ids(folder: Path) -> None:
+    change(
+        folder / "tokenizer_config.json",
+        added_tokens_decoder={"8192": {"content": "<tool>", "special": True}, "8193": {"content": "<note>"}},
+    )
+    tokenizer = Tokenizer.from_path(folder)
+    assert tokenizer.encode("<tool><note>") == [8192, 8193]
+    assert tokenizer.decode([8192, 8193]) == "<note>"
+    assert tokenizer.vocab_size == 8194
+
+
+@pytest.mark.parametrize(
+    ("listed", "message"),
+    [
+        ({"9000": {"content": "<tool>"}}, "should have id 9000"),
+        ({"5": {"content": "<|im_end|>"}}, "should have id 5"),
+        ({"8192": {"content": 3}}, "has no text"),
+    ],
+)
+def test_added_tokens_that_contradict_the_vocabulary_are_refused(folder: Path, listed: Any, message: str) -> None:
+    change(folder / "tokenizer_config.json", added_tokens_decoder=listed)
+    with pytest.raises(TokenizerError, match=message):
+        Tokenizer.from_path(folder)
+
+
+def test_special_tokens_of_the_map_are_skipped_in_text(tmp_path: Path) -> None:
+    write_byte_level_bpe(tmp_path)
+    tokenizer = Tokenizer.from_path(tmp_path)
+    ids = [*tokenizer.encode("yes"), tokenizer.eos_token_id or -1, tokenizer.pad_token_id or -1]
+    assert tokenizer.decode(ids) == "yes"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "yes</s><pad>"
+
+
+def test_ids_without_a_token_stand_for_nothing() -> None:
+    tokenizer = Tokenizer.from_path(EMBEDDED)
+    ids = tokenizer.encode("padded")
+    assert tokenizer.decode([*ids, tokenizer.vocab_size, tokenizer.vocab_size + 50]) == "padded"
+
+
+def test_text_that_is_no_unicode_is_a_wrong_request() -> None:
+    with pytest.raises(InvalidPromptError, match="no Unicode string"):
+        Tokenizer.from_path(EMBEDDED).encode("half a pair: \ud83d")
+
+
+def write(name: str, text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(text)
+
+
+def remove(name: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (remove("tokenizer.json"), r"has no tokenizer: looked for tokenizer\.json, and for vocab\.json"),
+        (write("tokenizer.json", '{"version": "1.0", "mod'), r"tokenizer\.json cannot be read \(half-written\?\)"),
+        (write("tokenizer_config.json", "[]"), r"tokenizer_config\.json holds a JSON list"),
+        (write("tokenizer_config.json", '{"a'), r"tokenizer_config\.json is not valid JSON"),
+        (write("tokenizer_config.json", '{"chat_template": 5}'), "'chat_template' in .* must be a string"),
+        (write("tokenizer_config.json", '{"chat_template": [{"name": "default"}]}'), "'chat_template' in"),
+        (lambda folder: (folder / "chat_template.jinja").write_bytes(b"\xff"), r"chat_template\.jinja cannot be read"),
+    ],
+)
+def test_damaged_files_are_named(folder: Path, damage: Callable[[Path], object], message: str) -> None:
+    damage(folder)
+    with pytest.raises(TokenizerError, match=message):
+        Tokenizer.from_path(folder)
+
+
+def test_a_sentencepiece_model_alone_is_named_as_unsupported(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x0b")
+    with pytest.raises(TokenizerError, match=r"tokenizer\.model .SentencePiece alone. is not supported"):
+        Tokenizer.from_path(tmp_path)
+
+
+def test_a_special_token_outside_the_vocabulary_cannot_be_added_to_texts(tmp_path: Path) -> None:
+    write_byte_level_bpe(tmp_path, add_bos_token=True, bos_token="<none>")
+    with pytest.raises(TokenizerError, match="'<none>' is to be added"):
+        Tokenizer.from_path(tmp_path)
+
+
+def test_broken_merges_are_refused(tmp_path: Path) -> None:
+    write_byte_level_bpe(tmp_path)
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nonly-one-part\n")
+    with pytest.raises(TokenizerError, match="half-written"):
+        Tokenizer.from_path(tmp_path)
