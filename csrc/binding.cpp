@@ -13,7 +13,7 @@ NB_MODULE(_native, module) {
   });
   module.def("use_isa", [](const std::string& name) { return use_isa(name.c_str()); });
   module.def(
-      "read_memory", [](Address data, int64_t bytes) { return kernels().probe.read_memory(pointer(data), bytes); },
+      "read_memory", [](Address data, int64_t bytes) { kernels().probe.read_memory(pointer(data), bytes); },
       Unlocked());
   module.def(
       "multiply_in_registers",

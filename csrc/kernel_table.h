@@ -59,7 +59,7 @@ struct MatmulTable {
 };
 
 struct ProbeTable {
-  float (*read_memory)(const void* data, int64_t bytes);
+  void (*read_memory)(const void* data, int64_t bytes);
   int64_t (*multiply_in_registers[kNumDTypes])(int64_t rounds);
 };
 

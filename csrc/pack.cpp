@@ -32,7 +32,8 @@ void ask_for_large_pages([[maybe_unused]] char* begin, [[maybe_unused]] int64_t 
 // Units [begin, end) of up to 32 rows -> their place in a panel. The last unit may be half a one.
 void pack_block(const char* rows, int64_t row_stride, int64_t num_rows, int64_t row_bytes, int64_t begin, int64_t end,
                 char* panel) {
-  constexpr int64_t kLineUnits = 64 / kUnitBytes;  // a cache line of each row at a time: rows may share the cache's sets
+  constexpr int64_t kLineUnits =
+      64 / kUnitBytes;  // a cache line of each row at a time: rows may share the cache's sets
   if (num_rows < kPanelColumns) std::memset(panel + begin * kUnitRowBytes, 0, size_t((end - begin) * kUnitRowBytes));
   const int64_t whole_end = std::min(end, row_bytes / kUnitBytes);
   for (int64_t line = begin; line < whole_end; line += kLineUnits) {

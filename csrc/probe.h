@@ -7,24 +7,22 @@
 
 namespace quire::QUIRE_ISA {
 
-// Reads all of [data, data + bytes) once, on all threads, and returns something that depends on it.
-static float read_memory(const void* data, int64_t bytes) {
+// Reads all of [data, data + bytes) once, on all threads.
+static void read_memory(const void* data, int64_t bytes) {
   constexpr int64_t kChunkFloats = 64 * 1024;
   const int64_t count = bytes / int64_t(sizeof(float));
-  float totals[64] = {};
-  auto task = [&](int64_t index, int thread) {
+  auto task = [&](int64_t index, int) {
     const float* from = static_cast<const float*>(data) + index * kChunkFloats;
     const int64_t size = count - index * kChunkFloats < kChunkFloats ? count - index * kChunkFloats : kChunkFloats;
     f32 sum[4] = {set1(0), set1(0), set1(0), set1(0)};
     for (int64_t i = 0; i + 4 * W <= size; i += 4 * W) {
+      QUIRE_UNROLL
       for (int j = 0; j < 4; ++j) sum[j] = sum[j] + load(from + i + j * W);
     }
-    totals[thread % 64] += reduce_add(sum[0] + sum[1] + (sum[2] + sum[3]));
+    QUIRE_UNROLL
+    for (int j = 0; j < 4; ++j) keep_in_register(sum[j]);
   };
   parallel_for((count + kChunkFloats - 1) / kChunkFloats, task);
-  float total = 0;
-  for (float each : totals) total += each;
-  return total;
 }
 
 // Runs `rounds` rounds of independent multiply-adds in registers on every thread; returns how many floating-point

@@ -1,14 +1,15 @@
-"""Speed of the matrix multiply against what this machine can do at best: one JSON line per shape.
+"""Speed of the kernels against what this machine can do at best: one JSON line per kernel and shape.
 
-Few rows are limited by reading the weights from memory, many by the multiply-adds the registers can do. Both limits are
-measured between the repetitions, since on a shared machine they move. The best repetition counts, on both sides.
+A product of few rows is limited by reading the weights from memory, one of many by the multiply-adds the registers can
+do; the kernels that work on each row alone move bytes. Both limits are measured between the repetitions, since on a
+shared machine they move. The best repetition counts, on both sides.
 """
 
 import argparse
 import itertools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -28,37 +29,66 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def bench_shape(n: int, k: int, rows: int, dtype: torch.dtype, budget_s: float) -> dict[str, object]:
-    """Time one product for budget_s, on copies of the weight taken in turn so that each comes from memory."""
-    native, threads, code = backend.native, kernels.num_threads(), backend.DTYPE_CODES[dtype]
-    weight = (torch.randn(n, k) / k**0.5).to(dtype)
-    copies = [kernels.pack_weight(weight) for _ in range(1 + COLD_BYTES // weight.nbytes)]
-    x, memory = torch.randn(rows, k).to(dtype), torch.ones(COLD_BYTES // 4)
-    flops_per_round = native.multiply_in_registers(code, 1) * threads
-    product_s = read_s = peak_s = float("inf")
+def measure(
+    calls: list[Callable[[], object]], num_bytes: int, flops: int, dtype: torch.dtype, budget_s: float
+) -> dict[str, object]:
+    """Time the calls in turn for budget_s; each reads and writes num_bytes and does `flops` operations."""
+    native, code = backend.native, backend.DTYPE_CODES[dtype]
+    memory = torch.ones(COLD_BYTES // 4)
+    flops_of_peak = native.multiply_in_registers(code, 1) * kernels.num_threads() * PEAK_ROUNDS
+    call_s = read_s = peak_s = float("inf")
     end = time.perf_counter() + budget_s
-    for repeat, packed in enumerate(itertools.cycle(copies)):
-        product_s = min(product_s, seconds(lambda packed=packed: kernels.matmul(x, packed)))  # type: ignore[misc]
+    for repeat, call in enumerate(itertools.cycle(calls)):
+        call_s = min(call_s, seconds(call))
         if repeat % 8 == 0:
             read_s = min(read_s, seconds(lambda: native.read_memory(memory.data_ptr(), memory.nbytes)))
             peak_s = min(peak_s, seconds(lambda: native.multiply_in_registers(code, PEAK_ROUNDS)))
         if time.perf_counter() > end and repeat > 0:
             break
-    bandwidth, flops = weight.nbytes / product_s, 2 * rows * n * k / product_s
     return {
-        "kernel": "matmul",
         "isa": kernels.isa(),
-        "threads": threads,
+        "threads": kernels.num_threads(),
         "dtype": str(dtype).removeprefix("torch."),
-        "rows": rows,
-        "n": n,
-        "k": k,
-        "us": round(product_s * 1e6, 1),
-        "weight_gb_per_s": round(bandwidth / 1e9, 1),
-        "of_read_bandwidth": round(bandwidth * read_s / memory.nbytes, 3),
-        "gflop_per_s": round(flops / 1e9, 1),
-        "of_peak_flops": round(flops * peak_s / (flops_per_round * PEAK_ROUNDS), 3),
+        "us": round(call_s * 1e6, 1),
+        "gb_per_s": round(num_bytes / call_s / 1e9, 1),
+        "of_read_bandwidth": round(num_bytes / call_s * read_s / memory.nbytes, 3),
+        "gflop_per_s": round(flops / call_s / 1e9, 1),
+        "of_peak_flops": round(flops / call_s * peak_s / flops_of_peak, 3),
     }
+
+
+def bench_matmul(n: int, k: int, rows: int, dtype: torch.dtype, budget_s: float) -> dict[str, object]:
+    """One product, on copies of the weight taken in turn so that each comes from memory; bytes are the weight's."""
+    weight = (torch.randn(n, k) / k**0.5).to(dtype)
+    x = torch.randn(rows, k).to(dtype)
+
+    def product() -> Callable[[], object]:
+        packed = kernels.pack_weight(weight)
+        return lambda: kernels.matmul(x, packed)
+
+    copies = [product() for _ in range(1 + COLD_BYTES // weight.nbytes)]
+    result = measure(copies, weight.nbytes, 2 * rows * n * k, dtype, budget_s)
+    return {"kernel": "matmul", "rows": rows, "n": n, "k": k} | result
+
+
+def bench_row_kernels(rows: int, width: int, dtype: torch.dtype, budget_s: float) -> Iterator[dict[str, object]]:
+    """Each kernel that works on rows alone; bytes are those of all tensors it reads and writes."""
+    x, residual = torch.randn(2, rows, width).to(dtype)
+    weight, bias = torch.ones(width), torch.zeros(width)
+    heads, positions, cos_sin = x.view(rows, -1, 64), torch.arange(rows), torch.randn(rows, 64)
+    calls: dict[str, tuple[Callable[[], object], float]] = {  # and how many times the bytes of x it moves
+        "rms_norm": (lambda: kernels.rms_norm(x, weight, 1e-6), 2),
+        "add_rms_norm": (lambda: kernels.add_rms_norm(x, residual, weight, 1e-6), 4),
+        "layer_norm": (lambda: kernels.layer_norm(x, weight, bias, 1e-6), 2),
+        "add_layer_norm": (lambda: kernels.add_layer_norm(x, residual, weight, bias, 1e-6), 4),
+        "gelu": (lambda: kernels.activation(x, "gelu"), 2),
+        "gated silu": (lambda: kernels.gated_activation(x, "silu"), 1.5),
+        "rotary_embedding": (lambda: kernels.rotary_embedding(heads, positions, cos_sin), 2),
+    }
+    for name, (call, times) in calls.items():
+        result = measure([call], int(times * x.nbytes), 0, dtype, budget_s)
+        del result["gflop_per_s"], result["of_peak_flops"]
+        yield {"kernel": name, "rows": rows, "width": width} | result
 
 
 def main() -> None:
@@ -67,14 +97,18 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     parser.add_argument("--threads", type=int, default=kernels.num_threads())
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
-    parser.add_argument("--seconds", type=float, default=3.0, help="time for each shape and number of rows")
+    parser.add_argument("--seconds", type=float, default=3.0, help="time for each line")
     args = parser.parse_args()
     if backend.native is None:
         parser.error("there are no native kernels to measure")
     kernels.set_num_threads(args.threads)
     torch.set_num_threads(1)
+    dtype = getattr(torch, args.dtype)
     for (n, k), rows in itertools.product(SHAPES, args.rows):
-        print(json.dumps(bench_shape(n, k, rows, getattr(torch, args.dtype), args.seconds)), flush=True)
+        print(json.dumps(bench_matmul(n, k, rows, dtype, args.seconds)), flush=True)
+    for rows in args.rows:
+        for line in bench_row_kernels(rows, 4096, dtype, args.seconds):
+            print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,6 @@ python=${PYTHON:-python3}
 build=${BUILD_DIR:-$root/build/inplace}
 generator=()
 if command -v ninja >/dev/null; then generator=(-G Ninja); fi
-cmake -S "$root" -B "$build" "${generator[@]}" -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$(command -v "$python")" \
-    -DQUIRE_WERROR=ON -DCMAKE_LIBRARY_OUTPUT_DIRECTORY="$root/src/quire" "$@" >/dev/null
+cmake -S "$root" -B "$build" "${generator[@]}" -DCMAKE_BUILD_TYPE=Release \
+    -DPython_EXECUTABLE="$(command -v "$python")" -DQUIRE_WERROR=ON -DCMAKE_LIBRARY_OUTPUT_DIRECTORY="$root/src/quire" "$@" >/dev/null
 cmake --build "$build" --parallel "${JOBS:-2}"
