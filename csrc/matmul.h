@@ -17,6 +17,8 @@ constexpr int64_t kVectorsPerPanel = kPanelColumns / W;
 // The largest tile of accumulators, kTileRows x kTileVectors, fills the registers; fewer rows take more columns.
 #if defined(QUIRE_SIMD_AVX512)
 constexpr int kTileRows = 12, kTileVectors = 2, kMaxVectors = 8;
+#elif defined(__aarch64__)
+constexpr int kTileRows = 5, kTileVectors = 4, kMaxVectors = 4;
 #else
 constexpr int kTileRows = 4, kTileVectors = 2, kMaxVectors = 4;
 #endif
@@ -134,8 +136,11 @@ constexpr int tile_vectors(int rows) {
   return vectors;
 }
 
-template <typename T, int R>
-QUIRE_INLINE RunTile tile_function(int64_t vectors) {
+template <typename T, int R = 1>
+static RunTile tile_function(int64_t rows, int64_t vectors) {
+  if constexpr (R < kTileRows) {
+    if (rows > R) return tile_function<T, R + 1>(rows, vectors);
+  }
   if constexpr (tile_vectors(R) >= 8) {
     if (vectors >= 8) return run_tile<T, R, 8>;
   }
@@ -143,38 +148,6 @@ QUIRE_INLINE RunTile tile_function(int64_t vectors) {
     if (vectors >= 4) return run_tile<T, R, 4>;
   }
   return run_tile<T, R, 2>;
-}
-
-template <typename T>
-static RunTile tile_function(int64_t rows, int64_t vectors) {
-  switch (rows) {
-    case 1:
-      return tile_function<T, 1>(vectors);
-    case 2:
-      return tile_function<T, 2>(vectors);
-    case 3:
-      return tile_function<T, 3>(vectors);
-#if defined(QUIRE_SIMD_AVX512)
-    case 5:
-      return tile_function<T, 5>(vectors);
-    case 6:
-      return tile_function<T, 6>(vectors);
-    case 7:
-      return tile_function<T, 7>(vectors);
-    case 8:
-      return tile_function<T, 8>(vectors);
-    case 9:
-      return tile_function<T, 9>(vectors);
-    case 10:
-      return tile_function<T, 10>(vectors);
-    case 11:
-      return tile_function<T, 11>(vectors);
-    case 12:
-      return tile_function<T, 12>(vectors);
-#endif
-    default:
-      return tile_function<T, 4>(vectors);
-  }
 }
 
 QUIRE_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }

@@ -32,15 +32,17 @@ void ask_for_large_pages([[maybe_unused]] char* begin, [[maybe_unused]] int64_t 
 // Units [begin, end) of up to 32 rows -> their place in a panel. The last unit may be half a one.
 void pack_block(const char* rows, int64_t row_stride, int64_t num_rows, int64_t row_bytes, int64_t begin, int64_t end,
                 char* panel) {
+  constexpr int64_t kLineUnits = 64 / kUnitBytes;  // a cache line of each row at a time: rows may share the cache's sets
+  if (num_rows < kPanelColumns) std::memset(panel + begin * kUnitRowBytes, 0, size_t((end - begin) * kUnitRowBytes));
   const int64_t whole_end = std::min(end, row_bytes / kUnitBytes);
-  for (int64_t unit = begin; unit < whole_end; ++unit) {
-    char* to = panel + unit * kUnitRowBytes;
-    const char* from = rows + unit * kUnitBytes;
-    if (num_rows == kPanelColumns) {
-      for (int64_t j = 0; j < kPanelColumns; ++j) std::memcpy(to + j * kUnitBytes, from + j * row_stride, kUnitBytes);
-    } else {
-      std::memset(to, 0, kUnitRowBytes);
-      for (int64_t j = 0; j < num_rows; ++j) std::memcpy(to + j * kUnitBytes, from + j * row_stride, kUnitBytes);
+  for (int64_t line = begin; line < whole_end; line += kLineUnits) {
+    const int64_t count = std::min(kLineUnits, whole_end - line);
+    for (int64_t j = 0; j < num_rows; ++j) {
+      const char* from = rows + j * row_stride + line * kUnitBytes;
+      char* to = panel + line * kUnitRowBytes + j * kUnitBytes;
+      for (int64_t unit = 0; unit < count; ++unit) {
+        std::memcpy(to + unit * kUnitRowBytes, from + unit * kUnitBytes, kUnitBytes);
+      }
     }
   }
   if (whole_end == end) return;

@@ -36,7 +36,7 @@
 //   load, load_n(p, n)                     from float* or bf16*; _n: the first n <= W lanes, the rest 0
 //   store, store_n(p, v, n)                to float* or bf16* (to nearest even, NaN stays NaN)
 //   load_pairs(p), set1_pair(p)            W pairs; one pair in all lanes
-//   set1, fma(a, b, c) = a * b + c         (the portable variant rounds twice)
+//   set1, fma(a, b, c) = a * b + c         (the portable variant rounds twice, except on arm64)
 //   dot2(acc, a, b)                        acc + a.lower * b.lower + a.upper * b.upper per lane
 //   keep_in_register(v)                    hides v from the optimiser, for benchmarks
 //   max, select(mask, a, b), reduce_add, reduce_max    max(a, b) is b if either is NaN; reductions are fixed trees

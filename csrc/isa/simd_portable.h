@@ -1,6 +1,10 @@
 // 128-bit vectors in the compilers' portable vector syntax: baseline x86-64, arm64 and whatever else they compile for.
 #pragma once
 
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
 namespace quire::QUIRE_ISA {
 
 constexpr int W = 4;
@@ -55,7 +59,11 @@ QUIRE_INLINE void store_n(bf16* p, f32 v, int64_t n) {
   for (int64_t i = 0; i < n; ++i) p[i].bits = bits[i];
 }
 
+#if defined(__aarch64__)
+QUIRE_INLINE f32 fma(f32 a, f32 b, f32 c) { return vfmaq_f32(c, a, b); }
+#else
 QUIRE_INLINE f32 fma(f32 a, f32 b, f32 c) { return a * b + c; }
+#endif
 QUIRE_INLINE f32 max(f32 a, f32 b) { return select(a > b, a, b); }
 
 QUIRE_INLINE float reduce_add(f32 v) { return (v[0] + v[2]) + (v[1] + v[3]); }
