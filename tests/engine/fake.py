@@ -5,7 +5,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from quire.batch import Batch, Draw, StepResult
+from quire.batch import Batch, Draw, ScheduledSequence, StepResult
 from quire.config.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from quire.config.scheduler import SchedulerConfig
 from quire.engine.commit import Committer
@@ -18,13 +18,18 @@ VOCAB_SIZE = 50
 SPEC = KVCacheSpec(num_kv_heads=1, head_dim=2, dtype="float32")
 
 
-def next_token(history: list[int]) -> int:
-    """What the fake model answers."""
-    return blake2b(np.array(history, np.int64).tobytes(), digest_size=4).digest()[0] % VOCAB_SIZE
+def state_after(previous: int, token_id: int) -> int:
+    """What the fake model keeps of a token: like real keys and values it depends on all tokens before it."""
+    return int.from_bytes(blake2b(np.array([previous, token_id], np.int64).tobytes(), digest_size=7).digest(), "little")
+
+
+def next_token(states: list[int]) -> int:
+    """What the fake model answers to a history."""
+    return blake2b(np.array(states, np.int64).tobytes(), digest_size=4).digest()[0] % VOCAB_SIZE
 
 
 class FakeExecutor:
-    """Keeps each token's id in its slot, in every group: a wrong table, lost copy or stale block changes the answer."""
+    """Keeps each token's state in its slot, in every group: a wrong table or a lost copy changes the answer."""
 
     def __init__(self, config: KVCacheConfig) -> None:
         self.config = config
@@ -38,6 +43,19 @@ class FakeExecutor:
             self.fail_next = False
             raise RuntimeError("planted failure")
         self.batches.append(batch)
+        self._move_blocks(batch)
+        tokens = []
+        for scheduled in batch.sequences:
+            groups = [
+                self._write(slots, scheduled, table)
+                for slots, table in zip(self.slots, scheduled.block_tables, strict=True)
+            ]
+            assert all(states == groups[0] for states in groups)
+            if scheduled.draw is not None:
+                tokens.append(next_token(groups[0]))
+        return StepResult(tuple(tokens))
+
+    def _move_blocks(self, batch: Batch) -> None:
         for device, host in batch.swap_out:
             self.host_slots[:, host] = self.slots[:, device]
         for host, device in batch.swap_in:
@@ -45,19 +63,16 @@ class FakeExecutor:
         for copy in batch.copies:
             slots = self.slots[copy.group]
             slots[copy.dst_block, : copy.num_slots] = slots[copy.src_block, : copy.num_slots]
-        tokens = []
-        for scheduled in batch.sequences:
-            positions = np.arange(scheduled.end)
-            histories = []
-            for slots, table in zip(self.slots, scheduled.block_tables, strict=True):
-                blocks = table[positions // self.config.block_size]
-                offsets = positions % self.config.block_size
-                slots[blocks[scheduled.start :], offsets[scheduled.start :]] = scheduled.token_ids
-                histories.append(slots[blocks, offsets].tolist())
-            assert all(history == histories[0] for history in histories)
-            if scheduled.draw is not None:
-                tokens.append(next_token(histories[0]))
-        return StepResult(tuple(tokens))
+
+    def _write(self, slots: np.ndarray, scheduled: ScheduledSequence, table: np.ndarray) -> list[int]:
+        """Compute the states of the scheduled tokens from the one before them; returns all states of the sequence."""
+        positions = np.arange(scheduled.end)
+        blocks, offsets = table[positions // self.config.block_size], positions % self.config.block_size
+        state = int(slots[blocks[scheduled.start - 1], offsets[scheduled.start - 1]]) if scheduled.start else 0
+        for position, token_id in enumerate(scheduled.token_ids, start=scheduled.start):
+            state = state_after(state, token_id)
+            slots[blocks[position], offsets[position]] = state
+        return slots[blocks, offsets].tolist()
 
 
 class Harness:
@@ -132,7 +147,11 @@ class Harness:
 
 def expected_output(prompt: list[int], max_tokens: int) -> list[int]:
     """The solo run, without any engine."""
-    history = list(prompt)
+    states: list[int] = []
+    output: list[int] = []
+    for token_id in prompt:
+        states.append(state_after(states[-1] if states else 0, token_id))
     for _ in range(max_tokens):
-        history.append(next_token(history))
-    return history[len(prompt) :]
+        output.append(next_token(states))
+        states.append(state_after(states[-1], output[-1]))
+    return output

@@ -14,6 +14,7 @@ _COMMANDS = {
     "chat": "talk with a model",
     "plan": "show how the memory would be used, without reading weights",
     "bench": "measure how fast a model runs on this machine",
+    "simulate": "replay a trace through the scheduler, without a model",
     "demo": "run a batch of prompts on the embedded checkpoint",
 }
 _EXIT_WRONG = 2
