@@ -47,7 +47,7 @@ def test_every_schedule_gives_the_same_outputs(seed):
 def test_one_seed_is_one_run_to_the_byte(capsys):
     printed = []
     for seed in (1, 1, 2):
-        assert main(["simulate", "--seed", str(seed), "--num-requests", "100", "--json"]) == 0
+        assert main(["simulate", "--seed", str(seed), "--requests", "100", "--json"]) == 0
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1] != printed[2]
     assert json.loads(printed[0])["requests"] == 100
@@ -104,9 +104,7 @@ def test_a_request_that_never_fits_is_counted_and_the_others_run():
     assert (figures["requests"], figures["ignored"]) == (2, 1)
 
 
-@pytest.mark.parametrize(
-    "flag", ["--num-requests", "--block-size", "--num-blocks", "--max-num-seqs", "--requests-per-s"]
-)
+@pytest.mark.parametrize("flag", ["--requests", "--block-size", "--num-blocks", "--max-num-seqs", "--requests-per-s"])
 def test_sizes_of_zero_are_refused(flag, capsys):
     assert main(["simulate", flag, "0"]) == 2
     assert capsys.readouterr().err.startswith("quire: ")

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the synthetic trace (default: 0)")
     for flag, default, text in (
-        ("--num-requests", 1000, "requests of the synthetic trace"),
+        ("--requests", 1000, "requests of the synthetic trace"),
         ("--num-blocks", 4096, "KV cache blocks"),
         ("--block-size", 16, "token slots per block"),
         ("--max-num-seqs", 256, "sequences that run at once, at most"),
@@ -47,9 +47,9 @@ def run(options: argparse.Namespace) -> int:
     from quire.simulate.simulator import Simulator
     from quire.simulate.trace import read_trace, synthetic_trace
 
-    if options.num_requests < 1 or options.requests_per_s <= 0 or options.num_host_blocks < 0 or options.block_size < 1:
+    if options.requests < 1 or options.requests_per_s <= 0 or options.num_host_blocks < 0 or options.block_size < 1:
         raise ConfigError(
-            "--num-requests, --requests-per-s and --block-size must be positive, --num-host-blocks not less than 0"
+            "--requests, --requests-per-s and --block-size must be positive, --num-host-blocks not less than 0"
         )
     spec = KVCacheSpec(num_kv_heads=1, head_dim=2, dtype="float32")
     cache = kv_cache_config(
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     simulator.run(
         read_trace(options.trace)
         if options.trace is not None
-        else synthetic_trace(options.seed, options.num_requests, requests_per_s=options.requests_per_s)
+        else synthetic_trace(options.seed, options.requests, requests_per_s=options.requests_per_s)
     )
     _print(report(simulator), options.json)
     return 0
