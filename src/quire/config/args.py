@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,12 +88,17 @@ class EngineArgs:
                 num_blocks_override=self.num_gpu_blocks_override,
                 memory_utilization=self.gpu_memory_utilization,
                 enable_prefix_caching=self.enable_prefix_caching,
-                swap_bytes=int(self.swap_space * 1024**3),
+                swap_bytes=self._swap_bytes(),
             ),
             scheduler=SchedulerConfig(self.max_num_seqs, self.max_num_batched_tokens, self.preemption_mode),
             parallel=ParallelConfig(self.num_threads, self.tensor_parallel_size),
             seed=self.seed,
         )
+
+    def _swap_bytes(self) -> int:
+        if not (math.isfinite(self.swap_space) and self.swap_space >= 0):
+            raise ConfigError(f"swap_space={self.swap_space}: must be a number of GiB, 0 or more")
+        return int(self.swap_space * 1024**3)
 
     @property
     def fits_model_len(self) -> bool:

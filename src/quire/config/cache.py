@@ -24,8 +24,6 @@ class CacheConfig:
     """share of blocks kept free when new requests are admitted, so that running ones can grow"""
 
     def __post_init__(self) -> None:
-        if self.swap_bytes < 0:
-            raise ConfigError(f"swap_space={self.swap_bytes / 1024**3:g}: must be 0 or more GiB")
         if not 1 <= self.block_size <= 1024:
             raise ConfigError(f"block_size={self.block_size}: must be from 1 to 1024 tokens")
         if not 0 < self.memory_utilization <= 1:
