@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstdio>
 #include <cstdlib>
 #include <mutex>
 #include <thread>
@@ -165,7 +166,11 @@ void* thread_scratch(int thread, int64_t bytes) {
   if (scratch.bytes < bytes) {
     std::free(scratch.memory);
     scratch.memory = std::aligned_alloc(64, size_t(bytes + 63) / 64 * 64);
-    scratch.bytes = scratch.memory == nullptr ? 0 : bytes;
+    if (scratch.memory == nullptr) {  // a task cannot fail alone, and going on would write to address 0
+      std::fprintf(stderr, "quire: no memory for %lld bytes of a thread's scratch\n", static_cast<long long>(bytes));
+      std::abort();
+    }
+    scratch.bytes = bytes;
   }
   return scratch.memory;
 }
