@@ -82,6 +82,19 @@ def test_a_sequence_that_ends_before_its_copy_is_done_lets_the_source_go():
     assert manager.num_used_blocks == 0
 
 
+def test_tokens_whose_copy_is_not_done_yet_are_offered_to_nobody():
+    """A step failed before the copy ran, and the request is preempted."""
+    manager = make_manager(12)
+    run(manager, 0, [1, 2, 3, 4, 5, 6])
+    source = manager.block_tables(0)[0][1]
+    assert manager.allocate(1, [1, 2, 3, 4, 5, 6, 7]) == 6
+    manager.publish_tail(1, [1, 2, 3, 4, 5, 6, 7], 6)
+    manager.free(1)
+    assert manager.allocate(2, [1, 2, 3, 4, 5, 6, 8]) == 6
+    assert [copy.src_block for copy in manager.copies(2)] == [source]
+    manager.check_integrity()
+
+
 def test_no_tail_is_copied_where_its_source_is_the_last_block_to_spare():
     manager = make_manager(2)
     run(manager, 0, [1, 2, 3, 4, 5, 6])

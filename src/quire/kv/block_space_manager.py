@@ -203,6 +203,8 @@ class BlockSpaceManager:
     def publish_tail(self, seq_id: int, token_ids: Sequence[int], num_computed_tokens: int) -> None:
         """Let others copy out of the last, partly full block, as far as it is computed."""
         blocks = self._sequences[seq_id]
+        if blocks.copies:  # a step failed: what was to be copied into it is not there
+            return
         tokens = token_ids[blocks.num_published * self.block_size : num_computed_tokens]
         if self.prefix_cache is not None and tokens:
             self._publish_block(seq_id, blocks, blocks.num_published, tokens, token_ids)
