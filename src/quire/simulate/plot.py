@@ -10,7 +10,7 @@ from quire.simulate.record import Moment
 SUFFIXES = (".png", ".svg")
 MAX_POINTS = 800
 _BLUE, _PALE, _ORANGE, _RED, _GREY = "#2b6cb0", "#bcd7f0", "#dd8a21", "#b83280", "#6b7280"
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "axes.edgecolor": _GREY,
     "axes.spines.right": False,
     "axes.spines.top": False,

@@ -92,6 +92,6 @@ def _check_place(request: TraceRequest, latest: float, sessions: set[int]) -> No
         return
     if request.session in sessions and request.prefix_len:
         raise ConfigError(
-            f"prefix_len={request.prefix_len}: session {request.session} has begun; only its first turn can have a prefix"
+            f"prefix_len={request.prefix_len}: only the first turn of session {request.session} can have a prefix"
         )
     sessions.add(request.session)

@@ -49,8 +49,8 @@ def mixed_trace(seed: int, num_requests: int | None = None, requests_per_s: floa
         arrival_s += rng.expovariate(requests_per_s)
         prompt_len = 1 + int(min(rng.lognormvariate(4.8, 0.8), 1500))
         output_len = 1 + int(min(rng.lognormvariate(3.8, 0.7), 400))
-        prefix = {"prefix_group": rng.randrange(20), "prefix_len": min(128, prompt_len)} if rng.random() < 0.5 else {}
-        yield TraceRequest(round(arrival_s, 6), prompt_len, output_len, **prefix)
+        group, prefix_len = (rng.randrange(20), min(128, prompt_len)) if rng.random() < 0.5 else (None, 0)
+        yield TraceRequest(round(arrival_s, 6), prompt_len, output_len, group, prefix_len)
 
 
 def dataset_trace(
@@ -65,9 +65,7 @@ def dataset_trace(
     arrival_s = 0.0
     for _ in range(num_requests or NUM_REQUESTS):
         arrival_s += rng.expovariate(requests_per_s)
-        yield TraceRequest(
-            round(arrival_s, 6), _length(rng, mean_prompt_len, 0.9), _length(rng, mean_output_len, 0.7)
-        )
+        yield TraceRequest(round(arrival_s, 6), _length(rng, mean_prompt_len, 0.9), _length(rng, mean_output_len, 0.7))
 
 
 def chat_trace(
@@ -82,14 +80,15 @@ def chat_trace(
     for user in range(users):
         arrival_s += rng.expovariate(users_per_s)
         for turn in range(turns):
-            first = {"prefix_group": 0, "prefix_len": system_len} if turn == 0 and system_len else {}
+            prefix_len = system_len if turn == 0 else 0
             yield TraceRequest(
                 round(arrival_s, 6),
-                _length(rng, 40, 0.6) + first.get("prefix_len", 0),
+                prefix_len + _length(rng, 40, 0.6),
                 _length(rng, 120, 0.7),
+                prefix_group=0 if prefix_len else None,
+                prefix_len=prefix_len,
                 session=user,
                 think_s=round(rng.expovariate(0.2), 3) if turn else 0.0,
-                **first,
             )
 
 
