@@ -63,7 +63,16 @@ def test_arrivals_out_of_order_and_missing_files_are_refused(tmp_path):
 
 
 def test_every_field_is_read(tmp_path):
-    line = {**GOOD, "prefix_group": 3, "prefix_len": 4, "tenant": "a", "priority": -2, "n": 4, "session": 1, "think_s": 2}
+    line = {
+        **GOOD,
+        "prefix_group": 3,
+        "prefix_len": 4,
+        "tenant": "a",
+        "priority": -2,
+        "n": 4,
+        "session": 1,
+        "think_s": 2,
+    }
     (request,) = read_trace(write(tmp_path / "trace.jsonl", line))
     assert request == TraceRequest(0, 5, 1, 3, 4, "a", -2, 4, 1, 1, 2)
 
@@ -77,7 +86,9 @@ def test_prompts_of_one_group_begin_alike_and_others_do_not():
     assert prompt(0, 1, 30)[:30] != prompt(0, 32_001, 30)[:30]
 
 
-@pytest.mark.parametrize(("shape", "prompt_len", "output_len"), [("alpaca", 19.31, 58.45), ("sharegpt", 161.31, 337.99)])
+@pytest.mark.parametrize(
+    ("shape", "prompt_len", "output_len"), [("alpaca", 19.31, 58.45), ("sharegpt", 161.31, 337.99)]
+)
 def test_lengths_have_the_means_of_the_paper(shape, prompt_len, output_len):
     trace = list(synthetic_trace(1, 20_000, shape=shape))
     assert mean(request.prompt_len for request in trace) == pytest.approx(prompt_len, rel=0.04)

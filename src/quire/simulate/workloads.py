@@ -44,13 +44,11 @@ def synthetic_trace(
 def mixed_trace(seed: int, num_requests: int | None = None, requests_per_s: float = 5.0) -> Iterator[TraceRequest]:
     """Poisson arrivals, log-normal lengths around 160 tokens in and 60 out; half share one of 20 prefixes."""
     rng = random.Random(f"trace {seed}")
-    arrival_s = 0.0
-    for _ in range(num_requests or NUM_REQUESTS):
-        arrival_s += rng.expovariate(requests_per_s)
+    for arrival_s in _arrivals(rng, num_requests or NUM_REQUESTS, requests_per_s):
         prompt_len = 1 + int(min(rng.lognormvariate(4.8, 0.8), 1500))
         output_len = 1 + int(min(rng.lognormvariate(3.8, 0.7), 400))
         group, prefix_len = (rng.randrange(20), min(128, prompt_len)) if rng.random() < 0.5 else (None, 0)
-        yield TraceRequest(round(arrival_s, 6), prompt_len, output_len, group, prefix_len)
+        yield TraceRequest(arrival_s, prompt_len, output_len, group, prefix_len)
 
 
 def dataset_trace(
@@ -62,10 +60,8 @@ def dataset_trace(
 ) -> Iterator[TraceRequest]:
     """Poisson arrivals, unrelated prompts, log-normal lengths with the means given."""
     rng = random.Random(f"dataset {seed}")
-    arrival_s = 0.0
-    for _ in range(num_requests or NUM_REQUESTS):
-        arrival_s += rng.expovariate(requests_per_s)
-        yield TraceRequest(round(arrival_s, 6), _length(rng, mean_prompt_len, 0.9), _length(rng, mean_output_len, 0.7))
+    for arrival_s in _arrivals(rng, num_requests or NUM_REQUESTS, requests_per_s):
+        yield TraceRequest(arrival_s, _length(rng, mean_prompt_len, 0.9), _length(rng, mean_output_len, 0.7))
 
 
 def chat_trace(
@@ -76,13 +72,11 @@ def chat_trace(
     Users come in a Poisson stream and take about 5 s to type.
     """
     rng = random.Random(f"chat {seed}")
-    arrival_s = 0.0
-    for user in range(users):
-        arrival_s += rng.expovariate(users_per_s)
+    for user, arrival_s in enumerate(_arrivals(rng, users, users_per_s)):
         for turn in range(turns):
             prefix_len = system_len if turn == 0 else 0
             yield TraceRequest(
-                round(arrival_s, 6),
+                arrival_s,
                 prefix_len + _length(rng, 40, 0.6),
                 _length(rng, 120, 0.7),
                 prefix_group=0 if prefix_len else None,
@@ -100,6 +94,14 @@ def tenants_trace(
     names = ["flood", *(f"steady-{i}" for i in range(1, tenants))]
     for request in mixed_trace(seed, num_requests, requests_per_s * (flood + tenants - 1)):
         yield replace(request, tenant=rng.choices(names, [flood] + [1.0] * (tenants - 1))[0])
+
+
+def _arrivals(rng: random.Random, num: int, per_s: float) -> Iterator[float]:
+    """A Poisson stream."""
+    arrival_s = 0.0
+    for _ in range(num):
+        arrival_s += rng.expovariate(per_s)
+        yield round(arrival_s, 6)
 
 
 def _length(rng: random.Random, mean: float, sigma: float) -> int:
