@@ -28,7 +28,9 @@ _SYNTHETIC = ("requests", "shape", "requests_per_s", "n", "beam_width")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     trace = parser.add_argument_group("trace")
-    trace.add_argument("--trace", type=Path, metavar="FILE", help="replay this JSONL file; without it, a synthetic trace")
+    trace.add_argument(
+        "--trace", type=Path, metavar="FILE", help="replay this JSONL file; without it, a synthetic trace"
+    )
     trace.add_argument("--seed", type=int, default=0, metavar="S", help="of the synthetic trace (default: 0)")
     trace.add_argument("--shape", metavar="NAME", help="mixed, alpaca, sharegpt, chat or tenants (default: mixed)")
     trace.add_argument(
@@ -51,7 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     limits.add_argument(
         "--preemption-mode", metavar="MODE", help="swap or recompute (default: swap while there is room)"
     )
-    limits.add_argument("--policy", default="fcfs", metavar="NAME", help="fcfs, priority, fair or prefix (default: fcfs)")
+    limits.add_argument(
+        "--policy", default="fcfs", metavar="NAME", help="fcfs, priority, fair or prefix (default: fcfs)"
+    )
     limits.add_argument("--tenant-weights", metavar="A=2,B=1", help="shares under the policy fair (default: 1 each)")
     limits.add_argument("--target-step-ms", type=float, metavar="MS", help="shorten prefill chunks to hold this")
     limits.add_argument("--no-prefix-caching", action="store_true", help="never reuse a prefix")
@@ -83,7 +87,9 @@ def _trace(options: argparse.Namespace) -> Iterator[TraceRequest]:
     if options.trace is not None:
         if given:
             flag = "--" + next(iter(given)).replace("_", "-")
-            raise ConfigError(f"{flag} shapes the synthetic trace and has no effect on --trace {options.trace}; drop one")
+            raise ConfigError(
+                f"{flag} shapes the synthetic trace and has no effect on --trace {options.trace}; drop one"
+            )
         return read_trace(options.trace)
     return synthetic_trace(options.seed, given.pop("requests", None), **given)
 
