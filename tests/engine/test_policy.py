@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.config.scheduler import POLICIES, SchedulerConfig
 from quire.engine import policy as policy_module
-from quire.engine.policy import POLICIES, make_policy
+from quire.engine.policy import make_policy
 from quire.engine.sequence import SequenceStatus
 from quire.errors import ConfigError
 
@@ -36,8 +37,7 @@ class FakeGroup:
 
 
 def make(name, **fields):
-    defaults = {"priority_aging_s": 10.0, "tenant_weights": {}, "prefix_max_delay_s": 2.0}
-    return make_policy(SimpleNamespace(policy=name, **(defaults | fields)), lambda group: group.hit)
+    return make_policy(SchedulerConfig(8, 8, policy=name, **fields), lambda group: group.hit)
 
 
 def filled(policy, groups):
