@@ -9,8 +9,8 @@ import quire
 
 PUBLIC = {
     "LLM", "LLMEngine", "EngineArgs", "SamplingParams", "RequestOutput", "CompletionOutput", "RequestMetrics",
-    "EngineStats", "PinnedPrefix", "QuireError", "ConfigError", "CheckpointError", "UnsupportedModelError", "TokenizerError",
-    "OutOfMemoryError", "RequestError", "InvalidParamsError", "InvalidPromptError", "PromptTooLongError", "KernelError",
+    "EngineStats", "PinnedPrefix", "QuireError", "ConfigError", "CheckpointError", "UnsupportedModelError",
+    "TokenizerError", "OutOfMemoryError", "RequestError", "InvalidParamsError", "InvalidPromptError", "PromptTooLongError", "KernelError",
     "__version__",
 }  # fmt: skip
 
