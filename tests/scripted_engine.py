@@ -23,7 +23,7 @@ class RecitingExecutor:
     def execute(self, batch: Batch) -> StepResult:
         self.num_steps += 1
         self.before_step(self.num_steps)
-        drawing = [sequence for sequence in batch.sequences if sequence.draw is not None]
+        drawing = [sequence for sequence in batch.sequences if sequence.draws]
         return StepResult(tuple(self._next_token(sequence.seq_id, sequence.end) for sequence in drawing))
 
     def _next_token(self, seq_id: int, num_tokens: int) -> int:

@@ -9,9 +9,9 @@ import quire
 
 PUBLIC = {
     "LLM", "LLMEngine", "EngineArgs", "SamplingParams", "RequestOutput", "CompletionOutput", "RequestMetrics",
-    "EngineStats", "QuireError", "ConfigError", "CheckpointError", "UnsupportedModelError", "TokenizerError",
-    "OutOfMemoryError", "RequestError", "InvalidParamsError", "InvalidPromptError", "PromptTooLongError", "KernelError",
-    "__version__",
+    "EngineStats", "PinnedPrefix", "QuireError", "ConfigError", "CheckpointError", "UnsupportedModelError",
+    "TokenizerError", "OutOfMemoryError", "RequestError", "InvalidParamsError", "InvalidPromptError",
+    "PromptTooLongError", "KernelError", "__version__",
 }  # fmt: skip
 
 

@@ -43,7 +43,7 @@ def test_perplexity_on_source_code(name: str) -> None:
     model = load_model(config)
     kv_cache = kv_cache_config(model.kv_cache_specs(config), BLOCK_SIZE, num_blocks=len(token_ids) // BLOCK_SIZE)
     table = np.arange(kv_cache.num_blocks, dtype=np.int32)
-    whole_text = ScheduledSequence(0, tuple(data["token_ids"]), start=0, block_tables=(table,), draw=None)
+    whole_text = ScheduledSequence(0, tuple(data["token_ids"]), start=0, block_tables=(table,), draws=())
     with torch.inference_mode():
         hidden = model(build_tensors([whole_text], BLOCK_SIZE), CacheEngine(kv_cache).layers)
         logits = model.compute_logits(hidden[:-1])

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         TokenizerError,
         UnsupportedModelError,
     )
+    from quire.kv.pins import PinnedPrefix
     from quire.llm import LLM
     from quire.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
     from quire.params import SamplingParams
@@ -42,6 +43,7 @@ __all__ = [
     "KernelError",
     "LLMEngine",
     "OutOfMemoryError",
+    "PinnedPrefix",
     "PromptTooLongError",
     "QuireError",
     "RequestError",
@@ -58,6 +60,7 @@ _HOMES = {
     "LLMEngine": "quire.engine.llm_engine",
     "EngineArgs": "quire.config.args",
     "SamplingParams": "quire.params",
+    "PinnedPrefix": "quire.kv.pins",
     **dict.fromkeys(("CompletionOutput", "EngineStats", "RequestMetrics", "RequestOutput"), "quire.outputs"),
     **{name: "quire.errors" for name in __all__ if name.endswith("Error")},
 }

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -32,11 +33,12 @@ class Draw:
     top_p: float
     random_key: bytes
     """with the position, it determines the random number; nothing else does"""
+    index: int = 0
+    """of the sample in its request"""
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
-    """One sequence's share of a step."""
+class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
+    """One sequence's share of a step. A struct, since hundreds are made in every step."""
 
     seq_id: int
     token_ids: tuple[int, ...]
@@ -45,8 +47,8 @@ class ScheduledSequence:
     """position of the first of them: tokens computed before this step"""
     block_tables: tuple[BlockIds, ...]
     """one per KV cache group; they cover `end` tokens"""
-    draw: Draw | None
-    """None where tokens are left after these: no logits are wanted yet"""
+    draws: tuple[Draw, ...]
+    """a token is drawn with each: several where a prompt forks into samples, none where tokens are left after these"""
 
     @property
     def end(self) -> int:
@@ -67,7 +69,7 @@ class Batch:
     copies: tuple[SlotCopy, ...] = ()
     """copy-on-write and reused parts of blocks, before the forward pass"""
     ignored: tuple[str, ...] = ()
-    """request ids that turned out never to fit; they are out of every queue"""
+    """request ids that turned out not to fit, now or ever; they have finished and are out of every queue"""
 
     @property
     def num_tokens(self) -> int:
@@ -77,6 +79,6 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the executor brings back: a token for each scheduled sequence that has a draw, in their order."""
+    """What the executor brings back: a token for each draw, in the order of the scheduled sequences."""
 
     token_ids: tuple[int, ...]

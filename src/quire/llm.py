@@ -14,6 +14,7 @@ from tqdm import tqdm
 from quire.config.args import EngineArgs
 from quire.engine.llm_engine import LLMEngine, Prompt
 from quire.errors import InvalidParamsError, InvalidPromptError, RequestError
+from quire.kv.pins import PinnedPrefix
 from quire.log import logger
 from quire.outputs import CompletionOutput, EngineStats, RequestOutput
 from quire.params import SamplingParams
@@ -105,6 +106,19 @@ class LLM:
         text = tokenizer.apply_chat_template(messages, **template_arguments)
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
+    def pin_prefix(self, prompt: Prompt) -> PinnedPrefix:
+        """Compute a prompt if need be and keep its KV cache blocks, whatever else is needed, until `unpin_prefix`.
+
+        Raises RequestError for a prompt that is wrong, or that takes more blocks than `pinned_fraction` leaves.
+        """
+        self.engine.check_pin(prompt)
+        self.generate(prompt, SamplingParams(temperature=0, max_tokens=1, detokenize=False), use_tqdm=False)
+        return self.engine.pin_prefix(prompt)
+
+    def unpin_prefix(self, pin: PinnedPrefix) -> None:
+        """Let a pinned prefix be evicted like any other. Raises RequestError if it is not pinned any more."""
+        self.engine.unpin_prefix(pin)
+
     def get_tokenizer(self) -> Tokenizer:
         """The checkpoint's tokenizer."""
         return self.engine.tokenizer
@@ -160,9 +174,10 @@ class LLM:
         done = [output for output in outputs if output is not None]
         for i, output in enumerate(done):
             if output.error is not None:
-                if alone:
+                ignored = output.outputs[0].finish_reason == "ignored"
+                if alone and ignored:
                     raise RequestError(output.error)
-                logger.warning("prompt %d was not run: %s", i, output.error)
+                logger.warning("prompt %d %s: %s", i, "was not run" if ignored else "was cut short", output.error)
         return done
 
 

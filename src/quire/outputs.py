@@ -69,9 +69,12 @@ class EngineStats:
     num_swapped_blocks: int
     """blocks copied to the host tier or back"""
     num_prefix_queried_tokens: int
-    """prompt tokens looked up in the prefix cache"""
+    """prompt tokens looked up in the prefix cache: all but the last of each prompt, which is always computed"""
     num_prefix_hit_tokens: int
     """of those, found"""
+    num_pinned_blocks: int
+    prefix_cache: dict[str, int]
+    """tokens queried, hit (by where), missed (by why), evicted and spilled; see docs/kv-cache.md"""
 
     @property
     def kv_cache_usage(self) -> float:

@@ -9,6 +9,9 @@ from quire.errors import InvalidParamsError
 
 MAX_STOP_STRINGS = 64
 MAX_SEED = 2**63 - 1
+MAX_SAMPLES = 1024
+MAX_PRIORITY = 2**31
+MAX_TENANT_LEN = 256
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,6 +20,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     Checked when made: a value out of range raises InvalidParamsError, which names the field, the value and the range.
     """
 
+    n: int = 1
+    """samples of the answer; they share the prompt's blocks"""
     temperature: float = 1.0
     """0 takes the likeliest token (greedy); larger is more random"""
     top_p: float = 1.0
@@ -38,8 +43,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """leave special tokens out of the text (they stay in token_ids)"""
     detokenize: bool = True
     """make text; without it only token ids come out and stop strings are not allowed"""
+    priority: int = 0
+    """smaller runs first, with the scheduling policy `priority`"""
+    tenant: str = ""
+    """whose request it is, for the scheduling policy `fair`"""
 
     def __post_init__(self) -> None:
+        _check_int("n", self.n, 1, MAX_SAMPLES, f"1 to {MAX_SAMPLES}")
+        _check_int("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY, "a 32-bit integer")
+        if not isinstance(self.tenant, str) or len(self.tenant) > MAX_TENANT_LEN:
+            raise InvalidParamsError(f"tenant must be a string of at most {MAX_TENANT_LEN} characters")
         _check_number("temperature", self.temperature, 0.0, math.inf, "0 for greedy, or a positive number")
         _check_number("top_p", self.top_p, 0.0, 1.0, "more than 0 and at most 1", lowest_excluded=True)
         _check_int("top_k", self.top_k, -1, None, "-1 or 0 for all tokens, or a count")

@@ -1,6 +1,8 @@
 """A fake model behind the executor: the next token is a hash of the whole history, read through the blocks."""
 
 from collections.abc import Collection
+from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from hashlib import blake2b
 
 import numpy as np
@@ -12,6 +14,7 @@ from quire.engine.commit import Committer
 from quire.engine.scheduler import Scheduler
 from quire.engine.sequence import Sequence, SequenceGroup
 from quire.kv.block_space_manager import BlockSpaceManager
+from quire.kv.content_hash import NO_KEY, ContentKey
 from quire.params import SamplingParams
 
 VOCAB_SIZE = 50
@@ -23,9 +26,10 @@ def state_after(previous: int, token_id: int) -> int:
     return int.from_bytes(blake2b(np.array([previous, token_id], np.int64).tobytes(), digest_size=7).digest(), "little")
 
 
-def next_token(states: list[int]) -> int:
-    """What the fake model answers to a history."""
-    return blake2b(np.array(states, np.int64).tobytes(), digest_size=4).digest()[0] % VOCAB_SIZE
+def next_token(states: list[int], windows: SequenceOf[int | None] = (None,), sample: int = 0) -> int:
+    """What the fake model answers to a history, as far as each group's window shows it."""
+    seen = [state for window in windows for state in (states if window is None else states[-window:])]
+    return blake2b(np.array([sample, *seen], np.int64).tobytes(), digest_size=4).digest()[0] % VOCAB_SIZE
 
 
 class FakeExecutor:
@@ -33,6 +37,7 @@ class FakeExecutor:
 
     def __init__(self, config: KVCacheConfig) -> None:
         self.config = config
+        self.windows = [group.spec.sliding_window for group in config.groups]
         self.slots = np.full((len(config.groups), config.num_blocks, config.block_size), -1)
         self.host_slots = np.full((len(config.groups), config.num_host_blocks, config.block_size), -1)
         self.fail_next = False
@@ -50,9 +55,13 @@ class FakeExecutor:
                 self._write(slots, scheduled, table)
                 for slots, table in zip(self.slots, scheduled.block_tables, strict=True)
             ]
-            assert all(states == groups[0] for states in groups)
-            if scheduled.draw is not None:
-                tokens.append(next_token(groups[0]))
+            seen = [
+                states if window is None else states[-window:]
+                for states, window in zip(groups, self.windows, strict=True)
+            ]
+            assert all(states == seen[0][-len(states) :] for states in seen if len(states) <= len(seen[0]))
+            flat = [state for states in seen for state in states]
+            tokens += [next_token(flat, (None,), draw.index) for draw in scheduled.draws]
         return StepResult(tuple(tokens))
 
     def _move_blocks(self, batch: Batch) -> None:
@@ -92,23 +101,29 @@ class Harness:
         num_host_blocks: int = 0,
         preemption_mode: str | None = None,
         failing_steps: Collection[int] = (),
+        windows: SequenceOf[int | None] | None = None,
+        pinned_fraction: float = 0.5,
+        **scheduling: object,
     ) -> None:
-        groups = tuple(KVCacheGroup((layer,), SPEC) for layer in range(num_groups))
-        config = KVCacheConfig(block_size, num_blocks, 1, groups, num_host_blocks)
+        self.windows = tuple(windows or (None,) * num_groups)
+        groups = tuple(KVCacheGroup((i,), replace(SPEC, sliding_window=w)) for i, w in enumerate(self.windows))
+        config = KVCacheConfig(block_size, num_blocks, 1, groups, num_host_blocks, max_num_batched_tokens)
         self.executor = FakeExecutor(config)
-        self.blocks = BlockSpaceManager(config, enable_prefix_caching=caching, watermark=watermark)
-        self.scheduler = Scheduler(SchedulerConfig(max_num_seqs, max_num_batched_tokens, preemption_mode), self.blocks)
+        self.blocks = BlockSpaceManager(
+            config, enable_prefix_caching=caching, watermark=watermark, pinned_fraction=pinned_fraction
+        )
+        settings = SchedulerConfig(max_num_seqs, max_num_batched_tokens, preemption_mode, **scheduling)
+        self.scheduler = Scheduler(settings, self.blocks, clock=lambda: float(self.scheduler.num_steps))
         self.committer = Committer(self.scheduler, max_model_len=config.max_tokens, eos_token_ids=eos)
         self.failing_steps = failing_steps
-        self.owners: dict[int, tuple[SequenceGroup, Sequence]] = {}
         self.groups: list[SequenceGroup] = []
 
-    def add(self, prompt: list[int], max_tokens: int = 8, **params: object) -> SequenceGroup:
-        seq = Sequence(len(self.groups), prompt, 0, Draw(0.0, 0, 1.0, b""), None)
+    def add(self, prompt: list[int], max_tokens: int = 8, key: ContentKey = NO_KEY, **params: object) -> SequenceGroup:
         settings = SamplingParams(temperature=0, max_tokens=max_tokens, detokenize=False, **params)
-        group = SequenceGroup(str(len(self.groups)), None, [seq], settings, 0.0)
+        draws = tuple(Draw(0.0, 0, 1.0, b"", index) for index in range(settings.n))
+        seq = Sequence(self.scheduler.new_seq_id(), prompt, draws)
+        group = SequenceGroup(str(len(self.groups)), None, seq, settings, float(self.scheduler.num_steps), key)
         self.groups.append(group)
-        self.owners[seq.seq_id] = (group, seq)
         self.scheduler.add(group)
         return group
 
@@ -121,7 +136,7 @@ class Harness:
         except RuntimeError:
             self.scheduler.revert()
             raise
-        self.committer.commit(batch, result, self.owners)
+        self.committer.commit(batch, result)
         self.blocks.check_integrity()
         return batch
 
@@ -140,18 +155,27 @@ class Harness:
         assert self.blocks.host.num_free_blocks == self.blocks.host.num_blocks
 
     @staticmethod
-    def output(group: SequenceGroup) -> list[int]:
-        (seq,) = group.seqs
+    def output(group: SequenceGroup, sample: int = 0) -> list[int]:
+        seq = group.seqs[sample]
         return seq.token_ids[seq.num_prompt_tokens :]
 
+    def check_output(self, group: SequenceGroup) -> None:
+        """Every sample is what the request alone would have given."""
+        prompt = group.seqs[0].token_ids[: group.seqs[0].num_prompt_tokens]
+        for sample in range(group.params.n):
+            expected = expected_output(prompt, group.params.max_tokens, self.windows, sample)
+            assert self.output(group, sample) == expected
 
-def expected_output(prompt: list[int], max_tokens: int) -> list[int]:
+
+def expected_output(
+    prompt: list[int], max_tokens: int, windows: SequenceOf[int | None] = (None,), sample: int = 0
+) -> list[int]:
     """The solo run, without any engine."""
     states: list[int] = []
     output: list[int] = []
     for token_id in prompt:
         states.append(state_after(states[-1] if states else 0, token_id))
     for _ in range(max_tokens):
-        output.append(next_token(states))
+        output.append(next_token(states, windows, sample))
         states.append(state_after(states[-1], output[-1]))
     return output

@@ -88,9 +88,22 @@ def _int_or_text(value: str) -> int | str:
     return int(value) if value.isdecimal() else value
 
 
+def tenant_weights(value: str) -> dict[str, float]:
+    """`a=2,b=0.5` as a mapping; a command-line error for anything else."""
+    weights = {}
+    for item in value.split(","):
+        name, _, weight = item.rpartition("=")
+        try:
+            weights[name] = float(weight)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{value!r}: write name=weight, several with commas: a=2,b=0.5") from error
+    return weights
+
+
 _TYPES: dict[frozenset[str], Any] = {
     frozenset(["int"]): int,
     frozenset(["float"]): float,
     frozenset(["str"]): str,
     frozenset(["int", "str"]): _int_or_text,
+    frozenset(["Mapping[str, float]"]): tenant_weights,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,11 +49,23 @@ class EngineArgs:
     )
     num_gpu_blocks_override: int | None = _arg(None, "this many KV cache blocks, whatever the memory")
     gpu_memory_utilization: float = _arg(0.9, "share of the machine's memory the engine may take in all")
-    swap_space: float = _arg(0.0, "GiB of memory that preempted requests are swapped out to")
-    preemption_mode: str | None = _arg(None, "swap or recompute; none: swap while swap_space has room")
+    swap_space: float = _arg(0.0, "GiB of memory for the host tier: swapped-out requests, spilled cached blocks")
+    preemption_mode: str | None = _arg(None, "swap or recompute; none: what is estimated to cost less")
     enable_prefix_caching: bool = _arg(True, "reuse the KV cache of equal prompt prefixes")
+    pinned_fraction: float = _arg(0.25, "share of the KV cache blocks that pinned prefixes may take")
     max_num_seqs: int = _arg(256, "sequences that run at once, at most")
     max_num_batched_tokens: int = _arg(2048, "tokens computed in one step, at most")
+    target_step_ms: float | None = _arg(
+        None, "prompts are computed in chunks so small that a step takes about this long"
+    )
+    scheduling_policy: str = _arg(
+        "fcfs", "who starts next: fcfs, priority, fair (between tenants) or prefix (longest hit)"
+    )
+    priority_aging_s: float = _arg(10.0, "policy priority: seconds of waiting that count as much as one level")
+    tenant_weights: Mapping[str, float] | None = _arg(
+        None, "policy fair: shares of tenants, as in a=2,b=0.5; 1 if not named"
+    )
+    prefix_max_delay_s: float = _arg(2.0, "policy prefix: seconds that others may be preferred")
     tensor_parallel_size: int = _arg(1, "only 1 so far")
     num_threads: int | None = _arg(None, "threads; none: what the CPU set and quota allow")
     seed: int = _arg(0, "seed that requests without one draw theirs from")
@@ -89,8 +102,18 @@ class EngineArgs:
                 memory_utilization=self.gpu_memory_utilization,
                 enable_prefix_caching=self.enable_prefix_caching,
                 swap_bytes=self._swap_bytes(),
+                pinned_fraction=self.pinned_fraction,
             ),
-            scheduler=SchedulerConfig(self.max_num_seqs, self.max_num_batched_tokens, self.preemption_mode),
+            scheduler=SchedulerConfig(
+                self.max_num_seqs,
+                self.max_num_batched_tokens,
+                self.preemption_mode,
+                policy=self.scheduling_policy,
+                priority_aging_s=self.priority_aging_s,
+                tenant_weights=self.tenant_weights or {},
+                prefix_max_delay_s=self.prefix_max_delay_s,
+                target_step_ms=self.target_step_ms,
+            ),
             parallel=ParallelConfig(self.num_threads, self.tensor_parallel_size),
             seed=self.seed,
         )
@@ -122,7 +145,7 @@ def _check_types(args: EngineArgs) -> None:
     """Refuse values of a wrong type by name, before something deep inside trips over them."""
     for f in dataclasses.fields(args):
         value = getattr(args, f.name)
-        allowed = str(f.type).split(" | ")
+        allowed = str(f.type).replace("Mapping[str, float]", "dict").split(" | ")
         kind = "None" if value is None else type(value).__name__
         if kind not in allowed and not (kind == "int" and "float" in allowed):
             raise ConfigError(f"{f.name}={value!r}: must be {' or '.join(allowed)}, not {kind}")

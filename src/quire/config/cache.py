@@ -22,11 +22,15 @@ class CacheConfig:
     """memory of the host tier, for requests that are swapped out"""
     watermark: float = 0.01
     """share of blocks kept free when new requests are admitted, so that running ones can grow"""
+    pinned_fraction: float = 0.25
+    """share of blocks that pinned prefixes may take"""
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_size <= 1024:
             raise ConfigError(f"block_size={self.block_size}: must be from 1 to 1024 tokens")
         if not 0 < self.memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization={self.memory_utilization}: must be more than 0 and at most 1")
+        if not 0 <= self.pinned_fraction < 1:
+            raise ConfigError(f"pinned_fraction={self.pinned_fraction}: must be 0 or more and less than 1")
         if self.num_blocks_override is not None and self.num_blocks_override < 1:
             raise ConfigError(f"num_gpu_blocks_override={self.num_blocks_override}: must be at least 1")

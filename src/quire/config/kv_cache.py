@@ -1,6 +1,10 @@
 """What the KV cache of one model looks like: per layer (spec), per set of layers (group), in all (config)."""
 
+from bisect import bisect_right
 from dataclasses import dataclass
+
+MAX_BLOCKS_PER_SEQ = 2**26
+"""longer than any sequence"""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -43,6 +47,8 @@ class KVCacheConfig:
     groups: tuple[KVCacheGroup, ...]
     num_host_blocks: int = 0
     """blocks of the host tier, which swapped-out requests wait in; each tensor has a twin of as many"""
+    max_chunk: int | None = None
+    """tokens of one sequence computed in one step, at most; bounds what a group with a window holds at once"""
 
     @property
     def block_bytes(self) -> int:
@@ -59,7 +65,21 @@ class KVCacheConfig:
         """All tensors of the host tier together."""
         return self.num_tensors * self.num_host_blocks * self.block_bytes
 
+    def blocks_to_hold(self, num_tokens: int) -> int:
+        """Blocks, in all groups together, that a sequence may hold at once on its way to `num_tokens` tokens."""
+        num_blocks = -(-num_tokens // self.block_size)
+        return sum(min(num_blocks, self._max_blocks(group)) for group in self.groups)
+
+    def _max_blocks(self, group: KVCacheGroup) -> int:
+        """What the window and a chunk cover, up to one block at either end, and one that is let go a little later."""
+        window = group.spec.sliding_window
+        if window is None or self.max_chunk is None:
+            return MAX_BLOCKS_PER_SEQ
+        return (window - 1 + self.max_chunk) // self.block_size + 3
+
     @property
     def max_tokens(self) -> int:
         """Tokens one sequence alone could keep, with a block table in every group."""
-        return self.num_blocks // len(self.groups) * self.block_size
+        counts = range(MAX_BLOCKS_PER_SEQ + 1)
+        fits = bisect_right(counts, self.num_blocks, key=lambda n: self.blocks_to_hold(n * self.block_size))
+        return (fits - 1) * self.block_size

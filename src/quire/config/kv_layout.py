@@ -34,6 +34,7 @@ def kv_cache_config(
     num_bytes: int | None = None,
     num_blocks: int | None = None,
     host_bytes: int = 0,
+    max_chunk: int | None = None,
 ) -> KVCacheConfig:
     """The cache that fits into `num_bytes`, or of exactly `num_blocks`. OutOfMemoryError if no block fits."""
     groups = group_layers(specs)
@@ -47,4 +48,4 @@ def kv_cache_config(
             f"{have} too little for the KV cache: {len(groups)} block(s) of {block_size} tokens take "
             f"{format_bytes(one_block * len(groups))}. Give kv_cache_memory, a smaller block_size, or more memory"
         )
-    return KVCacheConfig(block_size, num_blocks, num_tensors, groups, host_bytes // one_block)
+    return KVCacheConfig(block_size, num_blocks, num_tensors, groups, host_bytes // one_block, max_chunk)

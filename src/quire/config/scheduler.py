@@ -1,24 +1,53 @@
-"""How much runs at once."""
+"""How much runs at once, and who goes first."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from quire.errors import ConfigError
+from quire.errors import ConfigError, nearest_name
+
+POLICIES = ("fcfs", "priority", "fair", "prefix")
+_MIN, _MAX = 1e-6, 1e6
+"""of weights and times; with smaller weights, adding a token to a tenant's account could leave it unchanged"""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """The budgets of one step."""
+    """The budgets of one step, and the order of requests."""
 
     max_num_seqs: int
     """sequences that run at once, at most"""
     max_num_batched_tokens: int
     """tokens computed in one step, at most; longer prompts are computed in chunks"""
     preemption_mode: str | None = None
-    """`swap`, `recompute`, or None: swap while the host tier has room"""
+    """`swap`, `recompute`, or None: what is estimated to cost less"""
+    policy: str = "fcfs"
+    """one of POLICIES"""
+    priority_aging_s: float = 10.0
+    """policy `priority`: waiting so long counts as much as one level"""
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
+    """policy `fair`: a tenant's share in proportion to the others'; 1 if not named"""
+    prefix_max_delay_s: float = 2.0
+    """policy `prefix`: so long others may be preferred"""
+    target_step_ms: float | None = None
+    """prompts are computed in chunks so small that a step takes about this long; None: only the tokens are limited"""
 
     def __post_init__(self) -> None:
         if self.preemption_mode not in (None, "swap", "recompute"):
             raise ConfigError(f"preemption_mode={self.preemption_mode!r}: must be 'swap', 'recompute' or None")
+        if self.policy not in POLICIES:
+            nearest = nearest_name(self.policy, POLICIES)
+            raise ConfigError(f"policy={self.policy!r}{nearest} (allowed: {', '.join(POLICIES)})")
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")
+        self._check_range("priority_aging_s", self.priority_aging_s, _MIN, _MAX)
+        self._check_range("prefix_max_delay_s", self.prefix_max_delay_s, 0, _MAX)
+        if self.target_step_ms is not None:
+            self._check_range("target_step_ms", self.target_step_ms, _MIN, _MAX)
+        for tenant, weight in self.tenant_weights.items():
+            self._check_range(f"tenant_weights[{tenant!r}]", weight, _MIN, _MAX)
+
+    @staticmethod
+    def _check_range(name: str, value: object, low: float, high: float) -> None:
+        if not isinstance(value, int | float) or not low <= value <= high:
+            raise ConfigError(f"{name}={value!r}: must be a number from {low:g} to {high:g}")

@@ -1,7 +1,8 @@
 """What a step's result changes: the one place where requests advance and finish."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 
 from quire.batch import Batch, StepResult
 from quire.engine.scheduler import Scheduler
@@ -9,7 +10,7 @@ from quire.engine.sequence import Sequence, SequenceGroup, SequenceStatus
 
 
 class Committer:
-    """Appends tokens, publishes computed blocks, decides who has finished."""
+    """Publishes computed blocks, forks samples, appends tokens, decides who has finished."""
 
     def __init__(
         self,
@@ -26,47 +27,63 @@ class Committer:
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
 
-    def commit(
-        self, batch: Batch, result: StepResult, owners: Mapping[int, tuple[SequenceGroup, Sequence]]
-    ) -> list[SequenceGroup]:
-        """Apply a step; `owners` finds a sequence by its id. Returns the requests that got a token, in batch order."""
+    def commit(self, batch: Batch, result: StepResult) -> list[SequenceGroup]:
+        """Apply a step. Returns the requests that got a token, in batch order."""
+        blocks, policy = self.scheduler.blocks, self.scheduler.policy
+        blocks.settle()
         drawn = iter(result.token_ids)
-        changed = []
+        changed: list[SequenceGroup] = []
         for scheduled in batch.sequences:
-            token_id = next(drawn) if scheduled.draw is not None else None
-            owner = owners.get(scheduled.seq_id)
+            token_ids = [next(drawn) for _ in scheduled.draws]
+            owner = self.scheduler.owner(scheduled.seq_id)
             if owner is None:  # aborted while the step ran
                 continue
             group, seq = owner
             seq.num_computed_tokens = scheduled.end
-            self.scheduler.blocks.publish(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
-            if token_id is not None:
-                if seq.num_output_tokens == 0:
-                    self.scheduler.blocks.publish_tail(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
-                self._append(group, seq, token_id)
-                changed.append(group)
-        for group in changed:
-            if group.is_finished:
-                group.metrics.finished_time = self.clock()
-                for seq in group.seqs:
-                    self.scheduler.blocks.publish_tail(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
-                self.scheduler.remove(group)
+            blocks.publish(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
+            if policy.counts_tokens:
+                served = max(seq.num_served_tokens, scheduled.start)  # what was cached, or is computed again, is free
+                policy.charge(group, max(0, scheduled.end - served))
+                seq.num_served_tokens = max(served, scheduled.end)
+            if token_ids:
+                self._append(group, seq, token_ids)
+                if not changed or changed[-1] is not group:
+                    changed.append(group)
         return changed
 
-    def _append(self, group: SequenceGroup, seq: Sequence, token_id: int) -> None:
+    def _append(self, group: SequenceGroup, seq: Sequence, token_ids: SequenceOf[int]) -> None:
+        """The next token of a sequence, or the first ones of all samples of a prompt, which go their own ways now."""
+        seqs = [seq]
         if seq.num_output_tokens == 0:
-            group.metrics.first_token_time = self.clock()
-            self.num_prompt_tokens += seq.num_prompt_tokens
-        seq.token_ids.append(token_id)
-        self.num_generated_tokens += 1
-        matched = seq.detokenizer.append(token_id) if seq.detokenizer is not None else None
-        self._check_stop(group, seq, token_id, matched)
+            if group.metrics.first_token_time is None:
+                group.metrics.first_token_time = self.clock()
+                self.num_prompt_tokens += seq.num_prompt_tokens
+            self.scheduler.blocks.publish_tail(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
+            seqs += [self.scheduler.fork(group, seq, draw) for draw in seq.draws[1:]]
+            group.seqs += seqs[1:]
+            seq.draws = seq.draws[:1]
+        for sample, token_id in zip(seqs, token_ids, strict=True):
+            sample.token_ids.append(token_id)
+            self.num_generated_tokens += 1
+            matched = sample.detokenizer.append(token_id) if sample.detokenizer is not None else None
+            self._check_stop(group, sample, token_id, matched)
+            if sample.status.is_finished:
+                if group.is_finished:
+                    group.metrics.finished_time = self.clock()
+                self.scheduler.finish(group, sample)
+
+    def replace_beam(self, group: SequenceGroup, loser: Sequence, parent: Sequence, last_token_id: int) -> None:
+        """Another running sequence's past, but for the last token, takes the place of the loser's."""
+        child = self.scheduler.fork(group, parent, loser.draws[0])
+        child.token_ids[-1] = last_token_id
+        group.seqs[group.seqs.index(loser)] = child
+        self.scheduler.finish(group, loser)
 
     def _check_stop(self, group: SequenceGroup, seq: Sequence, token_id: int, matched: str | None) -> None:
         params = group.params
-        if not params.ignore_eos and token_id in self.eos_token_ids:
+        if token_id in self.eos_token_ids and not params.ignore_eos:
             seq.status = SequenceStatus.FINISHED_STOPPED
-        elif token_id in (params.stop_token_ids or ()):
+        elif params.stop_token_ids and token_id in params.stop_token_ids:
             seq.status, seq.stop_reason = SequenceStatus.FINISHED_STOPPED, token_id
         elif matched is not None:
             seq.status, seq.stop_reason = SequenceStatus.FINISHED_STOPPED, matched

@@ -16,6 +16,8 @@ from quire.engine.scheduler import Scheduler
 from quire.engine.sequence import Sequence, SequenceGroup, SequenceStatus
 from quire.errors import InvalidParamsError, InvalidPromptError, PromptTooLongError, RequestError
 from quire.kv.block_space_manager import BlockSpaceManager
+from quire.kv.content_hash import ContentKey
+from quire.kv.pins import PinnedPrefix
 from quire.log import logger, show_messages
 from quire.outputs import EngineStats, RequestOutput
 from quire.params import SamplingParams
@@ -26,7 +28,11 @@ from quire.tokenizer.detokenizer import IncrementalDetokenizer
 from quire.tokenizer.tokenizer import Tokenizer
 
 Prompt: TypeAlias = str | SequenceOf[int] | Mapping[str, object]
-"""text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`"""
+"""text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`; in a dict also `cache_salt`"""
+
+_MAX_SALT_LEN = 1024
+_COPY_BYTES_PER_S = 5e9
+"""a cautious guess at how fast blocks are copied between the tiers, all threads together"""
 
 
 class LLMEngine:
@@ -46,14 +52,15 @@ class LLMEngine:
             plan.kv_cache,
             enable_prefix_caching=config.cache.enable_prefix_caching,
             watermark=config.cache.watermark,
+            pinned_fraction=config.cache.pinned_fraction,
         )
-        self.scheduler = Scheduler(config.scheduler, self.blocks)
+        block_copy_s = plan.kv_cache.block_bytes * plan.kv_cache.num_tensors / _COPY_BYTES_PER_S
+        self.scheduler = Scheduler(config.scheduler, self.blocks, block_copy_s=block_copy_s)
         self.committer = Committer(
             self.scheduler, max_model_len=config.model.max_model_len, eos_token_ids=config.model.eos_token_ids
         )
         self._groups: dict[str, SequenceGroup] = {}
-        self._owners: dict[int, tuple[SequenceGroup, Sequence]] = {}
-        self._next_seq_id = 0
+        self._num_requests = 0
 
     @classmethod
     def from_args(cls, args: EngineArgs) -> LLMEngine:
@@ -70,32 +77,28 @@ class LLMEngine:
         """Queue a request. Raises a RequestError, and queues nothing, if it can never run."""
         if request_id in self._groups:
             raise RequestError(f"request id {request_id!r} is in use by an unfinished request; choose another")
-        text, token_ids = self._prompt_tokens(prompt)
-        self._check_stop_token_ids(params)
+        text, token_ids, key = self._prompt_tokens(prompt)
+        self._check_params(params)
         seq = Sequence(
-            self._next_seq_id,
-            token_ids,
-            index=0,
-            draw=self._draw(params, index=0),
-            detokenizer=self._detokenizer(token_ids, params),
+            self.scheduler.new_seq_id(), token_ids, self._draws(params), self._detokenizer(token_ids, params)
         )
-        self._next_seq_id += 1
-        group = SequenceGroup(
-            request_id, text, [seq], params, time.monotonic() if arrival_time is None else arrival_time
-        )
+        self._num_requests += 1
+        arrival_time = time.monotonic() if arrival_time is None else arrival_time
+        group = SequenceGroup(request_id, text, seq, params, arrival_time, key)
         self._groups[request_id] = group
-        self._owners[seq.seq_id] = (group, seq)
         self.scheduler.add(group)
 
     def step(self) -> list[RequestOutput]:
         """Schedule, execute, commit. Returns the requests that got a token or finished."""
         batch = self.scheduler.schedule()
+        start_s = time.monotonic()
         try:
             result = self.executor.execute(batch)
         except BaseException:
             self.scheduler.revert()
             raise
-        changed = self.committer.commit(batch, result, self._owners)
+        self.scheduler.step_time.observe(batch.num_tokens, time.monotonic() - start_s)
+        changed = self.committer.commit(batch, result)
         changed += [self._groups[request_id] for request_id in batch.ignored]
         return [self._output(group) for group in changed]
 
@@ -105,8 +108,23 @@ class LLMEngine:
         if group is None:
             return None
         self.scheduler.remove(group)
-        group.set_status(SequenceStatus.FINISHED_ABORTED)
+        for seq in group.unfinished_seqs:
+            seq.status = SequenceStatus.FINISHED_ABORTED
         return self._output(group)
+
+    def check_pin(self, prompt: Prompt) -> None:
+        """Raise a RequestError if the prompt is wrong, or larger than what may still be pinned."""
+        _, token_ids, key = self._prompt_tokens(prompt)
+        self.blocks.check_pin(token_ids, key)
+
+    def pin_prefix(self, prompt: Prompt) -> PinnedPrefix:
+        """Keep what the cache holds of a prompt until `unpin_prefix`; computes nothing. Raises RequestError."""
+        _, token_ids, key = self._prompt_tokens(prompt)
+        return self.blocks.pin(token_ids, key)
+
+    def unpin_prefix(self, pin: PinnedPrefix) -> None:
+        """Let a pinned prefix be evicted like any other. Raises RequestError if it is not pinned."""
+        self.blocks.unpin(pin.pin_id)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do."""
@@ -124,7 +142,7 @@ class LLMEngine:
         """The engine now."""
         return EngineStats(
             num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.waiting),
+            num_waiting=self.scheduler.num_waiting,
             num_swapped=len(self.scheduler.swapped),
             num_blocks=self.blocks.pool.num_blocks,
             num_used_blocks=self.blocks.num_used_blocks,
@@ -135,18 +153,18 @@ class LLMEngine:
             num_swapped_blocks=self.scheduler.num_swapped_blocks,
             num_prefix_queried_tokens=self.blocks.stats.num_queried_tokens,
             num_prefix_hit_tokens=self.blocks.stats.num_hit_tokens,
+            num_pinned_blocks=self.blocks.pins.num_blocks,
+            prefix_cache=self.blocks.stats.to_dict(),
         )
 
     def _output(self, group: SequenceGroup) -> RequestOutput:
         """A request's output; a finished request is forgotten."""
         if group.is_finished:
             del self._groups[group.request_id]
-            for seq in group.seqs:
-                del self._owners[seq.seq_id]
         return group.to_output()
 
-    def _prompt_tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        text, token_ids = self._parse_prompt(prompt)
+    def _prompt_tokens(self, prompt: Prompt) -> tuple[str | None, list[int], ContentKey]:
+        text, token_ids, cache_salt = self._parse_prompt(prompt)
         if token_ids is None:
             assert text is not None
             token_ids = self.tokenizer.encode(text)
@@ -161,19 +179,24 @@ class LLMEngine:
                 f"the prompt has {len(token_ids)} tokens, and the context holds {limit}, one of them for the output: "
                 "shorten the prompt or raise max_model_len"
             )
-        return text, token_ids
+        return text, token_ids, ContentKey(cache_salt=cache_salt)
 
-    def _parse_prompt(self, prompt: Prompt) -> tuple[str | None, list[int] | None]:
-        """(text, token ids): one of them given by the caller, or both."""
+    def _parse_prompt(self, prompt: Prompt) -> tuple[str | None, list[int] | None, str]:
+        """(text, token ids, salt): one of the first two given by the caller, or both."""
+        cache_salt: object = ""
         if isinstance(prompt, Mapping):
-            unknown = prompt.keys() - {"prompt", "prompt_token_ids"}
+            unknown = prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}
             if unknown or not prompt:
                 raise InvalidPromptError(
-                    f"a prompt given as a dict has 'prompt' or 'prompt_token_ids', not {sorted(map(str, prompt))}"
+                    "a prompt given as a dict has 'prompt' or 'prompt_token_ids', and 'cache_salt' if you like, "
+                    f"not {sorted(map(str, prompt))}"
                 )
             text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            cache_salt = prompt.get("cache_salt", "")
         else:
             text, token_ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
+        if not isinstance(cache_salt, str) or len(cache_salt) > _MAX_SALT_LEN:
+            raise InvalidPromptError(f"cache_salt must be a string of at most {_MAX_SALT_LEN} characters")
         if text is not None and not isinstance(text, str):
             raise InvalidPromptError(f"the prompt's text must be a string, not {type(text).__name__}")
         if token_ids is not None and (isinstance(token_ids, str | bytes) or not isinstance(token_ids, SequenceOf)):
@@ -182,21 +205,26 @@ class LLMEngine:
             )
         if text is None and token_ids is None:
             raise InvalidPromptError("the prompt has neither text nor token ids")
-        return text, None if token_ids is None else list(token_ids)
+        return text, None if token_ids is None else list(token_ids), cache_salt
 
-    def _check_stop_token_ids(self, params: SamplingParams) -> None:
+    def _check_params(self, params: SamplingParams) -> None:
+        """What only this model and this engine can refuse."""
+        max_num_seqs = self.plan.config.scheduler.max_num_seqs
+        if params.n > max_num_seqs:
+            raise InvalidParamsError(f"n={params.n}: this engine runs at most max_num_seqs={max_num_seqs} at once")
         for token_id in params.stop_token_ids or ():
             if token_id >= self.model_config.vocab_size:
                 raise InvalidParamsError(
                     f"stop_token_ids has {token_id}: this model's token ids end at {self.model_config.vocab_size - 1}"
                 )
 
-    def _draw(self, params: SamplingParams, index: int) -> Draw:
-        """With the request's own seed, or one drawn from the engine's by order of arrival."""
+    def _draws(self, params: SamplingParams) -> tuple[Draw, ...]:
+        """One for each sample, with the request's own seed or one drawn from the engine's by order of arrival."""
         seed = params.seed
         if seed is None:
-            seed = uniform_bits(random_key(self.plan.config.seed, 0), self._next_seq_id)
-        return Draw(params.temperature, max(0, params.top_k), params.top_p, random_key(seed, index))
+            seed = uniform_bits(random_key(self.plan.config.seed, 0), self._num_requests)
+        how = (params.temperature, max(0, params.top_k), params.top_p)
+        return tuple(Draw(*how, random_key(seed, index), index) for index in range(params.n))
 
     def _detokenizer(self, token_ids: list[int], params: SamplingParams) -> IncrementalDetokenizer | None:
         if not params.detokenize:

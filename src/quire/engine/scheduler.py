@@ -1,20 +1,28 @@
 """Who runs in the next step, how many tokens each, and in which blocks. No torch here.
 
 There are no phases: a running sequence gets `min(num_uncomputed_tokens, what the budget leaves)` tokens, whether they
-are a prompt, a chunk of one, a recomputation after a preemption or the one token of a decode (Yu et al. 2022, Orca;
-Agrawal et al. 2024, Sarathi-Serve).
+are a prompt, a chunk of one, a recomputation after a preemption or the one token of a decode (Yu et al. 2022, Orca).
+What decodes is served first, and longer work gets what is left of the step (Agrawal et al. 2024, Sarathi-Serve).
 """
 
 import time
-from bisect import bisect
-from collections import deque
-from collections.abc import Callable, MutableSequence
+from bisect import insort
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from quire.batch import Batch, BlockPairs, ScheduledSequence
+from quire.batch import Batch, Draw, ScheduledSequence
 from quire.config.scheduler import SchedulerConfig
+from quire.engine.policy import make_policy
+from quire.engine.preemption import Preemption, PreemptionCost
 from quire.engine.sequence import Sequence, SequenceGroup, SequenceStatus
+from quire.engine.step_time import StepTimeModel
 from quire.kv.block_space_manager import AllocStatus, BlockSpaceManager
+from quire.kv.prefix_lookup import PrefixHit
+
+FIRST_CHUNK = 64
+"""tokens of prompts in a step while nobody knows how long a step takes"""
+MIN_CHUNK = 16
+"""tokens of prompts in a step, at least, however short steps are to be"""
 
 
 @dataclass(slots=True)
@@ -22,196 +30,381 @@ class _Plan:
     """A Batch in the making."""
 
     token_budget: int
+    prefill_budget: int
+    """of the token budget, what sequences with more than one token to compute may have"""
+    num_seqs: int = 0
+    """running or about to, once their prompts are computed"""
     scheduled: list[tuple[Sequence, int]] = field(default_factory=list)
-    ignored: list[str] = field(default_factory=list)
-    swap_out: BlockPairs = ()
-    swap_in: BlockPairs = ()
+    ended: list[str] = field(default_factory=list)
     preempted: bool = False
+
+    def chunk(self, seq: Sequence) -> int:
+        """How many tokens the sequence may compute."""
+        num_tokens = len(seq.token_ids) - seq.num_computed_tokens
+        return min(num_tokens, self.token_budget, self.prefill_budget if num_tokens > 1 else 1)
 
     def add(self, seq: Sequence, num_tokens: int) -> None:
         self.scheduled.append((seq, num_tokens))
         self.token_budget -= num_tokens
+        if num_tokens > 1 or len(seq.token_ids) - seq.num_computed_tokens > 1:
+            self.prefill_budget -= num_tokens
 
 
 class Scheduler:
-    """First come, first served over a fixed pool of blocks.
+    """Plans steps over a fixed pool of blocks.
 
-    Owns the queues, and each sequence's status while it is in one of them. `running` is in order of arrival: when
-    blocks run out the last to arrive gives up its own and is computed again later, so the oldest request always
-    progresses. `schedule` called again without a commit between (because the step failed) plans the same tokens again.
+    Owns the running requests and each sequence's status while it is unfinished; the policy owns the queue of the
+    others. `running` is in the policy's order: when blocks run out one further back gives up its own and is computed
+    again or swapped back later, so the first always progresses. `schedule` may be called again without a commit between
+    only after `revert` (because the step failed).
     """
 
     def __init__(
-        self, config: SchedulerConfig, blocks: BlockSpaceManager, clock: Callable[[], float] = time.monotonic
+        self,
+        config: SchedulerConfig,
+        blocks: BlockSpaceManager,
+        clock: Callable[[], float] = time.monotonic,
+        block_copy_s: float = 0.0,
     ) -> None:
         self.config = config
         self.blocks = blocks
         self.clock = clock
-        self.waiting: deque[SequenceGroup] = deque()
+        self.step_time = StepTimeModel()
+        self.policy = make_policy(config, self._num_cached_tokens)
         self.running: list[SequenceGroup] = []
-        self.swapped: deque[SequenceGroup] = deque()
-        self._moved: list[SequenceGroup] = []  # swapped out or in by the batch planned last
+        self.swapped: set[SequenceGroup] = set()
+        """those of the queue that wait in the host tier"""
         self.num_steps = 0
         self.num_preemptions = 0
+        self.num_preemptions_by_swap = 0
         self.num_swapped_blocks = 0
+        self._cost = PreemptionCost(config, blocks, self.step_time, block_copy_s)
+        self._owners: dict[int, tuple[SequenceGroup, Sequence]] = {}
+        self._unsettled: list[tuple[SequenceGroup, Sequence]] = []  # in blocks that only the planned step makes good
+        self._next_seq_id = 0
+
+    # Requests come and go
+
+    def new_seq_id(self) -> int:
+        """Given out one after another: a request's first one is its place by arrival."""
+        self._next_seq_id += 1
+        return self._next_seq_id - 1
 
     def add(self, group: SequenceGroup) -> None:
         """Queue a new request."""
-        self.waiting.append(group)
+        for seq in group.seqs:
+            self._owners[seq.seq_id] = (group, seq)
+        self.policy.add(group)
+
+    def owner(self, seq_id: int) -> tuple[SequenceGroup, Sequence] | None:
+        """An unfinished sequence and its request; None once it is gone."""
+        return self._owners.get(seq_id)
+
+    def fork(self, group: SequenceGroup, parent: Sequence, draw: Draw) -> Sequence:
+        """A new sequence with the same past as a running one; it shares its blocks. The caller finds it a place."""
+        child = parent.fork(self.new_seq_id(), draw)
+        self.blocks.fork(parent.seq_id, child.seq_id)
+        self._owners[child.seq_id] = (group, child)
+        return child
+
+    def finish(self, group: SequenceGroup, seq: Sequence) -> None:
+        """A running sequence has finished, or is to be no more: take its blocks back, and end a request with its last
+        one."""
+        self.blocks.publish_tail(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
+        self.blocks.free(seq.seq_id)
+        self._forget(seq)
+        if group.is_finished:
+            self.running.remove(group)
+            self.policy.forget(group)
 
     def remove(self, group: SequenceGroup) -> None:
-        """Forget a request, finished or aborted, and take its blocks back."""
-        if group in self.running:  # the shortest queue by far, and where those that finish are
-            self.running.remove(group)
-            self._free(group)
-        elif group in self.swapped:
-            self.swapped.remove(group)
-            self._free(group)
+        """Forget an unfinished request and take its blocks back. It keeps its status."""
+        if group in self.policy:
+            self.policy.remove(group)
+            self.swapped.discard(group)
         else:
-            self.waiting.remove(group)
-        for seq in group.seqs:
-            self.blocks.forget(seq.seq_id)
+            self.running.remove(group)
+        for seq in group.unfinished_seqs:
+            if seq.status is not SequenceStatus.WAITING:
+                self.blocks.free(seq.seq_id)
+            self._forget(seq)
+        self.policy.forget(group)
+
+    def _forget(self, seq: Sequence) -> None:
+        self.blocks.forget(seq.seq_id)
+        del self._owners[seq.seq_id]
 
     @property
     def has_unfinished(self) -> bool:
         """Whether another step has anything to do."""
-        return bool(self.waiting or self.running or self.swapped)
+        return bool(self.running) or len(self.policy) > 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue, those in the host tier left out."""
+        return len(self.policy) - len(self.swapped)
+
+    def _num_cached_tokens(self, group: SequenceGroup) -> int:
+        seq = group.unfinished_seqs[0]
+        return self.blocks.look_up(seq.seq_id, seq.token_ids, group.content_key).num_blocks * self.blocks.block_size
+
+    # The plan
 
     def schedule(self) -> Batch:
         """The plan of the next step."""
         self.num_steps += 1
-        self._moved = []
+        self._unsettled = []
         self.blocks.advance()
-        plan = _Plan(self.config.max_num_batched_tokens)
+        if self.policy.counts_tokens:  # ranks change as tokens are served
+            self.running.sort(key=self._place)
+        plan = self._new_plan()
         self._schedule_running(plan)
         if not plan.preempted:
-            self._resume_swapped(plan)
-        if not plan.preempted and not self.swapped:
-            self._admit_waiting(plan)
-        self.num_swapped_blocks += len(plan.swap_out) + len(plan.swap_in)
+            self._start_queued(plan)
+        swap_out, swap_in = self.blocks.take_transfers()
+        self.num_swapped_blocks += len(swap_out) + len(swap_in)
         return Batch(
             self.num_steps,
-            sequences=tuple(self._scheduled(seq, num_tokens) for seq, num_tokens in plan.scheduled),
-            swap_out=plan.swap_out,
-            swap_in=plan.swap_in,
-            copies=tuple(copy for seq, _ in plan.scheduled for copy in self.blocks.copies(seq.seq_id)),
-            ignored=tuple(plan.ignored),
+            sequences=tuple([self._scheduled(seq, num_tokens) for seq, num_tokens in plan.scheduled]),
+            swap_out=swap_out,
+            swap_in=swap_in,
+            copies=tuple([copy for seq, _ in plan.scheduled for copy in self.blocks.copies(seq.seq_id)]),
+            ignored=tuple(plan.ended),
         )
 
+    def _new_plan(self) -> _Plan:
+        """The step's budgets: one token for all that decode, then prompts, as many tokens as the time allows."""
+        running, budget = SequenceStatus.RUNNING, self.config.max_num_batched_tokens
+        num_decodes = num_seqs = 0
+        for group in self.running:
+            for seq in group.seqs:
+                if seq.status is running:
+                    num_decodes += len(seq.token_ids) - seq.num_computed_tokens == 1
+                    num_seqs += len(seq.draws)
+                elif seq.status is SequenceStatus.WAITING:
+                    num_seqs += 1
+        limit = budget
+        if self.config.target_step_ms is not None:
+            known = self.step_time.max_tokens(self.config.target_step_ms / 1e3)
+            limit = min(budget, max(known if known is not None else FIRST_CHUNK, num_decodes + MIN_CHUNK))
+        return _Plan(budget, prefill_budget=max(1, limit - num_decodes), num_seqs=num_seqs)
+
+    def _scheduled(self, seq: Sequence, num_tokens: int) -> ScheduledSequence:
+        token_ids, start = seq.token_ids, seq.num_computed_tokens
+        end = start + num_tokens
+        is_last = end == len(token_ids)
+        return ScheduledSequence(
+            seq.seq_id,
+            (token_ids[-1],) if is_last and num_tokens == 1 else tuple(token_ids[start:end]),
+            start,
+            self.blocks.block_tables(seq.seq_id),
+            seq.draws if is_last else (),
+        )
+
+    def _place(self, group: SequenceGroup) -> tuple[float, int]:
+        """Where a running request stands: further back gives way first."""
+        return self.policy.rank(group), group.order
+
+    # Running requests
+
     def _schedule_running(self, plan: _Plan) -> None:
-        """Oldest first; the newest make room when blocks run out."""
+        """The first first; those behind make room when blocks run out."""
         index = 0
         while index < len(self.running) and plan.token_budget > 0:
             group = self.running[index]
-            for seq in group.unfinished_seqs:
-                num_tokens = min(seq.num_uncomputed_tokens, plan.token_budget)
-                if num_tokens == 0 or not self._make_room(group, seq, seq.num_computed_tokens + num_tokens, plan):
-                    break
-                self.blocks.append(seq.seq_id, seq.num_computed_tokens, seq.num_computed_tokens + num_tokens)
-                plan.add(seq, num_tokens)
-            index += 1
+            for seq in group.seqs:
+                if seq.status is SequenceStatus.RUNNING:
+                    self._advance(index, group, seq, plan)
+                elif seq.status is SequenceStatus.WAITING:
+                    self._restart(group, seq, plan)
+                if index >= len(self.running) or self.running[index] is not group:
+                    break  # it gave way itself
+            else:
+                index += 1
 
-    def _make_room(self, group: SequenceGroup, seq: Sequence, num_tokens: int, plan: _Plan) -> bool:
-        """Preempt the newest until the sequence can grow; False if it was the newest itself."""
+    def _advance(self, index: int, group: SequenceGroup, seq: Sequence, plan: _Plan) -> None:
+        """Schedule a running sequence's next tokens, if the budget and the blocks allow."""
+        num_tokens = plan.chunk(seq)
+        if num_tokens <= 0:
+            return
+        end = seq.num_computed_tokens + num_tokens
+        if not self.blocks.has_room(seq.seq_id, end):
+            if not self._make_room(index, group, seq, end, plan):
+                return
+            self.blocks.append(seq.seq_id, seq.num_computed_tokens, end)
+        plan.add(seq, num_tokens)
+
+    def _make_room(self, index: int, group: SequenceGroup, seq: Sequence, num_tokens: int, plan: _Plan) -> bool:
+        """Preempt requests behind this one until the sequence can grow; False if it had to give way itself."""
         while not self.blocks.can_append(seq.seq_id, seq.num_computed_tokens, num_tokens):
-            victim = self.running.pop()
-            self._preempt(victim, plan)
             plan.preempted = True
-            if victim is group:
+            running = SequenceStatus.RUNNING
+            behind, own = [g for g in self.running[index + 1 :] if g.seqs_in(running)], group.seqs_in(running)
+            if behind:
+                worst = max(self.policy.rank(other) for other in behind)
+                victims = [other for other in behind if self.policy.rank(other) == worst]
+                self._preempt(self._cost.cheapest(victims))
+            elif own[-1] is not seq:
+                self._park(own[-1])
+            else:
+                if own[0] is not seq:
+                    self._park(seq)
+                elif index > 0:
+                    self._preempt(self._cost.estimate(group))
+                else:
+                    self._give_up(group, seq, plan)
                 return False
         return True
 
-    def _preempt(self, group: SequenceGroup, plan: _Plan) -> None:
+    def preempt(self, group: SequenceGroup) -> None:
+        """Take a running request's blocks away before the next step; it goes on later where it was."""
+        self._preempt(self._cost.estimate(group))
+
+    def _preempt(self, preemption: Preemption) -> None:
         """Take the device blocks away: to the host tier, or for good, and the tokens are computed again later."""
+        group = preemption.group
         group.metrics.num_preemptions += 1
         self.num_preemptions += 1
-        seq_ids = [seq.seq_id for seq in group.seqs]
-        for seq in group.seqs:
+        self.num_preemptions_by_swap += preemption.by_swap
+        seqs = group.seqs_in(SequenceStatus.RUNNING)
+        for seq in seqs:
             self.blocks.publish_tail(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
-        if self.config.preemption_mode != "recompute" and self.blocks.can_swap_out(seq_ids):
-            plan.swap_out += self.blocks.swap_out(seq_ids)
-            group.set_status(SequenceStatus.SWAPPED)
-            _insert(self.swapped, group)
-            self._moved.append(group)
+        if preemption.by_swap:
+            self.blocks.swap_out([seq.seq_id for seq in seqs])
+            for seq in seqs:
+                seq.status = SequenceStatus.SWAPPED
+                self._unsettled.append((group, seq))
+            self.swapped.add(group)
         else:
-            self._requeue(group)
+            for seq in seqs:
+                self._stop(seq)
+        self.running.remove(group)
+        self.policy.add(group)
 
-    def _requeue(self, group: SequenceGroup) -> None:
-        """Before any newer request, but from the beginning."""
-        self._free(group)
-        group.set_status(SequenceStatus.WAITING)
-        _insert(self.waiting, group)
+    def _park(self, seq: Sequence) -> None:
+        """One sequence of a request gives way to the others; it starts again when there is room."""
+        self.num_preemptions += 1
+        self.blocks.publish_tail(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
+        self._stop(seq)
 
-    def _resume_swapped(self, plan: _Plan) -> None:
-        """Bring swapped-out requests back, oldest first, and schedule their tokens."""
-        while self.swapped and plan.token_budget > 0 and len(self.running) < self.config.max_num_seqs:
-            group = self.swapped[0]
-            seq_ids = [seq.seq_id for seq in group.seqs]
-            if not self.blocks.can_swap_in(seq_ids, max(seq.num_tokens for seq in group.seqs)):
+    def _stop(self, seq: Sequence) -> None:
+        """Back to the beginning."""
+        self.blocks.free(seq.seq_id)
+        seq.num_computed_tokens = 0
+        seq.status = SequenceStatus.WAITING
+
+    def _give_up(self, group: SequenceGroup, seq: Sequence, plan: _Plan) -> None:
+        """Nobody is left to make room, and the sequence cannot grow."""
+        pool, pins = self.blocks.pool, self.blocks.pins
+        group.error = (
+            f"stopped after {seq.num_output_tokens} tokens: {seq.num_tokens} tokens and one more do not fit into the "
+            f"{pool.num_blocks} blocks of the KV cache, of which {pins.num_blocks} are pinned"
+        )
+        seq.status = SequenceStatus.FINISHED_LENGTH_CAPPED
+        self.finish(group, seq)
+        if group.is_finished:
+            plan.ended.append(group.request_id)
+
+    def _restart(self, group: SequenceGroup, seq: Sequence, plan: _Plan) -> None:
+        """A sequence that gave way to the others of its request."""
+        if plan.preempted or plan.chunk(seq) <= 0:
+            return
+        hit = self.blocks.look_up(seq.seq_id, seq.token_ids, group.content_key)
+        if not hit.is_awaited and self.blocks.can_allocate(hit) is AllocStatus.OK:
+            self._begin(group, seq, hit, plan)
+
+    # The queue
+
+    def _start_queued(self, plan: _Plan) -> None:
+        """Start others, in the policy's order, while the step has tokens, sequences and blocks left for them."""
+        for group in self.policy.candidates(self.clock()):
+            wanted = group.num_wanted_seqs
+            if min(plan.token_budget, plan.prefill_budget) <= 0 or plan.num_seqs + wanted > self.config.max_num_seqs:
                 break
-            self.swapped.popleft()
-            plan.swap_in += self.blocks.swap_in(seq_ids)
-            group.set_status(SequenceStatus.RUNNING)
-            _insert(self.running, group)
-            self._moved.append(group)
-            for seq in group.unfinished_seqs:
-                num_tokens = min(seq.num_uncomputed_tokens, plan.token_budget)
-                self.blocks.append(seq.seq_id, seq.num_computed_tokens, seq.num_computed_tokens + num_tokens)
-                plan.add(seq, num_tokens)
-
-    def revert(self) -> None:
-        """The batch planned last failed: whether its swaps were done nobody knows, so those requests start again."""
-        for group in self._moved:
-            (self.swapped if group in self.swapped else self.running).remove(group)
-            self._requeue(group)
-        self._moved = []
-
-    def _free(self, group: SequenceGroup) -> None:
-        for seq in group.seqs:
-            self.blocks.free(seq.seq_id)
-            seq.num_computed_tokens = 0
-
-    def _admit_waiting(self, plan: _Plan) -> None:
-        """Start waiting requests while the step has tokens, sequences and blocks left for them."""
-        while self.waiting and plan.token_budget > 0 and len(self.running) < self.config.max_num_seqs:
-            group = self.waiting[0]
-            (seq,) = group.seqs
-            status = self.blocks.can_allocate(seq.seq_id, seq.token_ids)
-            if status is AllocStatus.LATER:
+            if not (self._resume(group, plan) if group in self.swapped else self._start(group, plan)):
                 break
-            self.waiting.popleft()
-            if status is AllocStatus.NEVER:
-                group.set_status(SequenceStatus.FINISHED_IGNORED)
-                group.error = (
-                    f"{seq.num_tokens} tokens never fit into the KV cache of {self.blocks.config.max_tokens} tokens"
-                )
-                plan.ignored.append(group.request_id)
-            else:
-                self._start(group, seq, plan)
 
-    def _start(self, group: SequenceGroup, seq: Sequence, plan: _Plan) -> None:
-        seq.num_computed_tokens = self.blocks.allocate(seq.seq_id, seq.token_ids)
-        num_tokens = min(seq.num_uncomputed_tokens, plan.token_budget)
+    def _start(self, group: SequenceGroup, plan: _Plan) -> bool:
+        """Start a waiting request, or leave it for a step or two while others compute its prefix.
+
+        False if it has to wait for blocks: then nobody overtakes it.
+        """
+        seq, *others = group.seqs_in(SequenceStatus.WAITING)
+        hit = self.blocks.look_up(seq.seq_id, seq.token_ids, group.content_key)
+        if hit.is_awaited:
+            return True
+        status = self.blocks.can_allocate(hit)
+        if status is AllocStatus.LATER:
+            return False
+        if status is AllocStatus.NEVER:
+            self._ignore(group, plan)
+            return True
+        self.policy.remove(group)
+        self._begin(group, seq, hit, plan)
+        for other in others:
+            self._restart(group, other, plan)
+        plan.num_seqs += group.num_wanted_seqs
+        insort(self.running, group, key=self._place)
+        return True
+
+    def _ignore(self, group: SequenceGroup, plan: _Plan) -> None:
+        """The request can never run."""
+        blocks, num_tokens = self.blocks, max(seq.num_tokens for seq in group.unfinished_seqs)
+        group.error = f"{num_tokens} tokens never fit into the KV cache of {blocks.config.max_tokens} tokens"
+        if blocks.pins.num_blocks:
+            group.error += f" while {blocks.pins.num_blocks} of its {blocks.pool.num_blocks} blocks are pinned"
+        self.remove(group)
+        for seq in group.unfinished_seqs:
+            seq.status = SequenceStatus.FINISHED_IGNORED
+        plan.ended.append(group.request_id)
+
+    def _begin(self, group: SequenceGroup, seq: Sequence, hit: PrefixHit, plan: _Plan) -> None:
+        """Give a sequence its prefix and its first tokens."""
+        seq.num_computed_tokens = self.blocks.allocate(hit)
+        if hit.needs_step:
+            self._unsettled.append((group, seq))
+        num_tokens = plan.chunk(seq)
         self.blocks.append(seq.seq_id, seq.num_computed_tokens, seq.num_computed_tokens + num_tokens)
         if group.metrics.first_scheduled_time is None:
             group.metrics.first_scheduled_time = self.clock()
             group.num_cached_tokens = seq.num_computed_tokens
-        group.set_status(SequenceStatus.RUNNING)
-        _insert(self.running, group)
+        seq.status = SequenceStatus.RUNNING
         plan.add(seq, num_tokens)
 
-    def _scheduled(self, seq: Sequence, num_tokens: int) -> ScheduledSequence:
-        start, end = seq.num_computed_tokens, seq.num_computed_tokens + num_tokens
-        return ScheduledSequence(
-            seq_id=seq.seq_id,
-            token_ids=tuple(seq.token_ids[start:end]),
-            start=start,
-            block_tables=self.blocks.block_tables(seq.seq_id),
-            draw=seq.draw if end == seq.num_tokens else None,
-        )
+    def _resume(self, group: SequenceGroup, plan: _Plan) -> bool:
+        """Bring a request back from the host tier and schedule its tokens. False if it has to wait for blocks."""
+        seqs = group.seqs_in(SequenceStatus.SWAPPED)
+        seq_ids = [seq.seq_id for seq in seqs]
+        if not self.blocks.can_swap_in(seq_ids, max(seq.num_tokens for seq in seqs)):
+            if not self.running:  # pinned meanwhile: together they have no room any more, but each may have
+                for seq in seqs:
+                    self._stop(seq)
+                self.swapped.remove(group)
+            return False
+        self.policy.remove(group)
+        self.swapped.remove(group)
+        self.blocks.swap_in(seq_ids)
+        for seq in seqs:
+            seq.status = SequenceStatus.RUNNING
+            self._unsettled.append((group, seq))
+            num_tokens = plan.chunk(seq)
+            if num_tokens > 0:
+                self.blocks.append(seq.seq_id, seq.num_computed_tokens, seq.num_computed_tokens + num_tokens)
+                plan.add(seq, num_tokens)
+        plan.num_seqs += group.num_wanted_seqs
+        insort(self.running, group, key=self._place)
+        return True
 
-
-def _insert(queue: MutableSequence[SequenceGroup], group: SequenceGroup) -> None:
-    """Put a request into its place by arrival."""
-    index = bisect(queue, group.order, key=lambda other: other.order)
-    queue.insert(index, group)
+    def revert(self) -> None:
+        """The batch planned last failed: the sequences that rely on what it was to swap or to compute for another start
+        again, since that may be there or not; the others are as they were before."""
+        for group, seq in self._unsettled:
+            if seq.status is not SequenceStatus.WAITING:
+                self._stop(seq)
+            if group in self.swapped:
+                self.swapped.remove(group)
+            elif group in self.running and not group.seqs_in(SequenceStatus.RUNNING):
+                self.running.remove(group)
+                self.policy.add(group)
+        self._unsettled = []
+        self.blocks.revert()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from quire.kv.content_hash import NO_KEY, ContentKey
 from quire.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ class SequenceStatus(Enum):
     @property
     def is_finished(self) -> bool:
         """No more tokens will come."""
-        return self not in (SequenceStatus.WAITING, SequenceStatus.RUNNING, SequenceStatus.SWAPPED)
+        return self in _FINISH_REASONS
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -59,10 +60,11 @@ class Sequence:
 
     __slots__ = (
         "detokenizer",
-        "draw",
+        "draws",
         "index",
         "num_computed_tokens",
         "num_prompt_tokens",
+        "num_served_tokens",
         "seq_id",
         "status",
         "stop_reason",
@@ -73,19 +75,31 @@ class Sequence:
         self,
         seq_id: int,
         prompt_token_ids: list[int],
-        index: int,
-        draw: Draw,
-        detokenizer: IncrementalDetokenizer | None,
+        draws: tuple[Draw, ...],
+        detokenizer: IncrementalDetokenizer | None = None,
     ) -> None:
         self.seq_id = seq_id
-        self.index = index
+        self.index = draws[0].index
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_computed_tokens = 0
+        self.num_served_tokens = 0
+        """the most that were ever computed: its tenant's account"""
         self.status = SequenceStatus.WAITING
         self.stop_reason: int | str | None = None
-        self.draw = draw
+        self.draws = draws
+        """what its next token is drawn with; more than one while it stands for all samples of a prompt"""
         self.detokenizer = detokenizer
+
+    def fork(self, seq_id: int, draw: Draw) -> Sequence:
+        """A sequence that has the same past and goes on with a draw of its own."""
+        detokenizer = None if self.detokenizer is None else self.detokenizer.fork()
+        other = Sequence(seq_id, self.token_ids, (draw,), detokenizer)
+        other.num_prompt_tokens = self.num_prompt_tokens
+        other.num_computed_tokens = self.num_computed_tokens
+        other.num_served_tokens = self.num_served_tokens
+        other.status = self.status
+        return other
 
     @property
     def num_tokens(self) -> int:
@@ -121,38 +135,63 @@ class Sequence:
 class SequenceGroup:
     """A request inside the engine: the sequences that grow out of one prompt."""
 
-    __slots__ = ("error", "metrics", "num_cached_tokens", "params", "prompt", "request_id", "seqs")
+    __slots__ = (
+        "content_key",
+        "error",
+        "metrics",
+        "num_cached_tokens",
+        "order",
+        "params",
+        "prompt",
+        "request_id",
+        "seqs",
+        "tenant",
+    )
 
     def __init__(
-        self, request_id: str, prompt: str | None, seqs: list[Sequence], params: SamplingParams, arrival_time: float
+        self,
+        request_id: str,
+        prompt: str | None,
+        seq: Sequence,
+        params: SamplingParams,
+        arrival_time: float,
+        content_key: ContentKey = NO_KEY,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
-        self.seqs = seqs
+        self.seqs = [seq]
+        self.order = seq.seq_id
+        """its place by arrival: sequence ids are given out one after another"""
         self.params = params
+        self.tenant = params.tenant
+        self.content_key = content_key
         self.metrics = RequestMetrics(arrival_time)
         self.num_cached_tokens = 0
         self.error: str | None = None
-
-    @property
-    def order(self) -> int:
-        """Its place by arrival: sequence ids are given out one after another."""
-        return self.seqs[0].seq_id
 
     @property
     def unfinished_seqs(self) -> list[Sequence]:
         """Those that still want tokens."""
         return [seq for seq in self.seqs if not seq.status.is_finished]
 
+    def seqs_in(self, status: SequenceStatus) -> list[Sequence]:
+        """Those of one status."""
+        return [seq for seq in self.seqs if seq.status is status]
+
+    @property
+    def num_wanted_seqs(self) -> int:
+        """Sequences it runs with, now or once its prompt is computed."""
+        return sum(len(seq.draws) for seq in self.unfinished_seqs)
+
     @property
     def is_finished(self) -> bool:
         """All its sequences are."""
         return all(seq.status.is_finished for seq in self.seqs)
 
-    def set_status(self, status: SequenceStatus) -> None:
-        """Of all sequences that are not finished."""
-        for seq in self.unfinished_seqs:
-            seq.status = status
+    @property
+    def is_swapped(self) -> bool:
+        """It waits in the host tier."""
+        return any(seq.status is SequenceStatus.SWAPPED for seq in self.seqs)
 
     def to_output(self) -> RequestOutput:
         """What the caller sees of it now."""

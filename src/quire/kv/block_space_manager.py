@@ -1,4 +1,4 @@
-"""Keeps every sequence's block tables over the pool of blocks."""
+"""Keeps every sequence's block tables over the pools of blocks."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -7,10 +7,15 @@ from enum import Enum
 
 from quire.batch import BlockIds, BlockPairs, SlotCopy
 from quire.config.kv_cache import KVCacheConfig
+from quire.errors import RequestError
 from quire.kv.allocator import BlockAllocator, NaiveBlockAllocator
 from quire.kv.block_table import BlockTable
-from quire.kv.content_hash import BlockHash, ContentHasher, HashChain, token_bytes
+from quire.kv.content_hash import NO_KEY, ContentHasher, ContentKey, HashChain
+from quire.kv.pins import PinnedPrefix, Pins
 from quire.kv.prefix_cache import BlockContent, PrefixCachingBlockAllocator
+from quire.kv.prefix_lookup import PrefixHit, PrefixLookup
+from quire.kv.stats import PrefixCacheStats
+from quire.kv.transfers import Transfers
 
 
 class AllocStatus(Enum):
@@ -22,23 +27,20 @@ class AllocStatus(Enum):
 
 
 @dataclass(slots=True)
-class PrefixCacheStats:
-    """What lookups found, in tokens, since the engine was made. A request computed again looks up again."""
-
-    num_queried_tokens: int = 0
-    num_hit_tokens: int = 0
-    num_tail_hit_tokens: int = 0
-    """of those hit, the ones copied out of a block that goes on differently"""
-
-
-@dataclass(slots=True)
 class _SequenceBlocks:
     """One sequence's hold on the cache."""
 
     tables: list[BlockTable]
     """one per KV cache group"""
-    num_published: int = 0
-    """full blocks that others can find"""
+    num_full: int = 0
+    """blocks at the beginning that are computed, and that others can find"""
+    num_registered: int = 0
+    """blocks from `num_full` to here are announced as being computed by this sequence"""
+    num_writable: int = 0
+    """tokens it can hold without another block or a copy on write, as far as is known"""
+    num_scheduled: int = 0
+    """tokens computed once step `scheduled_step` has succeeded"""
+    scheduled_step: int = -1
     on_host: bool = False
     """swapped out: the tables name blocks of the host tier"""
     copies: list[SlotCopy] = field(default_factory=list)
@@ -48,113 +50,160 @@ class _SequenceBlocks:
 class BlockSpaceManager:
     """Gives sequences blocks, shares them, takes them back. Knows token ids and counts, no tensors.
 
-    Who mutates: the scheduler through `allocate`, `append`, `fork`, `free` and `forget`; commit through `publish`.
-    Verbs come in pairs: a `can_` question, which changes nothing, and the act, which may only follow a yes.
+    Who mutates: the scheduler through `allocate`, `append`, `swap_out`, `swap_in`, `free` and `forget`; commit through
+    `publish`, `fork` and `settle`. Verbs come in pairs: a question, which changes nothing, and the act, which may only
+    follow a yes. A block that is evicted from the device tier is kept in the host tier while there is room.
     """
 
-    def __init__(self, config: KVCacheConfig, *, enable_prefix_caching: bool, watermark: float = 0.01) -> None:
+    def __init__(
+        self,
+        config: KVCacheConfig,
+        *,
+        enable_prefix_caching: bool,
+        watermark: float = 0.01,
+        pinned_fraction: float = 0.25,
+    ) -> None:
         self.config = config
         self.block_size = config.block_size
         self.num_groups = len(config.groups)
         self.watermark_blocks = int(watermark * config.num_blocks)
-        self.prefix_cache = PrefixCachingBlockAllocator(config.num_blocks) if enable_prefix_caching else None
-        self.pool: BlockAllocator = self.prefix_cache or NaiveBlockAllocator(config.num_blocks)
-        self.host = NaiveBlockAllocator(config.num_host_blocks)
         self.stats = PrefixCacheStats()
+        self.pins = Pins(int(pinned_fraction * config.num_blocks))
+        self.step = 0
+        self._windows = [group.spec.sliding_window for group in config.groups]
         self._hasher = ContentHasher()
         self._sequences: dict[int, _SequenceBlocks] = {}
         self._chains: dict[int, HashChain] = {}
+        self._copy_sources: Counter[int] = Counter()
+        self._transfers = Transfers()
+        self.pool: BlockAllocator
+        self.host: BlockAllocator
+        self.cache: PrefixCachingBlockAllocator | None = None
+        if enable_prefix_caching:
+            self.pool = self.cache = PrefixCachingBlockAllocator(config.num_blocks, self.num_groups, self._evicted)
+            self.host = self.host_cache = PrefixCachingBlockAllocator(
+                config.num_host_blocks, self.num_groups, self._evicted_from_host
+            )
+            self.lookup = PrefixLookup(config, self._hasher, self.cache, self.host_cache, self._join)
+        else:
+            self.pool, self.host = NaiveBlockAllocator(config.num_blocks), NaiveBlockAllocator(config.num_host_blocks)
 
     # New sequences
 
-    def can_allocate(self, seq_id: int, token_ids: Sequence[int]) -> AllocStatus:
-        """Whether a sequence of these tokens has room for all of them, besides a reserve for those that run."""
-        needed = self._num_blocks_for(len(token_ids)) * self.num_groups
-        if needed > self.pool.num_blocks:
-            return AllocStatus.NEVER
-        reserve = self.watermark_blocks if self._sequences else 0
-        free = self.pool.num_free_blocks - reserve
-        if needed <= free:
-            return AllocStatus.OK
-        held_by_others = 0
-        if self.prefix_cache is not None:
-            hits = self._cached_prefix(seq_id, token_ids)
-            held_by_others = sum(not self.prefix_cache.is_unheld(b) for blocks in hits for b in blocks)
-        return AllocStatus.OK if needed - held_by_others <= free else AllocStatus.LATER
-
-    def allocate(self, seq_id: int, token_ids: Sequence[int]) -> int:
-        """Start a sequence with the blocks of its longest cached prefix; returns the tokens in them.
-
-        Behind the last block found whole, the longest run of tokens that another block begins with is copied. At least
-        one token is left to compute: its logits are what comes next.
-        """
-        assert seq_id not in self._sequences, f"sequence {seq_id} has blocks already"
-        blocks = _SequenceBlocks([BlockTable() for _ in range(self.num_groups)])
-        self._sequences[seq_id] = blocks
-        if self.prefix_cache is None:
-            return 0
-        hits = self._cached_prefix(seq_id, token_ids)
-        for block_ids in hits:
-            for table, block_id in zip(blocks.tables, block_ids, strict=True):
-                self.prefix_cache.acquire(block_id)
-                table.append(block_id)
-        blocks.num_published = len(hits)
-        num_tail_tokens = self._copy_tail(seq_id, token_ids, blocks)
-        num_cached_tokens = len(hits) * self.block_size + num_tail_tokens
-        self.stats.num_queried_tokens += len(token_ids)
-        self.stats.num_hit_tokens += num_cached_tokens
-        self.stats.num_tail_hit_tokens += num_tail_tokens
-        return num_cached_tokens
-
-    def _chain(self, seq_id: int) -> HashChain:
+    def look_up(self, seq_id: int, token_ids: Sequence[int], key: ContentKey = NO_KEY) -> PrefixHit:
+        """The longest prefix in the cache; at least one token is left, since its logits are what comes next."""
+        if self.cache is None:
+            places: tuple[list[int], ...] = ([],) * self.num_groups
+            return PrefixHit(seq_id, token_ids, first=(0,) * self.num_groups, places=places)
         chain = self._chains.get(seq_id)
         if chain is None:
-            chain = self._chains[seq_id] = HashChain(self._hasher, self.block_size)
-        return chain
+            chain = self._chains[seq_id] = HashChain(self._hasher, self.block_size, key)
+        chain.extend(len(token_ids) // self.block_size, token_ids)
+        return self.lookup.find(seq_id, chain, token_ids, (len(token_ids) - 1) // self.block_size)
 
-    def _cached_prefix(self, seq_id: int, token_ids: Sequence[int]) -> list[list[int]]:
-        """For each block of the longest cached prefix, the block id in every group."""
-        assert self.prefix_cache is not None
-        chain, tracker = self._chain(seq_id), self.prefix_cache.tracker
-        hits: list[list[int]] = []
-        for start in range(0, len(token_ids) - self.block_size, self.block_size):  # a full block, and a token after it
-            tokens = token_bytes(token_ids[start : start + self.block_size])
-            block_hash = chain.block(len(hits), token_ids)
-            found = [tracker.find(_in_group(block_hash, group), tokens) for group in range(self.num_groups)]
-            if None in found:
-                break
-            hits.append([block_id for block_id in found if block_id is not None])
-        return hits
+    def can_allocate(self, hit: PrefixHit) -> AllocStatus:
+        """Whether the sequence has room for all its tokens, besides a reserve for those that run."""
+        held = [place for places in hit.places for place in places if place >= 0 and self.pool.ref_counts[place] > 0]
+        needed = self.config.blocks_to_hold(len(hit.token_ids))
+        pinned_by_others = self.pins.num_blocks - sum(place in self.pins for place in held)
+        if needed > self.pool.num_blocks - pinned_by_others:
+            return AllocStatus.NEVER
+        reserve = self.watermark_blocks if self._sequences else 0
+        return AllocStatus.OK if needed - len(held) <= self.pool.num_free_blocks - reserve else AllocStatus.LATER
 
-    def _copy_tail(self, seq_id: int, token_ids: Sequence[int], blocks: _SequenceBlocks) -> int:
+    def allocate(self, hit: PrefixHit) -> int:
+        """Start a sequence with the blocks of its prefix; returns the tokens that need not be computed.
+
+        Behind the last block found whole, the longest run of tokens that another block begins with is copied.
+        """
+        seq_id, num_tokens = hit.seq_id, len(hit.token_ids)
+        assert seq_id not in self._sequences, f"sequence {seq_id} has blocks already"
+        for places in hit.places:  # before anything else is given out: that could take these
+            for place in places:
+                if self.cache is not None:
+                    self.cache.acquire(place) if place >= 0 else self.host_cache.acquire(~place)
+        tables = [BlockTable([self._on_device(p) for p in places], first) for places, first in self._by_group(hit)]
+        blocks = self._sequences[seq_id] = _SequenceBlocks(tables, hit.num_ready_blocks, hit.num_blocks)
+        if self.cache is None:
+            return 0
+        num_tail_tokens = self._copy_tail(hit, blocks)
+        num_cached_tokens = hit.num_blocks * self.block_size + num_tail_tokens
+        self._count(hit, num_tail_tokens)
+        chain, blocks.num_registered = self._chains[seq_id], num_tokens // self.block_size
+        for index in range(hit.num_blocks, blocks.num_registered):
+            self.lookup.computing.setdefault(chain.block(index)[0], seq_id)
+        return num_cached_tokens
+
+    def _by_group(self, hit: PrefixHit) -> list[tuple[list[int], int]]:
+        return list(zip(hit.places, hit.first, strict=True))
+
+    def _on_device(self, place: int) -> int:
+        """The device block of a place; one in the host tier is copied back into a new block."""
+        if place >= 0:
+            return place
+        block_id = self.pool.allocate()
+        self._transfers.back(~place, block_id)
+        return block_id
+
+    def _join(self, owner: int, group: int, index: int) -> int | None:
+        """The block another sequence will have computed by the end of the step being planned."""
+        blocks = self._sequences[owner]
+        table, end = blocks.tables[group], (index + 1) * self.block_size
+        is_coming = blocks.scheduled_step == self.step and end <= blocks.num_scheduled and index >= table.first
+        return table[index] if is_coming else None
+
+    def _copy_tail(self, hit: PrefixHit, blocks: _SequenceBlocks) -> int:
         """Copy the longest run of tokens that a block behind the prefix begins with; returns its length.
 
         Every group must have such a block, and the pool a block to spare for each copy and each source nobody holds.
         """
-        assert self.prefix_cache is not None
-        start = blocks.num_published * self.block_size
-        wanted = token_bytes(token_ids[start : min(start + self.block_size, len(token_ids) - 1)])
-        parent = self._chain(seq_id).parent(blocks.num_published)
-        found = [self.prefix_cache.tracker.find_tail(_in_group(parent, g), wanted) for g in range(self.num_groups)]
-        sources = [block for block in found if block is not None]
-        missing = self._num_blocks_for(len(token_ids)) * self.num_groups - sum(t.num_blocks for t in blocks.tables)
-        unheld = sum(self.prefix_cache.is_unheld(block_id) for block_id, _ in sources)
-        if len(sources) < self.num_groups or missing + unheld > self.pool.num_free_blocks:
+        assert self.cache is not None
+        chain, start, num_tokens = self._chains[hit.seq_id], hit.num_blocks * self.block_size, len(hit.token_ids)
+        wanted = chain.content(start, min(start + self.block_size, num_tokens - 1), hit.token_ids)
+        sources = self._find_tails(chain, hit.num_blocks, wanted)
+        missing = self.config.blocks_to_hold(num_tokens) - sum(len(table.ids()) for table in blocks.tables)
+        unheld = sum(self.pool.ref_counts[block_id] == 0 for block_id, _ in sources)
+        if not sources or missing + unheld > self.pool.num_free_blocks:
             return 0
-        num_tokens = min(n for _, n in sources)
+        num_copied = min(n for _, n in sources)
         for block_id, _ in sources:
-            self.prefix_cache.acquire(block_id)
+            self.cache.acquire(block_id)
         for group, (table, (block_id, _)) in enumerate(zip(blocks.tables, sources, strict=True)):
             table.append(self.pool.allocate())
-            blocks.copies.append(SlotCopy(group, block_id, table[blocks.num_published], num_tokens))
-        return num_tokens
+            self._copy(blocks, SlotCopy(group, block_id, table[hit.num_blocks], num_copied))
+        return num_copied
+
+    def _find_tails(self, chain: HashChain, index: int, wanted: bytes) -> list[tuple[int, int]]:
+        """For every group the block that best continues behind `index` blocks, and by how much; or nothing."""
+        assert self.cache is not None
+        parent = chain.parent(index)
+        found = [self.cache.tracker.find_tail(group, parent, wanted) for group in range(self.num_groups)]
+        return [] if None in found else [tail for tail in found if tail is not None]
+
+    def _count(self, hit: PrefixHit, num_tail_tokens: int) -> None:
+        """What was found and missed, the first time a sequence is looked up."""
+        chain, num_queried = self._chains[hit.seq_id], len(hit.token_ids) - 1
+        if chain.looked_up:
+            return
+        chain.looked_up = True
+        self.stats.num_queried_tokens += num_queried
+        for source, count in (hit.num_by_source or {}).items():
+            self.stats.num_block_hit_tokens[source] += count * self.block_size
+        self.stats.num_tail_hit_tokens += num_tail_tokens
+        num_cached = hit.num_blocks * self.block_size + num_tail_tokens
+        for reason, count in self.lookup.explain(chain, num_cached, num_queried).items():
+            self.stats.num_missed_tokens[reason] += count
 
     # Running sequences
+
+    def has_room(self, seq_id: int, num_tokens: int) -> bool:
+        """Whether the sequence is known to hold `num_tokens` tokens as it is; if not, `can_append` finds out."""
+        return num_tokens <= self._sequences[seq_id].num_writable
 
     def can_append(self, seq_id: int, num_computed_tokens: int, num_tokens: int) -> bool:
         """Whether the sequence can hold `num_tokens` tokens in all and write those that are not computed yet."""
         blocks = self._sequences[seq_id]
-        wanted = self._num_blocks_for(num_tokens)
+        wanted = -(-num_tokens // self.block_size)
         needed = sum(max(0, wanted - table.num_blocks) for table in blocks.tables)
         needed += len(self._shared_write_groups(blocks, num_computed_tokens, num_tokens))
         return needed <= self.pool.num_free_blocks
@@ -170,117 +219,259 @@ class BlockSpaceManager:
             table, index = blocks.tables[group], num_computed_tokens // self.block_size
             source = table[index]
             table.replace(index, self.pool.allocate())  # the hold on the source passes to the copy
-            blocks.copies.append(SlotCopy(group, source, table[index], num_computed_tokens % self.block_size))
+            self._copy(blocks, SlotCopy(group, source, table[index], num_computed_tokens % self.block_size))
         for table in blocks.tables:
             while table.num_blocks * self.block_size < num_tokens:
                 table.append(self.pool.allocate())
+        blocks.num_writable = min(table.num_blocks for table in blocks.tables) * self.block_size
+        blocks.num_scheduled, blocks.scheduled_step = num_tokens, self.step
 
     def _shared_write_groups(self, blocks: _SequenceBlocks, num_computed: int, num_tokens: int) -> list[int]:
-        """The groups whose partly computed block the next tokens would write into while others hold it."""
+        """The groups whose partly computed block the next tokens would write into while others hold it.
+
+        Those that hold it only to copy its first slots do so before anything is written.
+        """
         index = num_computed // self.block_size
         if num_computed % self.block_size == 0 or num_tokens == num_computed:
             return []
-        tables = enumerate(blocks.tables)
-        return [g for g, table in tables if index < table.num_blocks and self.pool.ref_counts[table[index]] > 1]
+        counts, sources = self.pool.ref_counts, self._copy_sources
+        last = [(g, table[index]) for g, table in enumerate(blocks.tables) if index < table.num_blocks]
+        return [g for g, block_id in last if counts[block_id] - sources[block_id] > 1]
 
-    def copies(self, seq_id: int) -> tuple[SlotCopy, ...]:
-        """Copies due before the sequence's next tokens are computed, until `publish` says that they are."""
-        return tuple(self._sequences[seq_id].copies)
-
-    def publish(self, seq_id: int, token_ids: Sequence[int], num_computed_tokens: int) -> None:
-        """The tokens up to here are computed: due copies are done, and others may find the full blocks."""
-        blocks = self._sequences[seq_id]
-        self._release_copies(blocks)
-        if self.prefix_cache is None:
-            return
-        while (blocks.num_published + 1) * self.block_size <= num_computed_tokens:
-            index = blocks.num_published
-            self._publish_block(
-                seq_id, blocks, index, token_ids[index * self.block_size :][: self.block_size], token_ids
-            )
-            blocks.num_published += 1
-
-    def publish_tail(self, seq_id: int, token_ids: Sequence[int], num_computed_tokens: int) -> None:
-        """Let others copy out of the last, partly full block, as far as it is computed."""
-        blocks = self._sequences[seq_id]
-        if blocks.copies:  # a step failed: what was to be copied into it is not there
-            return
-        tokens = token_ids[blocks.num_published * self.block_size : num_computed_tokens]
-        if self.prefix_cache is not None and tokens:
-            self._publish_block(seq_id, blocks, blocks.num_published, tokens, token_ids)
-
-    def _publish_block(
-        self, seq_id: int, blocks: _SequenceBlocks, index: int, tokens: Sequence[int], token_ids: Sequence[int]
-    ) -> None:
-        assert self.prefix_cache is not None
-        chain, full = self._chain(seq_id), len(tokens) == self.block_size
-        block_hash = chain.block(index, token_ids) if full else None
-        content = token_bytes(tokens)
-        for group, table in enumerate(blocks.tables):
-            own = None if block_hash is None else _in_group(block_hash, group)
-            parent = _in_group(chain.parent(index), group)
-            self.prefix_cache.publish(table[index], BlockContent(parent, content, index, own))
+    def _copy(self, blocks: _SequenceBlocks, copy: SlotCopy) -> None:
+        """Note a copy whose source is held for it."""
+        blocks.copies.append(copy)
+        self._copy_sources[copy.src_block] += 1
 
     def _release_copies(self, blocks: _SequenceBlocks) -> None:
         for copy in blocks.copies:
             self.pool.free(copy.src_block)
+            self._copy_sources[copy.src_block] -= 1
+            if not self._copy_sources[copy.src_block]:
+                del self._copy_sources[copy.src_block]
         blocks.copies.clear()
+
+    def copies(self, seq_id: int) -> Sequence[SlotCopy]:
+        """Copies due before the sequence's next tokens are computed, until `publish` says that they are."""
+        return self._sequences[seq_id].copies
+
+    def publish(self, seq_id: int, token_ids: Sequence[int], num_computed_tokens: int) -> None:
+        """The first `num_computed_tokens` tokens are computed, and the copies due are done.
+
+        Others can find the full blocks from now on. A block whose content is there already is given back, and the
+        other one shared; a block that has slid out of its group's window is given back as well.
+        """
+        blocks = self._sequences[seq_id]
+        if blocks.copies:
+            self._release_copies(blocks)
+        if num_computed_tokens < (blocks.num_full + 1) * self.block_size:
+            return
+        num_full = num_computed_tokens // self.block_size
+        if self.cache is not None:
+            chain = self._chains[seq_id]
+            chain.extend(num_full, token_ids)
+            for index in range(blocks.num_full, num_full):
+                block_hash, tokens = chain.block(index)
+                self._unregister(seq_id, blocks, index, index + 1)
+                self.lookup.evicted.discard(block_hash)
+                for group, table in enumerate(blocks.tables):
+                    if index >= table.first:
+                        self._publish(table, BlockContent(group, chain.parent(index), tokens, index, block_hash))
+        blocks.num_full = num_full
+        for table, window in zip(blocks.tables, self._windows, strict=True):
+            if window is not None:
+                for block_id in table.slide(max(0, num_computed_tokens - window + 1) // self.block_size):
+                    self.pool.free(block_id)
+
+    def _publish(self, table: BlockTable, content: BlockContent) -> None:
+        assert self.cache is not None
+        index, block_id, tracker = content.depth, table[content.depth], self.cache.tracker
+        if content.block_hash is not None:
+            other = tracker.find(content.group, content.block_hash, content.tokens)
+            if other is not None and other != block_id:
+                self.cache.acquire(other)
+                table.replace(index, other)
+                if self.pool.ref_counts[block_id] == 1:
+                    tracker.discard(block_id)
+                self.pool.free(block_id)
+                return
+        tracker.add(block_id, content)
+
+    def publish_tail(self, seq_id: int, token_ids: Sequence[int], num_computed_tokens: int) -> None:
+        """Let others copy out of the last, partly full block, as far as it is computed."""
+        blocks = self._sequences[seq_id]
+        start = blocks.num_full * self.block_size
+        if self.cache is None or blocks.copies or num_computed_tokens <= start:  # copies due: a step failed
+            return
+        chain = self._chains[seq_id]
+        assert num_computed_tokens < start + self.block_size, f"sequence {seq_id} has a full block not published"
+        content = chain.content(start, num_computed_tokens, token_ids)
+        for group, table in enumerate(blocks.tables):
+            self._publish(table, BlockContent(group, chain.parent(blocks.num_full), content, blocks.num_full, None))
+
+    def _unregister(self, seq_id: int, blocks: _SequenceBlocks, start: int, end: int) -> None:
+        """Blocks `start` to `end` are not being computed by this sequence any more."""
+        for index in range(start, min(end, blocks.num_registered)):
+            block_hash = self._chains[seq_id].block(index)[0]
+            if self.lookup.computing.get(block_hash) == seq_id:
+                del self.lookup.computing[block_hash]
 
     def fork(self, parent_id: int, child_id: int) -> None:
         """Start a sequence that shares all of another's blocks, the partly full last one too. Copies nothing."""
         parent = self._sequences[parent_id]
         assert child_id not in self._sequences, f"sequence {child_id} has blocks already"
         assert not parent.copies, f"sequence {parent_id} waits for copies and cannot be forked yet"
-        child = _SequenceBlocks([table.copy() for table in parent.tables], parent.num_published)
+        assert not parent.on_host, f"sequence {parent_id} is swapped out and cannot be forked"
+        child = _SequenceBlocks([table.copy() for table in parent.tables], parent.num_full, parent.num_full)
         for table in child.tables:
             for block_id in table.ids():
                 self.pool.share(block_id)
+        parent.num_writable = 0  # what it writes next may be shared now
         self._sequences[child_id] = child
-        self._chains[child_id] = self._chain(parent_id).fork()
+        if self.cache is not None:
+            self._chains[child_id] = self._chains[parent_id].fork()
 
-    # Swapping
+    # Tiers
 
     def can_swap_out(self, seq_ids: Sequence[int]) -> bool:
         """Whether the host tier has room for all blocks of these sequences."""
         sequences = [self._sequences[seq_id] for seq_id in seq_ids]
         if any(blocks.copies for blocks in sequences):  # what they hold is not all there yet
             return False
-        return self._num_distinct_blocks(sequences) <= self.host.num_free_blocks
+        return len(self._holds(sequences)) <= self.host.num_free_blocks
 
-    def swap_out(self, seq_ids: Sequence[int]) -> BlockPairs:
-        """Move the sequences to the host tier, shared blocks once; returns what is to be copied, (device, host)."""
-        return self._move([self._sequences[seq_id] for seq_id in seq_ids], self.pool, self.host)
+    def swap_out(self, seq_ids: Sequence[int]) -> None:
+        """Move the sequences to the host tier, shared blocks once, in the coming step."""
+        moved: dict[int, int] = {}
+        for seq_id in seq_ids:
+            blocks = self._sequences[seq_id]
+            self._unregister(seq_id, blocks, blocks.num_full, blocks.num_registered)
+            blocks.on_host, blocks.num_writable = True, 0
+            for table in blocks.tables:
+                for index, block_id in enumerate(table.ids(), start=table.first):
+                    if block_id in moved:
+                        self.host.share(moved[block_id])
+                    else:
+                        moved[block_id] = self.host.allocate()
+                        self._transfers.out(block_id, moved[block_id])
+                    table.replace(index, moved[block_id])
+                    self.pool.free(block_id)
 
     def can_swap_in(self, seq_ids: Sequence[int], num_tokens: int) -> bool:
         """Whether the device tier has room for the sequences, grown to `num_tokens` each, besides the reserve."""
         sequences = [self._sequences[seq_id] for seq_id in seq_ids]
-        wanted = self._num_blocks_for(num_tokens)
-        needed = self._num_distinct_blocks(sequences)
+        wanted = -(-num_tokens // self.block_size)
+        needed = len(self._holds(sequences))
         needed += sum(max(0, wanted - table.num_blocks) + 1 for blocks in sequences for table in blocks.tables)
         others_run = any(not blocks.on_host for blocks in self._sequences.values())
-        needed = min(needed + (self.watermark_blocks if others_run else 0), self.pool.num_blocks)
-        return needed <= self.pool.num_free_blocks
+        available = self.pool.num_blocks - self.pins.num_blocks
+        return min(needed + (self.watermark_blocks if others_run else 0), available) <= self.pool.num_free_blocks
 
-    def swap_in(self, seq_ids: Sequence[int]) -> BlockPairs:
-        """Move the sequences back to the device tier; returns what is to be copied, (host, device)."""
-        return self._move([self._sequences[seq_id] for seq_id in seq_ids], self.host, self.pool)
-
-    def _num_distinct_blocks(self, sequences: Sequence[_SequenceBlocks]) -> int:
-        return len({block_id for blocks in sequences for table in blocks.tables for block_id in table.ids()})
-
-    def _move(self, sequences: Sequence[_SequenceBlocks], source: BlockAllocator, target: BlockAllocator) -> BlockPairs:
+    def swap_in(self, seq_ids: Sequence[int]) -> None:
+        """Move the sequences back to the device tier, in the coming step."""
         moved: dict[int, int] = {}
-        for blocks in sequences:
-            blocks.on_host = target is self.host
+        for seq_id in seq_ids:
+            blocks = self._sequences[seq_id]
+            blocks.on_host = False
             for table in blocks.tables:
-                for index, block_id in enumerate(table.ids()):
+                for index, block_id in enumerate(table.ids(), start=table.first):
                     if block_id in moved:
-                        target.share(moved[block_id])
+                        self.pool.share(moved[block_id])
+                        self.host.free(block_id)
                     else:
-                        moved[block_id] = target.allocate()
+                        moved[block_id] = self.pool.allocate()
+                        self._transfers.back(block_id, moved[block_id])
                     table.replace(index, moved[block_id])
-                    source.free(block_id)
-        return tuple(moved.items())
+
+    def _holds(self, sequences: Sequence[_SequenceBlocks]) -> Counter[int]:
+        """The blocks these sequences hold, and how often."""
+        return Counter(block_id for blocks in sequences for table in blocks.tables for block_id in table.ids())
+
+    def _evicted(self, block_id: int, content: BlockContent) -> None:
+        """A block of the device tier is about to be given out: keep its content in the host tier if there is room."""
+        if content.block_hash is not None:
+            known = self.host_cache.tracker.find(content.group, content.block_hash, content.tokens)
+            if known is None and self.host.num_free_blocks:
+                host_block = self.host.allocate()
+                self.host_cache.tracker.add(host_block, content)
+                self._transfers.spill(block_id, host_block)
+                self.stats.num_spilled_tokens += content.num_tokens
+                return
+            if known is not None:
+                self.host_cache.acquire(known)  # used now
+                self.host.free(known)
+                return
+        self._lost(content)
+
+    def _evicted_from_host(self, block_id: int, content: BlockContent) -> None:
+        assert self.cache is not None
+        assert content.block_hash is not None, f"block {block_id} of the host tier is partly full"
+        if self.cache.tracker.find(content.group, content.block_hash, content.tokens) is None:
+            self._lost(content)
+
+    def _lost(self, content: BlockContent) -> None:
+        self.stats.num_evicted_tokens += content.num_tokens
+        if content.block_hash is not None:
+            self.lookup.evicted.add(content.block_hash)
+
+    def take_transfers(self) -> tuple[BlockPairs, BlockPairs]:
+        """What the coming step is to copy out, (device, host), and then back, (host, device)."""
+        return self._transfers.take()
+
+    def settle(self) -> None:
+        """The step has succeeded: its transfers are done."""
+        self._transfers.release(self.host)
+
+    def revert(self) -> None:
+        """The step has failed: what it was to spill to the host tier may not be there."""
+        for block_id in self._transfers.spilled:
+            self.host_cache.forget(block_id)
+        self._transfers.take()
+        self._transfers.release(self.host)
+
+    # Pinned prefixes
+
+    def check_pin(self, token_ids: Sequence[int], key: ContentKey = NO_KEY) -> None:
+        """Raise RequestError if pinning these tokens would take more blocks than are allowed to be pinned."""
+        if self.cache is None:
+            raise RequestError("prefixes can be pinned only with enable_prefix_caching")
+        num_full = len(token_ids) // self.block_size
+        chain = self._pin_chain(token_ids, key)
+        hit = self.lookup.find(-1, chain, token_ids, num_full)
+        num_blocks = -(-len(token_ids) // self.block_size)
+        first = [0 if window is None else self.lookup.first_needed(num_full, window) for window in self._windows]
+        pinned = sum(place in self.pins for places in hit.places for place in places)
+        self.pins.check_quota(sum(num_blocks - start for start in first) - pinned)
+
+    def _pin_chain(self, token_ids: Sequence[int], key: ContentKey) -> HashChain:
+        chain = HashChain(self._hasher, self.block_size, key)
+        chain.extend(len(token_ids) // self.block_size, token_ids)
+        return chain
+
+    def pin(self, token_ids: Sequence[int], key: ContentKey = NO_KEY) -> PinnedPrefix:
+        """Keep what the device tier has of these tokens, the partly full block at the end too, until `unpin`.
+
+        Raises RequestError if that is more than may be pinned.
+        """
+        self.check_pin(token_ids, key)
+        assert self.cache is not None
+        chain = self._pin_chain(token_ids, key)
+        hit = self.lookup.find(-1, chain, token_ids, len(token_ids) // self.block_size)
+        if hit.needs_step:
+            hit = self.lookup.find(-1, chain, token_ids, hit.num_ready_blocks)
+        start = hit.num_blocks * self.block_size
+        wanted = chain.content(start, min(start + self.block_size, len(token_ids)), token_ids)
+        tails = self._find_tails(chain, hit.num_blocks, wanted)
+        block_ids = [place for places in hit.places for place in places] + [block_id for block_id, _ in tails]
+        for block_id in block_ids:
+            self.cache.acquire(block_id)
+        num_tokens = start + min((n for _, n in tails), default=0)
+        return PinnedPrefix(self.pins.add(block_ids), num_tokens, len(block_ids))
+
+    def unpin(self, pin_id: int) -> None:
+        """Let a pinned prefix go; it stays cached like any other. Raises RequestError for an unknown pin."""
+        for block_id in reversed(self.pins.remove(pin_id)):
+            self.pool.free(block_id)
 
     # The end
 
@@ -288,6 +479,7 @@ class BlockSpaceManager:
         """Take the sequence's blocks back; its hashes stay, for when it comes again."""
         blocks = self._sequences.pop(seq_id)
         self._release_copies(blocks)
+        self._unregister(seq_id, blocks, blocks.num_full, blocks.num_registered)
         tier = self.host if blocks.on_host else self.pool
         for table in blocks.tables:
             for block_id in reversed(table.ids()):
@@ -299,32 +491,48 @@ class BlockSpaceManager:
 
     def advance(self) -> None:
         """A step begins: blocks released from here on count as used later than those before."""
-        if self.prefix_cache is not None:
-            self.prefix_cache.step += 1
+        self.step += 1
+        if self.cache is not None:
+            self.cache.step = self.host_cache.step = self.step
 
     def block_tables(self, seq_id: int) -> tuple[BlockIds, ...]:
         """Snapshots of the sequence's tables, one per group."""
-        return tuple(table.snapshot() for table in self._sequences[seq_id].tables)
+        return tuple([table.snapshot() for table in self._sequences[seq_id].tables])
+
+    def gain(self, seq_ids: Sequence[int]) -> tuple[int, int]:
+        """Blocks that only these sequences hold, and all that they hold."""
+        holds = self._holds([self._sequences[seq_id] for seq_id in seq_ids])
+        return sum(self.pool.ref_counts[block_id] == count for block_id, count in holds.items()), len(holds)
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks that sequences hold."""
+        """Blocks that sequences and pins hold."""
         return self.pool.num_blocks - self.pool.num_free_blocks
 
-    def _num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
-
     def check_integrity(self) -> None:
-        """Every block in one state, every count equal to the entries and copies that name it, or AssertionError."""
+        """Every block in one state, every count equal to the entries, copies, pins and transfers that name it, every
+        hash that of its tokens; or AssertionError."""
+        others = {
+            False: Counter(b for block_ids in self.pins.block_ids.values() for b in block_ids),
+            True: Counter(self._transfers.held),
+        }
+        others[False] += Counter(copy.src_block for blocks in self._sequences.values() for copy in blocks.copies)
         for tier, on_host in ((self.pool, False), (self.host, True)):
             tier.check_integrity()
-            sequences = [blocks for blocks in self._sequences.values() if blocks.on_host is on_host]
-            entries = Counter(b for blocks in sequences for table in blocks.tables for b in table.ids())
-            entries += Counter(copy.src_block for blocks in sequences for copy in blocks.copies)
+            entries = self._holds([blocks for blocks in self._sequences.values() if blocks.on_host is on_host])
             counts = {b: c for b, c in enumerate(tier.ref_counts) if c > 0}
-            assert entries == counts, f"reference counts {counts} differ from the block tables' {dict(entries)}"
+            assert entries + others[on_host] == counts, f"counts {counts} differ from the holders' {dict(entries)}"
+        if self.cache is not None:
+            self._check_contents()
 
-
-def _in_group(block_hash: BlockHash, group: int) -> BlockHash:
-    """The same tokens have other keys and values in every KV cache group."""
-    return block_hash + bytes([group])
+    def _check_contents(self) -> None:
+        for cache in (self.cache, self.host_cache):
+            assert cache is not None
+            for content in cache.tracker.contents():
+                if content.block_hash is not None:
+                    expected = self._hasher.child(content.parent, content.tokens)
+                    assert content.block_hash == expected, "a cached block's hash is not that of its tokens"
+        for block_hash, seq_id in self.lookup.computing.items():
+            blocks, chain = self._sequences[seq_id], self._chains[seq_id]
+            announced = [chain.block(index)[0] for index in range(blocks.num_full, blocks.num_registered)]
+            assert block_hash in announced, f"sequence {seq_id} is said to compute a block that it does not"

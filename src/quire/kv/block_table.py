@@ -1,46 +1,63 @@
 """A sequence's logical block index -> block_id, in a form that is cheap to extend and to hand out."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from quire.batch import BlockIds
 
 
 class BlockTable:
-    """A growing array of block ids. Not thread-safe; owned by the BlockSpaceManager."""
+    """A growing array of block ids. Not thread-safe; owned by the BlockSpaceManager.
 
-    __slots__ = ("_ids", "num_blocks")
+    The blocks before `first` have slid out of their group's window: their entries are 0 and name no block.
+    """
 
-    def __init__(self) -> None:
-        self._ids: BlockIds = np.zeros(8, np.int32)
-        self.num_blocks = 0
+    __slots__ = ("_ids", "_snapshot", "first")
+
+    def __init__(self, ids: Sequence[int] = (), first: int = 0) -> None:
+        self._ids = [0] * first + list(ids)
+        self._snapshot: BlockIds | None = None
+        self.first = first
+
+    @property
+    def num_blocks(self) -> int:
+        """Logical blocks, those that slid out included."""
+        return len(self._ids)
 
     def append(self, block_id: int) -> None:
-        """Add one block at the end; amortized O(1)."""
-        if self.num_blocks == len(self._ids):
-            self._ids = np.resize(self._ids, 2 * len(self._ids))
-        self._ids[self.num_blocks] = block_id
-        self.num_blocks += 1
+        """Add one block at the end."""
+        self._ids.append(block_id)
+        self._snapshot = None
 
     def replace(self, index: int, block_id: int) -> None:
-        """Put another block in place of the one at `index` (copy-on-write)."""
+        """Put another block in place of the one at `index`."""
         self._ids[index] = block_id
+        self._snapshot = None
+
+    def slide(self, first: int) -> list[int]:
+        """Let go of the blocks before `first`; returns them."""
+        gone = self._ids[self.first : first]
+        if gone:
+            self._ids[self.first : first] = [0] * len(gone)
+            self.first += len(gone)
+            self._snapshot = None
+        return gone
 
     def __getitem__(self, index: int) -> int:
-        return int(self._ids[: self.num_blocks][index])
+        return self._ids[index]
 
     def ids(self) -> list[int]:
-        """All block ids, first to last."""
-        ids: list[int] = self._ids[: self.num_blocks].tolist()
-        return ids
+        """The block ids held, first to last."""
+        return self._ids[self.first :]
 
     def snapshot(self) -> BlockIds:
-        """A read-only copy, for a Batch."""
-        copy = self._ids[: self.num_blocks].copy()
-        copy.flags.writeable = False
-        return copy
+        """A read-only array of all entries, for a Batch; the same one until the table changes."""
+        if self._snapshot is None:
+            self._snapshot = np.array(self._ids, np.int32)
+            self._snapshot.flags.writeable = False
+        return self._snapshot
 
     def copy(self) -> "BlockTable":
         """An equal table that grows on its own (a fork)."""
-        other = BlockTable()
-        other._ids, other.num_blocks = self._ids.copy(), self.num_blocks
-        return other
+        return BlockTable(self.ids(), self.first)

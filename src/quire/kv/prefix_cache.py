@@ -1,37 +1,47 @@
 """A pool that remembers what computed blocks hold, also after their last holder has left."""
 
-from collections import deque
-from collections.abc import Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from quire.kv.allocator import BlockAllocator
-from quire.kv.content_hash import BlockHash
+from quire.kv.content_hash import TOKEN_BYTES, BlockHash
 from quire.kv.evictor import LRUEvictor
 
 MAX_TAIL_CANDIDATES = 64
 """of the blocks that follow one prefix, this many, the newest, are looked through for a common run of tokens"""
+MAX_EVICTED_HASHES = 65536
+"""hashes kept of content that is gone, so that a miss can be explained"""
 
 
 @dataclass(slots=True)
 class BlockContent:
     """What a block is known to hold."""
 
+    group: int
+    """KV cache group: the same tokens have other keys and values in each"""
     parent: BlockHash
     tokens: bytes
-    """`token_bytes` of its computed tokens, eight for each"""
+    """its computed tokens, as HashChain.content gives them"""
     depth: int
     """blocks before it in its sequence"""
     block_hash: BlockHash | None
     """None for a block that is partly full: it serves as a tail only"""
 
+    @property
+    def num_tokens(self) -> int:
+        """Computed tokens in it."""
+        return len(self.tokens) // TOKEN_BYTES
+
 
 class BlockTracker:
     """Finds content by hash, and what follows a prefix by the prefix's hash. Knows nothing of holders."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_groups: int) -> None:
         self._contents: dict[int, BlockContent] = {}
-        self._by_hash: dict[BlockHash, int] = {}
-        self._children: dict[BlockHash, dict[int, None]] = {}
+        self._by_hash: list[dict[BlockHash, int]] = [{} for _ in range(num_groups)]
+        self._children: list[dict[BlockHash, dict[int, None]]] = [{} for _ in range(num_groups)]
+        self._beginnings: dict[bytes, dict[BlockHash, None]] = {}  # first blocks of group 0: tokens -> roots
 
     def __contains__(self, block_id: int) -> bool:
         return block_id in self._contents
@@ -39,62 +49,80 @@ class BlockTracker:
     def __getitem__(self, block_id: int) -> BlockContent:
         return self._contents[block_id]
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._contents)
+    def contents(self) -> Iterable[BlockContent]:
+        """All that is known, in no order."""
+        return self._contents.values()
 
     def add(self, block_id: int, content: BlockContent) -> None:
         """A block's tokens are computed, or more of them than before."""
         self.discard(block_id)
         self._contents[block_id] = content
-        self._children.setdefault(content.parent, {})[block_id] = None
+        self._children[content.group].setdefault(content.parent, {})[block_id] = None
         if content.block_hash is not None:
-            self._by_hash[content.block_hash] = block_id
+            self._by_hash[content.group][content.block_hash] = block_id
+            if content.depth == 0 and content.group == 0:
+                self._beginnings.setdefault(content.tokens, {})[content.parent] = None
 
     def discard(self, block_id: int) -> None:
         """The block's content is no more."""
         content = self._contents.pop(block_id, None)
         if content is None:
             return
-        siblings = self._children[content.parent]
-        del siblings[block_id]
-        if not siblings:
-            del self._children[content.parent]
+        children = self._children[content.group]
+        del children[content.parent][block_id]
+        if not children[content.parent]:
+            del children[content.parent]
         if content.block_hash is not None:
-            del self._by_hash[content.block_hash]
+            del self._by_hash[content.group][content.block_hash]
+            if content.depth == 0 and content.group == 0:
+                del self._beginnings[content.tokens][content.parent]
+                if not self._beginnings[content.tokens]:
+                    del self._beginnings[content.tokens]
 
-    def find(self, block_hash: BlockHash, tokens: bytes) -> int | None:
+    def find(self, group: int, block_hash: BlockHash, tokens: bytes) -> int | None:
         """The full block of this hash, if its tokens are these indeed."""
-        block_id = self._by_hash.get(block_hash)
+        block_id = self._by_hash[group].get(block_hash)
         return block_id if block_id is not None and self._contents[block_id].tokens == tokens else None
 
-    def find_tail(self, parent: BlockHash, tokens: bytes) -> tuple[int, int] | None:
+    def find_tail(self, group: int, parent: BlockHash, tokens: bytes) -> tuple[int, int] | None:
         """Of the blocks behind this prefix, the one that begins with the most of `tokens`, and how many that is."""
         best: tuple[int, int] | None = None
-        for block_id in list(reversed(self._children.get(parent, {})))[:MAX_TAIL_CANDIDATES]:
+        for block_id in list(reversed(self._children[group].get(parent, {})))[:MAX_TAIL_CANDIDATES]:
             num_tokens = _common_tokens(self._contents[block_id].tokens, tokens)
             if num_tokens > (best[1] if best else 0):
                 best = (block_id, num_tokens)
         return best
 
+    def other_root(self, root: BlockHash, tokens: bytes) -> BlockHash | None:
+        """Another root (another content key) under which a sequence begins with the full block `tokens`."""
+        return next((other for other in reversed(self._beginnings.get(tokens, {})) if other != root), None)
+
     def check_integrity(self) -> None:
-        """The three indices agree, or AssertionError."""
-        hashes = {c.block_hash: b for b, c in self._contents.items() if c.block_hash is not None}
-        assert hashes == self._by_hash, "the index by hash and the contents disagree"
-        children = {(c.parent, b) for b, c in self._contents.items()}
-        assert children == {(p, b) for p, blocks in self._children.items() for b in blocks}, "the prefix tree is wrong"
+        """The indices agree with the contents, or AssertionError."""
+        contents = self._contents.items()
+        hashes = {(c.group, c.block_hash): b for b, c in contents if c.block_hash is not None}
+        indexed = {(group, h): b for group, index in enumerate(self._by_hash) for h, b in index.items()}
+        assert hashes == indexed, "the index by hash and the contents disagree"
+        children = {(c.group, c.parent, b) for b, c in contents}
+        tree = {(g, p, b) for g, index in enumerate(self._children) for p, blocks in index.items() for b in blocks}
+        assert children == tree, "the prefix tree is wrong"
+        full = [c for _, c in contents if c.block_hash is not None]
+        beginnings = {(c.tokens, c.parent) for c in full if c.depth == 0 and c.group == 0}
+        assert beginnings == {(t, p) for t, roots in self._beginnings.items() for p in roots}, "beginnings are wrong"
 
 
 class PrefixCachingBlockAllocator(BlockAllocator):
     """Blocks are free, owned, or cached: remembered, held by nobody, evictable."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, num_groups: int, on_evict: Callable[[int, BlockContent], None]) -> None:
+        """`on_evict` learns what block is about to lose what content."""
         super().__init__(num_blocks)
         self._free = deque(range(num_blocks))
-        self.tracker = BlockTracker()
+        self.tracker = BlockTracker(num_groups)
         self.evictor = LRUEvictor()
         self.step = 0
-        """the time of the cache; the manager's owner moves it on"""
-        self.num_evicted_blocks = 0
+        """the time of the cache; the manager moves it on"""
+        self._on_evict = on_evict
 
     @property
     def num_free_blocks(self) -> int:
@@ -106,28 +134,20 @@ class PrefixCachingBlockAllocator(BlockAllocator):
             self.evictor.remove(block_id)
         self.ref_counts[block_id] += 1
 
-    def is_unheld(self, block_id: int) -> bool:
-        """Whether acquiring this cached block takes it out of `num_free_blocks`."""
-        return self.ref_counts[block_id] == 0
-
-    def publish(self, block_id: int, content: BlockContent) -> None:
-        """An owned block's tokens are computed: others may find it. An equal full block found before stays the one."""
-        assert self.ref_counts[block_id] > 0, f"block {block_id} is published but not owned"
-        if content.block_hash is not None and self.tracker.find(content.block_hash, content.tokens) not in (
-            None,
-            block_id,
-        ):
-            self.tracker.discard(block_id)
-        else:
-            self.tracker.add(block_id, content)
+    def forget(self, block_id: int) -> None:
+        """The block's content is not to be found any more, whoever holds it."""
+        self.tracker.discard(block_id)
+        if self.ref_counts[block_id] == 0:
+            self.evictor.remove(block_id)
+            self._free.append(block_id)
 
     def allocate(self) -> int:
         if self._free:
             block_id = self._free.popleft()
         else:
             block_id = self.evictor.evict()
+            self._on_evict(block_id, self.tracker[block_id])
             self.tracker.discard(block_id)
-            self.num_evicted_blocks += 1
         self.ref_counts[block_id] = 1
         return block_id
 
@@ -152,15 +172,35 @@ class PrefixCachingBlockAllocator(BlockAllocator):
         self.tracker.check_integrity()
 
 
+class EvictedHashes:
+    """Remembers of which content it is known that it was there once; the latest MAX_EVICTED_HASHES."""
+
+    def __init__(self) -> None:
+        self._hashes: OrderedDict[BlockHash, None] = OrderedDict()
+
+    def __contains__(self, block_hash: BlockHash) -> bool:
+        return block_hash in self._hashes
+
+    def add(self, block_hash: BlockHash) -> None:
+        """This content is gone."""
+        self._hashes[block_hash] = None
+        if len(self._hashes) > MAX_EVICTED_HASHES:
+            self._hashes.popitem(last=False)
+
+    def discard(self, block_hash: BlockHash) -> None:
+        """It is there again."""
+        self._hashes.pop(block_hash, None)
+
+
 def _common_tokens(a: bytes, b: bytes) -> int:
-    """How many whole tokens (eight bytes each) two byte strings begin with in common."""
+    """How many whole tokens two byte strings begin with in common."""
     length = min(len(a), len(b))
     if a[:length] == b[:length]:
-        return length // 8
-    low, high = 0, length // 8  # the first `low` tokens are equal, the first `high` are not
+        return length // TOKEN_BYTES
+    low, high = 0, length // TOKEN_BYTES  # the first `low` tokens are equal, the first `high` are not
     while high - low > 1:
         middle = (low + high) // 2
-        if a[: middle * 8] == b[: middle * 8]:
+        if a[: middle * TOKEN_BYTES] == b[: middle * TOKEN_BYTES]:
             low = middle
         else:
             high = middle

@@ -109,23 +109,25 @@ def plan_memory(args: EngineArgs) -> MemoryPlan:
 def _activation_bytes(model: type[CausalLM], config: EngineConfig) -> int:
     """The peak of a step: the widest moment of a layer for all tokens, and float32 logits for all sequences."""
     num_tokens = config.scheduler.max_num_batched_tokens
-    num_logits = min(config.scheduler.max_num_seqs, num_tokens)
+    num_logits = config.scheduler.max_num_seqs  # one for each sample, also where one token of a prompt has several
     per_token = model.activation_width(config.model) * DTYPE_BYTES[config.model.dtype]
     return num_tokens * per_token + num_logits * config.model.vocab_size * 4
 
 
 def _kv_cache(model: type[CausalLM], config: EngineConfig, machine: MachineMemory, others: int) -> KVCacheConfig:
     cache, specs = config.cache, model.kv_cache_specs(config.model)
+    layout: dict[str, Any] = {
+        "host_bytes": cache.swap_bytes,
+        "max_chunk": config.scheduler.max_num_batched_tokens,
+    }
     if cache.num_blocks_override is not None:
-        result = kv_cache_config(
-            specs, cache.block_size, num_blocks=cache.num_blocks_override, host_bytes=cache.swap_bytes
-        )
+        result = kv_cache_config(specs, cache.block_size, num_blocks=cache.num_blocks_override, **layout)
     else:
         left = _bytes_left(cache, machine) - others - cache.swap_bytes
         wanted = cache.kv_cache_bytes
         if wanted is None:
             wanted = min(left, DEFAULT_KV_CACHE_LIMIT, _largest_useful(model, config))
-        result = kv_cache_config(specs, cache.block_size, num_bytes=wanted, host_bytes=cache.swap_bytes)
+        result = kv_cache_config(specs, cache.block_size, num_bytes=wanted, **layout)
     if result.total_bytes + cache.swap_bytes + others > machine.limit_bytes:
         raise OutOfMemoryError(
             f"weights and activations ({format_bytes(others)}), a KV cache of {format_bytes(result.total_bytes)} "

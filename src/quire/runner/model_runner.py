@@ -23,7 +23,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> tuple[int, ...]:
-        """The tokens drawn, one per sequence that has a draw, in batch order."""
+        """The tokens drawn, one for each draw, in batch order."""
         if not batch.sequences:
             return ()
         tensors = build_tensors(batch.sequences, self.block_size)
@@ -66,12 +66,12 @@ def _group_tensors(
 
 
 def _logit_rows(sequences: Sequence[ScheduledSequence], query_start: np.ndarray) -> Tensor:
-    """The last token of every sequence that draws one."""
-    return torch.tensor([query_start[i + 1] - 1 for i, s in enumerate(sequences) if s.draw], dtype=torch.int64)
+    """The last token of every sequence, as often as it draws."""
+    return torch.tensor([query_start[i + 1] - 1 for i, s in enumerate(sequences) for _ in s.draws], dtype=torch.int64)
 
 
 def _sampling_tensors(sequences: Sequence[ScheduledSequence]) -> SamplingTensors:
-    draws: list[tuple[Draw, int]] = [(s.draw, s.end) for s in sequences if s.draw is not None]
+    draws: list[tuple[Draw, int]] = [(draw, s.end) for s in sequences for draw in s.draws]
     return SamplingTensors.build(
         temperature=[draw.temperature for draw, _ in draws],
         top_k=[draw.top_k for draw, _ in draws],

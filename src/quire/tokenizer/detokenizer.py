@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import TYPE_CHECKING
 
 from quire.tokenizer.stop_strings import stop_strings
@@ -36,6 +37,12 @@ class IncrementalDetokenizer:
         self._state = 0
         self._held_back = 0
         self._stopped = False
+
+    def fork(self) -> IncrementalDetokenizer:
+        """One with the same past that goes on by itself."""
+        other = copy(self)
+        other._stream, other._pieces = self._stream.fork(), list(self._pieces)
+        return other
 
     def append(self, token_id: int) -> str | None:
         """Take the next token. Returns the stop string it completed, if any; nothing may be appended after one.

@@ -10,6 +10,7 @@ import itertools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,10 @@ class TextStream(ABC):
     @abstractmethod
     def pending(self) -> str:
         """The text that would follow if the sequence ended here: U+FFFD for an unfinished character."""
+
+    @abstractmethod
+    def fork(self) -> "TextStream":
+        """One with the same past that goes on by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +124,12 @@ class _ByteStream(TextStream):
     def pending(self) -> str:
         return self._utf8.getstate()[0].decode("utf-8", "replace")
 
+    def fork(self) -> TextStream:
+        other = copy(self)
+        other._utf8 = _UTF8("replace")
+        other._utf8.setstate(self._utf8.getstate())
+        return other
+
 
 class _WindowStream(TextStream):
     """For any tokenizer: each new token is decoded behind the last few, whose text is then taken off.
@@ -150,6 +161,11 @@ class _WindowStream(TextStream):
 
     def pending(self) -> str:
         return self._added() if self._num_held else ""
+
+    def fork(self) -> TextStream:
+        other = copy(self)
+        other._window = list(self._window)
+        return other
 
     def _added(self) -> str:
         return self._decoder.decode(self._window, False)[len(self._known) :]

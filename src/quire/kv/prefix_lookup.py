@@ -1,0 +1,152 @@
+"""The longest prefix of a sequence that need not be computed, and why it is not longer."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from quire.config.kv_cache import KVCacheConfig
+from quire.kv.content_hash import BlockHash, ContentHasher, HashChain
+from quire.kv.prefix_cache import EvictedHashes, PrefixCachingBlockAllocator
+from quire.kv.stats import HitSource, MissReason
+
+Join = Callable[[int, int, int], int | None]
+"""(sequence, group, block index) -> the block, if it will be computed in the step being planned"""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """What a lookup found for a sequence; good until blocks are next given out or taken back."""
+
+    seq_id: int
+    token_ids: Sequence[int]
+    num_blocks: int = 0
+    """whole blocks found"""
+    num_ready_blocks: int = 0
+    """of these, the ones at the beginning that are computed and in the device tier already"""
+    first: tuple[int, ...] = ()
+    """by group, the first block that the group's window still needs"""
+    places: tuple[list[int], ...] = ()
+    """by group, from `first` on: a device block, or ~(host block)"""
+    num_by_source: dict[HitSource, int] | None = None
+    is_awaited: bool = False
+    """the next block is being computed by another sequence: a step or more later there is more to be found"""
+
+    @property
+    def needs_step(self) -> bool:
+        """Whether the prefix is there only once the coming step has succeeded."""
+        return self.num_ready_blocks < self.num_blocks
+
+
+class PrefixLookup:
+    """Finds blocks in the device tier, in sequences that are computing them, in the host tier. Changes nothing."""
+
+    def __init__(
+        self,
+        config: KVCacheConfig,
+        hasher: ContentHasher,
+        device: PrefixCachingBlockAllocator,
+        host: PrefixCachingBlockAllocator,
+        join: Join,
+    ) -> None:
+        self._config = config
+        self._hasher = hasher
+        self._device = device
+        self._host = host
+        self._join = join
+        self.computing: dict[BlockHash, int] = {}
+        """full blocks that a sequence has still to compute, by hash; kept by the manager"""
+        self.evicted = EvictedHashes()
+
+    def find(self, seq_id: int, chain: HashChain, token_ids: Sequence[int], max_blocks: int) -> PrefixHit:
+        """The longest prefix of at most `max_blocks` blocks, all of them hashed in `chain`.
+
+        Groups of full attention need every block of it, a group with a window the last ones, as far as it reaches back.
+        """
+        windows = [group.spec.sliding_window for group in self._config.groups]
+        places: list[dict[int, int]] = [{} for _ in windows]
+        unready: dict[int, HitSource] = {}
+        num_blocks = max_blocks
+        for group, window in enumerate(windows):
+            if window is None:
+                num_blocks = self._run(group, chain, range(num_blocks), places[group], unready)
+        num_before = num_blocks + 1
+        while num_blocks < num_before:  # a prefix whose window has a hole is too long: it ends at the hole, and so on
+            num_before = num_blocks
+            for group, window in enumerate(windows):
+                if window is not None:
+                    indices = range(num_blocks - 1, self.first_needed(num_blocks, window) - 1, -1)
+                    num_found = self._run(group, chain, indices, places[group], unready)
+                    if num_found < len(indices):
+                        num_blocks = indices[num_found]
+        first = tuple(0 if w is None else self.first_needed(num_blocks, w) for w in windows)
+        unready = {index: source for index, source in unready.items() if index < num_blocks}
+        counts = {s: sum(source is s for source in unready.values()) for s in (HitSource.HOST, HitSource.JOINED)}
+        return PrefixHit(
+            seq_id,
+            token_ids,
+            num_blocks,
+            num_ready_blocks=min(unready, default=num_blocks),
+            first=first,
+            places=tuple([places[g][i] for i in range(first[g], num_blocks)] for g in range(len(windows))),
+            num_by_source={HitSource.DEVICE: num_blocks - len(unready), **counts},
+            is_awaited=num_blocks < max_blocks and chain.block(num_blocks)[0] in self.computing,
+        )
+
+    def _run(
+        self, group: int, chain: HashChain, indices: range, places: dict[int, int], unready: dict[int, HitSource]
+    ) -> int:
+        """Find the blocks of `indices` one after another, as many as are there; returns how many."""
+        find = self._device.tracker.find
+        for count, index in enumerate(indices):
+            block_hash, tokens = chain.block(index)
+            place = find(group, block_hash, tokens)
+            if place is None:
+                owner = self.computing.get(block_hash)
+                place, source = None, HitSource.JOINED
+                if owner is not None:
+                    place = self._join(owner, group, index)
+                elif (host_block := self._host.tracker.find(group, block_hash, tokens)) is not None:
+                    place, source = ~host_block, HitSource.HOST
+                if place is None:
+                    return count
+                unready[index] = source
+            places[index] = place
+        return len(indices)
+
+    def first_needed(self, num_blocks: int, window: int) -> int:
+        """The first block that the token behind `num_blocks` blocks still sees."""
+        size = self._config.block_size
+        return max(0, num_blocks * size - window + 1) // size
+
+    def explain(self, chain: HashChain, num_cached: int, num_tokens: int) -> dict[MissReason, int]:
+        """Why the tokens from num_cached to num_tokens were not found. `chain` has all full blocks of them."""
+        size = self._config.block_size
+        num_full = num_tokens // size
+        num_elsewhere = self._num_under_other_key(chain, num_full)
+        reasons = dict.fromkeys(MissReason, 0)
+        reason = MissReason.NEVER_SEEN  # of a partly full block: as of the one before it
+        for index in range(num_cached // size, -(-num_tokens // size)):
+            if index < num_full:
+                block_hash = chain.block(index)[0]
+                reason = MissReason.NEVER_SEEN
+                if index < num_elsewhere:
+                    reason = MissReason.OTHER_KEY
+                elif block_hash in self.evicted:
+                    reason = MissReason.EVICTED
+                elif block_hash in self.computing:
+                    reason = MissReason.NOT_COMPUTED
+            reasons[reason] += min((index + 1) * size, num_tokens) - max(index * size, num_cached)
+        return reasons
+
+    def _num_under_other_key(self, chain: HashChain, num_full: int) -> int:
+        """Leading full blocks of the same tokens that are cached under another LoRA id or salt."""
+        if num_full == 0:
+            return 0
+        tracker, count = self._device.tracker, 0
+        parent = tracker.other_root(chain.parent(0), chain.block(0)[1])
+        while parent is not None and count < num_full:
+            tokens = chain.block(count)[1]
+            parent = self._hasher.child(parent, tokens)
+            if tracker.find(0, parent, tokens) is None:
+                break
+            count += 1
+        return count

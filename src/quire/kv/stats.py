@@ -1,0 +1,62 @@
+"""What prefix lookups found, and why they did not find more. All in tokens."""
+
+from enum import Enum
+
+
+class MissReason(Enum):
+    """Why the tokens behind a hit had to be computed."""
+
+    NEVER_SEEN = "never_seen"
+    EVICTED = "evicted"
+    OTHER_KEY = "other_key"
+    """the same tokens are cached under another LoRA id or salt"""
+    NOT_COMPUTED = "not_computed"
+    """another sequence is computing them"""
+
+
+class HitSource(Enum):
+    """Where a block of a cached prefix was found."""
+
+    DEVICE = "device"
+    HOST = "host"
+    """spilled to the host tier, and copied back"""
+    JOINED = "joined"
+    """being computed by another sequence in the same step"""
+
+
+class PrefixCacheStats:
+    """Counters since the engine was made. A request preempted and computed again is not counted again."""
+
+    def __init__(self) -> None:
+        self.num_queried_tokens = 0
+        self.num_block_hit_tokens = dict.fromkeys(HitSource, 0)
+        """hit in whole blocks, by where"""
+        self.num_tail_hit_tokens = 0
+        """hit in part of a block, by copying its slots"""
+        self.num_missed_tokens = dict.fromkeys(MissReason, 0)
+        self.num_evicted_tokens = 0
+        """whose content is gone for good"""
+        self.num_spilled_tokens = 0
+        """copied to the host tier instead"""
+
+    @property
+    def num_hit_tokens(self) -> int:
+        """All that did not have to be computed."""
+        return sum(self.num_block_hit_tokens.values()) + self.num_tail_hit_tokens
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of looked-up tokens that were found."""
+        return self.num_hit_tokens / max(1, self.num_queried_tokens)
+
+    def to_dict(self) -> dict[str, int]:
+        """For JSON and metrics: one flat list of names."""
+        return {
+            "queried": self.num_queried_tokens,
+            "hit": self.num_hit_tokens,
+            **{f"hit_{source.value}": count for source, count in self.num_block_hit_tokens.items()},
+            "hit_tail": self.num_tail_hit_tokens,
+            **{f"missed_{reason.value}": count for reason, count in self.num_missed_tokens.items()},
+            "evicted": self.num_evicted_tokens,
+            "spilled": self.num_spilled_tokens,
+        }
