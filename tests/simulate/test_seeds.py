@@ -12,10 +12,10 @@ NUM_SEEDS, CHUNK = 200, 20
 
 
 def tiny_trace(rng):
-    """A dozen requests of all kinds, none of which needs more than half of the smallest cache below."""
+    """Requests of all kinds, each of which has room in the smallest cache below when it is alone."""
     arrival_s, turns, trace = 0.0, [0, 0], []
-    for _ in range(12):
-        arrival_s += rng.choice((0.0, 0.02, 0.3))
+    for _ in range(20):
+        arrival_s += rng.choice((0.0, 0.02, 0.1))
         fields = {"tenant": rng.choice("abc"), "priority": rng.randrange(3)}
         prompt_len, kind = rng.randrange(1, 20), rng.randrange(6)
         session = rng.randrange(2)
@@ -29,13 +29,13 @@ def tiny_trace(rng):
             turns[session] += 1
         if rng.random() < 0.5 and "session" not in fields:
             fields |= {"prefix_group": rng.randrange(2), "prefix_len": rng.randrange(1, prompt_len + 1)}
-        trace.append(TraceRequest(round(arrival_s, 2), prompt_len, rng.randrange(1, 9), **fields))
+        trace.append(TraceRequest(round(arrival_s, 2), prompt_len, rng.randrange(1, 25), **fields))
     return trace
 
 
 def tiny_limits(rng):
     return {
-        "num_blocks": rng.randrange(26, 40),
+        "num_blocks": rng.randrange(34, 44),
         "block_size": 4,
         "num_host_blocks": rng.choice((0, 10, 60)),
         "caching": rng.random() < 0.7,

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from quire.cli import main
-from quire.simulate.fake_model import BeamChurn
+from quire.simulate.beams import BeamChurn
 from quire.simulate.simulator import Simulator
 from quire.simulate.trace import TraceRequest
 from quire.simulate.workloads import chat_trace, synthetic_trace, tenants_trace
@@ -29,7 +29,7 @@ def test_every_schedule_gives_the_same_outputs(shape):
         return synthetic_trace(5, 40, **options)
 
     roomy = simulate(trace(), caching=False)
-    assert (roomy["requests"], roomy["preemptions"]) == (40, 0)
+    assert (roomy["requests"], sum(roomy["preemptions"].values())) == (40, 0)
     tight = {
         "cached": {"num_blocks": 160},
         "chunked": {"num_blocks": 160, "caching": False, "tokens": 70},
@@ -82,7 +82,7 @@ def test_a_trace_is_read_from_a_file(tmp_path, capsys):
     path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
     assert main(["simulate", "--trace", str(path)]) == 0
     printed = capsys.readouterr().out
-    assert "prefix_hit_rate      0.64" in printed  # four of five find 32 of 40 tokens
+    assert "prefix_hit_rate      0.6564" in printed  # four of five find 32 of the 39 tokens looked up
     assert "possible_hit_tokens  128\nhit_of_possible      1.0\n" in printed
     assert "tenant 'default': requests 5" in printed
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire.cli.options import tenant_weights
 from quire.config.kv_cache import KVCacheSpec
 from quire.config.kv_layout import kv_cache_config
 from quire.config.scheduler import SchedulerConfig
@@ -56,7 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     limits.add_argument(
         "--policy", default="fcfs", metavar="NAME", help="fcfs, priority, fair or prefix (default: fcfs)"
     )
-    limits.add_argument("--tenant-weights", metavar="A=2,B=1", help="shares under the policy fair (default: 1 each)")
+    limits.add_argument(
+        "--tenant-weights",
+        type=tenant_weights,
+        default={},
+        metavar="A=2,B=1",
+        help="shares under the policy fair (default: 1 each)",
+    )
     limits.add_argument("--target-step-ms", type=float, metavar="MS", help="shorten prefill chunks to hold this")
     limits.add_argument("--no-prefix-caching", action="store_true", help="never reuse a prefix")
     output = parser.add_argument_group("output")
@@ -110,22 +117,11 @@ def _simulator(options: argparse.Namespace) -> Simulator:
         options.max_num_seqs,
         options.max_num_batched_tokens,
         options.preemption_mode,
+        policy=options.policy,
+        tenant_weights=options.tenant_weights,
+        target_step_ms=options.target_step_ms,
     )
     return Simulator(cache, limits, enable_prefix_caching=not options.no_prefix_caching)
-
-
-def _tenant_weights(text: str | None) -> dict[str, float]:
-    """`a=2,b=1` as a table."""
-    weights = {}
-    for part in (text or "").split(",") if text else ():
-        name, _, weight = part.rpartition("=")
-        try:
-            weights[name.strip()] = float(weight)
-        except ValueError:
-            name = ""
-        if not name.strip():
-            raise ConfigError(f"--tenant-weights {text}: {part!r} is not NAME=NUMBER; write, say, a=2,b=1")
-    return weights
 
 
 def _print(figures: Mapping[str, Any], as_json: bool) -> None:

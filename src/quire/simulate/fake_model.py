@@ -1,6 +1,5 @@
-"""A model without weights: what a step costs, which tokens it draws, which beams survive."""
+"""A model without weights: what a step costs, and which tokens it draws."""
 
-import random
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -64,26 +63,5 @@ class FakeModel:
         return state
 
     def forget(self, seq_id: int) -> None:
-        """The sequence has finished, or has another history from now on."""
+        """The sequence has ended."""
         self._states.pop(seq_id, None)
-
-
-@dataclass(frozen=True, slots=True)
-class BeamChurn:
-    """Stands in for beam search, for its effect on memory: which beams die at each step, and whose forks replace them.
-
-    Each beam dies with probability `rate`, whatever the schedule: request, length and beam alone decide.
-    """
-
-    rate: float = 0.15
-
-    def replacements(self, request: int, num_output_tokens: int, beam_width: int) -> list[tuple[int, int]]:
-        """(loser, parent) by beam number, to be done one after another."""
-        rng = random.Random(f"beams {request} {num_output_tokens}")
-        losers = [beam for beam in range(beam_width) if rng.random() < self.rate]
-        return [(loser, (loser + rng.randrange(1, beam_width)) % beam_width) for loser in losers]
-
-    @staticmethod
-    def token_id(parent_token_id: int, loser: int) -> int:
-        """The fork's last token, another than its parent's."""
-        return (parent_token_id + 1 + loser) % VOCAB_SIZE

@@ -8,7 +8,7 @@ from hashlib import blake2b
 import numpy as np
 
 from quire.engine.scheduler import Scheduler
-from quire.engine.sequence import SequenceGroup
+from quire.engine.sequence import SequenceGroup, SequenceStatus
 from quire.kv.block_space_manager import BlockSpaceManager
 from quire.simulate.trace import TraceRequest
 
@@ -88,7 +88,7 @@ class Record:
         if scheduler.num_steps % self.steps_per_moment:
             return
         empty: dict[int, int] = {}  # by the partly full block, which forks share until one writes
-        for seq in (seq for group in scheduler.running for seq in group.unfinished_seqs):
+        for seq in (seq for group in scheduler.running for seq in group.seqs_in(SequenceStatus.RUNNING)):
             num_empty = -seq.num_computed_tokens % blocks.block_size
             if num_empty:
                 empty |= {int(table[-1]): num_empty for table in blocks.block_tables(seq.seq_id)}
@@ -96,13 +96,13 @@ class Record:
             Moment(
                 time_s,
                 num_running=len(scheduler.running),
-                num_waiting=len(scheduler.waiting),
+                num_waiting=scheduler.num_waiting,
                 num_swapped=len(scheduler.swapped),
                 num_used_blocks=blocks.num_used_blocks,
-                num_cached_blocks=len(blocks.prefix_cache.evictor) if blocks.prefix_cache else 0,
+                num_cached_blocks=len(blocks.cache.evictor) if blocks.cache else 0,
                 num_table_entries=int(np.frombuffer(blocks.pool.ref_counts, np.int64).sum()),
                 num_empty_slots=sum(empty.values()),
-                hit_rate=blocks.stats.num_hit_tokens / max(1, blocks.stats.num_queried_tokens),
+                hit_rate=blocks.stats.hit_rate,
             )
         )
         if len(self.moments) > MAX_MOMENTS:

@@ -20,6 +20,7 @@ def report(simulator: Simulator) -> dict[str, Any]:
     """
     record, blocks, scheduler = simulator.record, simulator.blocks, simulator.scheduler
     num_tokens, stats = simulator.committer.num_generated_tokens, blocks.stats
+    by_swap = scheduler.num_preemptions_by_swap
     return {
         "requests": len(record.total_s),
         "ignored": record.num_ignored,
@@ -30,11 +31,11 @@ def report(simulator: Simulator) -> dict[str, Any]:
         "first_token_s": _percentiles(record.first_token_s),
         "per_token_s": _percentiles(record.per_token_s),
         "total_s": _percentiles(record.total_s),
-        "prefix_hit_rate": _share(stats.num_hit_tokens, stats.num_queried_tokens),
-        "tail_hit_tokens": stats.num_tail_hit_tokens,
+        "prefix_hit_rate": round(stats.hit_rate, 4),
+        "prefix_tokens": stats.to_dict(),
         "possible_hit_tokens": record.num_possible_hit_tokens,
         "hit_of_possible": _share(record.num_hit_tokens, record.num_possible_hit_tokens),
-        "preemptions": scheduler.num_preemptions,
+        "preemptions": {"recompute": scheduler.num_preemptions - by_swap, "swap": by_swap},
         "swapped_out_blocks": record.num_swapped_out_blocks,
         "swapped_in_blocks": record.num_swapped_in_blocks,
         **_memory(record.moments, blocks.block_size),

@@ -12,11 +12,12 @@ from quire.engine.sequence import Sequence, SequenceGroup
 from quire.kv.block_space_manager import BlockSpaceManager
 from quire.params import SamplingParams
 from quire.simulate.arrivals import Arrivals
-from quire.simulate.fake_model import BeamChurn, CostModel, FakeModel
+from quire.simulate.beams import BeamChurn, BeamSelection
+from quire.simulate.fake_model import CostModel, FakeModel
 from quire.simulate.record import Record
-from quire.simulate.trace import TraceRequest
+from quire.simulate.trace import MAX_WIDTH, TraceRequest
 
-_GREEDY = Draw(0.0, 0, 1.0, b"")
+_DRAWS = tuple(Draw(0.0, 0, 1.0, b"", index) for index in range(MAX_WIDTH))
 
 
 class Simulator:
@@ -33,63 +34,87 @@ class Simulator:
     ) -> None:
         self.now_s = 0.0
         self.cost = cost or CostModel()
-        self.churn = churn or BeamChurn()
         self.blocks = BlockSpaceManager(kv_cache, enable_prefix_caching=enable_prefix_caching)
-        self.scheduler = Scheduler(scheduler, self.blocks, clock=lambda: self.now_s)
+        self.scheduler = Scheduler(
+            scheduler, self.blocks, clock=lambda: self.now_s, block_copy_s=self.cost.swapped_block_s
+        )
         self.committer = Committer(
             self.scheduler, max_model_len=kv_cache.max_tokens, eos_token_ids=frozenset(), clock=lambda: self.now_s
         )
-        self.model = FakeModel(lambda seq_id: self.scheduler.owner(seq_id)[1].token_ids)
+        self.model = FakeModel(self._history)
+        self.beams = BeamSelection(churn or BeamChurn(), self.committer)
         self.record = Record()
         self.arrivals = Arrivals(())
-        self._requests: dict[str, TraceRequest] = {}  # submitted and not ended, by request id
+        self._requests: dict[str, tuple[TraceRequest, SequenceGroup]] = {}  # submitted and not ended
         self._new: dict[str, int] = {}  # of those, what no step has taken up yet, and how long their history is
         self._backlog: Counter[str] = Counter()  # of those, how many each tenant has
-        self._prefix_lens: dict[int, int] = {}  # tokens of each prefix group that somebody has computed
+        self._prefix_lens: dict[int, int] = {}  # tokens of each prefix group that somebody has begun to compute
 
     def run(self, trace: Iterable[TraceRequest]) -> Record:
         """All requests of a trace, which is sorted by arrival, to their end."""
         self.arrivals = Arrivals(trace)
         while True:
-            if not self.scheduler.has_unfinished:
-                if self.arrivals.next_s is None:
-                    return self.record
-                self.now_s = max(self.now_s, self.arrivals.next_s)
             for submitted_s, index, request in self.arrivals.due(self.now_s):
                 self._submit(submitted_s, index, request)
-            self.step()
+            if self.scheduler.has_unfinished:
+                self.step()
+            elif self.arrivals.next_s is None:
+                return self.record
+            else:
+                self.now_s = max(self.now_s, self.arrivals.next_s)
 
     def step(self) -> None:
         """One step of the engine; the clock moves by what it costs."""
         contended = sum(count > 0 for count in self._backlog.values()) > 1
         batch = self.scheduler.schedule()
         self._note(batch, contended)
-        self.now_s += self.cost.seconds(batch)
-        result = self.model.execute(batch)
-        for group in self.committer.commit(batch, result):
+        step_s = self.cost.seconds(batch)
+        self.now_s += step_s
+        self.scheduler.step_time.observe(batch.num_tokens, step_s)
+        changed = self.committer.commit(batch, self.model.execute(batch))
+        for group in changed:
             if group.is_finished:
                 self._finish(group)
-            else:
-                self._select_beams(group)
+        self.beams.advance(changed)
         for request_id in batch.ignored:
-            self._ignore(request_id)
+            self._ignore(self._requests[request_id][1])
         self.record.look(self.now_s, self.scheduler, self.blocks)
 
     def _submit(self, submitted_s: float, index: int, request: TraceRequest) -> None:
         history = self.arrivals.history(request)
-        seq = Sequence(index, history + request.prompt_token_ids(index), 0, _GREEDY, None)
         params = SamplingParams(
+            n=max(request.n, request.beam_width),
             temperature=0,
             max_tokens=request.output_len,
-            n=max(request.n, request.beam_width),
-            priority=request.priority,
             detokenize=False,
+            priority=request.priority,
+            tenant=request.tenant,
         )
-        group = SequenceGroup(str(index), None, [seq], params, submitted_s, tenant=request.tenant)
-        self._requests[group.request_id] = request
+        prompt = history + request.prompt_token_ids(index)
+        seq = Sequence(self.scheduler.new_seq_id(), prompt, _DRAWS[: params.n])
+        group = SequenceGroup(str(index), None, seq, params, submitted_s)
+        self._requests[group.request_id] = (request, group)
+        if not self._can_run(request, group):
+            self._ignore(group)
+            return
+        if request.beam_width > 1:
+            self.beams.add(group)
         self._new[group.request_id] = len(history)
         self._backlog[request.tenant] += 1
         self.scheduler.add(group)
+
+    def _can_run(self, request: TraceRequest, group: SequenceGroup) -> bool:
+        """Beams wait for each other, so all of them must have room at once, even if they come to share nothing."""
+        if group.params.n > self.scheduler.config.max_num_seqs:
+            return False
+        num_tokens = group.seqs[0].num_tokens + request.output_len
+        needed = request.beam_width * self.blocks.config.blocks_to_hold(num_tokens) + self.blocks.watermark_blocks
+        return request.beam_width == 1 or needed <= self.blocks.pool.num_blocks
+
+    def _history(self, seq_id: int) -> list[int]:
+        owner = self.scheduler.owner(seq_id)
+        assert owner is not None, f"sequence {seq_id} is scheduled but gone"
+        return owner[1].token_ids
 
     def _note(self, batch: Batch, contended: bool) -> None:
         """Who gets tokens in this step, and who for the first time."""
@@ -97,49 +122,44 @@ class Simulator:
         self.record.num_swapped_in_blocks += len(batch.swap_in)
         if not contended and not self._new:
             return
-        computed_from_now = {}
         for scheduled in batch.sequences:
-            group, seq = self.scheduler.owner(scheduled.seq_id)
-            request = self._requests[group.request_id]
+            owner = self.scheduler.owner(scheduled.seq_id)
+            assert owner is not None
+            group = owner[0]
             if contended:
-                self.record.tenants[request.tenant].num_contended_tokens += len(scheduled.token_ids)
-            history_len = self._new.pop(group.request_id, None)
-            if history_len is None:
-                continue
-            self._backlog[request.tenant] -= 1
-            common_len = history_len - 1  # of an answer's last token there are no keys and values
-            if request.prefix_group is not None:
-                common_len = min(request.prefix_len, self._prefix_lens.get(request.prefix_group, 0))
-                computed_from_now[request.prefix_group] = request.prefix_len
-            possible = max(0, min(common_len, seq.num_prompt_tokens - 1))
-            self.record.num_possible_hit_tokens += possible
-            self.record.num_hit_tokens += min(possible, group.num_cached_tokens)
-        for prefix_group, prefix_len in computed_from_now.items():
-            self._prefix_lens[prefix_group] = max(prefix_len, self._prefix_lens.get(prefix_group, 0))
+                self.record.tenants[group.tenant].num_contended_tokens += len(scheduled.token_ids)
+            if group.request_id in self._new:
+                self._note_first(group)
 
-    def _select_beams(self, group: SequenceGroup) -> None:
-        """Let some beams die, and others go on in their place."""
-        request = self._requests[group.request_id]
-        if request.beam_width == 1:
-            return
-        beams = group.seqs
-        for loser, parent in self.churn.replacements(
-            int(group.request_id), beams[0].num_output_tokens, request.beam_width
-        ):
-            token_id = self.churn.token_id(beams[parent].token_ids[-1], loser)
-            self.committer.replace_beam(group, beams[loser], beams[parent], token_id)
-            self.model.forget(beams[loser].seq_id)
+    def _note_first(self, group: SequenceGroup) -> None:
+        """What of the prompt was known before, and how much of that was found."""
+        request = self._requests[group.request_id][0]
+        self._backlog[request.tenant] -= 1
+        known_len = self._new.pop(group.request_id) - 1  # of an answer's last token there are no keys and values
+        if request.prefix_group is not None:
+            known_len = min(request.prefix_len, self._prefix_lens.get(request.prefix_group, 0))
+            self._prefix_lens[request.prefix_group] = max(
+                request.prefix_len, self._prefix_lens.get(request.prefix_group, 0)
+            )
+        num_possible = max(0, min(known_len, group.seqs[0].num_prompt_tokens - 1))
+        self.record.num_possible_hit_tokens += num_possible
+        self.record.num_hit_tokens += min(num_possible, group.num_cached_tokens)
 
     def _finish(self, group: SequenceGroup) -> None:
-        request = self._requests.pop(group.request_id)
+        request = self._end(group)
         self.record.finished(int(group.request_id), request, group)
-        for seq in group.seqs:
-            self.model.forget(seq.seq_id)
         self.arrivals.ended(request, self.now_s, group.seqs[0].token_ids)
 
-    def _ignore(self, request_id: str) -> None:
-        request = self._requests.pop(request_id)
-        if self._new.pop(request_id, None) is not None:
+    def _ignore(self, group: SequenceGroup) -> None:
+        """It can never run, or not to its end."""
+        request = self._end(group)
+        if self._new.pop(group.request_id, None) is not None:
             self._backlog[request.tenant] -= 1
         self.record.num_ignored += 1
         self.arrivals.ended(request, self.now_s)
+
+    def _end(self, group: SequenceGroup) -> TraceRequest:
+        self.beams.remove(group)
+        for seq in group.seqs:
+            self.model.forget(seq.seq_id)
+        return self._requests.pop(group.request_id)[0]
