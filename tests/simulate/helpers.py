@@ -28,7 +28,7 @@ def make(
     caching=True,
     tokens=2048,
     seqs=64,
-    kind=CheckedSimulator,
+    kind=Simulator,
     churn=None,
     **limits,
 ):

@@ -6,7 +6,7 @@ import pytest
 
 from quire.simulate.trace import TraceRequest
 
-from .helpers import alone, simulate
+from .helpers import CheckedSimulator, alone, simulate
 
 NUM_SEEDS, CHUNK = 200, 20
 
@@ -53,7 +53,7 @@ def test_no_schedule_changes_an_output(first):
         rng = random.Random(seed)
         trace = tiny_trace(rng)
         limits = tiny_limits(rng)
-        tight = simulate(trace, **limits)
+        tight = simulate(trace, kind=CheckedSimulator, **limits)
         solo = simulate(alone(trace), caching=False)
         assert tight["requests"] == solo["requests"] == len(trace), (seed, limits)
         assert tight["outputs_digest"] == solo["outputs_digest"], (seed, limits)

@@ -1,11 +1,13 @@
 """The simulator: replayable, and the same outputs under every schedule."""
 
 import json
+from itertools import pairwise
 
 import pytest
 
 from quire.cli import main
 from quire.simulate.beams import BeamChurn
+from quire.simulate.report import report
 from quire.simulate.simulator import Simulator
 from quire.simulate.trace import TraceRequest
 from quire.simulate.workloads import chat_trace, synthetic_trace, tenants_trace
@@ -14,7 +16,7 @@ from .helpers import alone, make, simulate
 
 SHAPES = [
     {"shape": "mixed"},
-    {"shape": "chat", "requests_per_s": 50.0},
+    {"shape": "chat", "num_requests": 16, "requests_per_s": 50.0},
     {"shape": "tenants"},
     {"shape": "alpaca", "n": 3},
     {"shape": "alpaca", "beam_width": 4},
@@ -23,13 +25,13 @@ SHAPES = [
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape.values())))
 def test_every_schedule_gives_the_same_outputs(shape):
-    options = {"requests_per_s": 20.0, **shape}
+    options = {"num_requests": 40, "requests_per_s": 20.0, **shape}
 
     def trace():
-        return synthetic_trace(5, 40, **options)
+        return synthetic_trace(5, **options)
 
     roomy = simulate(trace(), caching=False)
-    assert (roomy["requests"], sum(roomy["preemptions"].values())) == (40, 0)
+    assert (roomy["requests"], sum(roomy["preemptions"].values())) == (options["num_requests"], 0)
     tight = {
         "cached": {"num_blocks": 160},
         "chunked": {"num_blocks": 160, "caching": False, "tokens": 70},
@@ -64,7 +66,7 @@ def test_one_seed_is_one_run_to_the_byte(arguments, capsys):
 
 
 def test_waste_is_small_and_shared_prefixes_hit():
-    figures = simulate(synthetic_trace(3, 300), kind=Simulator)
+    figures = simulate(synthetic_trace(3, 300))
     assert 0 < figures["kv_waste"] < 0.06
     assert figures["prefix_hit_rate"] > 0.15
 
@@ -157,12 +159,12 @@ def test_beams_share_more_than_samples_and_more_churn_shares_more():
 
 
 def test_tenants_are_told_apart():
-    figures = simulate(tenants_trace(0, 200), seqs=20, kind=Simulator)
+    figures = simulate(tenants_trace(0, 200), seqs=20)
     tenants = figures["tenants"]
     assert list(tenants) == ["flood", "steady-1", "steady-2"]
     assert sum(tenant["requests"] for tenant in tenants.values()) == 200
     assert sum(tenant["contended_share"] for tenant in tenants.values()) == pytest.approx(1, abs=1e-3)
-    fair = simulate(tenants_trace(0, 200), seqs=20, policy="fair", kind=Simulator)
+    fair = simulate(tenants_trace(0, 200), seqs=20, policy="fair")
     assert fair["outputs_digest"] == figures["outputs_digest"]
     steady, before = fair["tenants"]["steady-1"], tenants["steady-1"]
     assert steady["tokens"] == before["tokens"]
@@ -186,3 +188,27 @@ def test_the_record_stays_small_however_long_the_run():
 def test_requests_alone_give_the_same_outputs():
     trace = list(synthetic_trace(9, 20))
     assert simulate(trace)["outputs_digest"] == simulate(alone(trace))["outputs_digest"]
+
+
+@pytest.mark.parametrize("wide", [{"n": 5}, {"beam_width": 5}])
+def test_more_sequences_than_run_at_once_are_refused_alone(wide):
+    figures = simulate([TraceRequest(0.0, 10, 5, **wide), TraceRequest(0.0, 10, 5, n=4)], seqs=4)
+    assert (figures["requests"], figures["ignored"], figures["output_tokens"]) == (1, 1, 20)
+
+
+def test_beams_that_have_no_room_together_are_refused_and_samples_take_turns():
+    samples, beams = TraceRequest(0.0, 8, 24, n=3), TraceRequest(0.0, 8, 24, beam_width=3)
+    figures = simulate([samples, beams], num_blocks=18, block_size=4)
+    assert (figures["requests"], figures["ignored"]) == (1, 1)
+
+
+def test_a_latency_target_shortens_the_gaps_between_tokens():
+    trace = [TraceRequest(0.0, 10, 400), *(TraceRequest(0.5 * i, 1500, 2) for i in range(1, 16))]
+    num_long, digests = [], set()
+    for target in (None, 60.0):
+        simulator = make(target_step_ms=target)
+        times = [moment.time_s for moment in simulator.run(trace).moments]
+        num_long.append(sum(later - earlier > 0.3 for earlier, later in pairwise(times)))
+        digests.add(report(simulator)["outputs_digest"])
+    assert num_long[1] < num_long[0] / 2  # not none: how long a step takes is learned from steps
+    assert len(digests) == 1

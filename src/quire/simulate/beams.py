@@ -13,7 +13,7 @@ from quire.simulate.trace import VOCAB_SIZE
 class BeamChurn:
     """Each beam dies at each step with probability `rate`; request, length and beam alone decide, not the schedule."""
 
-    rate: float = 0.15
+    rate: float = 0.1
 
     def replacements(self, request: int, num_output_tokens: int, beam_width: int) -> list[tuple[int, int]]:
         """(loser, parent) by beam number, to be done one after another."""

@@ -55,6 +55,7 @@ def save_plot(moments: Sequence[Moment], num_blocks: int, path: Path) -> None:
             axes.set_xlim(left=0)
         for axes in (memory, queues):  # above the panel, where no curve is
             axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False, borderaxespad=0.2)
+        figure.align_ylabels()
         try:
             figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
         except OSError as error:

@@ -41,14 +41,14 @@ class Simulator:
         self.committer = Committer(
             self.scheduler, max_model_len=kv_cache.max_tokens, eos_token_ids=frozenset(), clock=lambda: self.now_s
         )
-        self.model = FakeModel(self._history)
+        self.model = FakeModel(lambda seq_id: self._owner(seq_id)[1].token_ids)
         self.beams = BeamSelection(churn or BeamChurn(), self.committer)
         self.record = Record()
         self.arrivals = Arrivals(())
         self._requests: dict[str, tuple[TraceRequest, SequenceGroup]] = {}  # submitted and not ended
         self._new: dict[str, int] = {}  # of those, what no step has taken up yet, and how long their history is
         self._backlog: Counter[str] = Counter()  # of those, how many each tenant has
-        self._prefix_lens: dict[int, int] = {}  # tokens of each prefix group that somebody has begun to compute
+        self._prefix_lens: dict[int | None, int] = {}  # tokens of each prefix group that somebody has begun to compute
 
     def run(self, trace: Iterable[TraceRequest]) -> Record:
         """All requests of a trace, which is sorted by arrival, to their end."""
@@ -111,10 +111,10 @@ class Simulator:
         needed = request.beam_width * self.blocks.config.blocks_to_hold(num_tokens) + self.blocks.watermark_blocks
         return request.beam_width == 1 or needed <= self.blocks.pool.num_blocks
 
-    def _history(self, seq_id: int) -> list[int]:
+    def _owner(self, seq_id: int) -> tuple[SequenceGroup, Sequence]:
         owner = self.scheduler.owner(seq_id)
         assert owner is not None, f"sequence {seq_id} is scheduled but gone"
-        return owner[1].token_ids
+        return owner
 
     def _note(self, batch: Batch, contended: bool) -> None:
         """Who gets tokens in this step, and who for the first time."""
@@ -123,9 +123,7 @@ class Simulator:
         if not contended and not self._new:
             return
         for scheduled in batch.sequences:
-            owner = self.scheduler.owner(scheduled.seq_id)
-            assert owner is not None
-            group = owner[0]
+            group, _ = self._owner(scheduled.seq_id)
             if contended:
                 self.record.tenants[group.tenant].num_contended_tokens += len(scheduled.token_ids)
             if group.request_id in self._new:
@@ -136,12 +134,10 @@ class Simulator:
         request = self._requests[group.request_id][0]
         self._backlog[request.tenant] -= 1
         known_len = self._new.pop(group.request_id) - 1  # of an answer's last token there are no keys and values
-        if request.prefix_group is not None:
-            known_len = min(request.prefix_len, self._prefix_lens.get(request.prefix_group, 0))
-            self._prefix_lens[request.prefix_group] = max(
-                request.prefix_len, self._prefix_lens.get(request.prefix_group, 0)
-            )
-        num_possible = max(0, min(known_len, group.seqs[0].num_prompt_tokens - 1))
+        begun_len = self._prefix_lens.get(request.prefix_group, 0)
+        self._prefix_lens[request.prefix_group] = max(begun_len, request.prefix_len)
+        known_len = max(0, known_len, min(begun_len, request.prefix_len))
+        num_possible = min(known_len, group.seqs[0].num_prompt_tokens - 1)
         self.record.num_possible_hit_tokens += num_possible
         self.record.num_hit_tokens += min(num_possible, group.num_cached_tokens)
 
