@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 from quire.batch import BlockIds, BlockPairs, SlotCopy
@@ -43,8 +43,6 @@ class _SequenceBlocks:
     scheduled_step: int = -1
     on_host: bool = False
     """swapped out: the tables name blocks of the host tier"""
-    copies: list[SlotCopy] = field(default_factory=list)
-    """to be done before the sequence's next tokens are computed; their sources are held until then"""
 
 
 class BlockSpaceManager:
@@ -74,7 +72,8 @@ class BlockSpaceManager:
         self._hasher = ContentHasher()
         self._sequences: dict[int, _SequenceBlocks] = {}
         self._chains: dict[int, HashChain] = {}
-        self._copy_sources: Counter[int] = Counter()
+        self._copies: dict[int, list[SlotCopy]] = {}  # by sequence, until its next tokens are computed
+        self._copy_sources: Counter[int] = Counter()  # their sources, which are held so long
         self._transfers = Transfers()
         self.pool: BlockAllocator
         self.host: BlockAllocator
@@ -170,7 +169,7 @@ class BlockSpaceManager:
             self.cache.acquire(block_id)
         for group, (table, (block_id, _)) in enumerate(zip(blocks.tables, sources, strict=True)):
             table.append(self.pool.allocate())
-            self._copy(blocks, SlotCopy(group, block_id, table[hit.num_blocks], num_copied))
+            self._copy(hit.seq_id, SlotCopy(group, block_id, table[hit.num_blocks], num_copied))
         return num_copied
 
     def _find_tails(self, chain: HashChain, index: int, wanted: bytes) -> list[tuple[int, int]]:
@@ -219,7 +218,7 @@ class BlockSpaceManager:
             table, index = blocks.tables[group], num_computed_tokens // self.block_size
             source = table[index]
             table.replace(index, self.pool.allocate())  # the hold on the source passes to the copy
-            self._copy(blocks, SlotCopy(group, source, table[index], num_computed_tokens % self.block_size))
+            self._copy(seq_id, SlotCopy(group, source, table[index], num_computed_tokens % self.block_size))
         for table in blocks.tables:
             while table.num_blocks * self.block_size < num_tokens:
                 table.append(self.pool.allocate())
@@ -238,22 +237,21 @@ class BlockSpaceManager:
         last = [(g, table[index]) for g, table in enumerate(blocks.tables) if index < table.num_blocks]
         return [g for g, block_id in last if counts[block_id] - sources[block_id] > 1]
 
-    def _copy(self, blocks: _SequenceBlocks, copy: SlotCopy) -> None:
+    def _copy(self, seq_id: int, copy: SlotCopy) -> None:
         """Note a copy whose source is held for it."""
-        blocks.copies.append(copy)
+        self._copies.setdefault(seq_id, []).append(copy)
         self._copy_sources[copy.src_block] += 1
 
-    def _release_copies(self, blocks: _SequenceBlocks) -> None:
-        for copy in blocks.copies:
+    def _release_copies(self, seq_id: int) -> None:
+        for copy in self._copies.pop(seq_id, ()):
             self.pool.free(copy.src_block)
             self._copy_sources[copy.src_block] -= 1
             if not self._copy_sources[copy.src_block]:
                 del self._copy_sources[copy.src_block]
-        blocks.copies.clear()
 
-    def copies(self, seq_id: int) -> Sequence[SlotCopy]:
-        """Copies due before the sequence's next tokens are computed, until `publish` says that they are."""
-        return self._sequences[seq_id].copies
+    def copies(self, seq_ids: Sequence[int]) -> tuple[SlotCopy, ...]:
+        """Copies due before these sequences' next tokens are computed, until `publish` says that they are."""
+        return tuple([copy for seq_id in seq_ids if seq_id in self._copies for copy in self._copies[seq_id]])
 
     def publish(self, seq_id: int, token_ids: Sequence[int], num_computed_tokens: int) -> None:
         """The first `num_computed_tokens` tokens are computed, and the copies due are done.
@@ -262,8 +260,8 @@ class BlockSpaceManager:
         other one shared; a block that has slid out of its group's window is given back as well.
         """
         blocks = self._sequences[seq_id]
-        if blocks.copies:
-            self._release_copies(blocks)
+        if self._copies:
+            self._release_copies(seq_id)
         if num_computed_tokens < (blocks.num_full + 1) * self.block_size:
             return
         num_full = num_computed_tokens // self.block_size
@@ -301,7 +299,7 @@ class BlockSpaceManager:
         """Let others copy out of the last, partly full block, as far as it is computed."""
         blocks = self._sequences[seq_id]
         start = blocks.num_full * self.block_size
-        if self.cache is None or blocks.copies or num_computed_tokens <= start:  # copies due: a step failed
+        if self.cache is None or seq_id in self._copies or num_computed_tokens <= start:  # copies due: a step failed
             return
         chain = self._chains[seq_id]
         assert num_computed_tokens < start + self.block_size, f"sequence {seq_id} has a full block not published"
@@ -320,7 +318,7 @@ class BlockSpaceManager:
         """Start a sequence that shares all of another's blocks, the partly full last one too. Copies nothing."""
         parent = self._sequences[parent_id]
         assert child_id not in self._sequences, f"sequence {child_id} has blocks already"
-        assert not parent.copies, f"sequence {parent_id} waits for copies and cannot be forked yet"
+        assert parent_id not in self._copies, f"sequence {parent_id} waits for copies and cannot be forked yet"
         assert not parent.on_host, f"sequence {parent_id} is swapped out and cannot be forked"
         child = _SequenceBlocks([table.copy() for table in parent.tables], parent.num_full, parent.num_full)
         for table in child.tables:
@@ -336,7 +334,7 @@ class BlockSpaceManager:
     def can_swap_out(self, seq_ids: Sequence[int]) -> bool:
         """Whether the host tier has room for all blocks of these sequences."""
         sequences = [self._sequences[seq_id] for seq_id in seq_ids]
-        if any(blocks.copies for blocks in sequences):  # what they hold is not all there yet
+        if any(seq_id in self._copies for seq_id in seq_ids):  # what they hold is not all there yet
             return False
         return len(self._holds(sequences)) <= self.host.num_free_blocks
 
@@ -478,7 +476,7 @@ class BlockSpaceManager:
     def free(self, seq_id: int) -> None:
         """Take the sequence's blocks back; its hashes stay, for when it comes again."""
         blocks = self._sequences.pop(seq_id)
-        self._release_copies(blocks)
+        self._release_copies(seq_id)
         self._unregister(seq_id, blocks, blocks.num_full, blocks.num_registered)
         tier = self.host if blocks.on_host else self.pool
         for table in blocks.tables:
@@ -516,7 +514,7 @@ class BlockSpaceManager:
             False: Counter(b for block_ids in self.pins.block_ids.values() for b in block_ids),
             True: Counter(self._transfers.held),
         }
-        others[False] += Counter(copy.src_block for blocks in self._sequences.values() for copy in blocks.copies)
+        others[False] += self._copy_sources
         for tier, on_host in ((self.pool, False), (self.host, True)):
             tier.check_integrity()
             entries = self._holds([blocks for blocks in self._sequences.values() if blocks.on_host is on_host])
