@@ -118,6 +118,27 @@ def test_a_preemption_at_every_step_changes_nothing(dtype):
             assert (scheduler.num_preemptions_by_swap > scheduler.num_steps // 2) == (mode == "swap")
 
 
+@pytest.mark.parametrize("budget", [1024, 40])
+def test_requests_with_one_new_prefix_compute_it_once(budget):
+    """In one step they join the first one's blocks; where the prefix takes several steps they wait for it."""
+    shared, params = make_prompts(3, 8192, 400)[0][:70], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    prompts = [[*shared, 100 + i] for i in range(20)]
+    solo = LLM(enable_prefix_caching=False, max_model_len=96, max_num_seqs=1)
+    expected = run(solo, prompts, [params] * 20)
+    llm = LLM(max_model_len=96, max_num_batched_tokens=budget)
+    executed, counts = llm.engine.executor.execute, []
+
+    def execute(batch):
+        counts.append(batch.num_tokens)
+        return executed(batch)
+
+    llm.engine.executor.execute = execute
+    assert run(llm, prompts, [params] * 20) == expected
+    num_once = len(shared) // 16 * 16
+    assert sum(counts) <= num_once + 20 * (len(prompts[0]) - num_once + 7)
+    assert llm.engine.stats().prefix_cache["hit"] >= 19 * num_once
+
+
 def test_logits_are_bitwise_the_same_in_any_chunking_and_block_size(monkeypatch):
     """Not only the tokens: every logit of every drawn position."""
     original = model_runner.sample
