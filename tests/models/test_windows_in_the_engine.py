@@ -1,4 +1,4 @@
-"""A model that mixes full attention and sliding windows, through the whole engine: transformers' tokens in less memory."""
+"""A model of full attention and sliding windows through the whole engine: transformers' tokens in less memory."""
 
 import pytest
 import torch
