@@ -55,6 +55,9 @@ def test_make_pins_the_torch_the_package_asks_for() -> None:
 def test_every_dependency_has_its_reason() -> None:
     wanted = {re.split(r"[^\w-]", entry)[0] for entry in PROJECT["project"]["dependencies"]}
     assert table_keys("docs/dependencies.md", "At run time") == wanted
+    extras = PROJECT["project"]["optional-dependencies"].values()
+    wanted = {re.split(r"[^\w-]", entry)[0] for group in extras for entry in group}
+    assert table_keys("docs/dependencies.md", "For one option") == wanted
 
 
 def test_every_engine_argument_is_documented() -> None:

@@ -21,6 +21,7 @@ class StepTimeModel:
     def __init__(self, decay: float = 0.98) -> None:
         self._decay = decay
         self._num_steps = 0
+        self._most_tokens = 0
         self._weight = 0.0
         self._mean_tokens = 0.0
         self._mean_s = 0.0
@@ -37,6 +38,7 @@ class StepTimeModel:
         if self._num_steps >= _NUM_TRUSTED:
             seconds = min(seconds, _CLIP * self.predict(num_tokens))
         self._num_steps += 1
+        self._most_tokens = max(self._most_tokens, num_tokens)
         faded = self._decay * self._weight
         self._weight = faded + 1.0
         tokens_off, s_off = num_tokens - self._mean_tokens, seconds - self._mean_s
@@ -53,10 +55,13 @@ class StepTimeModel:
         return self.fixed_seconds + self._slope * num_tokens
 
     def max_tokens(self, target_s: float) -> int | None:
-        """The most tokens whose step stays within `target_s`; 0 if none does, None while nothing is known."""
+        """The most tokens whose step stays within `target_s`; 0 if none does, None while nothing is known.
+
+        At most twice as many as any step had so far: small steps may cost the same whatever they hold, large ones not.
+        """
         if not self._num_steps:
             return None
-        num_tokens = max(0, int(min((target_s - self.fixed_seconds) / self._slope, _MAX_TOKENS)))
+        num_tokens = max(0, int(min((target_s - self.fixed_seconds) / self._slope, 2 * self._most_tokens, _MAX_TOKENS)))
         return num_tokens - 1 if num_tokens and self.predict(num_tokens) > target_s else num_tokens  # rounding
 
     @property
