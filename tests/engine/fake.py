@@ -103,6 +103,7 @@ class Harness:
         failing_steps: Collection[int] = (),
         windows: SequenceOf[int | None] | None = None,
         pinned_fraction: float = 0.5,
+        preempt_turns: int = 0,
         **scheduling: object,
     ) -> None:
         self.windows = tuple(windows or (None,) * num_groups)
@@ -116,6 +117,7 @@ class Harness:
         self.scheduler = Scheduler(settings, self.blocks, clock=lambda: float(self.scheduler.num_steps))
         self.committer = Committer(self.scheduler, max_model_len=config.max_tokens, eos_token_ids=eos)
         self.failing_steps = failing_steps
+        self.preempt_turns = preempt_turns
         self.groups: list[SequenceGroup] = []
 
     def add(self, prompt: list[int], max_tokens: int = 8, key: ContentKey = NO_KEY, **params: object) -> SequenceGroup:
@@ -142,9 +144,11 @@ class Harness:
 
     def run(self) -> None:
         """Until every request has finished; nothing may be held afterwards."""
-        for _ in range(10_000):
+        for turn in range(10_000):
             if not self.scheduler.has_unfinished:
                 break
+            if turn < self.preempt_turns and self.scheduler.running:
+                self.scheduler.preempt(self.scheduler.running[turn % len(self.scheduler.running)])
             self.executor.fail_next = self.scheduler.num_steps in self.failing_steps
             try:
                 self.step()

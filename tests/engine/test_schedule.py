@@ -38,16 +38,14 @@ requests = st.lists(
     failing_steps=st.sets(st.integers(0, 40), max_size=4),
     policy=st.sampled_from(POLICIES),
     stagger=st.integers(0, 3),
-    forced=st.integers(0, 4),
+    preempt_turns=st.integers(0, 12),
 )
-def test_every_schedule_gives_the_solo_tokens(requests, stagger, forced, **settings):
+def test_every_schedule_gives_the_solo_tokens(requests, stagger, **settings):
     harness = Harness(**settings)
     groups = []
     for request in requests:
         groups.append(harness.add(**request))
-        for turn in range(stagger):
-            if turn < forced and harness.scheduler.running:
-                harness.scheduler.preempt(harness.scheduler.running[turn % len(harness.scheduler.running)])
+        for _ in range(stagger):
             harness.step()
     harness.run()
     for group in groups:

@@ -30,7 +30,7 @@ class Committer:
     def commit(self, batch: Batch, result: StepResult) -> list[SequenceGroup]:
         """Apply a step. Returns the requests that got a token, in batch order."""
         blocks, policy = self.scheduler.blocks, self.scheduler.policy
-        blocks.settle()
+        self.scheduler.settle()
         changed: list[SequenceGroup] = []
         num_drawn = 0
         for scheduled in batch.sequences:

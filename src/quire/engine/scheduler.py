@@ -80,7 +80,7 @@ class Scheduler:
         self.num_swapped_blocks = 0
         self._cost = PreemptionCost(config, blocks, self.step_time, block_copy_s)
         self._owners: dict[int, tuple[SequenceGroup, Sequence]] = {}
-        self._unsettled: list[tuple[SequenceGroup, Sequence]] = []  # in blocks that only the planned step makes good
+        self._unsettled: list[tuple[SequenceGroup, Sequence]] = []  # whose blocks only the coming step makes good
         self._next_seq_id = 0
 
     # Requests come and go
@@ -110,8 +110,9 @@ class Scheduler:
     def finish(self, group: SequenceGroup, seq: Sequence) -> None:
         """A running sequence has finished, or is to be no more: take its blocks back, and end a request with its last
         one."""
-        self.blocks.publish_tail(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
-        self.blocks.free(seq.seq_id)
+        if seq.seq_id in self.blocks:
+            self.blocks.publish_tail(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
+            self.blocks.free(seq.seq_id)
         self._forget(seq)
         if group.is_finished:
             self.running.remove(group)
@@ -125,7 +126,7 @@ class Scheduler:
         else:
             self.running.remove(group)
         for seq in group.unfinished_seqs:
-            if seq.status is not SequenceStatus.WAITING:
+            if seq.seq_id in self.blocks:
                 self.blocks.free(seq.seq_id)
             self._forget(seq)
         self.policy.forget(group)
@@ -153,7 +154,6 @@ class Scheduler:
     def schedule(self) -> Batch:
         """The plan of the next step."""
         self.num_steps += 1
-        self._unsettled = []
         self.blocks.advance()
         if self.policy.counts_tokens:  # ranks change as tokens are served
             self.running.sort(key=self._place)
@@ -316,7 +316,10 @@ class Scheduler:
         if plan.preempted or plan.chunk(seq) <= 0:
             return
         hit = self.blocks.look_up(seq.seq_id, seq.token_ids, group.content_key)
-        if not hit.is_awaited and self.blocks.can_allocate(hit) is AllocStatus.OK:
+        status = self.blocks.can_allocate(hit)
+        if status is AllocStatus.NEVER:  # more has been pinned since it began
+            self._give_up(group, seq, plan)
+        elif status is AllocStatus.OK and not hit.is_awaited:
             self._begin(group, seq, hit, plan)
 
     # The queue
@@ -394,12 +397,18 @@ class Scheduler:
             seq.status = SequenceStatus.RUNNING
             self._unsettled.append((group, seq))
             num_tokens = plan.chunk(seq)
-            if num_tokens > 0:
-                self.blocks.append(seq.seq_id, seq.num_computed_tokens, seq.num_computed_tokens + num_tokens)
+            end = seq.num_computed_tokens + num_tokens
+            if num_tokens > 0 and self.blocks.can_append(seq.seq_id, seq.num_computed_tokens, end):
+                self.blocks.append(seq.seq_id, seq.num_computed_tokens, end)
                 plan.add(seq, num_tokens)
         plan.num_seqs += group.num_wanted_seqs
         insort(self.running, group, key=self._place)
         return True
+
+    def settle(self) -> None:
+        """The batch planned last has been executed."""
+        self._unsettled = []
+        self.blocks.settle()
 
     def revert(self) -> None:
         """The batch planned last failed: the sequences that rely on what it was to swap or to compute for another start

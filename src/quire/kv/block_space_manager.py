@@ -100,8 +100,7 @@ class BlockSpaceManager:
         pinned_by_others = self.pins.num_blocks - sum(place in self.pins for place in held)
         if needed > self.pool.num_blocks - pinned_by_others:
             return AllocStatus.NEVER
-        reserve = self.watermark_blocks if self._sequences else 0
-        return AllocStatus.OK if needed - len(held) <= self.pool.num_free_blocks - reserve else AllocStatus.LATER
+        return AllocStatus.OK if needed - len(held) + self._reserve <= self.pool.num_free_blocks else AllocStatus.LATER
 
     def allocate(self, hit: PrefixHit) -> int:
         """Start a sequence with the blocks of its prefix; returns the tokens that need not be computed.
@@ -123,14 +122,22 @@ class BlockSpaceManager:
             BlockTable([place if place >= 0 else self.tiers.copy_in(~place) for place in places], first)
             for places, first in zip(hit.places, hit.first, strict=True)
         ]
-        blocks = self._sequences[seq_id] = _SequenceBlocks(tables, hit.num_ready_blocks, hit.num_blocks)
+        blocks = self._sequences[seq_id] = _SequenceBlocks(tables, hit.num_ready_blocks)
         num_tail_tokens = self._copy_tail(hit, blocks)
         num_cached_tokens = hit.num_blocks * self.block_size + num_tail_tokens
         self._count(hit, num_tail_tokens)
         chain, blocks.num_registered = self._chains[seq_id], num_tokens // self.block_size
-        for index in range(hit.num_blocks, blocks.num_registered):
+        for index in range(hit.num_ready_blocks, blocks.num_registered):
             self.lookup.computing.setdefault(chain.block(index)[0], seq_id)
         return num_cached_tokens
+
+    @property
+    def _reserve(self) -> int:
+        """Blocks left to those that run, if any does."""
+        return self.watermark_blocks if any(not blocks.on_host for blocks in self._sequences.values()) else 0
+
+    def __contains__(self, seq_id: int) -> bool:
+        return seq_id in self._sequences
 
     def _join(self, owner: int, group: int, index: int) -> int | None:
         """The block another sequence will have computed by the end of the step being planned."""
@@ -331,11 +338,10 @@ class BlockSpaceManager:
         """Whether the device tier has room for the sequences, grown to `num_tokens` each, besides the reserve."""
         sequences = [self._sequences[seq_id] for seq_id in seq_ids]
         wanted = -(-num_tokens // self.block_size)
-        needed = len(self._holds(sequences))
-        needed += sum(max(0, wanted - table.num_blocks) + 1 for blocks in sequences for table in blocks.tables)
-        others_run = any(not blocks.on_host for blocks in self._sequences.values())
+        held = len(self._holds(sequences))
+        growth = sum(max(0, wanted - table.num_blocks) + 1 for blocks in sequences for table in blocks.tables)
         available = self.pool.num_blocks - self.pins.num_blocks
-        return min(needed + (self.watermark_blocks if others_run else 0), available) <= self.pool.num_free_blocks
+        return max(held, min(held + growth + self._reserve, available)) <= self.pool.num_free_blocks
 
     def swap_in(self, seq_ids: Sequence[int]) -> None:
         """Move the sequences back to the device tier, in the coming step."""

@@ -43,8 +43,10 @@ class Tiers:
                 if block_id in moved:
                     self.host.share(moved[block_id])
                 else:
-                    moved[block_id] = self.host.allocate()
-                    self._swap_out.append((block_id, moved[block_id]))
+                    moved[block_id] = host_block = self.host.allocate()
+                    self.host.share(host_block)  # in the step that fills it nobody else may
+                    self.held.append(host_block)
+                    self._swap_out.append((block_id, host_block))
                 table.replace(index, moved[block_id])
                 self.pool.free(block_id)
 
