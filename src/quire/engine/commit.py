@@ -2,11 +2,11 @@
 
 import time
 from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
 
 from quire.batch import Batch, StepResult
 from quire.engine.scheduler import Scheduler
 from quire.engine.sequence import Sequence, SequenceGroup, SequenceStatus
+from quire.params import SamplingParams
 
 
 class Committer:
@@ -31,46 +31,62 @@ class Committer:
         """Apply a step. Returns the requests that got a token, in batch order."""
         blocks, policy = self.scheduler.blocks, self.scheduler.policy
         blocks.settle()
-        drawn = iter(result.token_ids)
         changed: list[SequenceGroup] = []
+        num_drawn = 0
         for scheduled in batch.sequences:
-            token_ids = [next(drawn) for _ in scheduled.draws]
+            token_ids = result.token_ids[num_drawn : num_drawn + len(scheduled.draws)]
+            num_drawn += len(token_ids)
             owner = self.scheduler.owner(scheduled.seq_id)
             if owner is None:  # aborted while the step ran
                 continue
             group, seq = owner
-            seq.num_computed_tokens = scheduled.end
-            blocks.publish(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
+            seq.num_computed_tokens = end = scheduled.end
+            blocks.publish(seq.seq_id, seq.token_ids, end)
             if policy.counts_tokens:
                 served = max(seq.num_served_tokens, scheduled.start)  # what was cached, or is computed again, is free
-                policy.charge(group, max(0, scheduled.end - served))
-                seq.num_served_tokens = max(served, scheduled.end)
+                policy.charge(group, max(0, end - served))
+                seq.num_served_tokens = max(served, end)
             if token_ids:
-                self._append(group, seq, token_ids)
+                if end == seq.num_prompt_tokens:
+                    self._fork_samples(group, seq)
+                for sample, token_id in zip(group.seqs if len(token_ids) > 1 else (seq,), token_ids, strict=True):
+                    self._append(group, sample, token_id)
                 if not changed or changed[-1] is not group:
                     changed.append(group)
         return changed
 
-    def _append(self, group: SequenceGroup, seq: Sequence, token_ids: SequenceOf[int]) -> None:
-        """The next token of a sequence, or the first ones of all samples of a prompt, which go their own ways now."""
-        seqs = [seq]
-        if seq.num_output_tokens == 0:
-            if group.metrics.first_token_time is None:
-                group.metrics.first_token_time = self.clock()
-                self.num_prompt_tokens += seq.num_prompt_tokens
-            self.scheduler.blocks.publish_tail(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
-            seqs += [self.scheduler.fork(group, seq, draw) for draw in seq.draws[1:]]
-            group.seqs += seqs[1:]
-            seq.draws = seq.draws[:1]
-        for sample, token_id in zip(seqs, token_ids, strict=True):
-            sample.token_ids.append(token_id)
-            self.num_generated_tokens += 1
-            matched = sample.detokenizer.append(token_id) if sample.detokenizer is not None else None
-            self._check_stop(group, sample, token_id, matched)
-            if sample.status.is_finished:
-                if group.is_finished:
-                    group.metrics.finished_time = self.clock()
-                self.scheduler.finish(group, sample)
+    def _fork_samples(self, group: SequenceGroup, seq: Sequence) -> None:
+        """The prompt is computed: its samples go their own ways now."""
+        if group.metrics.first_token_time is None:
+            group.metrics.first_token_time = self.clock()
+            self.num_prompt_tokens += seq.num_prompt_tokens
+        self.scheduler.blocks.publish_tail(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
+        group.seqs += [self.scheduler.fork(group, seq, draw) for draw in seq.draws[1:]]
+        seq.draws = seq.draws[:1]
+
+    def _append(self, group: SequenceGroup, seq: Sequence, token_id: int) -> None:
+        seq.token_ids.append(token_id)
+        self.num_generated_tokens += 1
+        matched = seq.detokenizer.append(token_id) if seq.detokenizer is not None else None
+        if self._check_stop(group.params, seq, token_id, matched):
+            if group.is_finished:
+                group.metrics.finished_time = self.clock()
+            self.scheduler.finish(group, seq)
+
+    def _check_stop(self, params: SamplingParams, seq: Sequence, token_id: int, matched: str | None) -> bool:
+        """Whether the sequence has finished with this token."""
+        num_tokens = len(seq.token_ids)
+        if token_id in self.eos_token_ids and not params.ignore_eos:
+            seq.status = SequenceStatus.FINISHED_STOPPED
+        elif params.stop_token_ids and token_id in params.stop_token_ids:
+            seq.status, seq.stop_reason = SequenceStatus.FINISHED_STOPPED, token_id
+        elif matched is not None:
+            seq.status, seq.stop_reason = SequenceStatus.FINISHED_STOPPED, matched
+        elif num_tokens - seq.num_prompt_tokens == params.max_tokens or num_tokens >= self.max_model_len:
+            seq.status = SequenceStatus.FINISHED_LENGTH_CAPPED
+        else:
+            return False
+        return True
 
     def replace_beam(self, group: SequenceGroup, loser: Sequence, parent: Sequence, last_token_id: int) -> None:
         """Another running sequence's past, but for the last token, takes the place of the loser's."""
@@ -78,14 +94,3 @@ class Committer:
         child.token_ids[-1] = last_token_id
         group.seqs[group.seqs.index(loser)] = child
         self.scheduler.finish(group, loser)
-
-    def _check_stop(self, group: SequenceGroup, seq: Sequence, token_id: int, matched: str | None) -> None:
-        params = group.params
-        if token_id in self.eos_token_ids and not params.ignore_eos:
-            seq.status = SequenceStatus.FINISHED_STOPPED
-        elif params.stop_token_ids and token_id in params.stop_token_ids:
-            seq.status, seq.stop_reason = SequenceStatus.FINISHED_STOPPED, token_id
-        elif matched is not None:
-            seq.status, seq.stop_reason = SequenceStatus.FINISHED_STOPPED, matched
-        elif seq.num_output_tokens == params.max_tokens or seq.num_tokens >= self.max_model_len:
-            seq.status = SequenceStatus.FINISHED_LENGTH_CAPPED

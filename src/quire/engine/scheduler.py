@@ -168,7 +168,7 @@ class Scheduler:
             sequences=tuple([self._scheduled(seq, num_tokens) for seq, num_tokens in plan.scheduled]),
             swap_out=swap_out,
             swap_in=swap_in,
-            copies=tuple([copy for seq, _ in plan.scheduled for copy in self.blocks.copies(seq.seq_id)]),
+            copies=self.blocks.copies([seq.seq_id for seq, _ in plan.scheduled]),
             ignored=tuple(plan.ended),
         )
 
@@ -209,12 +209,18 @@ class Scheduler:
 
     def _schedule_running(self, plan: _Plan) -> None:
         """The first first; those behind make room when blocks run out."""
-        index = 0
+        running, has_room, index = SequenceStatus.RUNNING, self.blocks.has_room, 0
         while index < len(self.running) and plan.token_budget > 0:
             group = self.running[index]
             for seq in group.seqs:
-                if seq.status is SequenceStatus.RUNNING:
-                    self._advance(index, group, seq, plan)
+                if seq.status is running:
+                    end = seq.num_computed_tokens + 1
+                    if end == len(seq.token_ids) and has_room(seq.seq_id, end):  # most of them in most steps
+                        if plan.token_budget > 0:
+                            plan.scheduled.append((seq, 1))
+                            plan.token_budget -= 1
+                    else:
+                        self._advance(index, group, seq, plan)
                 elif seq.status is SequenceStatus.WAITING:
                     self._restart(group, seq, plan)
                 if index >= len(self.running) or self.running[index] is not group:

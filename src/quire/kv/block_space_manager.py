@@ -2,20 +2,18 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 from quire.batch import BlockIds, BlockPairs, SlotCopy
 from quire.config.kv_cache import KVCacheConfig
-from quire.errors import RequestError
-from quire.kv.allocator import BlockAllocator, NaiveBlockAllocator
 from quire.kv.block_table import BlockTable
-from quire.kv.content_hash import NO_KEY, ContentHasher, ContentKey, HashChain
+from quire.kv.content_hash import NO_KEY, ContentKey, HashChain
 from quire.kv.pins import PinnedPrefix, Pins
 from quire.kv.prefix_cache import BlockContent, PrefixCachingBlockAllocator
 from quire.kv.prefix_lookup import PrefixHit, PrefixLookup
 from quire.kv.stats import PrefixCacheStats
-from quire.kv.transfers import Transfers
+from quire.kv.tiers import Tiers
 
 
 class AllocStatus(Enum):
@@ -43,8 +41,6 @@ class _SequenceBlocks:
     scheduled_step: int = -1
     on_host: bool = False
     """swapped out: the tables name blocks of the host tier"""
-    copies: list[SlotCopy] = field(default_factory=list)
-    """to be done before the sequence's next tokens are computed; their sources are held until then"""
 
 
 class BlockSpaceManager:
@@ -52,7 +48,7 @@ class BlockSpaceManager:
 
     Who mutates: the scheduler through `allocate`, `append`, `swap_out`, `swap_in`, `free` and `forget`; commit through
     `publish`, `fork` and `settle`. Verbs come in pairs: a question, which changes nothing, and the act, which may only
-    follow a yes. A block that is evicted from the device tier is kept in the host tier while there is room.
+    follow a yes.
     """
 
     def __init__(
@@ -68,25 +64,21 @@ class BlockSpaceManager:
         self.num_groups = len(config.groups)
         self.watermark_blocks = int(watermark * config.num_blocks)
         self.stats = PrefixCacheStats()
-        self.pins = Pins(int(pinned_fraction * config.num_blocks))
         self.step = 0
         self._windows = [group.spec.sliding_window for group in config.groups]
-        self._hasher = ContentHasher()
         self._sequences: dict[int, _SequenceBlocks] = {}
         self._chains: dict[int, HashChain] = {}
-        self._copy_sources: Counter[int] = Counter()
-        self._transfers = Transfers()
-        self.pool: BlockAllocator
-        self.host: BlockAllocator
+        self._copies: dict[int, list[SlotCopy]] = {}  # by sequence, until its next tokens are computed
+        self._copy_sources: Counter[int] = Counter()  # their sources, which are held so long
+        self.tiers = Tiers(config, caching=enable_prefix_caching, stats=self.stats)
+        self.pool, self.host = self.tiers.pool, self.tiers.host
         self.cache: PrefixCachingBlockAllocator | None = None
-        if enable_prefix_caching:
-            self.pool = self.cache = PrefixCachingBlockAllocator(config.num_blocks, self.num_groups, self._evicted)
-            self.host = self.host_cache = PrefixCachingBlockAllocator(
-                config.num_host_blocks, self.num_groups, self._evicted_from_host
-            )
-            self.lookup = PrefixLookup(config, self._hasher, self.cache, self.host_cache, self._join)
-        else:
-            self.pool, self.host = NaiveBlockAllocator(config.num_blocks), NaiveBlockAllocator(config.num_host_blocks)
+        lookup = None
+        if self.tiers.caches is not None:
+            self.cache, host = self.tiers.caches
+            lookup = PrefixLookup(config, self.cache.tracker, host.tracker, self.tiers.evicted, self._join)
+            self.lookup = lookup
+        self.pins = Pins(config, int(pinned_fraction * config.num_blocks), self.cache, lookup)
 
     # New sequences
 
@@ -97,7 +89,7 @@ class BlockSpaceManager:
             return PrefixHit(seq_id, token_ids, first=(0,) * self.num_groups, places=places)
         chain = self._chains.get(seq_id)
         if chain is None:
-            chain = self._chains[seq_id] = HashChain(self._hasher, self.block_size, key)
+            chain = self._chains[seq_id] = self.lookup.chain(token_ids, key)
         chain.extend(len(token_ids) // self.block_size, token_ids)
         return self.lookup.find(seq_id, chain, token_ids, (len(token_ids) - 1) // self.block_size)
 
@@ -118,14 +110,20 @@ class BlockSpaceManager:
         """
         seq_id, num_tokens = hit.seq_id, len(hit.token_ids)
         assert seq_id not in self._sequences, f"sequence {seq_id} has blocks already"
-        for places in hit.places:  # before anything else is given out: that could take these
-            for place in places:
-                if self.cache is not None:
-                    self.cache.acquire(place) if place >= 0 else self.host_cache.acquire(~place)
-        tables = [BlockTable([self._on_device(p) for p in places], first) for places, first in self._by_group(hit)]
-        blocks = self._sequences[seq_id] = _SequenceBlocks(tables, hit.num_ready_blocks, hit.num_blocks)
-        if self.cache is None:
+        if self.tiers.caches is None:
+            self._sequences[seq_id] = _SequenceBlocks([BlockTable() for _ in hit.places])
             return 0
+        device, host = self.tiers.caches
+        for place in [place for places in hit.places for place in places]:
+            if place >= 0:  # before anything else is given out: that could take it
+                device.acquire(place)
+            else:
+                host.acquire(~place)
+        tables = [
+            BlockTable([place if place >= 0 else self.tiers.copy_in(~place) for place in places], first)
+            for places, first in zip(hit.places, hit.first, strict=True)
+        ]
+        blocks = self._sequences[seq_id] = _SequenceBlocks(tables, hit.num_ready_blocks, hit.num_blocks)
         num_tail_tokens = self._copy_tail(hit, blocks)
         num_cached_tokens = hit.num_blocks * self.block_size + num_tail_tokens
         self._count(hit, num_tail_tokens)
@@ -133,17 +131,6 @@ class BlockSpaceManager:
         for index in range(hit.num_blocks, blocks.num_registered):
             self.lookup.computing.setdefault(chain.block(index)[0], seq_id)
         return num_cached_tokens
-
-    def _by_group(self, hit: PrefixHit) -> list[tuple[list[int], int]]:
-        return list(zip(hit.places, hit.first, strict=True))
-
-    def _on_device(self, place: int) -> int:
-        """The device block of a place; one in the host tier is copied back into a new block."""
-        if place >= 0:
-            return place
-        block_id = self.pool.allocate()
-        self._transfers.back(~place, block_id)
-        return block_id
 
     def _join(self, owner: int, group: int, index: int) -> int | None:
         """The block another sequence will have computed by the end of the step being planned."""
@@ -160,7 +147,7 @@ class BlockSpaceManager:
         assert self.cache is not None
         chain, start, num_tokens = self._chains[hit.seq_id], hit.num_blocks * self.block_size, len(hit.token_ids)
         wanted = chain.content(start, min(start + self.block_size, num_tokens - 1), hit.token_ids)
-        sources = self._find_tails(chain, hit.num_blocks, wanted)
+        sources = self.lookup.find_tails(chain, hit.num_blocks, wanted)
         missing = self.config.blocks_to_hold(num_tokens) - sum(len(table.ids()) for table in blocks.tables)
         unheld = sum(self.pool.ref_counts[block_id] == 0 for block_id, _ in sources)
         if not sources or missing + unheld > self.pool.num_free_blocks:
@@ -170,15 +157,8 @@ class BlockSpaceManager:
             self.cache.acquire(block_id)
         for group, (table, (block_id, _)) in enumerate(zip(blocks.tables, sources, strict=True)):
             table.append(self.pool.allocate())
-            self._copy(blocks, SlotCopy(group, block_id, table[hit.num_blocks], num_copied))
+            self._copy(hit.seq_id, SlotCopy(group, block_id, table[hit.num_blocks], num_copied))
         return num_copied
-
-    def _find_tails(self, chain: HashChain, index: int, wanted: bytes) -> list[tuple[int, int]]:
-        """For every group the block that best continues behind `index` blocks, and by how much; or nothing."""
-        assert self.cache is not None
-        parent = chain.parent(index)
-        found = [self.cache.tracker.find_tail(group, parent, wanted) for group in range(self.num_groups)]
-        return [] if None in found else [tail for tail in found if tail is not None]
 
     def _count(self, hit: PrefixHit, num_tail_tokens: int) -> None:
         """What was found and missed, the first time a sequence is looked up."""
@@ -219,7 +199,7 @@ class BlockSpaceManager:
             table, index = blocks.tables[group], num_computed_tokens // self.block_size
             source = table[index]
             table.replace(index, self.pool.allocate())  # the hold on the source passes to the copy
-            self._copy(blocks, SlotCopy(group, source, table[index], num_computed_tokens % self.block_size))
+            self._copy(seq_id, SlotCopy(group, source, table[index], num_computed_tokens % self.block_size))
         for table in blocks.tables:
             while table.num_blocks * self.block_size < num_tokens:
                 table.append(self.pool.allocate())
@@ -238,22 +218,21 @@ class BlockSpaceManager:
         last = [(g, table[index]) for g, table in enumerate(blocks.tables) if index < table.num_blocks]
         return [g for g, block_id in last if counts[block_id] - sources[block_id] > 1]
 
-    def _copy(self, blocks: _SequenceBlocks, copy: SlotCopy) -> None:
+    def _copy(self, seq_id: int, copy: SlotCopy) -> None:
         """Note a copy whose source is held for it."""
-        blocks.copies.append(copy)
+        self._copies.setdefault(seq_id, []).append(copy)
         self._copy_sources[copy.src_block] += 1
 
-    def _release_copies(self, blocks: _SequenceBlocks) -> None:
-        for copy in blocks.copies:
+    def _release_copies(self, seq_id: int) -> None:
+        for copy in self._copies.pop(seq_id, ()):
             self.pool.free(copy.src_block)
             self._copy_sources[copy.src_block] -= 1
             if not self._copy_sources[copy.src_block]:
                 del self._copy_sources[copy.src_block]
-        blocks.copies.clear()
 
-    def copies(self, seq_id: int) -> Sequence[SlotCopy]:
-        """Copies due before the sequence's next tokens are computed, until `publish` says that they are."""
-        return self._sequences[seq_id].copies
+    def copies(self, seq_ids: Sequence[int]) -> tuple[SlotCopy, ...]:
+        """Copies due before these sequences' next tokens are computed, until `publish` says that they are."""
+        return tuple([copy for seq_id in seq_ids if seq_id in self._copies for copy in self._copies[seq_id]])
 
     def publish(self, seq_id: int, token_ids: Sequence[int], num_computed_tokens: int) -> None:
         """The first `num_computed_tokens` tokens are computed, and the copies due are done.
@@ -262,8 +241,8 @@ class BlockSpaceManager:
         other one shared; a block that has slid out of its group's window is given back as well.
         """
         blocks = self._sequences[seq_id]
-        if blocks.copies:
-            self._release_copies(blocks)
+        if self._copies:
+            self._release_copies(seq_id)
         if num_computed_tokens < (blocks.num_full + 1) * self.block_size:
             return
         num_full = num_computed_tokens // self.block_size
@@ -273,7 +252,7 @@ class BlockSpaceManager:
             for index in range(blocks.num_full, num_full):
                 block_hash, tokens = chain.block(index)
                 self._unregister(seq_id, blocks, index, index + 1)
-                self.lookup.evicted.discard(block_hash)
+                self.tiers.evicted.discard(block_hash)
                 for group, table in enumerate(blocks.tables):
                     if index >= table.first:
                         self._publish(table, BlockContent(group, chain.parent(index), tokens, index, block_hash))
@@ -301,7 +280,7 @@ class BlockSpaceManager:
         """Let others copy out of the last, partly full block, as far as it is computed."""
         blocks = self._sequences[seq_id]
         start = blocks.num_full * self.block_size
-        if self.cache is None or blocks.copies or num_computed_tokens <= start:  # copies due: a step failed
+        if self.cache is None or seq_id in self._copies or num_computed_tokens <= start:  # copies due: a step failed
             return
         chain = self._chains[seq_id]
         assert num_computed_tokens < start + self.block_size, f"sequence {seq_id} has a full block not published"
@@ -320,7 +299,7 @@ class BlockSpaceManager:
         """Start a sequence that shares all of another's blocks, the partly full last one too. Copies nothing."""
         parent = self._sequences[parent_id]
         assert child_id not in self._sequences, f"sequence {child_id} has blocks already"
-        assert not parent.copies, f"sequence {parent_id} waits for copies and cannot be forked yet"
+        assert parent_id not in self._copies, f"sequence {parent_id} waits for copies and cannot be forked yet"
         assert not parent.on_host, f"sequence {parent_id} is swapped out and cannot be forked"
         child = _SequenceBlocks([table.copy() for table in parent.tables], parent.num_full, parent.num_full)
         for table in child.tables:
@@ -336,26 +315,17 @@ class BlockSpaceManager:
     def can_swap_out(self, seq_ids: Sequence[int]) -> bool:
         """Whether the host tier has room for all blocks of these sequences."""
         sequences = [self._sequences[seq_id] for seq_id in seq_ids]
-        if any(blocks.copies for blocks in sequences):  # what they hold is not all there yet
+        if any(seq_id in self._copies for seq_id in seq_ids):  # what they hold is not all there yet
             return False
         return len(self._holds(sequences)) <= self.host.num_free_blocks
 
     def swap_out(self, seq_ids: Sequence[int]) -> None:
         """Move the sequences to the host tier, shared blocks once, in the coming step."""
-        moved: dict[int, int] = {}
-        for seq_id in seq_ids:
-            blocks = self._sequences[seq_id]
+        sequences = [self._sequences[seq_id] for seq_id in seq_ids]
+        for seq_id, blocks in zip(seq_ids, sequences, strict=True):
             self._unregister(seq_id, blocks, blocks.num_full, blocks.num_registered)
             blocks.on_host, blocks.num_writable = True, 0
-            for table in blocks.tables:
-                for index, block_id in enumerate(table.ids(), start=table.first):
-                    if block_id in moved:
-                        self.host.share(moved[block_id])
-                    else:
-                        moved[block_id] = self.host.allocate()
-                        self._transfers.out(block_id, moved[block_id])
-                    table.replace(index, moved[block_id])
-                    self.pool.free(block_id)
+        self.tiers.move_out([table for blocks in sequences for table in blocks.tables])
 
     def can_swap_in(self, seq_ids: Sequence[int], num_tokens: int) -> bool:
         """Whether the device tier has room for the sequences, grown to `num_tokens` each, besides the reserve."""
@@ -369,116 +339,47 @@ class BlockSpaceManager:
 
     def swap_in(self, seq_ids: Sequence[int]) -> None:
         """Move the sequences back to the device tier, in the coming step."""
-        moved: dict[int, int] = {}
-        for seq_id in seq_ids:
-            blocks = self._sequences[seq_id]
+        sequences = [self._sequences[seq_id] for seq_id in seq_ids]
+        for blocks in sequences:
             blocks.on_host = False
-            for table in blocks.tables:
-                for index, block_id in enumerate(table.ids(), start=table.first):
-                    if block_id in moved:
-                        self.pool.share(moved[block_id])
-                        self.host.free(block_id)
-                    else:
-                        moved[block_id] = self.pool.allocate()
-                        self._transfers.back(block_id, moved[block_id])
-                    table.replace(index, moved[block_id])
+        self.tiers.move_in([table for blocks in sequences for table in blocks.tables])
 
     def _holds(self, sequences: Sequence[_SequenceBlocks]) -> Counter[int]:
         """The blocks these sequences hold, and how often."""
         return Counter(block_id for blocks in sequences for table in blocks.tables for block_id in table.ids())
 
-    def _evicted(self, block_id: int, content: BlockContent) -> None:
-        """A block of the device tier is about to be given out: keep its content in the host tier if there is room."""
-        if content.block_hash is not None:
-            known = self.host_cache.tracker.find(content.group, content.block_hash, content.tokens)
-            if known is None and self.host.num_free_blocks:
-                host_block = self.host.allocate()
-                self.host_cache.tracker.add(host_block, content)
-                self._transfers.spill(block_id, host_block)
-                self.stats.num_spilled_tokens += content.num_tokens
-                return
-            if known is not None:
-                self.host_cache.acquire(known)  # used now
-                self.host.free(known)
-                return
-        self._lost(content)
-
-    def _evicted_from_host(self, block_id: int, content: BlockContent) -> None:
-        assert self.cache is not None
-        assert content.block_hash is not None, f"block {block_id} of the host tier is partly full"
-        if self.cache.tracker.find(content.group, content.block_hash, content.tokens) is None:
-            self._lost(content)
-
-    def _lost(self, content: BlockContent) -> None:
-        self.stats.num_evicted_tokens += content.num_tokens
-        if content.block_hash is not None:
-            self.lookup.evicted.add(content.block_hash)
-
     def take_transfers(self) -> tuple[BlockPairs, BlockPairs]:
         """What the coming step is to copy out, (device, host), and then back, (host, device)."""
-        return self._transfers.take()
+        return self.tiers.take_transfers()
 
     def settle(self) -> None:
         """The step has succeeded: its transfers are done."""
-        self._transfers.release(self.host)
+        self.tiers.settle()
 
     def revert(self) -> None:
         """The step has failed: what it was to spill to the host tier may not be there."""
-        for block_id in self._transfers.spilled:
-            self.host_cache.forget(block_id)
-        self._transfers.take()
-        self._transfers.release(self.host)
+        self.tiers.revert()
 
     # Pinned prefixes
 
     def check_pin(self, token_ids: Sequence[int], key: ContentKey = NO_KEY) -> None:
         """Raise RequestError if pinning these tokens would take more blocks than are allowed to be pinned."""
-        if self.cache is None:
-            raise RequestError("prefixes can be pinned only with enable_prefix_caching")
-        num_full = len(token_ids) // self.block_size
-        chain = self._pin_chain(token_ids, key)
-        hit = self.lookup.find(-1, chain, token_ids, num_full)
-        num_blocks = -(-len(token_ids) // self.block_size)
-        first = [0 if window is None else self.lookup.first_needed(num_full, window) for window in self._windows]
-        pinned = sum(place in self.pins for places in hit.places for place in places)
-        self.pins.check_quota(sum(num_blocks - start for start in first) - pinned)
-
-    def _pin_chain(self, token_ids: Sequence[int], key: ContentKey) -> HashChain:
-        chain = HashChain(self._hasher, self.block_size, key)
-        chain.extend(len(token_ids) // self.block_size, token_ids)
-        return chain
+        self.pins.check(token_ids, key)
 
     def pin(self, token_ids: Sequence[int], key: ContentKey = NO_KEY) -> PinnedPrefix:
-        """Keep what the device tier has of these tokens, the partly full block at the end too, until `unpin`.
-
-        Raises RequestError if that is more than may be pinned.
-        """
-        self.check_pin(token_ids, key)
-        assert self.cache is not None
-        chain = self._pin_chain(token_ids, key)
-        hit = self.lookup.find(-1, chain, token_ids, len(token_ids) // self.block_size)
-        if hit.needs_step:
-            hit = self.lookup.find(-1, chain, token_ids, hit.num_ready_blocks)
-        start = hit.num_blocks * self.block_size
-        wanted = chain.content(start, min(start + self.block_size, len(token_ids)), token_ids)
-        tails = self._find_tails(chain, hit.num_blocks, wanted)
-        block_ids = [place for places in hit.places for place in places] + [block_id for block_id, _ in tails]
-        for block_id in block_ids:
-            self.cache.acquire(block_id)
-        num_tokens = start + min((n for _, n in tails), default=0)
-        return PinnedPrefix(self.pins.add(block_ids), num_tokens, len(block_ids))
+        """Keep what the device tier has of these tokens until `unpin`. Raises RequestError if that is too much."""
+        return self.pins.pin(token_ids, key)
 
     def unpin(self, pin_id: int) -> None:
         """Let a pinned prefix go; it stays cached like any other. Raises RequestError for an unknown pin."""
-        for block_id in reversed(self.pins.remove(pin_id)):
-            self.pool.free(block_id)
+        self.pins.unpin(pin_id)
 
     # The end
 
     def free(self, seq_id: int) -> None:
         """Take the sequence's blocks back; its hashes stay, for when it comes again."""
         blocks = self._sequences.pop(seq_id)
-        self._release_copies(blocks)
+        self._release_copies(seq_id)
         self._unregister(seq_id, blocks, blocks.num_full, blocks.num_registered)
         tier = self.host if blocks.on_host else self.pool
         for table in blocks.tables:
@@ -492,8 +393,7 @@ class BlockSpaceManager:
     def advance(self) -> None:
         """A step begins: blocks released from here on count as used later than those before."""
         self.step += 1
-        if self.cache is not None:
-            self.cache.step = self.host_cache.step = self.step
+        self.tiers.advance(self.step)
 
     def block_tables(self, seq_id: int) -> tuple[BlockIds, ...]:
         """Snapshots of the sequence's tables, one per group."""
@@ -514,24 +414,23 @@ class BlockSpaceManager:
         hash that of its tokens; or AssertionError."""
         others = {
             False: Counter(b for block_ids in self.pins.block_ids.values() for b in block_ids),
-            True: Counter(self._transfers.held),
+            True: Counter(self.tiers.held),
         }
-        others[False] += Counter(copy.src_block for blocks in self._sequences.values() for copy in blocks.copies)
+        others[False] += self._copy_sources
         for tier, on_host in ((self.pool, False), (self.host, True)):
             tier.check_integrity()
             entries = self._holds([blocks for blocks in self._sequences.values() if blocks.on_host is on_host])
             counts = {b: c for b, c in enumerate(tier.ref_counts) if c > 0}
             assert entries + others[on_host] == counts, f"counts {counts} differ from the holders' {dict(entries)}"
-        if self.cache is not None:
-            self._check_contents()
-
-    def _check_contents(self) -> None:
-        for cache in (self.cache, self.host_cache):
-            assert cache is not None
+        for cache in self.tiers.caches or ():
             for content in cache.tracker.contents():
                 if content.block_hash is not None:
-                    expected = self._hasher.child(content.parent, content.tokens)
+                    expected = self.lookup.hasher.child(content.parent, content.tokens)
                     assert content.block_hash == expected, "a cached block's hash is not that of its tokens"
+        if self.cache is not None:
+            self._check_computing()
+
+    def _check_computing(self) -> None:
         for block_hash, seq_id in self.lookup.computing.items():
             blocks, chain = self._sequences[seq_id], self._chains[seq_id]
             announced = [chain.block(index)[0] for index in range(blocks.num_full, blocks.num_registered)]

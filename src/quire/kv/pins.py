@@ -1,9 +1,14 @@
 """Prefixes that stay in the cache whatever else is needed."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from quire.config.kv_cache import KVCacheConfig
 from quire.errors import RequestError
+from quire.kv.content_hash import ContentKey, HashChain
+from quire.kv.prefix_cache import PrefixCachingBlockAllocator
+from quire.kv.prefix_lookup import PrefixHit, PrefixLookup
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,13 +23,24 @@ class PinnedPrefix:
 
 
 class Pins:
-    """Which blocks of the device tier are pinned, how often, and how many may be."""
+    """Holds blocks of the device tier, up to a quota."""
 
-    def __init__(self, max_blocks: int) -> None:
+    def __init__(
+        self,
+        config: KVCacheConfig,
+        max_blocks: int,
+        cache: PrefixCachingBlockAllocator | None,
+        lookup: PrefixLookup | None,
+    ) -> None:
+        """Without a cache nothing can be pinned."""
         self.max_blocks = max_blocks
         self.block_ids: dict[int, list[int]] = {}
+        """by pin, the blocks it holds"""
         self._counts: Counter[int] = Counter()
         self._next_id = 0
+        self._config = config
+        self._cache = cache
+        self._lookup = lookup
 
     @property
     def num_blocks(self) -> int:
@@ -34,26 +50,54 @@ class Pins:
     def __contains__(self, block_id: int) -> bool:
         return block_id in self._counts
 
-    def check_quota(self, num_new_blocks: int) -> None:
-        """Raise RequestError if so many more blocks are too many."""
-        if self.num_blocks + num_new_blocks > self.max_blocks:
-            raise RequestError(
-                f"pinning this prefix takes {num_new_blocks} more blocks, and {self.num_blocks} of at most "
-                f"{self.max_blocks} are pinned: unpin others, or raise pinned_fraction"
-            )
+    def check(self, token_ids: Sequence[int], key: ContentKey) -> None:
+        """Raise RequestError if these tokens would take more blocks than may be pinned."""
+        self._check(token_ids, *self._find(token_ids, key)[:2])
 
-    def add(self, block_ids: list[int]) -> int:
-        """Note a pin whose blocks the caller holds for it; returns its id."""
+    def pin(self, token_ids: Sequence[int], key: ContentKey) -> PinnedPrefix:
+        """Hold what the device tier has of these tokens, the partly full block at the end too. Raises RequestError."""
+        lookup, hit, chain = self._find(token_ids, key)
+        self._check(token_ids, lookup, hit)
+        assert self._cache is not None
+        if hit.needs_step:
+            hit = lookup.find(-1, chain, token_ids, hit.num_ready_blocks)
+        start = hit.num_blocks * self._config.block_size
+        wanted = chain.content(start, min(start + self._config.block_size, len(token_ids)), token_ids)
+        tails = lookup.find_tails(chain, hit.num_blocks, wanted)
+        block_ids = [place for places in hit.places for place in places] + [block_id for block_id, _ in tails]
+        for block_id in block_ids:
+            self._cache.acquire(block_id)
         pin_id, self._next_id = self._next_id, self._next_id + 1
         self.block_ids[pin_id] = block_ids
         self._counts.update(block_ids)
-        return pin_id
+        return PinnedPrefix(pin_id, start + min((n for _, n in tails), default=0), len(block_ids))
 
-    def remove(self, pin_id: int) -> list[int]:
-        """Forget a pin; returns the blocks that the caller now holds no longer."""
+    def unpin(self, pin_id: int) -> None:
+        """Let a prefix go. Raises RequestError for an unknown pin."""
         block_ids = self.block_ids.pop(pin_id, None)
-        if block_ids is None:
+        if block_ids is None or self._cache is None:
             raise RequestError(f"pin {pin_id} is unknown, or unpinned already")
-        self._counts.subtract(block_ids)
-        self._counts += Counter()  # drops those at 0
-        return block_ids
+        for block_id in reversed(block_ids):
+            self._cache.free(block_id)
+            self._counts[block_id] -= 1
+            if not self._counts[block_id]:
+                del self._counts[block_id]
+
+    def _find(self, token_ids: Sequence[int], key: ContentKey) -> tuple[PrefixLookup, PrefixHit, HashChain]:
+        if self._lookup is None:
+            raise RequestError("prefixes can be pinned only with enable_prefix_caching")
+        num_full = len(token_ids) // self._config.block_size
+        chain = self._lookup.chain(token_ids, key)
+        return self._lookup, self._lookup.find(-1, chain, token_ids, num_full), chain
+
+    def _check(self, token_ids: Sequence[int], lookup: PrefixLookup, hit: PrefixHit) -> None:
+        """All blocks of the prefix count, but for those that are pinned already."""
+        num_blocks = -(-len(token_ids) // self._config.block_size)
+        first = lookup.first_needed(len(token_ids) // self._config.block_size)
+        pinned = sum(place in self for places in hit.places for place in places)
+        num_new = sum(num_blocks - start for start in first) - pinned
+        if self.num_blocks + num_new > self.max_blocks:
+            raise RequestError(
+                f"pinning this prefix takes {num_new} more blocks, and {self.num_blocks} of at most "
+                f"{self.max_blocks} are pinned: unpin others, or raise pinned_fraction"
+            )

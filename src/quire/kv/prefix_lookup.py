@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from quire.config.kv_cache import KVCacheConfig
-from quire.kv.content_hash import BlockHash, ContentHasher, HashChain
-from quire.kv.prefix_cache import EvictedHashes, PrefixCachingBlockAllocator
+from quire.kv.content_hash import BlockHash, ContentHasher, ContentKey, HashChain
+from quire.kv.prefix_cache import BlockTracker, EvictedHashes
 from quire.kv.stats import HitSource, MissReason
 
 Join = Callable[[int, int, int], int | None]
@@ -42,42 +42,49 @@ class PrefixLookup:
     def __init__(
         self,
         config: KVCacheConfig,
-        hasher: ContentHasher,
-        device: PrefixCachingBlockAllocator,
-        host: PrefixCachingBlockAllocator,
+        device: BlockTracker,
+        host: BlockTracker,
+        evicted: EvictedHashes,
         join: Join,
     ) -> None:
         self._config = config
-        self._hasher = hasher
+        self._windows = [group.spec.sliding_window for group in config.groups]
+        self.hasher = ContentHasher()
         self._device = device
         self._host = host
+        self._evicted = evicted
         self._join = join
         self.computing: dict[BlockHash, int] = {}
         """full blocks that a sequence has still to compute, by hash; kept by the manager"""
-        self.evicted = EvictedHashes()
+
+    def chain(self, token_ids: Sequence[int], key: ContentKey) -> HashChain:
+        """A new sequence's hash chain, with all full blocks hashed."""
+        chain = HashChain(self.hasher, self._config.block_size, key)
+        chain.extend(len(token_ids) // self._config.block_size, token_ids)
+        return chain
 
     def find(self, seq_id: int, chain: HashChain, token_ids: Sequence[int], max_blocks: int) -> PrefixHit:
         """The longest prefix of at most `max_blocks` blocks, all of them hashed in `chain`.
 
         Groups of full attention need every block of it, a group with a window the last ones, as far as it reaches back.
         """
-        windows = [group.spec.sliding_window for group in self._config.groups]
-        places: list[dict[int, int]] = [{} for _ in windows]
+        groups = range(len(self._windows))
+        places: list[dict[int, int]] = [{} for _ in groups]
         unready: dict[int, HitSource] = {}
         num_blocks = max_blocks
-        for group, window in enumerate(windows):
-            if window is None:
+        for group in groups:
+            if self._windows[group] is None:
                 num_blocks = self._run(group, chain, range(num_blocks), places[group], unready)
         num_before = num_blocks + 1
         while num_blocks < num_before:  # a prefix whose window has a hole is too long: it ends at the hole, and so on
             num_before = num_blocks
-            for group, window in enumerate(windows):
-                if window is not None:
-                    indices = range(num_blocks - 1, self.first_needed(num_blocks, window) - 1, -1)
+            for group in groups:
+                if self._windows[group] is not None:
+                    indices = range(num_blocks - 1, self.first_needed(num_blocks)[group] - 1, -1)
                     num_found = self._run(group, chain, indices, places[group], unready)
                     if num_found < len(indices):
                         num_blocks = indices[num_found]
-        first = tuple(0 if w is None else self.first_needed(num_blocks, w) for w in windows)
+        first = self.first_needed(num_blocks)
         unready = {index: source for index, source in unready.items() if index < num_blocks}
         counts = {s: sum(source is s for source in unready.values()) for s in (HitSource.HOST, HitSource.JOINED)}
         return PrefixHit(
@@ -86,7 +93,7 @@ class PrefixLookup:
             num_blocks,
             num_ready_blocks=min(unready, default=num_blocks),
             first=first,
-            places=tuple([places[g][i] for i in range(first[g], num_blocks)] for g in range(len(windows))),
+            places=tuple([places[g][i] for i in range(first[g], num_blocks)] for g in groups),
             num_by_source={HitSource.DEVICE: num_blocks - len(unready), **counts},
             is_awaited=num_blocks < max_blocks and chain.block(num_blocks)[0] in self.computing,
         )
@@ -95,7 +102,7 @@ class PrefixLookup:
         self, group: int, chain: HashChain, indices: range, places: dict[int, int], unready: dict[int, HitSource]
     ) -> int:
         """Find the blocks of `indices` one after another, as many as are there; returns how many."""
-        find = self._device.tracker.find
+        find = self._device.find
         for count, index in enumerate(indices):
             block_hash, tokens = chain.block(index)
             place = find(group, block_hash, tokens)
@@ -104,7 +111,7 @@ class PrefixLookup:
                 place, source = None, HitSource.JOINED
                 if owner is not None:
                     place = self._join(owner, group, index)
-                elif (host_block := self._host.tracker.find(group, block_hash, tokens)) is not None:
+                elif (host_block := self._host.find(group, block_hash, tokens)) is not None:
                     place, source = ~host_block, HitSource.HOST
                 if place is None:
                     return count
@@ -112,10 +119,16 @@ class PrefixLookup:
             places[index] = place
         return len(indices)
 
-    def first_needed(self, num_blocks: int, window: int) -> int:
-        """The first block that the token behind `num_blocks` blocks still sees."""
+    def first_needed(self, num_blocks: int) -> tuple[int, ...]:
+        """By group, the first block that the token behind `num_blocks` blocks still sees."""
         size = self._config.block_size
-        return max(0, num_blocks * size - window + 1) // size
+        return tuple([0 if w is None else max(0, num_blocks * size - w + 1) // size for w in self._windows])
+
+    def find_tails(self, chain: HashChain, index: int, wanted: bytes) -> list[tuple[int, int]]:
+        """For every group the block behind `index` blocks that begins with the most of `wanted`, and how many tokens
+        that is; an empty list if a group has none."""
+        found = [self._device.find_tail(group, chain.parent(index), wanted) for group in range(len(self._windows))]
+        return [] if None in found else [tail for tail in found if tail is not None]
 
     def explain(self, chain: HashChain, num_cached: int, num_tokens: int) -> dict[MissReason, int]:
         """Why the tokens from num_cached to num_tokens were not found. `chain` has all full blocks of them."""
@@ -130,7 +143,7 @@ class PrefixLookup:
                 reason = MissReason.NEVER_SEEN
                 if index < num_elsewhere:
                     reason = MissReason.OTHER_KEY
-                elif block_hash in self.evicted:
+                elif block_hash in self._evicted:
                     reason = MissReason.EVICTED
                 elif block_hash in self.computing:
                     reason = MissReason.NOT_COMPUTED
@@ -141,12 +154,12 @@ class PrefixLookup:
         """Leading full blocks of the same tokens that are cached under another LoRA id or salt."""
         if num_full == 0:
             return 0
-        tracker, count = self._device.tracker, 0
-        parent = tracker.other_root(chain.parent(0), chain.block(0)[1])
+        count = 0
+        parent = self._device.other_root(chain.parent(0), chain.block(0)[1])
         while parent is not None and count < num_full:
             tokens = chain.block(count)[1]
-            parent = self._hasher.child(parent, tokens)
-            if tracker.find(0, parent, tokens) is None:
+            parent = self.hasher.child(parent, tokens)
+            if self._device.find(0, parent, tokens) is None:
                 break
             count += 1
         return count
