@@ -23,11 +23,11 @@ class RecitingExecutor:
     def execute(self, batch: Batch) -> StepResult:
         self.num_steps += 1
         self.before_step(self.num_steps)
-        drawing = [sequence for sequence in batch.sequences if sequence.draws]
+        drawing = [sequence for sequence in batch.sequences for _ in sequence.draws]
         return StepResult(tuple(self._next_token(sequence.seq_id, sequence.end) for sequence in drawing))
 
     def _next_token(self, seq_id: int, num_tokens: int) -> int:
-        prompt_len = self.prompt_lens.setdefault(seq_id, num_tokens)
+        prompt_len = self.prompt_lens.setdefault(seq_id, num_tokens)  # a forked sample counts from its first own token
         reply = [*self.tokenizer.encode(recital(prompt_len)), self.tokenizer.eos_token_id]
         return reply[(num_tokens - prompt_len) % len(reply)]
 

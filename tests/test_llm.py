@@ -246,3 +246,47 @@ def test_a_malformed_conversation_is_ignored_among_others_and_raises_alone(llm: 
 def test_wrong_arguments_are_named(kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM(**kwargs)
+
+
+def test_samples_of_one_prompt_come_as_one_request(llm: LLM) -> None:
+    (output,) = llm.generate([[3] * 9], SamplingParams(n=3, temperature=0, max_tokens=4), use_tqdm=False)
+    assert [sample.index for sample in output.outputs] == [0, 1, 2]
+    assert all(len(sample.token_ids) == 4 and sample.finish_reason == "length" for sample in output.outputs)
+    assert len({id(sample.token_ids) for sample in output.outputs}) == 3
+    with pytest.raises(InvalidParamsError, match=r"n=300.*max_num_seqs=256"):
+        llm.generate([3], SamplingParams(n=300))
+
+
+def test_a_pinned_prefix_stays_until_it_is_unpinned() -> None:
+    llm, executor = scripted_llm(num_gpu_blocks_override=12, max_model_len=160, pinned_fraction=0.5)
+    prefix = [5] * 70
+    pin = llm.pin_prefix(prefix)
+    assert (pin.num_tokens, pin.num_blocks) == (70, 5)
+    num_steps = executor.num_steps
+    for i in range(6):  # enough to evict all else
+        llm.generate([10 + i] * 100, GREEDY, use_tqdm=False)
+    assert llm.generate([*prefix, 6], GREEDY, use_tqdm=False)[0].num_cached_tokens == 70
+    assert executor.num_steps > num_steps
+    with pytest.raises(RequestError, match=r"takes 4 more blocks, and 5 of at most 6 are pinned"):
+        llm.pin_prefix([7] * 64)
+    assert llm.engine.stats().num_pinned_blocks == 5
+    llm.unpin_prefix(pin)
+    assert llm.engine.stats().num_used_blocks == 0
+    with pytest.raises(RequestError, match="pin 0 is unknown"):
+        llm.unpin_prefix(pin)
+
+
+def test_pinning_needs_the_prefix_cache() -> None:
+    llm, _ = scripted_llm(enable_prefix_caching=False)
+    with pytest.raises(RequestError, match="enable_prefix_caching"):
+        llm.pin_prefix([5] * 20)
+
+
+def test_requests_of_different_salts_share_nothing(llm: LLM) -> None:
+    def cached(salt: str) -> int:
+        prompt = {"prompt_token_ids": [77] * 40, "cache_salt": salt}
+        return llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens
+
+    assert [cached("a"), cached("b"), cached("a"), cached("b")] == [0, 0, 39, 39]
+    with pytest.raises(InvalidPromptError, match="cache_salt must be a string"):
+        llm.generate({"prompt": "Hi", "cache_salt": 3})

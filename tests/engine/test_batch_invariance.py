@@ -24,17 +24,23 @@ def make_prompts(num_prompts: int, vocab_size: int, longest: int) -> list[list[i
     return prompts
 
 
-def run(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
-    """Token ids in prompt order; the engine's blocks are checked after every step and must all be back at the end."""
+def run(
+    llm: LLM, prompts: list[list[int]], params: list[SamplingParams], *, preempt: bool = False
+) -> list[list[list[int]]]:
+    """Token ids of every sample in prompt order; the engine's blocks are checked after every step and must all be back
+    at the end. With `preempt`, one of the running requests in turn loses its blocks before every step."""
     engine = llm.engine
     ids = [f"{id(prompts)}-{i}" for i in range(len(prompts))]
     for request_id, prompt, param in zip(ids, prompts, params, strict=True):
         engine.add_request(request_id, prompt, param)
     done = {}
     while engine.has_unfinished_requests():
+        running = engine.scheduler.running
+        if preempt and running:
+            engine.scheduler.preempt(running[engine.scheduler.num_steps % len(running)])
         for output in engine.step():
             if output.finished:
-                done[output.request_id] = output.outputs[0].token_ids
+                done[output.request_id] = [sample.token_ids for sample in output.outputs]
         engine.blocks.check_integrity()
     assert engine.blocks.num_used_blocks == 0
     return [done[i] for i in ids]
@@ -58,7 +64,7 @@ def test_64_mixed_prompts_in_a_tiny_cache_equal_their_solo_runs(dtype):
     solo = LLM(dtype=dtype, enable_prefix_caching=False, max_model_len=96, max_num_seqs=1)
     prompts, params = make_prompts(64, 8192, 60), mixed_params(64)
     expected = [run(solo, [prompt], [param])[0] for prompt, param in zip(prompts, params, strict=True)]
-    assert len({tuple(tokens) for tokens in expected}) > 32, "outputs too alike to tell requests apart"
+    assert len({tuple(tokens) for (tokens,) in expected}) > 32, "outputs too alike to tell requests apart"
     preemptions = swapped_blocks = 0
     for num_blocks, caching, mode in [
         (6, True, "recompute"),
@@ -83,6 +89,54 @@ def test_64_mixed_prompts_in_a_tiny_cache_equal_their_solo_runs(dtype):
         swapped_blocks += stats.num_swapped_blocks
     assert preemptions > 0
     assert swapped_blocks > 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_preemption_at_every_step_changes_nothing(dtype):
+    """Both ways, with and without caching, single answers and samples: bit for bit what each request gives alone."""
+    solo = LLM(dtype=dtype, enable_prefix_caching=False, max_model_len=96, max_num_seqs=3)
+    prompts, params = make_prompts(12, 8192, 60), mixed_params(12)
+    params[3] = SamplingParams(n=3, temperature=0.8, seed=3, max_tokens=9, ignore_eos=True)
+    params[7] = SamplingParams(n=2, temperature=1.0, seed=7, max_tokens=17, ignore_eos=True)
+    expected = [run(solo, [prompt], [param])[0] for prompt, param in zip(prompts, params, strict=True)]
+    assert len({tuple(tokens) for tokens in expected[3]}) == 3
+    for mode in ("recompute", "swap"):
+        for caching in (True, False):
+            llm = LLM(
+                dtype=dtype,
+                num_gpu_blocks_override=20,
+                max_num_batched_tokens=128,
+                enable_prefix_caching=caching,
+                max_model_len=96,
+                max_num_seqs=6,
+                swap_space=0.01,
+                preemption_mode=mode,
+            )
+            assert run(llm, prompts, params, preempt=True) == expected, f"{mode}, caching {caching}"
+            scheduler = llm.engine.scheduler
+            assert scheduler.num_preemptions > scheduler.num_steps // 2
+            assert (scheduler.num_preemptions_by_swap > scheduler.num_steps // 2) == (mode == "swap")
+
+
+@pytest.mark.parametrize("budget", [1024, 40])
+def test_requests_with_one_new_prefix_compute_it_once(budget):
+    """In one step they join the first one's blocks; where the prefix takes several steps they wait for it."""
+    shared, params = make_prompts(3, 8192, 400)[0][:70], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    prompts = [[*shared, 100 + i] for i in range(20)]
+    solo = LLM(enable_prefix_caching=False, max_model_len=96, max_num_seqs=1)
+    expected = run(solo, prompts, [params] * 20)
+    llm = LLM(max_model_len=96, max_num_batched_tokens=budget)
+    executed, counts = llm.engine.executor.execute, []
+
+    def execute(batch):
+        counts.append(batch.num_tokens)
+        return executed(batch)
+
+    llm.engine.executor.execute = execute
+    assert run(llm, prompts, [params] * 20) == expected
+    num_once = len(shared) // 16 * 16
+    assert sum(counts) <= num_once + 20 * (len(prompts[0]) - num_once + 7)
+    assert llm.engine.stats().prefix_cache["hit"] >= 19 * num_once
 
 
 def test_logits_are_bitwise_the_same_in_any_chunking_and_block_size(monkeypatch):

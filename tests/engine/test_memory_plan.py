@@ -81,8 +81,9 @@ def test_swap_space_is_part_of_the_plan():
     assert plan.kv_cache.host_bytes == 96 * MIB
     assert "swap space" in str(plan)
     assert plan.to_dict()["swap_bytes"] == 96 * MIB
-    with pytest.raises(OutOfMemoryError, match="swap_space"):
-        plan_memory(EngineArgs(swap_space=1e6, kv_cache_memory="1MiB"))
+    for size in ("1MiB", None):
+        with pytest.raises(OutOfMemoryError, match=r"swap_space of 976.56 TiB does not fit"):
+            plan_memory(EngineArgs(swap_space=1e6, kv_cache_memory=size))
 
 
 def test_without_a_size_the_cache_takes_what_is_left(monkeypatch):
@@ -110,6 +111,13 @@ def test_without_a_size_the_cache_takes_what_is_left(monkeypatch):
         ({"swap_space": float("nan")}, "swap_space=nan"),
         ({"swap_space": float("inf")}, "swap_space=inf"),
         ({"gpu_memory_utilization": float("nan")}, "gpu_memory_utilization=nan"),
+        ({"scheduling_policy": "fcsf"}, "scheduling_policy='fcsf', did you mean 'fcfs'"),
+        ({"target_step_ms": 0}, "target_step_ms=0"),
+        ({"priority_aging_s": -1.0}, "priority_aging_s=-1"),
+        ({"prefix_max_delay_s": float("nan")}, "prefix_max_delay_s=nan"),
+        ({"tenant_weights": {"a": 0}}, r"tenant_weights\['a'\]=0"),
+        ({"tenant_weights": "a=1"}, "tenant_weights='a=1'"),
+        ({"pinned_fraction": 1}, "pinned_fraction=1"),
         ({"preemption_mode": "never"}, "preemption_mode='never'"),
         ({"max_model_len": 0}, "max_model_len=0"),
         ({"max_model_len": 5000}, "2048 positions"),

@@ -276,7 +276,7 @@ def test_removing_what_is_not_queued_raises(name):
 def test_an_unknown_policy_names_the_nearest_and_the_allowed_ones():
     with pytest.raises(ConfigError) as error:
         make("fcsf")
-    assert str(error.value) == "policy='fcsf', did you mean 'fcfs'? (allowed: fcfs, priority, fair, prefix)"
+    assert str(error.value) == "scheduling_policy='fcsf', did you mean 'fcfs'? (allowed: fcfs, priority, fair, prefix)"
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ class SchedulerConfig:
             raise ConfigError(f"preemption_mode={self.preemption_mode!r}: must be 'swap', 'recompute' or None")
         if self.policy not in POLICIES:
             nearest = nearest_name(self.policy, POLICIES)
-            raise ConfigError(f"policy={self.policy!r}{nearest} (allowed: {', '.join(POLICIES)})")
+            raise ConfigError(f"scheduling_policy={self.policy!r}{nearest} (allowed: {', '.join(POLICIES)})")
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")

@@ -116,6 +116,11 @@ def _activation_bytes(model: type[CausalLM], config: EngineConfig) -> int:
 
 def _kv_cache(model: type[CausalLM], config: EngineConfig, machine: MachineMemory, others: int) -> KVCacheConfig:
     cache, specs = config.cache, model.kv_cache_specs(config.model)
+    if cache.swap_bytes + others > machine.limit_bytes:
+        raise OutOfMemoryError(
+            f"swap_space of {format_bytes(cache.swap_bytes)} does not fit into this machine's "
+            f"{format_bytes(machine.limit_bytes)} beside weights and activations ({format_bytes(others)}): lower it"
+        )
     layout: dict[str, Any] = {
         "host_bytes": cache.swap_bytes,
         "max_chunk": config.scheduler.max_num_batched_tokens,
