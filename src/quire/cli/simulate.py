@@ -1,56 +1,111 @@
 """Replay a trace through the real scheduler and block manager, with a fake model on a virtual clock.
 
 One seed gives the same report to the byte. A trace file has one JSON object a line: arrival_s, prompt_len, output_len
-and, where prompts begin alike, prefix_group and prefix_len.
+and, as wanted, prefix_group and prefix_len, tenant, priority, n, beam_width, session and think_s.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from quire.cli.options import tenant_weights
 from quire.config.kv_cache import KVCacheSpec
 from quire.config.kv_layout import kv_cache_config
 from quire.config.scheduler import SchedulerConfig
 from quire.errors import ConfigError
 
+if TYPE_CHECKING:
+    from quire.simulate.simulator import Simulator
+    from quire.simulate.trace import TraceRequest
+
+_SYNTHETIC = ("requests", "shape", "requests_per_s", "n", "beam_width")
+"""options that shape the synthetic trace"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the synthetic trace (default: 0)")
+    trace = parser.add_argument_group("trace")
+    trace.add_argument(
+        "--trace", type=Path, metavar="FILE", help="replay this JSONL file; without it, a synthetic trace"
+    )
+    trace.add_argument("--seed", type=int, default=0, metavar="S", help="of the synthetic trace (default: 0)")
+    trace.add_argument("--shape", metavar="NAME", help="mixed, alpaca, sharegpt, chat or tenants (default: mixed)")
+    trace.add_argument(
+        "--requests", type=int, metavar="N", help="how many (default: 1000; for chat 256, 32 users of 8 turns)"
+    )
+    trace.add_argument(
+        "--requests-per-s", type=float, metavar="R", help="rate of arrivals; for chat, of users (default: 5)"
+    )
+    trace.add_argument("--n", type=int, metavar="N", help="parallel samples of each request (default: 1)")
+    trace.add_argument("--beam-width", type=int, metavar="K", help="beams of each request (default: 1)")
+    limits = parser.add_argument_group("limits")
     for flag, default, text in (
-        ("--requests", 1000, "requests of the synthetic trace"),
         ("--num-blocks", 4096, "KV cache blocks"),
+        ("--num-host-blocks", 0, "blocks to swap out to"),
         ("--block-size", 16, "token slots per block"),
         ("--max-num-seqs", 256, "sequences that run at once, at most"),
         ("--max-num-batched-tokens", 2048, "tokens computed in one step, at most"),
     ):
-        parser.add_argument(flag, type=int, default=default, metavar="N", help=f"{text} (default: {default})")
-    parser.add_argument(
-        "--num-host-blocks", type=int, default=0, metavar="N", help="blocks to swap out to (default: 0)"
-    )
-    parser.add_argument(
+        limits.add_argument(flag, type=int, default=default, metavar="N", help=f"{text} (default: {default})")
+    limits.add_argument(
         "--preemption-mode", metavar="MODE", help="swap or recompute (default: swap while there is room)"
     )
-    parser.add_argument("--requests-per-s", type=float, default=5.0, metavar="R", help="rate of arrivals (default: 5)")
-    parser.add_argument("--no-prefix-caching", action="store_true", help="never reuse a prefix")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="replay this JSONL file instead")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    limits.add_argument(
+        "--policy", default="fcfs", metavar="NAME", help="fcfs, priority, fair or prefix (default: fcfs)"
+    )
+    limits.add_argument(
+        "--tenant-weights",
+        type=tenant_weights,
+        default={},
+        metavar="A=2,B=1",
+        help="shares under the policy fair (default: 1 each)",
+    )
+    limits.add_argument("--target-step-ms", type=float, metavar="MS", help="shorten prefill chunks to hold this")
+    limits.add_argument("--no-prefix-caching", action="store_true", help="never reuse a prefix")
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="print one JSON object")
+    output.add_argument("--plot", type=Path, metavar="FILE", help="draw blocks, queues and hit rate, as .png or .svg")
 
 
 def run(options: argparse.Namespace) -> int:
     """Simulate and report."""
+    from quire.simulate.plot import check_plot_path, save_plot
     from quire.simulate.report import report
-    from quire.simulate.simulator import Simulator
-    from quire.simulate.trace import read_trace, synthetic_trace
 
-    if options.requests < 1 or options.requests_per_s <= 0 or options.num_host_blocks < 0 or options.block_size < 1:
-        raise ConfigError(
-            "--requests, --requests-per-s and --block-size must be positive, --num-host-blocks not less than 0"
-        )
+    trace, simulator = _trace(options), _simulator(options)
+    if options.plot is not None:  # before minutes of work
+        check_plot_path(options.plot)
+    record = simulator.run(trace)
+    if options.plot is not None:
+        save_plot(record.moments, options.num_blocks, options.plot)
+    _print(report(simulator), options.json)
+    return 0
+
+
+def _trace(options: argparse.Namespace) -> Iterator[TraceRequest]:
+    from quire.simulate.trace import read_trace
+    from quire.simulate.workloads import synthetic_trace
+
+    given = {name: getattr(options, name) for name in _SYNTHETIC if getattr(options, name) is not None}
+    if options.trace is not None:
+        if given:
+            flag = "--" + next(iter(given)).replace("_", "-")
+            raise ConfigError(
+                f"{flag} shapes the synthetic trace and has no effect on --trace {options.trace}; drop one"
+            )
+        return read_trace(options.trace)
+    return synthetic_trace(options.seed, given.pop("requests", None), **given)
+
+
+def _simulator(options: argparse.Namespace) -> Simulator:
+    from quire.simulate.simulator import Simulator
+
+    if options.block_size < 1 or options.num_host_blocks < 0:
+        raise ConfigError("--block-size must be positive, --num-host-blocks not less than 0")
     spec = KVCacheSpec(num_kv_heads=1, head_dim=2, dtype="float32")
     cache = kv_cache_config(
         [spec],
@@ -58,15 +113,15 @@ def run(options: argparse.Namespace) -> int:
         num_blocks=options.num_blocks,
         host_bytes=options.num_host_blocks * options.block_size * spec.bytes_per_token,
     )
-    limits = SchedulerConfig(options.max_num_seqs, options.max_num_batched_tokens, options.preemption_mode)
-    simulator = Simulator(cache, limits, enable_prefix_caching=not options.no_prefix_caching)
-    simulator.run(
-        read_trace(options.trace)
-        if options.trace is not None
-        else synthetic_trace(options.seed, options.requests, requests_per_s=options.requests_per_s)
+    limits = SchedulerConfig(
+        options.max_num_seqs,
+        options.max_num_batched_tokens,
+        options.preemption_mode,
+        policy=options.policy,
+        tenant_weights=options.tenant_weights,
+        target_step_ms=options.target_step_ms,
     )
-    _print(report(simulator), options.json)
-    return 0
+    return Simulator(cache, limits, enable_prefix_caching=not options.no_prefix_caching)
 
 
 def _print(figures: Mapping[str, Any], as_json: bool) -> None:
@@ -74,5 +129,15 @@ def _print(figures: Mapping[str, Any], as_json: bool) -> None:
         print(json.dumps(figures))
         return
     for name, value in figures.items():
-        text = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
-        print(f"{name:<20} {text}")
+        if name == "tenants":
+            for tenant, own in value.items():
+                print(f"tenant {tenant!r}: {_text(own)}")
+        else:
+            print(f"{name:<20} {_text(value)}")
+
+
+def _text(value: Any) -> str:
+    """A table within the report as one line."""
+    if not isinstance(value, dict):
+        return str(value)
+    return ", ".join(f"{key} ({_text(own)})" if isinstance(own, dict) else f"{key} {own}" for key, own in value.items())

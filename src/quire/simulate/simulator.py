@@ -1,11 +1,9 @@
 """Replays a trace through the real scheduler, block manager and commit."""
 
-from array import array
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from hashlib import blake2b
 
-from quire.batch import Batch, Draw, StepResult
+from quire.batch import Batch, Draw
 from quire.config.kv_cache import KVCacheConfig
 from quire.config.scheduler import SchedulerConfig
 from quire.engine.commit import Committer
@@ -13,87 +11,17 @@ from quire.engine.scheduler import Scheduler
 from quire.engine.sequence import Sequence, SequenceGroup
 from quire.kv.block_space_manager import BlockSpaceManager
 from quire.params import SamplingParams
-from quire.simulate.trace import VOCAB_SIZE, TraceRequest
+from quire.simulate.arrivals import Arrivals
+from quire.simulate.beams import BeamChurn, BeamSelection
+from quire.simulate.fake_model import CostModel, FakeModel
+from quire.simulate.record import Record
+from quire.simulate.trace import MAX_WIDTH, TraceRequest
 
-_GREEDY = Draw(0.0, 0, 1.0, b"")
-_SAMPLE_EVERY = 16
-"""steps between two looks at the blocks"""
-
-
-@dataclass(frozen=True, slots=True)
-class CostModel:
-    """Seconds of a step: a start, the weights streamed or multiplied, the cache read, the blocks swapped."""
-
-    step_s: float = 0.020
-    token_s: float = 0.0008
-    context_token_s: float = 2e-7
-    swapped_block_s: float = 2e-5
-
-    def seconds(self, batch: Batch) -> float:
-        """How long the batch would take."""
-        context = sum(s.end for s in batch.sequences)
-        swapped = len(batch.swap_out) + len(batch.swap_in)
-        return (
-            self.step_s
-            + self.token_s * max(0, batch.num_tokens - 32)
-            + self.context_token_s * context
-            + self.swapped_block_s * swapped
-        )
-
-
-class FakeModel:
-    """The next token is a hash of the whole history, so that a wrong one is seen to the end of the request."""
-
-    def __init__(self, owners: dict[int, tuple[SequenceGroup, Sequence]]) -> None:
-        self._owners = owners
-        self._states: dict[int, tuple[int, blake2b]] = {}
-
-    def execute(self, batch: Batch) -> StepResult:
-        """One token for each sequence that draws."""
-        tokens = []
-        for scheduled in batch.sequences:
-            length, state = self._states.get(scheduled.seq_id, (0, None))
-            if state is None or length != scheduled.start:  # new, or computed again
-                history = self._owners[scheduled.seq_id][1].token_ids[: scheduled.start]
-                state = blake2b(array("q", history).tobytes(), digest_size=8)
-            state.update(array("q", scheduled.token_ids).tobytes())
-            self._states[scheduled.seq_id] = (scheduled.end, state)
-            if scheduled.draw is not None:
-                tokens.append(int.from_bytes(state.digest(), "little") % VOCAB_SIZE)
-        return StepResult(tuple(tokens))
-
-    def forget(self, seq_id: int) -> None:
-        """The sequence has finished."""
-        self._states.pop(seq_id, None)
-
-
-@dataclass(slots=True)
-class Moment:
-    """One look at the blocks and queues."""
-
-    time_s: float
-    num_running: int
-    num_waiting: int
-    num_used_blocks: int
-    num_allocated_slots: int
-    num_filled_slots: int
-
-
-@dataclass(slots=True)
-class Record:
-    """What a run leaves for the report."""
-
-    first_token_s: list[float] = field(default_factory=list)
-    per_token_s: list[float] = field(default_factory=list)
-    total_s: list[float] = field(default_factory=list)
-    moments: list[Moment] = field(default_factory=list)
-    outputs_digest: int = 0
-    """sum of the 128-bit hashes of all outputs"""
-    num_ignored: int = 0
+_DRAWS = tuple(Draw(0.0, 0, 1.0, b"", index) for index in range(MAX_WIDTH))
 
 
 class Simulator:
-    """One engine's worth of scheduling on a virtual clock."""
+    """One engine's worth of scheduling on a virtual clock. It runs one trace."""
 
     def __init__(
         self,
@@ -102,76 +30,132 @@ class Simulator:
         *,
         enable_prefix_caching: bool = True,
         cost: CostModel | None = None,
+        churn: BeamChurn | None = None,
     ) -> None:
         self.now_s = 0.0
         self.cost = cost or CostModel()
         self.blocks = BlockSpaceManager(kv_cache, enable_prefix_caching=enable_prefix_caching)
-        self.scheduler = Scheduler(scheduler, self.blocks, clock=lambda: self.now_s)
+        self.scheduler = Scheduler(
+            scheduler, self.blocks, clock=lambda: self.now_s, block_copy_s=self.cost.swapped_block_s
+        )
         self.committer = Committer(
             self.scheduler, max_model_len=kv_cache.max_tokens, eos_token_ids=frozenset(), clock=lambda: self.now_s
         )
-        self.owners: dict[int, tuple[SequenceGroup, Sequence]] = {}
-        self.model = FakeModel(self.owners)
+        self.model = FakeModel(lambda seq_id: self._owner(seq_id)[1].token_ids)
+        self.beams = BeamSelection(churn or BeamChurn(), self.committer)
         self.record = Record()
+        self.arrivals = Arrivals(())
+        self._requests: dict[str, tuple[TraceRequest, SequenceGroup]] = {}  # submitted and not ended
+        self._new: dict[str, int] = {}  # of those, what no step has taken up yet, and how long their history is
+        self._backlog: Counter[str] = Counter()  # of those, how many each tenant has
+        self._prefix_lens: dict[int | None, int] = {}  # tokens of each prefix group that somebody has begun to compute
 
     def run(self, trace: Iterable[TraceRequest]) -> Record:
-        """All requests to their end."""
-        arrivals = iter(enumerate(trace))
-        upcoming = next(arrivals, None)
-        while upcoming is not None or self.scheduler.has_unfinished:
-            if not self.scheduler.has_unfinished and upcoming is not None:
-                self.now_s = max(self.now_s, upcoming[1].arrival_s)
-            while upcoming is not None and upcoming[1].arrival_s <= self.now_s:
-                self._add(*upcoming)
-                upcoming = next(arrivals, None)
-            self.step()
-        return self.record
+        """All requests of a trace, which is sorted by arrival, to their end."""
+        self.arrivals = Arrivals(trace)
+        while True:
+            for submitted_s, index, request in self.arrivals.due(self.now_s):
+                self._submit(submitted_s, index, request)
+            if self.scheduler.has_unfinished:
+                self.step()
+            elif self.arrivals.next_s is None:
+                return self.record
+            else:
+                self.now_s = max(self.now_s, self.arrivals.next_s)
 
     def step(self) -> None:
         """One step of the engine; the clock moves by what it costs."""
+        contended = sum(count > 0 for count in self._backlog.values()) > 1
         batch = self.scheduler.schedule()
-        self.now_s += self.cost.seconds(batch)
-        result = self.model.execute(batch)
-        for group in self.committer.commit(batch, result, self.owners):
+        self._note(batch, contended)
+        step_s = self.cost.seconds(batch)
+        self.now_s += step_s
+        self.scheduler.step_time.observe(batch.num_tokens, step_s)
+        changed = self.committer.commit(batch, self.model.execute(batch))
+        for group in changed:
             if group.is_finished:
                 self._finish(group)
+        self.beams.advance(changed)
         for request_id in batch.ignored:
-            self.record.num_ignored += 1
-            del self.owners[int(request_id)]
-        if batch.step % _SAMPLE_EVERY == 0:
-            self.record.moments.append(self._look())
+            self._ignore(self._requests[request_id][1])
+        self.record.look(self.now_s, self.scheduler, self.blocks)
 
-    def _add(self, index: int, request: TraceRequest) -> None:
-        seq = Sequence(index, request.prompt_token_ids(index), 0, _GREEDY, None)
-        params = SamplingParams(temperature=0, max_tokens=request.output_len, detokenize=False)
-        group = SequenceGroup(str(index), None, [seq], params, request.arrival_s)
-        self.owners[index] = (group, seq)
+    def _submit(self, submitted_s: float, index: int, request: TraceRequest) -> None:
+        history = self.arrivals.history(request)
+        params = SamplingParams(
+            n=max(request.n, request.beam_width),
+            temperature=0,
+            max_tokens=request.output_len,
+            detokenize=False,
+            priority=request.priority,
+            tenant=request.tenant,
+        )
+        prompt = history + request.prompt_token_ids(index)
+        seq = Sequence(self.scheduler.new_seq_id(), prompt, _DRAWS[: params.n])
+        group = SequenceGroup(str(index), None, seq, params, submitted_s)
+        self._requests[group.request_id] = (request, group)
+        if not self._can_run(request, group):
+            self._ignore(group)
+            return
+        if request.beam_width > 1:
+            self.beams.add(group)
+        self._new[group.request_id] = len(history)
+        self._backlog[request.tenant] += 1
         self.scheduler.add(group)
 
-    def _finish(self, group: SequenceGroup) -> None:
-        metrics, (seq,) = group.metrics, group.seqs
-        assert metrics.first_token_time is not None
-        assert metrics.finished_time is not None
-        self.record.first_token_s.append(metrics.first_token_time - metrics.arrival_time)
-        self.record.total_s.append(metrics.finished_time - metrics.arrival_time)
-        if seq.num_output_tokens > 1:
-            decode_s = metrics.finished_time - metrics.first_token_time
-            self.record.per_token_s.append(decode_s / (seq.num_output_tokens - 1))
-        output = array("q", [seq.seq_id, *seq.token_ids[seq.num_prompt_tokens :]]).tobytes()
-        own = int.from_bytes(blake2b(output, digest_size=16).digest(), "little")
-        self.record.outputs_digest = (self.record.outputs_digest + own) % 2**128
-        del self.owners[seq.seq_id]
-        self.model.forget(seq.seq_id)
+    def _can_run(self, request: TraceRequest, group: SequenceGroup) -> bool:
+        """Beams wait for each other, so all of them must have room at once, even if they come to share nothing."""
+        if group.params.n > self.scheduler.config.max_num_seqs:
+            return False
+        num_tokens = group.seqs[0].num_tokens + request.output_len
+        needed = request.beam_width * self.blocks.config.blocks_to_hold(num_tokens) + self.blocks.watermark_blocks
+        return request.beam_width == 1 or needed <= self.blocks.pool.num_blocks
 
-    def _look(self) -> Moment:
-        seqs = [seq for group in self.scheduler.running for seq in group.seqs]
-        block_size, num_groups = self.blocks.block_size, self.blocks.num_groups
-        slots = [-(-seq.num_computed_tokens // block_size) * block_size * num_groups for seq in seqs]
-        return Moment(
-            time_s=self.now_s,
-            num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.waiting) + len(self.scheduler.swapped),
-            num_used_blocks=self.blocks.num_used_blocks,
-            num_allocated_slots=sum(slots),
-            num_filled_slots=sum(seq.num_computed_tokens * num_groups for seq in seqs),
-        )
+    def _owner(self, seq_id: int) -> tuple[SequenceGroup, Sequence]:
+        owner = self.scheduler.owner(seq_id)
+        assert owner is not None, f"sequence {seq_id} is scheduled but gone"
+        return owner
+
+    def _note(self, batch: Batch, contended: bool) -> None:
+        """Who gets tokens in this step, and who for the first time."""
+        self.record.num_swapped_out_blocks += len(batch.swap_out)
+        self.record.num_swapped_in_blocks += len(batch.swap_in)
+        if not contended and not self._new:
+            return
+        for scheduled in batch.sequences:
+            group, _ = self._owner(scheduled.seq_id)
+            if contended:
+                self.record.tenants[group.tenant].num_contended_tokens += len(scheduled.token_ids)
+            if group.request_id in self._new:
+                self._note_first(group)
+
+    def _note_first(self, group: SequenceGroup) -> None:
+        """What of the prompt was known before, and how much of that was found."""
+        request = self._requests[group.request_id][0]
+        self._backlog[request.tenant] -= 1
+        known_len = self._new.pop(group.request_id) - 1  # of an answer's last token there are no keys and values
+        begun_len = self._prefix_lens.get(request.prefix_group, 0)
+        self._prefix_lens[request.prefix_group] = max(begun_len, request.prefix_len)
+        known_len = max(0, known_len, min(begun_len, request.prefix_len))
+        num_possible = min(known_len, group.seqs[0].num_prompt_tokens - 1)
+        self.record.num_possible_hit_tokens += num_possible
+        self.record.num_hit_tokens += min(num_possible, group.num_cached_tokens)
+
+    def _finish(self, group: SequenceGroup) -> None:
+        request = self._end(group)
+        self.record.finished(int(group.request_id), request, group)
+        self.arrivals.ended(request, self.now_s, group.seqs[0].token_ids)
+
+    def _ignore(self, group: SequenceGroup) -> None:
+        """It can never run, or not to its end."""
+        request = self._end(group)
+        if self._new.pop(group.request_id, None) is not None:
+            self._backlog[request.tenant] -= 1
+        self.record.num_ignored += 1
+        self.arrivals.ended(request, self.now_s)
+
+    def _end(self, group: SequenceGroup) -> TraceRequest:
+        self.beams.remove(group)
+        for seq in group.seqs:
+            self.model.forget(seq.seq_id)
+        return self._requests.pop(group.request_id)[0]
