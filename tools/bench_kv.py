@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from itertools import count
@@ -70,9 +71,10 @@ PAPER_SAVINGS: dict[tuple[str, str], tuple[float | None, ...]] = {
     ("alpaca", "beam_width"): (0.376, None, 0.552),
     ("sharegpt", "beam_width"): (0.443, None, 0.663),
 }
-"""Kwon et al. 2023 (PagedAttention), figure 15 and section 6.3, for the WIDTHS; None where the text has no number"""
+"""Kwon et al. 2023 (PagedAttention), figure 15 and section 6.3, for the WIDTHS; None: not given in the text"""
 SIMULATED_REQUESTS = 200
-SIMULATED_BLOCKS = 65_536
+CHAT_BLOCKS = ((65_536, 0), (1000, 0), (1000, 2000))
+"""on the device, on the host"""
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -94,16 +96,19 @@ def percentile(values: Sequence[float], percent: int) -> float:
     return sorted(values)[-(-len(values) * percent // 100) - 1]
 
 
-def accounting_config(num_blocks: int) -> KVCacheConfig:
-    """A cache of one group."""
-    return kv_cache_config([TINY], BLOCK_SIZE, num_blocks=num_blocks)
+def cache_config(num_blocks: int, num_host_blocks: int = 0, specs: Sequence[KVCacheSpec] = (TINY,)) -> KVCacheConfig:
+    """A cache of so many blocks in each tier."""
+    return replace(kv_cache_config(specs, BLOCK_SIZE, num_blocks=num_blocks), num_host_blocks=num_host_blocks)
+
+
+AMPLE = cache_config(65_536)
 
 
 class DecodeLoop:
     """The real scheduler, block manager and commit around an executor that draws any token at once."""
 
     def __init__(self, prompt_lens: Sequence[int]) -> None:
-        blocks = BlockSpaceManager(accounting_config(NUM_SEQS * 64), enable_prefix_caching=True)
+        blocks = BlockSpaceManager(cache_config(NUM_SEQS * 64), enable_prefix_caching=True)
         self.scheduler = Scheduler(SchedulerConfig(len(prompt_lens), sum(prompt_lens)), blocks)
         self.committer = Committer(self.scheduler, max_model_len=2**20, eos_token_ids=frozenset())
         self.rng = random.Random("decode loop")
@@ -167,7 +172,7 @@ def bench_prefix_lookup() -> Iterator[Row]:
     """A new sequence's first look_up, hashing included, of a prompt that is cached and of one never seen, beside one
     BLAKE2b over the same bytes, which is the least that hashing can cost."""
     rng = random.Random("prefix lookup")
-    blocks = BlockSpaceManager(accounting_config(2 * PROMPT_LEN // BLOCK_SIZE), enable_prefix_caching=True)
+    blocks = BlockSpaceManager(cache_config(2 * PROMPT_LEN // BLOCK_SIZE), enable_prefix_caching=True)
     cached = rng.choices(range(VOCAB_SIZE), k=PROMPT_LEN)
     run_once(blocks, 0, cached)
     seq_ids, content = count(1), token_bytes(cached)
@@ -200,7 +205,7 @@ class Pool:
 
     def __init__(self, num_blocks: int) -> None:
         self.empty = PrefixCachingBlockAllocator(num_blocks, 1, lambda block_id, content: None)
-        self.full = BlockSpaceManager(accounting_config(num_blocks), enable_prefix_caching=True, watermark=0)
+        self.full = BlockSpaceManager(cache_config(num_blocks), enable_prefix_caching=True, watermark=0)
         self._seq_ids, self._tokens = count(), count()
         while self.full.pool.num_free_blocks and self.full.stats.num_evicted_tokens == 0:
             self.evict_and_publish(min(num_blocks, 1000))
@@ -265,11 +270,8 @@ class MemoryCopy:
 
 def bench_swap_bandwidth() -> Iterator[Row]:
     """Scattered blocks of Qwen2-0.5B's layout to the host tier and back, against a copy of large buffers."""
-    config = kv_cache_config(QWEN2_05B, BLOCK_SIZE, num_blocks=SWAP_TIER_BLOCKS)
+    config = cache_config(SWAP_TIER_BLOCKS, SWAP_TIER_BLOCKS, QWEN2_05B)
     bytes_per_block = config.total_bytes // config.num_blocks
-    config = kv_cache_config(
-        QWEN2_05B, BLOCK_SIZE, num_blocks=SWAP_TIER_BLOCKS, host_bytes=SWAP_TIER_BLOCKS * bytes_per_block
-    )
     engine, rng = CacheEngine(config), random.Random("swap")
     for tensor in engine.tensors + engine.host_tensors:
         tensor.fill_(1)  # takes the pages
@@ -301,32 +303,34 @@ def bench_swap_bandwidth() -> Iterator[Row]:
             }
 
 
-def simulate(shape: str, num_requests: int | None = SIMULATED_REQUESTS, **width: int) -> Row:
-    """The simulator's report on a synthetic trace, with blocks enough for all."""
-    simulator = Simulator(accounting_config(SIMULATED_BLOCKS), SchedulerConfig(256, 2048))
+def simulate(shape: str, config: KVCacheConfig, num_requests: int | None = SIMULATED_REQUESTS, **width: int) -> Row:
+    """The simulator's report on a synthetic trace."""
+    simulator = Simulator(config, SchedulerConfig(256, 2048))
     simulator.run(synthetic_trace(0, num_requests, shape=shape, **width))
     return report(simulator)
 
 
 def bench_chat() -> Iterator[Row]:
-    """Conversations: of the tokens that an earlier turn or user had brought, the share not computed again."""
-    figures = simulate("chat", None)
-    names = ("requests", "hit_of_possible", "prefix_hit_rate", "possible_hit_tokens", "prefix_tokens")
-    yield {name: figures[name] for name in names}
+    """Conversations: of the tokens that an earlier turn or user had brought, the share not computed again; with room
+    for all, with too little, and with a host tier to spill to."""
+    for num_blocks, num_host_blocks in CHAT_BLOCKS:
+        figures = simulate("chat", cache_config(num_blocks, num_host_blocks), None)
+        names = ("hit_of_possible", "prefix_hit_rate", "possible_hit_tokens", "prefix_tokens")
+        yield {"num_blocks": num_blocks, "num_host_blocks": num_host_blocks} | {name: figures[name] for name in names}
 
 
 def bench_sharing(kind: str) -> Iterator[Row]:
     """Blocks that samples or beams of one request save by sharing, beside the paper's."""
     for shape in ("alpaca", "sharegpt"):
         for width, paper in zip(WIDTHS, PAPER_SAVINGS[shape, kind], strict=True):
-            savings = simulate(shape, **{kind: width})["sharing_savings"]
+            savings = simulate(shape, AMPLE, **{kind: width})["sharing_savings"]
             yield {"shape": shape, kind: width, "savings": savings, "paper": paper}
 
 
 def bench_waste() -> Iterator[Row]:
     """Slots of held blocks that hold no token; the paper promises less than 4 %."""
     for shape in ("alpaca", "sharegpt", "mixed"):
-        yield {"shape": shape, "kv_waste": simulate(shape)["kv_waste"], "paper": 0.04}
+        yield {"shape": shape, "kv_waste": simulate(shape, AMPLE)["kv_waste"], "paper": 0.04}
 
 
 def bench_repeated_prompt() -> Iterator[Row]:
