@@ -362,7 +362,8 @@ BENCHMARKS: dict[str, Callable[[], Iterator[Row]]] = {
 def main() -> None:
     """Run all benchmarks, or those named."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=tuple(BENCHMARKS), nargs="+", default=tuple(BENCHMARKS), metavar="NAME")
+    names = tuple(BENCHMARKS)
+    parser.add_argument("--only", choices=names, nargs="+", default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--threads", type=int, help="for the copies; none: what the CPU set and quota allow")
     args = parser.parse_args()
     if args.threads:
