@@ -31,26 +31,31 @@ class Committer:
         """Apply a step. Returns the requests that got a token, in batch order."""
         blocks, policy = self.scheduler.blocks, self.scheduler.policy
         self.scheduler.settle()
+        find_owner, publish, counts_tokens = self.scheduler.owner, blocks.publish, policy.counts_tokens
         changed: list[SequenceGroup] = []
         num_drawn = 0
         for scheduled in batch.sequences:
-            token_ids = result.token_ids[num_drawn : num_drawn + len(scheduled.draws)]
-            num_drawn += len(token_ids)
-            owner = self.scheduler.owner(scheduled.seq_id)
+            num_draws = len(scheduled.draws)
+            token_ids = result.token_ids[num_drawn : num_drawn + num_draws]
+            num_drawn += num_draws
+            owner = find_owner(scheduled.seq_id)
             if owner is None:  # aborted while the step ran
                 continue
             group, seq = owner
             seq.num_computed_tokens = end = scheduled.end
-            blocks.publish(seq.seq_id, seq.token_ids, end)
-            if policy.counts_tokens:
+            publish(scheduled.seq_id, seq.token_ids, end)
+            if counts_tokens:
                 served = max(seq.num_served_tokens, scheduled.start)  # what was cached, or is computed again, is free
                 policy.charge(group, max(0, end - served))
                 seq.num_served_tokens = max(served, end)
-            if token_ids:
+            if num_draws:
                 if end == seq.num_prompt_tokens:
                     self._fork_samples(group, seq)
-                for sample, token_id in zip(group.seqs if len(token_ids) > 1 else (seq,), token_ids, strict=True):
-                    self._append(group, sample, token_id)
+                if num_draws == 1:
+                    self._append(group, seq, token_ids[0])
+                else:
+                    for sample, token_id in zip(group.seqs, token_ids, strict=True):
+                        self._append(group, sample, token_id)
                 if not changed or changed[-1] is not group:
                     changed.append(group)
         return changed

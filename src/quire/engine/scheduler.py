@@ -43,6 +43,10 @@ class _Plan:
         num_tokens = len(seq.token_ids) - seq.num_computed_tokens
         return min(num_tokens, self.token_budget, self.prefill_budget if num_tokens > 1 else 1)
 
+    def is_full(self, max_num_seqs: int, num_wanted: int) -> bool:
+        """Whether so many more sequences are too many, or there are no tokens for them."""
+        return self.token_budget <= 0 or self.prefill_budget <= 0 or self.num_seqs + num_wanted > max_num_seqs
+
     def add(self, seq: Sequence, num_tokens: int) -> None:
         self.scheduled.append((seq, num_tokens))
         self.token_budget -= num_tokens
@@ -326,9 +330,10 @@ class Scheduler:
 
     def _start_queued(self, plan: _Plan) -> None:
         """Start others, in the policy's order, while the step has tokens, sequences and blocks left for them."""
+        if plan.is_full(self.config.max_num_seqs, 1):  # before the policy looks anybody up
+            return
         for group in self.policy.candidates(self.clock()):
-            wanted = group.num_wanted_seqs
-            if min(plan.token_budget, plan.prefill_budget) <= 0 or plan.num_seqs + wanted > self.config.max_num_seqs:
+            if plan.is_full(self.config.max_num_seqs, group.num_wanted_seqs):
                 break
             if not (self._resume(group, plan) if group in self.swapped else self._start(group, plan)):
                 break

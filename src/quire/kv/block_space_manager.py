@@ -403,7 +403,8 @@ class BlockSpaceManager:
 
     def block_tables(self, seq_id: int) -> tuple[BlockIds, ...]:
         """Snapshots of the sequence's tables, one per group."""
-        return tuple([table.snapshot() for table in self._sequences[seq_id].tables])
+        tables = self._sequences[seq_id].tables
+        return (tables[0].snapshot(),) if len(tables) == 1 else tuple([table.snapshot() for table in tables])
 
     def gain(self, seq_ids: Sequence[int]) -> tuple[int, int]:
         """Blocks that only these sequences hold, and all that they hold."""

@@ -51,7 +51,8 @@ class ContentHasher:
     def child(self, parent: BlockHash, tokens: bytes) -> BlockHash:
         """The hash of a full block with these bytes behind the block called `parent`."""
         state = self._keyed.copy()
-        state.update(parent + tokens)
+        state.update(parent)
+        state.update(tokens)
         return state.digest()
 
     def media(self, item_hash: bytes) -> bytes:
