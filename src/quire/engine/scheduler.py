@@ -8,13 +8,13 @@ What decodes is served first, and longer work gets what is left of the step (Agr
 import time
 from bisect import insort
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from quire.batch import Batch, Draw, ScheduledSequence
 from quire.config.scheduler import SchedulerConfig
 from quire.engine.policy import make_policy
 from quire.engine.preemption import Preemption, PreemptionCost
 from quire.engine.sequence import Sequence, SequenceGroup, SequenceStatus
+from quire.engine.step_plan import StepPlan
 from quire.engine.step_time import StepTimeModel
 from quire.kv.block_space_manager import AllocStatus, BlockSpaceManager
 from quire.kv.prefix_lookup import PrefixHit
@@ -23,35 +23,6 @@ FIRST_CHUNK = 64
 """tokens of prompts in a step while nobody knows how long a step takes"""
 MIN_CHUNK = 16
 """tokens of prompts in a step, at least, however short steps are to be"""
-
-
-@dataclass(slots=True)
-class _Plan:
-    """A Batch in the making."""
-
-    token_budget: int
-    prefill_budget: int
-    """of the token budget, what sequences with more than one token to compute may have"""
-    num_seqs: int = 0
-    """running or about to, once their prompts are computed"""
-    scheduled: list[tuple[Sequence, int]] = field(default_factory=list)
-    ended: list[str] = field(default_factory=list)
-    preempted: bool = False
-
-    def chunk(self, seq: Sequence) -> int:
-        """How many tokens the sequence may compute."""
-        num_tokens = len(seq.token_ids) - seq.num_computed_tokens
-        return min(num_tokens, self.token_budget, self.prefill_budget if num_tokens > 1 else 1)
-
-    def is_full(self, max_num_seqs: int, num_wanted: int) -> bool:
-        """Whether so many more sequences are too many, or there are no tokens for them."""
-        return self.token_budget <= 0 or self.prefill_budget <= 0 or self.num_seqs + num_wanted > max_num_seqs
-
-    def add(self, seq: Sequence, num_tokens: int) -> None:
-        self.scheduled.append((seq, num_tokens))
-        self.token_budget -= num_tokens
-        if num_tokens > 1 or len(seq.token_ids) - seq.num_computed_tokens > 1:
-            self.prefill_budget -= num_tokens
 
 
 class Scheduler:
@@ -176,7 +147,7 @@ class Scheduler:
             ignored=tuple(plan.ended),
         )
 
-    def _new_plan(self) -> _Plan:
+    def _new_plan(self) -> StepPlan:
         """The step's budgets: one token for all that decode, then prompts, as many tokens as the time allows."""
         running, budget = SequenceStatus.RUNNING, self.config.max_num_batched_tokens
         num_decodes = num_seqs = 0
@@ -191,7 +162,7 @@ class Scheduler:
         if self.config.target_step_ms is not None:
             known = self.step_time.max_tokens(self.config.target_step_ms / 1e3)
             limit = min(budget, max(known if known is not None else FIRST_CHUNK, num_decodes + MIN_CHUNK))
-        return _Plan(budget, prefill_budget=max(1, limit - num_decodes), num_seqs=num_seqs)
+        return StepPlan(budget, prefill_budget=max(1, limit - num_decodes), num_seqs=num_seqs)
 
     def _scheduled(self, seq: Sequence, num_tokens: int) -> ScheduledSequence:
         token_ids, start = seq.token_ids, seq.num_computed_tokens
@@ -211,7 +182,7 @@ class Scheduler:
 
     # Running requests
 
-    def _schedule_running(self, plan: _Plan) -> None:
+    def _schedule_running(self, plan: StepPlan) -> None:
         """The first first; those behind make room when blocks run out."""
         running, has_room, index = SequenceStatus.RUNNING, self.blocks.has_room, 0
         while index < len(self.running) and plan.token_budget > 0:
@@ -232,7 +203,7 @@ class Scheduler:
             else:
                 index += 1
 
-    def _advance(self, index: int, group: SequenceGroup, seq: Sequence, plan: _Plan) -> None:
+    def _advance(self, index: int, group: SequenceGroup, seq: Sequence, plan: StepPlan) -> None:
         """Schedule a running sequence's next tokens, if the budget and the blocks allow."""
         num_tokens = plan.chunk(seq)
         if num_tokens <= 0:
@@ -244,7 +215,7 @@ class Scheduler:
             self.blocks.append(seq.seq_id, seq.num_computed_tokens, end)
         plan.add(seq, num_tokens)
 
-    def _make_room(self, index: int, group: SequenceGroup, seq: Sequence, num_tokens: int, plan: _Plan) -> bool:
+    def _make_room(self, index: int, group: SequenceGroup, seq: Sequence, num_tokens: int, plan: StepPlan) -> bool:
         """Preempt requests behind this one until the sequence can grow; False if it had to give way itself."""
         while not self.blocks.can_append(seq.seq_id, seq.num_computed_tokens, num_tokens):
             plan.preempted = True
@@ -303,7 +274,7 @@ class Scheduler:
         seq.num_computed_tokens = 0
         seq.status = SequenceStatus.WAITING
 
-    def _give_up(self, group: SequenceGroup, seq: Sequence, plan: _Plan) -> None:
+    def _give_up(self, group: SequenceGroup, seq: Sequence, plan: StepPlan) -> None:
         """Nobody is left to make room, and the sequence cannot grow."""
         pool, pins = self.blocks.pool, self.blocks.pins
         group.error = (
@@ -315,7 +286,7 @@ class Scheduler:
         if group.is_finished:
             plan.ended.append(group.request_id)
 
-    def _restart(self, group: SequenceGroup, seq: Sequence, plan: _Plan) -> None:
+    def _restart(self, group: SequenceGroup, seq: Sequence, plan: StepPlan) -> None:
         """A sequence that gave way to the others of its request."""
         if plan.preempted or plan.chunk(seq) <= 0:
             return
@@ -328,7 +299,7 @@ class Scheduler:
 
     # The queue
 
-    def _start_queued(self, plan: _Plan) -> None:
+    def _start_queued(self, plan: StepPlan) -> None:
         """Start others, in the policy's order, while the step has tokens, sequences and blocks left for them."""
         if plan.is_full(self.config.max_num_seqs, 1):  # before the policy looks anybody up
             return
@@ -338,7 +309,7 @@ class Scheduler:
             if not (self._resume(group, plan) if group in self.swapped else self._start(group, plan)):
                 break
 
-    def _start(self, group: SequenceGroup, plan: _Plan) -> bool:
+    def _start(self, group: SequenceGroup, plan: StepPlan) -> bool:
         """Start a waiting request, or leave it for a step or two while others compute its prefix.
 
         False if it has to wait for blocks: then nobody overtakes it.
@@ -361,7 +332,7 @@ class Scheduler:
         insort(self.running, group, key=self._place)
         return True
 
-    def _ignore(self, group: SequenceGroup, plan: _Plan) -> None:
+    def _ignore(self, group: SequenceGroup, plan: StepPlan) -> None:
         """The request can never run."""
         blocks, num_tokens = self.blocks, max(seq.num_tokens for seq in group.unfinished_seqs)
         group.error = f"{num_tokens} tokens never fit into the KV cache of {blocks.config.max_tokens} tokens"
@@ -372,7 +343,7 @@ class Scheduler:
             seq.status = SequenceStatus.FINISHED_IGNORED
         plan.ended.append(group.request_id)
 
-    def _begin(self, group: SequenceGroup, seq: Sequence, hit: PrefixHit, plan: _Plan) -> None:
+    def _begin(self, group: SequenceGroup, seq: Sequence, hit: PrefixHit, plan: StepPlan) -> None:
         """Give a sequence its prefix and its first tokens."""
         seq.num_computed_tokens = self.blocks.allocate(hit)
         if hit.needs_step:
@@ -385,7 +356,7 @@ class Scheduler:
         seq.status = SequenceStatus.RUNNING
         plan.add(seq, num_tokens)
 
-    def _resume(self, group: SequenceGroup, plan: _Plan) -> bool:
+    def _resume(self, group: SequenceGroup, plan: StepPlan) -> bool:
         """Bring a request back from the host tier and schedule its tokens. False if it has to wait for blocks."""
         seqs = group.seqs_in(SequenceStatus.SWAPPED)
         seq_ids = [seq.seq_id for seq in seqs]
