@@ -100,8 +100,12 @@ class BlockSpaceManager:
         pinned_by_others = self.pins.num_blocks - sum(place in self.pins for place in held)
         if needed > self.pool.num_blocks - pinned_by_others:
             return AllocStatus.NEVER
-        reserve = self.watermark_blocks if self._sequences else 0
-        return AllocStatus.OK if needed - len(held) <= self.pool.num_free_blocks - reserve else AllocStatus.LATER
+        return AllocStatus.OK if needed - len(held) <= self.pool.num_free_blocks - self._reserve else AllocStatus.LATER
+
+    @property
+    def _reserve(self) -> int:
+        """Blocks that newcomers leave to those that run."""
+        return self.watermark_blocks if any(not blocks.on_host for blocks in self._sequences.values()) else 0
 
     def allocate(self, hit: PrefixHit) -> int:
         """Start a sequence with the blocks of its prefix; returns the tokens that need not be computed.
@@ -328,14 +332,15 @@ class BlockSpaceManager:
         self.tiers.move_out([table for blocks in sequences for table in blocks.tables])
 
     def can_swap_in(self, seq_ids: Sequence[int], num_tokens: int) -> bool:
-        """Whether the device tier has room for the sequences, grown to `num_tokens` each, besides the reserve."""
+        """Whether the device tier has room for the sequences, grown to `num_tokens` each, each with a last block of its
+        own, besides a reserve, as far as there can be one."""
         sequences = [self._sequences[seq_id] for seq_id in seq_ids]
+        tables = [table for blocks in sequences for table in blocks.tables]
         wanted = -(-num_tokens // self.block_size)
-        needed = len(self._holds(sequences))
-        needed += sum(max(0, wanted - table.num_blocks) + 1 for blocks in sequences for table in blocks.tables)
-        others_run = any(not blocks.on_host for blocks in self._sequences.values())
-        available = self.pool.num_blocks - self.pins.num_blocks
-        return min(needed + (self.watermark_blocks if others_run else 0), available) <= self.pool.num_free_blocks
+        needed = len(self._holds(sequences)) + sum(max(0, wanted - table.num_blocks) for table in tables)
+        needed += len(tables) - len({table[table.num_blocks - 1] for table in tables})
+        available, free = self.pool.num_blocks - self.pins.num_blocks, self.pool.num_free_blocks
+        return needed <= free and min(needed + len(tables) + self._reserve, available) <= free
 
     def swap_in(self, seq_ids: Sequence[int]) -> None:
         """Move the sequences back to the device tier, in the coming step."""
