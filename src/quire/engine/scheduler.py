@@ -81,6 +81,8 @@ class Scheduler:
         self._cost = PreemptionCost(config, blocks, self.step_time, block_copy_s)
         self._owners: dict[int, tuple[SequenceGroup, Sequence]] = {}
         self._unsettled: list[tuple[SequenceGroup, Sequence]] = []  # in blocks that only the planned step makes good
+        self._ended: list[str] = []  # request ids that ended in the planning of this step
+        self._unreported: list[str] = []  # of steps that failed
         self._next_seq_id = 0
 
     # Requests come and go
@@ -112,6 +114,10 @@ class Scheduler:
         one."""
         self.blocks.publish_tail(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
         self.blocks.free(seq.seq_id)
+        self._end(group, seq)
+
+    def _end(self, group: SequenceGroup, seq: Sequence) -> None:
+        """A sequence that holds no blocks has finished."""
         self._forget(seq)
         if group.is_finished:
             self.running.remove(group)
@@ -158,6 +164,7 @@ class Scheduler:
         if self.policy.counts_tokens:  # ranks change as tokens are served
             self.running.sort(key=self._place)
         plan = self._new_plan()
+        self._ended, self._unreported = plan.ended, []
         self._schedule_running(plan)
         if not plan.preempted:
             self._start_queued(plan)
@@ -187,7 +194,7 @@ class Scheduler:
         if self.config.target_step_ms is not None:
             known = self.step_time.max_tokens(self.config.target_step_ms / 1e3)
             limit = min(budget, max(known if known is not None else FIRST_CHUNK, num_decodes + MIN_CHUNK))
-        return _Plan(budget, prefill_budget=max(1, limit - num_decodes), num_seqs=num_seqs)
+        return _Plan(budget, max(1, limit - num_decodes), num_seqs, ended=self._unreported)
 
     def _scheduled(self, seq: Sequence, num_tokens: int) -> ScheduledSequence:
         token_ids, start = seq.token_ids, seq.num_computed_tokens
@@ -306,8 +313,9 @@ class Scheduler:
             f"stopped after {seq.num_output_tokens} tokens: {seq.num_tokens} tokens and one more do not fit into the "
             f"{pool.num_blocks} blocks of the KV cache, of which {pins.num_blocks} are pinned"
         )
+        end = self.finish if seq.status is SequenceStatus.RUNNING else self._end
         seq.status = SequenceStatus.FINISHED_LENGTH_CAPPED
-        self.finish(group, seq)
+        end(group, seq)
         if group.is_finished:
             plan.ended.append(group.request_id)
 
@@ -316,8 +324,13 @@ class Scheduler:
         if plan.preempted or plan.chunk(seq) <= 0:
             return
         hit = self.blocks.look_up(seq.seq_id, seq.token_ids, group.content_key)
-        if not hit.is_awaited and self.blocks.can_allocate(hit) is AllocStatus.OK:
+        if hit.is_awaited:
+            return
+        status = self.blocks.can_allocate(hit)
+        if status is AllocStatus.OK:
             self._begin(group, seq, hit, plan)
+        elif status is AllocStatus.NEVER:  # pinned meanwhile
+            self._give_up(group, seq, plan)
 
     # The queue
 
@@ -404,7 +417,10 @@ class Scheduler:
     def revert(self) -> None:
         """The batch planned last failed: the sequences that rely on what it was to swap or to compute for another start
         again, since that may be there or not; the others are as they were before."""
+        self._unreported = self._ended
         for group, seq in self._unsettled:
+            if self.owner(seq.seq_id) is None:  # aborted while the step ran
+                continue
             if seq.status is not SequenceStatus.WAITING:
                 self._stop(seq)
             if group in self.swapped:
