@@ -1,87 +1,44 @@
 """Bugs planted in scheduling and block accounting: the checks that every other test relies on must see each of them."""
 
-import random
-from collections import deque
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import pytest
 
 from quire.engine.commit import Committer
+from quire.engine.policy import FairShare, FirstComeFirstServed
 from quire.engine.scheduler import Scheduler
+from quire.engine.sequence import Sequence, SequenceStatus
 from quire.kv.allocator import BlockAllocator, NaiveBlockAllocator
-from quire.kv.block_space_manager import BlockSpaceManager
+from quire.kv.block_space_manager import AllocStatus, BlockSpaceManager
 from quire.kv.block_table import BlockTable
-from quire.kv.content_hash import ContentHasher, HashChain
+from quire.kv.content_hash import ContentHasher, ContentKey, HashChain, token_bytes
 from quire.kv.evictor import LRUEvictor
+from quire.kv.pins import Pins
 from quire.kv.prefix_cache import BlockTracker, PrefixCachingBlockAllocator
+from quire.kv.prefix_lookup import PrefixLookup
+from quire.kv.tiers import Tiers
 
-from .fake import Harness, expected_output
-
-
-def check_workload(seed: int) -> None:
-    """A random workload in a small cache: outputs, order of finishing, integrity after every step."""
-    rng = random.Random(seed)
-    harness = Harness(
-        num_blocks=rng.randint(8, 14),
-        num_groups=rng.randint(1, 2),
-        max_num_seqs=rng.randint(2, 6),
-        max_num_batched_tokens=rng.randint(3, 24),
-        caching=seed % 4 != 0,
-        num_host_blocks=rng.choice([0, 4, 12]),
-        preemption_mode=rng.choice([None, "swap", "recompute"]),
-        failing_steps={rng.randint(2, 20) for _ in range(2)},
-    )
-    requests = []
-    for _ in range(8):
-        prompt = [rng.randint(0, 1) for _ in range(rng.randint(1, 9))]
-        requests.append((harness.add(prompt, rng.randint(1, 6)), prompt))
-        if rng.random() < 0.5:
-            harness.step()
-    harness.run()
-    for group, prompt in requests:
-        assert harness.output(group) == expected_output(prompt, group.params.max_tokens)
-    assert requests[0][0].metrics.num_preemptions == 0
-
-
-def check_forks() -> None:
-    """Copy-on-write at the block manager, which no request asks for yet."""
-    harness = Harness(num_blocks=8)
-    blocks = harness.blocks
-    blocks.allocate(0, [1] * 6)
-    blocks.append(0, 0, 6)
-    blocks.fork(0, 1)
-    blocks.check_integrity()
-    blocks.append(1, 6, 7)
-    blocks.check_integrity()
-    assert blocks.block_tables(0)[0][0] == blocks.block_tables(1)[0][0]
-    assert blocks.block_tables(0)[0][1] != blocks.block_tables(1)[0][1]
-    assert [copy.num_slots for copy in blocks.copies(1)] == [2]
-    for seq_id in (0, 1):
-        blocks.free(seq_id)
-    blocks.check_integrity()
-    assert blocks.num_used_blocks == 0
-
-
-def check_eviction() -> None:
-    """Oldest step first, in it the deepest."""
-    evictor = LRUEvictor()
-    for block_id, age, depth in [(0, 1, 0), (1, 1, 2), (2, 1, 1), (3, 2, 9)]:
-        evictor.add(block_id, age, depth)
-    assert [evictor.evict() for _ in range(4)] == [1, 2, 0, 3]
-
-
-def check_everything() -> None:
-    check_forks()
-    check_eviction()
-    for seed in range(40):
-        check_workload(seed)
+from .checks import check_everything
+from .fake import FakeExecutor
 
 
 def test_without_a_planted_bug_everything_passes():
     check_everything()
 
 
-def wrap(owner, name, change):
+Plant = Callable[[pytest.MonkeyPatch], object]
+
+
+@dataclass(frozen=True)
+class Bug:
+    plant: Plant
+    seen_by: str
+    """part of the statement that fails, or of its message"""
+
+
+def wrap(owner: type, name: str, change: Callable) -> Plant:
     """Plant `change(original, self, *args)` in place of a method."""
 
     def plant(monkeypatch):
@@ -91,10 +48,15 @@ def wrap(owner, name, change):
     return plant
 
 
+def skip(owner: type, name: str, result: object = None) -> Plant:
+    """The method does nothing."""
+    return lambda monkeypatch: monkeypatch.setattr(owner, name, lambda self, *args: result)
+
+
 def keep_last_block(original, self, seq_id):
-    blocks = self._sequences[seq_id]
-    if blocks.tables[-1].num_blocks > 1:
-        blocks.tables[-1].num_blocks -= 1
+    table = self._sequences[seq_id].tables[-1]
+    if len(table.ids()) > 1:
+        table._ids.pop()
     original(self, seq_id)
 
 
@@ -110,11 +72,26 @@ def forget_swapped_tier(original, self, seq_id):
     original(self, seq_id)
 
 
-def release_sources_at_once(original, self, seq_id, token_ids):
-    cached = original(self, seq_id, token_ids)
-    for copy in self._sequences[seq_id].copies:
+def release_sources_at_once(original, self, hit):
+    cached = original(self, hit)
+    for copy in self.copies([hit.seq_id]):
         self.pool.free(copy.src_block)
     return cached
+
+
+def count_one_more(original, self, hit):
+    num_cached = original(self, hit)
+    return num_cached + (num_cached % self.block_size > 0 and num_cached + 1 < len(hit.token_ids))
+
+
+def publish_what_is_not_full(original, self, seq_id, token_ids, num_computed):
+    end = min(len(token_ids) // self.block_size * self.block_size, num_computed + self.block_size - 1)
+    original(self, seq_id, token_ids, max(num_computed, end))
+
+
+def publish_one_more(original, self, seq_id, token_ids, num_computed):
+    more = 0 < num_computed % self.block_size < self.block_size - 1
+    original(self, seq_id, [*token_ids, 0], num_computed + more)
 
 
 def drop_content_late(original, self):
@@ -123,18 +100,14 @@ def drop_content_late(original, self):
     return block_id
 
 
-def preempt_the_oldest(original, self, group, seq, num_tokens, plan):
-    self.running.reverse()
-    try:
-        return original(self, group, seq, num_tokens, plan)
-    finally:
-        self.running.reverse()
-
-
 def evict_newest(original, self):
     block_id = next(reversed(self._places))
     self.remove(block_id)
     return block_id
+
+
+def evict_shallowest(original, self, block_id, age, depth):
+    original(self, block_id, age, -depth)
 
 
 def miss_the_last_token(original, self, group, seq, token_id):
@@ -143,86 +116,264 @@ def miss_the_last_token(original, self, group, seq, token_id):
         seq.token_ids.pop()
 
 
-def first_copies_only(original, self, seq_id):
-    return tuple(replace(copy, num_slots=copy.num_slots - 1) for copy in original(self, seq_id))
+def copy_one_token_less(original, self, seq_ids):
+    return tuple(replace(copy, num_slots=copy.num_slots - 1) for copy in original(self, seq_ids))
 
 
-def plant_unlimited_budget(monkeypatch):
-    original = Scheduler._schedule_running
-
-    def schedule_running(self, plan):
-        plan.token_budget = 10_000
-        original(self, plan)
-
-    monkeypatch.setattr(Scheduler, "_schedule_running", schedule_running)
+def plan_10000_tokens(original, self, plan):
+    plan.token_budget = plan.prefill_budget = 10_000
+    original(self, plan)
 
 
+def keep_duplicates(original, self, table, content):
+    tracker, block_id = self.cache.tracker, table[content.depth]
+    if content.block_hash is None or tracker.find(content.group, content.block_hash, content.tokens) is None:
+        original(self, table, content)
+    return block_id
+
+
+def free_the_wrong_duplicate(original, self, table, content):
+    tracker, block_id = self.cache.tracker, table[content.depth]
+    other = tracker.find(content.group, content.block_hash, content.tokens) if content.block_hash else None
+    original(self, table, content)
+    if other is not None and other != block_id:
+        self.pool.free(other)
+        self.pool.ref_counts[block_id] += 1
+
+
+def join_what_is_not_scheduled(original, self, owner, group, index):
+    table = self._sequences[owner].tables[group]
+    return table[index] if table.first <= index < table.num_blocks else None
+
+
+def join_without_a_hold(original, self, block_id):
+    if block_id in self.tracker:
+        original(self, block_id)
+
+
+def wait_for_ever(original, self, seq_id, chain, token_ids, max_blocks):
+    hit = original(self, seq_id, chain, token_ids, max_blocks)
+    return replace(hit, is_awaited=hit.num_blocks < max_blocks)
+
+
+def keep_unsettled(original, self):
+    self._unsettled = []
+    original(self)
+
+
+def keep_swapped_out(original, self):
+    self._unsettled = [(group, seq) for group, seq in self._unsettled if seq.status is not SequenceStatus.SWAPPED]
+    original(self)
+
+
+def keep_spilled(original, self):
+    self._spilled.clear()
+    original(self)
+
+
+def release_at_once(original, self, host_block):
+    block_id = original(self, host_block)
+    self.held.remove(host_block)
+    self.host.free(host_block)
+    return block_id
+
+
+def copy_nothing_in(original, self, host_block):
+    block_id = original(self, host_block)
+    self._swap_in.pop()
+    return block_id
+
+
+def copy_in_before_out(original, self, batch):
+    original(self, replace(batch, swap_out=(), copies=()))
+    original(self, replace(batch, swap_in=()))
+
+
+def shorten_windows(original, self, config, **options):
+    original(self, config, **options)
+    self._windows = [window and window - 1 for window in self._windows]
+
+
+def need_one_block_less(original, self, num_blocks):
+    return tuple(
+        min(first + (window is not None), num_blocks)
+        for first, window in zip(original(self, num_blocks), self._windows, strict=True)
+    )
+
+
+def pin_without_a_hold(original, self, token_ids, key):
+    pin = original(self, token_ids, key)
+    for block_id in self.block_ids[pin.pin_id]:
+        self._cache.free(block_id)
+    return pin
+
+
+def unpin_again_and_again(original, self, pin_id):
+    block_ids = self.block_ids[pin_id]
+    original(self, pin_id)
+    self.block_ids[pin_id] = block_ids
+
+
+def write_into_what_a_fork_shares(original, self, parent_id, child_id):
+    num_writable = self._sequences[parent_id].num_writable
+    original(self, parent_id, child_id)
+    self._sequences[parent_id].num_writable = self._sequences[child_id].num_writable = num_writable
+
+
+def count_sources_as_sharers(original, self, *args):
+    sources, self._copy_sources = self._copy_sources, Counter()
+    try:
+        return original(self, *args)
+    finally:
+        self._copy_sources = sources
+
+
+def draw_like_the_parent(original, self, seq_id, draw):
+    return original(self, seq_id, self.draws[0])
+
+
+def count_again(original, self, hit, num_tail_tokens):
+    self._chains[hit.seq_id].looked_up = False
+    original(self, hit, num_tail_tokens)
+
+
+def promise_room_later(original, self, hit):
+    return AllocStatus.LATER if original(self, hit) is AllocStatus.NEVER else original(self, hit)
+
+
+def settle_without_giving_back(original, self):
+    self.held.clear()
+    self._spilled.clear()
+
+
+def ignore_collisions(monkeypatch):
+    monkeypatch.setattr(ContentHasher, "child", lambda self, parent, tokens: b"same")
+    monkeypatch.setattr(
+        BlockTracker, "find", lambda self, group, block_hash, tokens: self._by_hash[group].get(block_hash)
+    )
+
+
+COUNTS = "differ from the holders'"
+OUTPUT = "output(group, sample) == expected"
+TWICE = "freed more often than it was taken"
+COPIES = "copies of the last block"
+ORDER = "order of eviction"
+FOUND = "found under"
+LIVELOCK = "livelock"
+
+BLOCKS, CACHE = BlockSpaceManager, PrefixCachingBlockAllocator
 BUGS = {
-    "a block is not given back": wrap(BlockSpaceManager, "free", keep_last_block),
-    "a block is given back twice": wrap(BlockSpaceManager, "free", free_twice),
-    "a swapped-out sequence frees device blocks": wrap(BlockSpaceManager, "free", forget_swapped_tier),
-    "a prefix hit takes no hold": wrap(PrefixCachingBlockAllocator, "acquire", lambda original, self, block_id: None),
-    "the source of a copy is let go too early": wrap(BlockSpaceManager, "allocate", release_sources_at_once),
-    "a copy is lost": wrap(BlockSpaceManager, "copies", lambda original, self, seq_id: ()),
-    "a copy is one token short": wrap(BlockSpaceManager, "copies", first_copies_only),
-    "copies are never done with": wrap(BlockSpaceManager, "_release_copies", lambda original, self, blocks: None),
-    "one token too many counts as cached": wrap(
-        BlockSpaceManager, "allocate", lambda original, self, *args: original(self, *args) + 1
+    "a block is not given back": Bug(wrap(BLOCKS, "free", keep_last_block), COUNTS),
+    "a block is given back twice": Bug(wrap(BLOCKS, "free", free_twice), TWICE),
+    "a swapped-out sequence frees device blocks": Bug(wrap(BLOCKS, "free", forget_swapped_tier), COUNTS),
+    "a prefix hit takes no hold": Bug(skip(CACHE, "acquire"), COUNTS),
+    "the source of a copy is let go too early": Bug(wrap(BLOCKS, "allocate", release_sources_at_once), TWICE),
+    "a copy is lost": Bug(skip(BLOCKS, "copies", ()), COPIES),
+    "a copy is one token short": Bug(wrap(BLOCKS, "copies", copy_one_token_less), OUTPUT),
+    "copies are never done with": Bug(skip(BLOCKS, "_release_copies"), "num_used_blocks == 0"),
+    "a source of a copy counts as a sharer": Bug(
+        wrap(BLOCKS, "_shared_write_groups", count_sources_as_sharers), COPIES
     ),
-    "a fork does not count its holds": wrap(BlockAllocator, "share", lambda original, self, block_id: None),
-    "a shared block is written": wrap(BlockSpaceManager, "_shared_write_groups", lambda original, self, *args: []),
-    "blocks are published before they are computed": wrap(
-        BlockSpaceManager,
-        "publish",
-        lambda original, self, seq_id, tokens, computed: original(self, seq_id, tokens, len(tokens)),
+    "one token too many counts as cached": Bug(wrap(BLOCKS, "allocate", count_one_more), OUTPUT),
+    "a fork does not count its holds": Bug(skip(BlockAllocator, "share"), COUNTS),
+    "a shared block is written": Bug(skip(BLOCKS, "_shared_write_groups", []), COPIES),
+    "a fork and its parent write on into the shared block": Bug(
+        wrap(BLOCKS, "fork", write_into_what_a_fork_shares), COPIES
     ),
-    "a tail is published before it is computed": wrap(
-        BlockSpaceManager,
-        "publish_tail",
-        lambda original, self, seq_id, tokens, computed: original(self, seq_id, [*tokens, 0], len(tokens) + 1),
+    "a fork draws like its parent": Bug(wrap(Sequence, "fork", draw_like_the_parent), OUTPUT),
+    "blocks are published before they are full": Bug(wrap(BLOCKS, "publish", publish_what_is_not_full), OUTPUT),
+    "a tail is published before it is computed": Bug(wrap(BLOCKS, "publish_tail", publish_one_more), OUTPUT),
+    "duplicates are not given back": Bug(wrap(BLOCKS, "_publish", keep_duplicates), "duplicates are kept"),
+    "of two duplicates the wrong one is given back": Bug(
+        wrap(BLOCKS, "_publish", free_the_wrong_duplicate), "both free and owned"
     ),
-    "an evicted block keeps its content": wrap(PrefixCachingBlockAllocator, "allocate", drop_content_late),
-    "the newest is evicted": wrap(LRUEvictor, "evict", evict_newest),
-    "a held block stays evictable": wrap(LRUEvictor, "remove", lambda original, self, block_id: None),
-    "a hash forgets its parent": wrap(
-        ContentHasher, "child", lambda original, self, parent, tokens: original(self, b"", tokens)
+    "a block is joined that is not scheduled": Bug(
+        wrap(BLOCKS, "_join", join_what_is_not_scheduled), "joined that nobody computes"
     ),
-    "a chain is one block behind": wrap(
-        HashChain, "parent", lambda original, self, index: original(self, max(0, index - 1))
+    "a block is joined without a hold": Bug(wrap(CACHE, "acquire", join_without_a_hold), COUNTS),
+    "requests wait for blocks that nobody computes": Bug(wrap(PrefixLookup, "find", wait_for_ever), LIVELOCK),
+    "who ends is still said to compute its blocks": Bug(
+        skip(BLOCKS, "_unregister"), "said to compute a block that it does not"
     ),
-    "content is found by hash, tokens unseen, and hashes collide": lambda monkeypatch: (
-        monkeypatch.setattr(ContentHasher, "child", lambda self, parent, tokens: b"same"),
-        monkeypatch.setattr(BlockTracker, "find", lambda self, block_hash, tokens: self._by_hash.get(block_hash)),
+    "an evicted block keeps its content": Bug(
+        wrap(CACHE, "allocate", drop_content_late), "content of a failed step is found"
     ),
-    "a discarded block stays in the prefix tree": wrap(
-        BlockTracker, "discard", lambda original, self, block_id: self._contents.pop(block_id, None)
+    "the newest is evicted": Bug(wrap(LRUEvictor, "evict", evict_newest), ORDER),
+    "the beginning of a prefix is evicted before its end": Bug(wrap(LRUEvictor, "add", evict_shallowest), ORDER),
+    "a held block stays evictable": Bug(skip(LRUEvictor, "remove"), ORDER),
+    "use does not make young": Bug(skip(Tiers, "advance"), "what was used last is evicted"),
+    "a hash forgets its parent": Bug(
+        wrap(ContentHasher, "child", lambda original, self, parent, tokens: original(self, b"", tokens)), FOUND
     ),
-    "a free block is handed out twice": wrap(
-        NaiveBlockAllocator,
-        "allocate",
-        lambda original, self: (self._free.append(self._free[0]), original(self))[1],
+    "a chain is one block behind": Bug(
+        wrap(HashChain, "parent", lambda original, self, index: original(self, max(0, index - 1))),
+        "hash is not that of its tokens",
     ),
-    "a table exchanges the wrong block": wrap(
-        BlockTable, "replace", lambda original, self, index, block_id: original(self, max(0, index - 1), block_id)
+    "content is found by hash, tokens unseen, and hashes collide": Bug(ignore_collisions, FOUND),
+    "the salt is left out": Bug(
+        wrap(ContentKey, "root", lambda original, self: original(replace(self, cache_salt=""))), FOUND
     ),
-    "blocks swapped out are not copied": wrap(
-        BlockSpaceManager, "swap_out", lambda original, self, seq_ids: (original(self, seq_ids), ())[1]
+    "media are left out": Bug(
+        wrap(HashChain, "content", lambda original, self, start, stop, tokens: token_bytes(tokens[start:stop])), FOUND
     ),
-    "blocks swapped in are copied the wrong way round": wrap(
-        BlockSpaceManager, "swap_in", lambda original, self, ids: tuple((d, h) for h, d in original(self, ids))[::-1]
+    "a discarded block stays in the prefix tree": Bug(
+        wrap(BlockTracker, "discard", lambda original, self, block_id: self._contents.pop(block_id, None)),
+        "the prefix tree is wrong",
     ),
-    "a failed swap is not reverted": wrap(Scheduler, "revert", lambda original, self: None),
-    "the oldest request is preempted": wrap(Scheduler, "_make_room", preempt_the_oldest),
-    "the token budget is ignored": plant_unlimited_budget,
-    "a token is lost in commit": wrap(Committer, "_append", miss_the_last_token),
-    "waiting requests are forgotten when one is preempted": wrap(
-        Scheduler, "_requeue", lambda original, self, group: (original(self, group), setattr(self, "waiting", deque()))
+    "a free block is handed out twice": Bug(
+        wrap(
+            NaiveBlockAllocator,
+            "allocate",
+            lambda original, self: (self._free.append(self._free[0]), original(self))[1],
+        ),
+        "twice in the free list",
     ),
+    "a table exchanges the wrong block": Bug(
+        wrap(BlockTable, "replace", lambda original, self, index, block: original(self, max(0, index - 1), block)),
+        COUNTS,
+    ),
+    "blocks slide out one token too early": Bug(wrap(BLOCKS, "__init__", shorten_windows), OUTPUT),
+    "blocks never slide out": Bug(skip(BlockTable, "slide", ()), "behind the window are held"),
+    "a hit is one block short of the window": Bug(
+        wrap(PrefixLookup, "first_needed", need_one_block_less), "states == seen"
+    ),
+    "blocks swapped out are not copied": Bug(
+        wrap(BLOCKS, "take_transfers", lambda original, self: ((), original(self)[1])), OUTPUT
+    ),
+    "blocks swapped in are not copied": Bug(wrap(Tiers, "copy_in", copy_nothing_in), OUTPUT),
+    "blocks are copied in before what they hold is copied out": Bug(
+        wrap(FakeExecutor, "_move_blocks", copy_in_before_out), OUTPUT
+    ),
+    "a host block is given to others while the step reads it": Bug(wrap(Tiers, "copy_in", release_at_once), OUTPUT),
+    "host blocks are never given back": Bug(wrap(Tiers, "settle", settle_without_giving_back), COUNTS),
+    "who was not swapped out since the step failed is swapped in": Bug(
+        wrap(Scheduler, "revert", keep_swapped_out), OUTPUT
+    ),
+    "who relies on a failed step goes on": Bug(wrap(Scheduler, "revert", keep_unsettled), OUTPUT),
+    "spilled content is found after a failed step": Bug(
+        wrap(Tiers, "revert", keep_spilled), "content of a failed step is found"
+    ),
+    "a pin takes no hold": Bug(wrap(Pins, "pin", pin_without_a_hold), COUNTS),
+    "a prefix is unpinned twice": Bug(wrap(Pins, "unpin", unpin_again_and_again), COUNTS),
+    "the oldest request is preempted": Bug(
+        wrap(FirstComeFirstServed, "rank", lambda original, self, group: -group.order), "the oldest was preempted"
+    ),
+    "the token budget is ignored": Bug(
+        wrap(Scheduler, "_schedule_running", plan_10000_tokens), "max_num_batched_tokens"
+    ),
+    "a token is lost in commit": Bug(wrap(Committer, "_append", miss_the_last_token), LIVELOCK),
+    "a tenant's tokens are not charged": Bug(skip(FairShare, "charge"), "out of turn"),
+    "a request too long waits for ever": Bug(
+        wrap(BLOCKS, "can_allocate", promise_room_later), "the end of a request is not told"
+    ),
+    "preempted requests are counted again": Bug(wrap(BLOCKS, "_count", count_again), "preempted requests are counted"),
 }
 
 
-@pytest.mark.parametrize("bug", BUGS)
-def test_a_planted_bug_is_seen(bug, monkeypatch):
-    BUGS[bug](monkeypatch)
-    with pytest.raises((AssertionError, IndexError, KeyError, ValueError)):
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_is_seen(name, monkeypatch):
+    BUGS[name].plant(monkeypatch)
+    with pytest.raises((AssertionError, IndexError, KeyError, ValueError)) as error:
         check_everything()
+    reason = f"{error.traceback[-1].statement} {error.typename} {error.value}"
+    assert BUGS[name].seen_by in reason, f"seen for another reason: {reason}"

@@ -3,36 +3,18 @@
 import pytest
 
 from quire.batch import SlotCopy
-from quire.config.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from quire.kv.allocator import NaiveBlockAllocator
-from quire.kv.block_space_manager import AllocStatus, BlockSpaceManager
+from quire.kv.block_space_manager import AllocStatus
 from quire.kv.content_hash import ContentHasher, HashChain
 from quire.kv.evictor import LRUEvictor
 from quire.kv.prefix_cache import PrefixCachingBlockAllocator
 
-SPEC = KVCacheSpec(1, 2, "float32")
-
-
-def make_manager(num_blocks: int = 6, num_groups: int = 1, caching: bool = True) -> BlockSpaceManager:
-    groups = tuple(KVCacheGroup((i,), SPEC) for i in range(num_groups))
-    return BlockSpaceManager(KVCacheConfig(4, num_blocks, 1, groups), enable_prefix_caching=caching)
-
-
-def run(manager: BlockSpaceManager, seq_id: int, tokens: list[int]) -> int:
-    """Allocate, fill and publish a sequence; returns what came from the cache."""
-    manager.advance()
-    cached = manager.allocate(manager.look_up(seq_id, tokens))
-    manager.append(seq_id, cached, len(tokens))
-    manager.check_integrity()
-    manager.publish(seq_id, tokens, len(tokens))
-    manager.publish_tail(seq_id, tokens, len(tokens))
-    manager.check_integrity()
-    return cached
+from .managers import make_manager, run
 
 
 @pytest.mark.parametrize("num_groups", [1, 2])
 def test_a_prefix_is_shared_while_its_owner_runs_and_after(num_groups):
-    manager = make_manager(16, num_groups)
+    manager = make_manager(16, (None,) * num_groups)
     tokens = list(range(10))
     assert run(manager, 0, tokens) == 0
     assert run(manager, 1, [*tokens[:8], 70, 71]) == 8
@@ -55,7 +37,7 @@ def test_a_repeated_prompt_costs_one_token(length):
 
 @pytest.mark.parametrize("num_groups", [1, 2])
 def test_the_longest_common_run_inside_the_next_block_is_copied(num_groups):
-    manager = make_manager(24, num_groups)
+    manager = make_manager(24, (None,) * num_groups)
     run(manager, 0, [1, 2, 3, 4, 5, 6, 7, 8])
     run(manager, 1, [1, 2, 3, 4, 5, 9, 9, 9])
     tokens = [1, 2, 3, 4, 5, 6, 7, 0, 0]

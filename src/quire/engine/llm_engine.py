@@ -99,7 +99,7 @@ class LLMEngine:
             raise
         self.scheduler.step_time.observe(batch.num_tokens, time.monotonic() - start_s)
         changed = self.committer.commit(batch, result)
-        changed += [self._groups[request_id] for request_id in batch.ignored]
+        changed += [self._groups[request_id] for request_id in batch.ignored if request_id in self._groups]
         return [self._output(group) for group in changed]
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
@@ -107,7 +107,8 @@ class LLMEngine:
         group = self._groups.get(request_id)
         if group is None:
             return None
-        self.scheduler.remove(group)
+        if not group.is_finished:  # else in a step that failed, which nobody has been told
+            self.scheduler.remove(group)
         for seq in group.unfinished_seqs:
             seq.status = SequenceStatus.FINISHED_ABORTED
         return self._output(group)

@@ -56,6 +56,7 @@ class Scheduler:
         self._cost = PreemptionCost(config, blocks, self.step_time, block_copy_s)
         self._owners: dict[int, tuple[SequenceGroup, Sequence]] = {}
         self._unsettled: list[tuple[SequenceGroup, Sequence]] = []  # whose blocks only the coming step makes good
+        self._ended: list[str] = []  # request ids that ended in planning, until a step has succeeded
         self._next_seq_id = 0
 
     # Requests come and go
@@ -144,7 +145,7 @@ class Scheduler:
             swap_out=swap_out,
             swap_in=swap_in,
             copies=self.blocks.copies([seq.seq_id for seq, _ in plan.scheduled]),
-            ignored=tuple(plan.ended),
+            ignored=tuple(self._ended),
         )
 
     def _new_plan(self) -> StepPlan:
@@ -233,7 +234,7 @@ class Scheduler:
                 elif index > 0:
                     self._preempt(self._cost.estimate(group))
                 else:
-                    self._give_up(group, seq, plan)
+                    self._give_up(group, seq)
                 return False
         return True
 
@@ -274,7 +275,7 @@ class Scheduler:
         seq.num_computed_tokens = 0
         seq.status = SequenceStatus.WAITING
 
-    def _give_up(self, group: SequenceGroup, seq: Sequence, plan: StepPlan) -> None:
+    def _give_up(self, group: SequenceGroup, seq: Sequence) -> None:
         """Nobody is left to make room, and the sequence cannot grow."""
         pool, pins = self.blocks.pool, self.blocks.pins
         group.error = (
@@ -284,7 +285,7 @@ class Scheduler:
         seq.status = SequenceStatus.FINISHED_LENGTH_CAPPED
         self.finish(group, seq)
         if group.is_finished:
-            plan.ended.append(group.request_id)
+            self._ended.append(group.request_id)
 
     def _restart(self, group: SequenceGroup, seq: Sequence, plan: StepPlan) -> None:
         """A sequence that gave way to the others of its request."""
@@ -292,10 +293,10 @@ class Scheduler:
             return
         hit = self.blocks.look_up(seq.seq_id, seq.token_ids, group.content_key)
         status = self.blocks.can_allocate(hit)
-        if status is AllocStatus.NEVER:  # more has been pinned since it began
-            self._give_up(group, seq, plan)
-        elif status is AllocStatus.OK and not hit.is_awaited:
+        if status is AllocStatus.OK and not hit.is_awaited:
             self._begin(group, seq, hit, plan)
+        elif status is AllocStatus.NEVER:  # pinned meanwhile
+            self._give_up(group, seq)
 
     # The queue
 
@@ -322,7 +323,7 @@ class Scheduler:
         if status is AllocStatus.LATER:
             return False
         if status is AllocStatus.NEVER:
-            self._ignore(group, plan)
+            self._ignore(group)
             return True
         self.policy.remove(group)
         self._begin(group, seq, hit, plan)
@@ -332,7 +333,7 @@ class Scheduler:
         insort(self.running, group, key=self._place)
         return True
 
-    def _ignore(self, group: SequenceGroup, plan: StepPlan) -> None:
+    def _ignore(self, group: SequenceGroup) -> None:
         """The request can never run."""
         blocks, num_tokens = self.blocks, max(seq.num_tokens for seq in group.unfinished_seqs)
         group.error = f"{num_tokens} tokens never fit into the KV cache of {blocks.config.max_tokens} tokens"
@@ -341,7 +342,7 @@ class Scheduler:
         self.remove(group)
         for seq in group.unfinished_seqs:
             seq.status = SequenceStatus.FINISHED_IGNORED
-        plan.ended.append(group.request_id)
+        self._ended.append(group.request_id)
 
     def _begin(self, group: SequenceGroup, seq: Sequence, hit: PrefixHit, plan: StepPlan) -> None:
         """Give a sequence its prefix and its first tokens."""
@@ -383,13 +384,15 @@ class Scheduler:
 
     def settle(self) -> None:
         """The batch planned last has been executed."""
-        self._unsettled = []
+        self._unsettled, self._ended = [], []
         self.blocks.settle()
 
     def revert(self) -> None:
         """The batch planned last failed: the sequences that rely on what it was to swap or to compute for another start
         again, since that may be there or not; the others are as they were before."""
         for group, seq in self._unsettled:
+            if self.owner(seq.seq_id) is None:  # aborted while the step ran
+                continue
             if seq.status is not SequenceStatus.WAITING:
                 self._stop(seq)
             if group in self.swapped:

@@ -16,8 +16,6 @@ class StepPlan:
     """running or about to, once their prompts are computed"""
     scheduled: list[tuple[Sequence, int]] = field(default_factory=list)
     """with how many tokens"""
-    ended: list[str] = field(default_factory=list)
-    """request ids that turned out not to fit"""
     preempted: bool = False
     """somebody had to give way, so nobody else starts"""
 

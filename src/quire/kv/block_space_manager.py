@@ -335,13 +335,15 @@ class BlockSpaceManager:
         self.tiers.move_out([table for blocks in sequences for table in blocks.tables])
 
     def can_swap_in(self, seq_ids: Sequence[int], num_tokens: int) -> bool:
-        """Whether the device tier has room for the sequences, grown to `num_tokens` each, besides the reserve."""
+        """Whether the device tier has room for the sequences, grown to `num_tokens` each, each with a last block of its
+        own, besides a reserve, as far as there can be one."""
         sequences = [self._sequences[seq_id] for seq_id in seq_ids]
+        tables = [table for blocks in sequences for table in blocks.tables]
         wanted = -(-num_tokens // self.block_size)
-        held = len(self._holds(sequences))
-        growth = sum(max(0, wanted - table.num_blocks) + 1 for blocks in sequences for table in blocks.tables)
-        available = self.pool.num_blocks - self.pins.num_blocks
-        return max(held, min(held + growth + self._reserve, available)) <= self.pool.num_free_blocks
+        needed = len(self._holds(sequences)) + sum(max(0, wanted - table.num_blocks) for table in tables)
+        needed += len(tables) - len({table[table.num_blocks - 1] for table in tables})
+        available, free = self.pool.num_blocks - self.pins.num_blocks, self.pool.num_free_blocks
+        return needed <= free and min(needed + len(tables) + self._reserve, available) <= free
 
     def swap_in(self, seq_ids: Sequence[int]) -> None:
         """Move the sequences back to the device tier, in the coming step."""

@@ -52,19 +52,21 @@ class Pins:
 
     def check(self, token_ids: Sequence[int], key: ContentKey) -> None:
         """Raise RequestError if these tokens would take more blocks than may be pinned."""
-        self._check(token_ids, *self._find(token_ids, key)[:2])
+        lookup, hit, _ = self._find(token_ids, key)
+        self._check(self._num_new_blocks(token_ids, lookup, hit))
 
     def pin(self, token_ids: Sequence[int], key: ContentKey) -> PinnedPrefix:
         """Hold what the device tier has of these tokens, the partly full block at the end too. Raises RequestError."""
         lookup, hit, chain = self._find(token_ids, key)
-        self._check(token_ids, lookup, hit)
+        num_new_blocks = self._num_new_blocks(token_ids, lookup, hit)
         assert self._cache is not None
-        if hit.needs_step:
+        while hit.needs_step:  # a shorter prefix may need other blocks of a window
             hit = lookup.find(-1, chain, token_ids, hit.num_ready_blocks)
         start = hit.num_blocks * self._config.block_size
         wanted = chain.content(start, min(start + self._config.block_size, len(token_ids)), token_ids)
         tails = lookup.find_tails(chain, hit.num_blocks, wanted)
         block_ids = [place for places in hit.places for place in places] + [block_id for block_id, _ in tails]
+        self._check(max(num_new_blocks, len(set(block_ids) - self._counts.keys())))
         for block_id in block_ids:
             self._cache.acquire(block_id)
         pin_id, self._next_id = self._next_id, self._next_id + 1
@@ -90,14 +92,15 @@ class Pins:
         chain = self._lookup.chain(token_ids, key)
         return self._lookup, self._lookup.find(-1, chain, token_ids, num_full), chain
 
-    def _check(self, token_ids: Sequence[int], lookup: PrefixLookup, hit: PrefixHit) -> None:
-        """All blocks of the prefix count, but for those that are pinned already."""
+    def _num_new_blocks(self, token_ids: Sequence[int], lookup: PrefixLookup, hit: PrefixHit) -> int:
+        """All blocks of the prefix, once it is computed, but for those that are pinned already."""
         num_blocks = -(-len(token_ids) // self._config.block_size)
         first = lookup.first_needed(len(token_ids) // self._config.block_size)
-        pinned = sum(place in self for places in hit.places for place in places)
-        num_new = sum(num_blocks - start for start in first) - pinned
-        if self.num_blocks + num_new > self.max_blocks:
+        return sum(num_blocks - start for start in first) - sum(p in self for places in hit.places for p in places)
+
+    def _check(self, num_new_blocks: int) -> None:
+        if self.num_blocks + num_new_blocks > self.max_blocks:
             raise RequestError(
-                f"pinning this prefix takes {num_new} more blocks, and {self.num_blocks} of at most "
+                f"pinning this prefix takes {num_new_blocks} more blocks, and {self.num_blocks} of at most "
                 f"{self.max_blocks} are pinned: unpin others, or raise pinned_fraction"
             )

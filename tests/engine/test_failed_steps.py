@@ -1,0 +1,59 @@
+"""A step that fails loses nothing: neither a request that ended in its plan nor one that was aborted meanwhile."""
+
+import pytest
+
+from quire.engine.sequence import SequenceStatus
+
+from .fake import Harness
+
+
+def fail(harness: Harness) -> None:
+    harness.executor.fail_next = True
+    with pytest.raises(RuntimeError, match="planted"):
+        harness.step()
+
+
+def test_what_ended_in_the_plan_of_failed_steps_is_reported_once_by_the_next():
+    harness = Harness(num_blocks=3)
+    first = harness.add([1] * 13)
+    fail(harness)
+    second, fine = harness.add([1] * 14), harness.add([1] * 3, 2)
+    fail(harness)
+    assert harness.step().ignored == (first.request_id, second.request_id)
+    assert first.seqs[0].status is second.seqs[0].status is SequenceStatus.FINISHED_IGNORED
+    assert harness.step().ignored == ()
+    harness.check_output(fine)
+
+
+@pytest.mark.parametrize("is_joined", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_request_aborted_while_the_step_runs_is_gone_whatever_becomes_of_the_step(is_joined, fails):
+    harness = Harness(num_blocks=12, max_num_batched_tokens=32)
+    groups = [harness.add([1] * 9, 3) for _ in range(2)]
+    aborted = groups[is_joined]
+    batch = harness.scheduler.schedule()
+    assert len(batch.sequences) == 2
+    harness.scheduler.remove(aborted)
+    if fails:
+        harness.scheduler.revert()
+    else:
+        harness.committer.commit(batch, harness.executor.execute(batch))
+    harness.blocks.check_integrity()
+    harness.run()
+    harness.check_output(groups[not is_joined])
+    assert harness.scheduler.owner(aborted.seqs[0].seq_id) is None
+
+
+def test_a_request_aborted_while_it_is_swapped_in_a_step_that_fails_is_gone():
+    harness = Harness(num_blocks=12, num_host_blocks=12, preemption_mode="swap")
+    group = harness.add([1] * 9, 3)
+    harness.step()
+    harness.scheduler.preempt(group)
+    batch = harness.scheduler.schedule()
+    assert batch.swap_out
+    assert batch.swap_in, "it is brought back at once"
+    harness.scheduler.remove(group)
+    harness.scheduler.revert()
+    harness.blocks.check_integrity()
+    assert harness.blocks.num_used_blocks == 0
+    assert harness.blocks.host.num_free_blocks == 12
