@@ -285,7 +285,7 @@ class Scheduler:
         seq.status = SequenceStatus.FINISHED_LENGTH_CAPPED
         self.finish(group, seq)
         if group.is_finished:
-            self._ended.append(group.request_id)
+            self._report(group)
 
     def _restart(self, group: SequenceGroup, seq: Sequence, plan: StepPlan) -> None:
         """A sequence that gave way to the others of its request."""
@@ -342,6 +342,11 @@ class Scheduler:
         self.remove(group)
         for seq in group.unfinished_seqs:
             seq.status = SequenceStatus.FINISHED_IGNORED
+        self._report(group)
+
+    def _report(self, group: SequenceGroup) -> None:
+        """It ended in planning: the batch says so, or the next one if this step fails."""
+        group.metrics.finished_time = self.clock()
         self._ended.append(group.request_id)
 
     def _begin(self, group: SequenceGroup, seq: Sequence, hit: PrefixHit, plan: StepPlan) -> None:

@@ -87,6 +87,7 @@ class Tiers:
         """The step has failed: what it was to spill may not be there."""
         if self.caches is not None:
             for block_id in self._spilled:
+                self._lost(self.caches[1].tracker[block_id])
                 self.caches[1].forget(block_id)
         self.take_transfers()
         self.settle()
