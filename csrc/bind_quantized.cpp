@@ -12,7 +12,8 @@ int64_t quantized_bytes(int format, int64_t n, int64_t k) {
 
 void bind_quantized(nb::module_& module) {
   module.def("quantized_bytes", &quantized_bytes);
-  module.def("quantized_row_bytes", [](int format, int64_t k) { return kernels().quantized.row_bytes[format](k); });
+  module.def("quantized_rows_bytes",
+             [](int format, int64_t rows, int64_t k) { return kernels().quantized.rows_bytes[format](rows, k); });
   module.def(
       "quantize",
       [](int format, int dtype, Address weight, int64_t stride, int64_t n, int64_t k, Address out) {

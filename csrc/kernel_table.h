@@ -68,13 +68,14 @@ struct QuantizedMatmulArgs {
   const void* x;  // [rows, k], rows x_stride apart
   int64_t x_stride, rows, k;
   const char* weight;
-  char* rows_of_x;  // room for `rows` of row_bytes(k)
+  char* rows_of_x;  // of rows_bytes(rows, k), to work in
   ProductOut to;
 };
 
 // Indexed by QuantizedFormat, then by the DType of x and of the weight that was quantized.
 struct QuantizedTable {
-  int64_t (*row_bytes[kNumQuantizedFormats])(int64_t k);
+  // What matmul needs as rows_of_x.
+  int64_t (*rows_bytes[kNumQuantizedFormats])(int64_t rows, int64_t k);
   // False if an element is not finite.
   bool (*quantize[kNumQuantizedFormats][kNumDTypes])(const void* weight, int64_t stride, int64_t n, int64_t k,
                                                      char* out);

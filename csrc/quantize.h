@@ -33,7 +33,9 @@ QUIRE_INLINE f32 round_within(f32 v, f32 inverse, float lowest, float highest) {
 }
 
 // `over` / v, and 0 where v is as good as zero.
-QUIRE_INLINE f32 ratio_or_zero(float over, f32 v) { return select(abs(v) > set1(kQuantizedZero), set1(over) / v, set1(0)); }
+QUIRE_INLINE f32 ratio_or_zero(float over, f32 v) {
+  return select(abs(v) > set1(kQuantizedZero), set1(over) / v, set1(0));
+}
 
 // Writes `unit_rows` rows of units for one vector of rows of W: the block's values by `inverse`, as Format stores them.
 template <typename Format>
@@ -187,7 +189,7 @@ static void gather_quantized(const int64_t* ids, int64_t count, const char* data
 }
 
 static constexpr QuantizedTable kQuantized = {
-    .row_bytes = {quantized_row_bytes<Int8>, quantized_row_bytes<Int4>},
+    .rows_bytes = {quantized_rows_bytes<Int8>, quantized_rows_bytes<Int4>},
     .quantize = {{quantize<Int8, float>, quantize<Int8, bf16>}, {quantize<Int4, float>, quantize<Int4, bf16>}},
     .matmul = {{quantized_matmul<Int8, float>, quantized_matmul<Int8, bf16>},
                {quantized_matmul<Int4, float>, quantized_matmul<Int4, bf16>}},

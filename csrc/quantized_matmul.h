@@ -13,6 +13,9 @@ namespace quire::QUIRE_ISA {
 // A largest value up to this counts as zero: 127 divided by it might be infinite.
 constexpr float kQuantizedZero = 1e-30f;
 
+// Rows of x that are kept quantized at once: enough that reading the weights anew for the next ones costs nothing.
+constexpr int64_t kMostQuantizedRows = 512;
+
 // A row of x as the tiles read it: its values, then of each group the scale, then of each group what the sum of the
 // products has too much because weights lie shifted by Format::kZero.
 template <typename Format>
@@ -162,8 +165,8 @@ struct QuantizedTile {
 };
 
 template <typename Format>
-static int64_t quantized_row_bytes(int64_t k) {
-  return QuantizedRow<Format>{{0, k}}.bytes();
+static int64_t quantized_rows_bytes(int64_t rows, int64_t k) {
+  return smaller(rows, kMostQuantizedRows) * QuantizedRow<Format>{{0, k}}.bytes();
 }
 
 template <typename Format>
@@ -186,14 +189,20 @@ static void run_quantized_task(const QuantizedMatmulArgs& args, const ProductTas
 template <typename Format, typename T>
 static void quantized_matmul(const QuantizedMatmulArgs& args) {
   const QuantizedRow<Format> layout{{args.to.n, args.k}};
-  for_rows(args.rows, args.k, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      quantize_row<Format>(static_cast<const T*>(args.x) + row * args.x_stride, layout,
-                           args.rows_of_x + row * layout.bytes());
-    }
-  });
-  for_tasks(args.rows, args.to.n, args.k,
-            [&](const ProductTask& task, int) { run_quantized_task<Format>(args, task); });
+  for (int64_t first = 0; first < args.rows; first += kMostQuantizedRows) {
+    QuantizedMatmulArgs part = args;
+    part.rows = smaller(kMostQuantizedRows, args.rows - first);
+    const T* x = static_cast<const T*>(args.x) + first * args.x_stride;
+    const int64_t out_bytes = args.to.dtype == kFloat32 ? int64_t(sizeof(float)) : int64_t(sizeof(bf16));
+    part.to.out = static_cast<char*>(args.to.out) + first * args.to.n * out_bytes;
+    for_rows(part.rows, args.k, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        quantize_row<Format>(x + row * args.x_stride, layout, args.rows_of_x + row * layout.bytes());
+      }
+    });
+    for_tasks(part.rows, args.to.n, args.k,
+              [&](const ProductTask& task, int) { run_quantized_task<Format>(part, task); });
+  }
 }
 
 }  // namespace quire::QUIRE_ISA

@@ -7,7 +7,7 @@ from quire.kernels.embedding import embedding
 from quire.kernels.kv_cache import copy_blocks, copy_slots, gather_kv, make_layer_cache, write_kv
 from quire.kernels.matmul import PackedWeight, matmul, pack_weight, unpack_weight
 from quire.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from quire.kernels.quantized import QUANTIZED_FORMATS, QuantizedWeight, quantize_weight, quantized_bytes
+from quire.kernels.quantized import QUANTIZED_FORMATS, QuantizedWeight, mapped_weight, quantize_weight, quantized_bytes
 from quire.kernels.rotary import rotary_embedding
 from quire.kernels.sampling import sample
 
@@ -26,6 +26,7 @@ __all__ = [
     "isa",
     "layer_norm",
     "make_layer_cache",
+    "mapped_weight",
     "matmul",
     "num_threads",
     "pack_weight",

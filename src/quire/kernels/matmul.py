@@ -64,8 +64,8 @@ def matmul(
 ) -> Tensor:
     """`x @ weight.T + bias`, accumulated in float32: x [num_tokens, k] -> [num_tokens, n] in out_dtype (default: x's).
 
-    x has the weight's dtype and contiguous rows, which may be strided; bias [n] float32. A quantized weight multiplies x
-    quantized too, as `reference.quantized_matmul` says.
+    x has the weight's dtype and contiguous rows, which may be strided; bias [n] float32. By a quantized weight, x is
+    multiplied quantized too, as `reference.quantized_matmul` says.
     """
     if out_dtype is None:
         out_dtype = packed.dtype

@@ -1,4 +1,4 @@
-"""Weights of 8 and 4 bits, made at load from float32 or bfloat16 ones. `kernels.matmul` and `kernels.embedding` take them.
+"""Weights of 8 and 4 bits, made from float32 or bfloat16 ones. `kernels.matmul` and `kernels.embedding` take them.
 
 `reference.quantize_weight` and `reference.quantized_matmul` say which integers and what arithmetic; all variants of the
 native kernels give exactly its bits.
@@ -60,6 +60,15 @@ def quantized_bytes(n: int, k: int, format: str) -> int:
     return int(native.quantized_bytes(QUANTIZED_FORMATS.index(format), n, k))
 
 
+def mapped_weight(n: int, k: int, dtype: torch.dtype, format: str, data: Tensor) -> QuantizedWeight:
+    """A QuantizedWeight around the `data` of an earlier one, which is kept, not copied."""
+    if native is None:
+        raise KernelError("quantized weights that were saved need the native kernels, which are not in use")
+    if data.dtype is not torch.uint8 or data.shape != (quantized_bytes(n, k, format),):
+        raise refusal("mapped_weight", f"data uint8 [{quantized_bytes(n, k, format)}] for [{n}, {k}]", data=data)
+    return QuantizedWeight(n, k, dtype, format, data)
+
+
 def quantize_weight(weight: Tensor, format: str) -> QuantizedWeight:
     """Quantize `weight` [n, k] float32 or bfloat16, k up to 65536, to `int8` or `int4`.
 
@@ -100,7 +109,7 @@ def quantized_matmul(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, ou
     n, k, rows = weight.n, weight.k, x.shape[0]
     out = torch.empty((rows, n), dtype=out_dtype)
     format_code, dtype_code = weight.codes
-    quantized_rows = torch.empty(rows * native.quantized_row_bytes(format_code, k), dtype=torch.uint8)
+    quantized_rows = torch.empty(native.quantized_rows_bytes(format_code, rows, k), dtype=torch.uint8)
     native.quantized_matmul(
         format_code,
         dtype_code,

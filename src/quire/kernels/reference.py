@@ -30,7 +30,7 @@ def quantize_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     The largest magnitude of a group becomes 127, the others the nearest (even) integer on that scale. A group that
     holds something not finite has the scale NaN; one without anything larger than 1e-30 is all zeros.
     """
-    x = F.pad(x.float(), (0, -x.shape[1] % group)).unflatten(1, (-1, group))  # [rows, num_groups, group]
+    x = _in_groups(x, group)
     largest = x.abs().amax(2)
     is_plain = (largest > 1e-30) & largest.isfinite()
     inverse = torch.where(is_plain, torch.tensor(127.0) / largest, 0)  # (127 / tensor multiplies by a reciprocal)
@@ -48,7 +48,7 @@ def quantize_weight(weight: Tensor, format: str) -> tuple[Tensor, Tensor]:
     group = group_size(weight.shape[1], format)
     if format == "int8":
         return quantize_rows(weight, group)
-    w = F.pad(weight.float(), (0, -weight.shape[1] % group)).unflatten(1, (-1, group))  # [n, num_groups, group]
+    w = _in_groups(weight, group)
     extreme = w.gather(2, w.abs().argmax(2, keepdim=True))[..., 0]
     factors = [torch.tensor(0.3) / 7 * step + 0.75 for step in range(8)]
     tries = [extreme * (factor / end) for factor in factors for end in (-8, 7)]
@@ -58,6 +58,12 @@ def quantize_weight(weight: Tensor, format: str) -> tuple[Tensor, Tensor]:
     products, squares = (_sum_in_order(term * best.integers) for term in (w, best.integers))
     best = best.or_better(_Rounding.of(w, products / squares.clamp(min=1)))
     return best.integers.to(torch.int8), best.scale
+
+
+def _in_groups(x: Tensor, group: int) -> Tensor:
+    """x [rows, k] -> [rows, num_groups, group] float32, zeros at the end."""
+    rows, k = x.shape
+    return F.pad(x.float(), (0, -k % group)).view(rows, -(-k // group), group)
 
 
 class _Rounding(NamedTuple):

@@ -1,6 +1,5 @@
 """From a checkpoint's files to a model ready to run, one weight at a time."""
 
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from quire.layers.weighted_layer import WeightedLayer, WeightSpec
 from quire.log import logger
 from quire.models.base import CausalLM
 from quire.models.checkpoint import Checkpoint
+from quire.models.quantization import choose_formats
 from quire.models.registry import model_class
 
 
@@ -28,7 +28,7 @@ class _Assignment:
 
 
 def load_model(config: ModelConfig) -> CausalLM:
-    """Build the model and fill it. Weights stream from the mapped files: converted, fused, packed, dropped.
+    """Build the model and fill it. Weights stream from the mapped files: stacked, packed or quantized, dropped.
 
     Peak memory is the packed weights and the largest weight of a layer. Names and shapes are compared with the headers
     before any weight is read. Raises UnsupportedModelError, or CheckpointError naming every missing, unexpected and
@@ -37,12 +37,13 @@ def load_model(config: ModelConfig) -> CausalLM:
     started = time.perf_counter()
     checkpoint = Checkpoint(config.path)
     model = model_class(config.architecture)(config)
+    choose_formats(model, config)
     names = _names_in_checkpoint(model, config, checkpoint)
     assignments = list(_assignments(model))
     _check(config, checkpoint, names, assignments)
     _check_tied_head(model, config, checkpoint, names)
     # One buffer for all stacks: fresh ones would leave holes between the packed weights.
-    stacks = (_num_bytes(assignment.spec) for assignment in assignments if len(assignment.sources) > 1)
+    stacks = (assignment.spec.stack_bytes for assignment in assignments if len(assignment.sources) > 1)
     scratch = torch.empty(max(stacks, default=0), dtype=torch.uint8)
     for assignment in assignments:
         _assign(assignment, checkpoint, [names[source] for source in assignment.sources], scratch)
@@ -65,8 +66,9 @@ def _names_in_checkpoint(model: CausalLM, config: ModelConfig, checkpoint: Check
 def _assignments(model: CausalLM) -> Iterator[_Assignment]:
     for module_name, layer in model.weighted_layers():
         parent, _, own = module_name.rpartition(".")
-        modules = [f"{parent}.{part}" if parent else part for part in model.fused.get(own, (own,))]
         for name, spec in layer.weight_specs().items():
+            parts = model.fused.get(own, (own,)) if len(spec.parts) > 1 else (own,)
+            modules = [f"{parent}.{part}" if parent else part for part in parts]
             yield _Assignment(layer, name, spec, tuple(f"{module}.{name}" for module in modules))
 
 
@@ -115,7 +117,7 @@ def _assign(assignment: _Assignment, checkpoint: Checkpoint, sources: list[str],
             if mapped.dtype == spec.dtype:
                 assignment.layer.set_weight(assignment.name, mapped)
                 return
-    num_bytes = _num_bytes(spec)
+    num_bytes = spec.stack_bytes
     fresh = spec.kept or num_bytes > len(scratch)
     memory = torch.empty(num_bytes, dtype=torch.uint8) if fresh else scratch[:num_bytes]
     weight = memory.view(spec.dtype).view(spec.shape)
@@ -125,7 +127,3 @@ def _assign(assignment: _Assignment, checkpoint: Checkpoint, sources: list[str],
             weight[start : start + part[0]] = mapped
         start += part[0]
     assignment.layer.set_weight(assignment.name, weight)
-
-
-def _num_bytes(spec: WeightSpec) -> int:
-    return math.prod(spec.shape) * spec.dtype.itemsize
