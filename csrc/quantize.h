@@ -74,16 +74,20 @@ static void quantize_panel(const T* rows, int64_t stride, int64_t num_rows, Quan
   }
 }
 
+QUIRE_INLINE f32 rounded_to_bf16(f32 v) {
+  alignas(64) bf16 rounded[W];
+  store(rounded, v);
+  return load(rounded);
+}
+
 // The scale that leaves the least sum of squared errors of W rows of W (lanes), of those tried: the value of largest
-// magnitude becomes -8 or 7, or up to a third more or a little less (which clips or spares it); last, the least squares
+// magnitude becomes -8 or 7, times up to 1 / 0.7 (which clips it) or 1 / 1.05; last, the least squares
 // scale of the best one's integers.
 struct ScaleSearch {
-  f32 scale, error, products, squares;
+  f32 scale{}, error{}, products{}, squares{};
 
-  QUIRE_MEMBER void try_scale(const WeightBlock& block, int64_t first, f32 wanted) {
-    alignas(64) bf16 rounded[W];
-    store(rounded, wanted);
-    const f32 tried = load(rounded), inverse = ratio_or_zero(1, tried);
+  QUIRE_MEMBER void try_scale(const WeightBlock& block, int64_t first, f32 wanted, bool is_first = false) {
+    const f32 tried = rounded_to_bf16(wanted), inverse = ratio_or_zero(1, tried);
     f32 new_error = set1(0), new_products = set1(0), new_squares = set1(0);
     for (int64_t i = 0; i < kBlockK; ++i) {
       const f32 v = load(block.values[i] + first), integer = round_within(v, inverse, -8, 7);
@@ -92,7 +96,7 @@ struct ScaleSearch {
       new_products = new_products + v * integer;
       new_squares = new_squares + integer * integer;
     }
-    const i32 is_better = (i32)(new_error < error);
+    const i32 is_better = (i32)(new_error < error) | (is_first ? -1 : 0);
     scale = select(is_better, tried, scale);
     products = select(is_better, new_products, products);
     squares = select(is_better, new_squares, squares);
@@ -105,10 +109,9 @@ struct ScaleSearch {
       const f32 v = load(block.values[i] + first);
       extreme = select((i32)(abs(v) > abs(extreme)), v, extreme);
     }
-    scale = set1(0), error = set1(__builtin_inff()), products = set1(0), squares = set1(1);
     for (int step = 0; step < 8; ++step) {
-      const float factor = (0.75f + 0.3f / 7 * float(step));
-      try_scale(block, first, extreme * (factor / -8));
+      const float factor = float(14 + step) / 20;
+      try_scale(block, first, extreme * (factor / -8), step == 0);
       try_scale(block, first, extreme * (factor / 7));
     }
     try_scale(block, first, products / max(squares, set1(1)));

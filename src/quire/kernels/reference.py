@@ -42,7 +42,7 @@ def quantize_weight(weight: Tensor, format: str) -> tuple[Tensor, Tensor]:
     """weight [n, k] -> integers [n, num_groups, group] int8 and scales [n, num_groups] float32.
 
     `int8`: quantize_rows, one group per row. `int4`: integers in [-8, 7]; each group of 32 takes the bfloat16 scale of
-    least squared error among 16 that send the weight of largest magnitude to -8 or 7, times 0.75 to 1.05, and the least
+    least squared error among 16 that send the weight of largest magnitude to -8 or 7, times 0.7 to 1.05, and the least
     squares scale of the best of them.
     """
     group = group_size(weight.shape[1], format)
@@ -50,7 +50,7 @@ def quantize_weight(weight: Tensor, format: str) -> tuple[Tensor, Tensor]:
         return quantize_rows(weight, group)
     w = _in_groups(weight, group)
     extreme = w.gather(2, w.abs().argmax(2, keepdim=True))[..., 0]
-    factors = [torch.tensor(0.3) / 7 * step + 0.75 for step in range(8)]
+    factors = [torch.tensor((14.0 + step)) / 20 for step in range(8)]
     tries = [extreme * (factor / end) for factor in factors for end in (-8, 7)]
     best = _Rounding.of(w, tries[0])
     for scale in tries[1:]:
