@@ -50,7 +50,7 @@ def quantize_weight(weight: Tensor, format: str) -> tuple[Tensor, Tensor]:
         return quantize_rows(weight, group)
     w = _in_groups(weight, group)
     extreme = w.gather(2, w.abs().argmax(2, keepdim=True))[..., 0]
-    factors = [torch.tensor((14.0 + step)) / 20 for step in range(8)]
+    factors = [torch.tensor(14.0 + step) / 20 for step in range(8)]
     tries = [extreme * (factor / end) for factor in factors for end in (-8, 7)]
     best = _Rounding.of(w, tries[0])
     for scale in tries[1:]:

@@ -26,6 +26,11 @@ class WeightSpec:
         return (sum(part[0] for part in self.parts), *self.parts[0][1:])
 
     @property
+    def is_packed(self) -> bool:
+        """The checkpoint holds what a kernel laid out, not numbers."""
+        return self.dtype == torch.uint8
+
+    @property
     def stack_bytes(self) -> int:
         """Of the stack, in `dtype`."""
         return math.prod(self.shape) * self.dtype.itemsize

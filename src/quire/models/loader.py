@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.config.model import ModelConfig
-from quire.errors import CheckpointError
+from quire.errors import CheckpointError, KernelError
 from quire.layers.weighted_layer import WeightedLayer, WeightSpec
 from quire.log import logger
 from quire.models.base import CausalLM
@@ -18,11 +18,14 @@ from quire.models.registry import model_class
 
 
 @dataclass(frozen=True, slots=True)
-class _Assignment:
+class Assignment:
     """One weight of a layer, and the tensors of the checkpoint that make it up, by the model's names."""
 
+    target: str
+    """the weight's name in the model"""
     layer: WeightedLayer
     name: str
+    """and in the layer"""
     spec: WeightSpec
     sources: tuple[str, ...]
 
@@ -38,20 +41,23 @@ def load_model(config: ModelConfig) -> CausalLM:
     checkpoint = Checkpoint(config.path)
     model = model_class(config.architecture)(config)
     choose_formats(model, config)
-    names = _names_in_checkpoint(model, config, checkpoint)
-    assignments = list(_assignments(model))
-    _check(config, checkpoint, names, assignments)
+    names = names_in_checkpoint(model, config, checkpoint)
+    wanted = list(assignments(model))
+    _check(config, checkpoint, names, wanted)
     _check_tied_head(model, config, checkpoint, names)
     # One buffer for all stacks: fresh ones would leave holes between the packed weights.
-    stacks = (assignment.spec.stack_bytes for assignment in assignments if len(assignment.sources) > 1)
+    stacks = (assignment.spec.stack_bytes for assignment in wanted if len(assignment.sources) > 1)
     scratch = torch.empty(max(stacks, default=0), dtype=torch.uint8)
-    for assignment in assignments:
-        _assign(assignment, checkpoint, [names[source] for source in assignment.sources], scratch)
+    for assignment in wanted:
+        try:
+            _assign(assignment, checkpoint, [names[source] for source in assignment.sources], scratch)
+        except KernelError as error:
+            raise CheckpointError(f"{config.path}: {assignment.target}: {error}") from error
     logger.info("loaded %s in %.2f s", config.model, time.perf_counter() - started)
     return model.eval()
 
 
-def _names_in_checkpoint(model: CausalLM, config: ModelConfig, checkpoint: Checkpoint) -> dict[str, str]:
+def names_in_checkpoint(model: CausalLM, config: ModelConfig, checkpoint: Checkpoint) -> dict[str, str]:
     """The model's name -> the checkpoint's, for every tensor that the model needs."""
     names: dict[str, str] = {}
     for theirs in checkpoint.tensors:
@@ -63,22 +69,26 @@ def _names_in_checkpoint(model: CausalLM, config: ModelConfig, checkpoint: Check
     return names
 
 
-def _assignments(model: CausalLM) -> Iterator[_Assignment]:
+def assignments(model: CausalLM) -> Iterator[Assignment]:
+    """Every weight of the model, in order."""
     for module_name, layer in model.weighted_layers():
         parent, _, own = module_name.rpartition(".")
         for name, spec in layer.weight_specs().items():
             parts = model.fused.get(own, (own,)) if len(spec.parts) > 1 else (own,)
             modules = [f"{parent}.{part}" if parent else part for part in parts]
-            yield _Assignment(layer, name, spec, tuple(f"{module}.{name}" for module in modules))
+            yield Assignment(
+                f"{module_name}.{name}", layer, name, spec, tuple(f"{module}.{name}" for module in modules)
+            )
 
 
-def _check(config: ModelConfig, checkpoint: Checkpoint, names: dict[str, str], assignments: list[_Assignment]) -> None:
+def _check(config: ModelConfig, checkpoint: Checkpoint, names: dict[str, str], assignments: list[Assignment]) -> None:
     """Raise CheckpointError naming everything that does not fit between model and checkpoint."""
     wanted = {
         source: shape
         for assignment in assignments
         for source, shape in zip(assignment.sources, assignment.spec.parts, strict=True)
     }
+    packed = {source for assignment in assignments for source in assignment.sources if assignment.spec.is_packed}
     shapes = {ours: checkpoint.tensors[theirs].shape for ours, theirs in names.items()}
     problems = {
         "missing": [source for source in wanted if source not in shapes],
@@ -87,6 +97,11 @@ def _check(config: ModelConfig, checkpoint: Checkpoint, names: dict[str, str], a
             f"{names[source]} {list(shapes[source])} instead of {list(shape)}"
             for source, shape in wanted.items()
             if source in shapes and shapes[source] != shape
+        ],
+        "packed that should not be, or the reverse": [
+            names[source]
+            for source in wanted
+            if source in shapes and (checkpoint.tensors[names[source]].dtype == "U8") != (source in packed)
         ],
     }
     found = [f"{len(these)} weight(s) {what}: {', '.join(these)}" for what, these in problems.items() if these]
@@ -109,7 +124,7 @@ def _check_tied_head(model: CausalLM, config: ModelConfig, checkpoint: Checkpoin
             )
 
 
-def _assign(assignment: _Assignment, checkpoint: Checkpoint, sources: list[str], scratch: Tensor) -> None:
+def _assign(assignment: Assignment, checkpoint: Checkpoint, sources: list[str], scratch: Tensor) -> None:
     """Give the layer its weight: the mapped tensor itself where it is right as it is."""
     spec = assignment.spec
     if len(sources) == 1:
