@@ -21,11 +21,11 @@ from quire.models.loader import assignments, load_model
 from quire.runner.memory_plan import plan_memory
 
 from ..engine.test_batch_invariance import make_prompts, mixed_params, run
-from .test_against_transformers import MODELS
+from .test_against_transformers import VARIANTS
 
 FORMATS = ["int8", "int4"]
-TOLERANCE = {"int8": 0.05, "int4": 0.3}
-"""of the largest logit, for random weights of a few dozen columns; a wrong scale or order gives several times that"""
+TOLERANCE = {"int8": 0.1, "int4": 0.7}
+"""of the norm of all logits, for random weights that nothing averages out; unrelated logits are 1.4 off"""
 
 needs_native = pytest.mark.skipif(native is None, reason="saved weights are in the native kernels' layout")
 
@@ -38,15 +38,17 @@ def logits_of(config: ModelConfig, paged_run: Any) -> torch.Tensor:
 
 @needs_native
 @pytest.mark.parametrize("quantization", FORMATS)
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "opt", "opt-350m-like", "opt-untied-plain"])
+@pytest.mark.parametrize(
+    "name", ["llama-mha-tied", "llama-biases", "qwen2", "opt", "opt-350m-like", "opt-untied-plain"]
+)
 def test_every_family_is_near_itself_unquantized_and_the_same_when_saved(
     name: str, quantization: str, save_checkpoint: Any, paged_run: Any, tmp_path: Path
 ) -> None:
-    architecture, fields = MODELS[name]
+    architecture, fields = VARIANTS[name]
     folder, _ = save_checkpoint(architecture, **fields)
     exact = logits_of(ModelConfig.resolve(folder), paged_run)
     quantized = logits_of(ModelConfig.resolve(folder, quantization=quantization), paged_run)
-    assert 0 < (quantized - exact).abs().max() <= TOLERANCE[quantization] * exact.abs().max()
+    assert 0 < (quantized - exact).norm() <= TOLERANCE[quantization] * exact.norm()
     saved = tmp_path / "new" / "saved"
     assert main(["quantize", str(folder), str(saved), "--quantization", quantization]) == 0
     config = ModelConfig.resolve(saved)
@@ -73,7 +75,7 @@ def test_whatever_runs_beside_a_request_it_gets_what_it_gets_alone(quantization:
         assert run(llm, prompts, params) == expected, f"{num_blocks} blocks"
 
 
-@pytest.mark.parametrize(("quantization", "bits"), [("int8", 8.1), ("int4", 5.7)])
+@pytest.mark.parametrize(("quantization", "bits"), [("int8", 8.2), ("int4", 5.7)])
 def test_the_plan_counts_what_the_layers_keep(quantization: str, bits: float) -> None:
     config = ModelConfig.resolve("quire-tiny", quantization=quantization)
     model = load_model(config)
@@ -157,7 +159,7 @@ def test_damaged_quantized_folders_are_refused(saved: Path) -> None:
 
 
 def test_weights_that_are_not_finite_are_refused_by_name(save_checkpoint: Any) -> None:
-    architecture, fields = MODELS["llama"]
+    architecture, fields = VARIANTS["llama-gqa"]
     folder, _ = save_checkpoint(architecture, **fields)
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
     tensors["model.layers.0.mlp.down_proj.weight"][3, 3] = torch.nan
