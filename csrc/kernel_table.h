@@ -87,7 +87,7 @@ struct QuantizedTable {
 
 struct ProbeTable {
   void (*read_memory)(const void* data, int64_t bytes);
-  int64_t (*multiply_in_registers[kNumDTypes])(int64_t rounds);
+  int64_t (*multiply_in_registers[kNumDTypes + 1])(int64_t rounds);  // the last: bytes
 };
 
 struct KernelTable {

@@ -58,9 +58,8 @@ static void store_units(const WeightBlock& block, int64_t first, f32 inverse, in
 
 // One scale for W rows of W (lanes) and all of k: the largest magnitude becomes 127.
 template <typename T>
-static void quantize_panel(const T* rows, int64_t stride, int64_t num_rows, QuantizedShape<Int8> shape, char* panel) {
-  alignas(64) float largest[kPanelColumns] = {};
-  for (int64_t j = 0; j < num_rows; ++j) largest[j] = largest_of(rows + j * stride, shape.k);
+static void quantize_panel(const T* rows, int64_t stride, int64_t num_rows, const float* largest,
+                           QuantizedShape<Int8> shape, char* panel) {
   float* scales = reinterpret_cast<float*>(panel + shape.unit_rows() * kUnitRowBytes);
   for (int64_t j = 0; j < kPanelColumns; ++j) scales[j] = largest[j] / 127;
   WeightBlock block;
@@ -119,7 +118,8 @@ struct ScaleSearch {
 };
 
 template <typename T>
-static void quantize_panel(const T* rows, int64_t stride, int64_t num_rows, QuantizedShape<Int4> shape, char* panel) {
+static void quantize_panel(const T* rows, int64_t stride, int64_t num_rows, const float*, QuantizedShape<Int4> shape,
+                           char* panel) {
   WeightBlock block;
   ScaleSearch search;
   for (int64_t group = 0; group < shape.groups(); ++group, panel += shape.group_bytes()) {
@@ -141,11 +141,12 @@ static bool quantize(const void* weight, int64_t stride, int64_t n, int64_t k, c
   auto task = [&](int64_t index, int) {
     const int64_t row = index * kPanelColumns, num_rows = smaller(kPanelColumns, n - row);
     const T* rows = static_cast<const T*>(weight) + row * stride;
+    alignas(64) float largest[kPanelColumns] = {};
     for (int64_t j = 0; j < num_rows; ++j) {
-      const float largest = largest_of(rows + j * stride, k);
-      if (largest != largest) __atomic_store_n(&is_finite, false, __ATOMIC_RELAXED);
+      largest[j] = largest_of(rows + j * stride, k);
+      if (largest[j] != largest[j]) __atomic_store_n(&is_finite, false, __ATOMIC_RELAXED);
     }
-    quantize_panel(rows, stride, num_rows, shape, out + index * shape.panel_bytes());
+    quantize_panel(rows, stride, num_rows, largest, shape, out + index * shape.panel_bytes());
   };
   parallel_for(shape.panels(), task);
   return is_finite;
