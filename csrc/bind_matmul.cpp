@@ -38,9 +38,7 @@ void bind_matmul(nb::module_& module) {
                                         x_stride,
                                         rows,
                                         {pointer<char>(packed), n, k},
-                                        pointer<float>(bias),
-                                        pointer(out),
-                                        DType(out_dtype)});
+                                        {n, pointer<float>(bias), pointer(out), DType(out_dtype)}});
       },
       Unlocked());
 }

@@ -20,6 +20,7 @@ NB_MODULE(_native, module) {
       [](int dtype, int64_t rounds) { return kernels().probe.multiply_in_registers[dtype](rounds); }, Unlocked());
   bind_pool(module);
   bind_matmul(module);
+  bind_quantized(module);
   bind_norm(module);
   bind_attention(module);
   bind_kv_cache(module);

@@ -19,6 +19,7 @@ T* pointer(Address address) {
 
 void bind_pool(nb::module_& module);
 void bind_matmul(nb::module_& module);
+void bind_quantized(nb::module_& module);
 void bind_norm(nb::module_& module);
 void bind_attention(nb::module_& module);
 void bind_kv_cache(nb::module_& module);

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #define QUIRE_INLINE static inline __attribute__((always_inline))
+#define QUIRE_MEMBER inline __attribute__((always_inline))
 
 namespace quire {
 

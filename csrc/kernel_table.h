@@ -7,7 +7,7 @@
 
 #include "attention_plan.h"
 #include "common.h"
-#include "matmul_layout.h"
+#include "quantized_layout.h"
 #include "sampling_args.h"
 
 namespace quire {
@@ -45,27 +45,55 @@ struct RotaryTable {
                              const int64_t* positions, const float* cos_sin, int64_t rotary_dim);
 };
 
+// Where a product [rows, n] goes, contiguous, and what is added to each row.
+struct ProductOut {
+  int64_t n;
+  const float* bias;  // [n] or null
+  void* out;
+  DType dtype;
+};
+
 struct MatmulArgs {
   const void* x;  // [rows, k], rows x_stride apart
   int64_t x_stride, rows;
   PackedWeight weight;
-  const float* bias;  // [n] or null
-  void* out;          // [rows, n] contiguous
-  DType out_dtype;
+  ProductOut to;
 };
 
 struct MatmulTable {
   void (*matmul[kNumDTypes])(const MatmulArgs& args);
 };
 
+struct QuantizedMatmulArgs {
+  const void* x;  // [rows, k], rows x_stride apart
+  int64_t x_stride, rows, k;
+  const char* weight;
+  char* rows_of_x;  // of rows_bytes(rows, k), to work in
+  ProductOut to;
+};
+
+// Indexed by QuantizedFormat, then by the DType of x and of the weight that was quantized.
+struct QuantizedTable {
+  // What matmul needs as rows_of_x.
+  int64_t (*rows_bytes[kNumQuantizedFormats])(int64_t rows, int64_t k);
+  // False if an element is not finite.
+  bool (*quantize[kNumQuantizedFormats][kNumDTypes])(const void* weight, int64_t stride, int64_t n, int64_t k,
+                                                     char* out);
+  void (*matmul[kNumQuantizedFormats][kNumDTypes])(const QuantizedMatmulArgs& args);
+  // out [count, k] = rows of the weight; ids must be in [0, n).
+  void (*gather[kNumQuantizedFormats][kNumDTypes])(const int64_t* ids, int64_t count, const char* weight, int64_t n,
+                                                   int64_t k, void* out);
+};
+
 struct ProbeTable {
   void (*read_memory)(const void* data, int64_t bytes);
-  int64_t (*multiply_in_registers[kNumDTypes])(int64_t rounds);
+  int64_t (*multiply_in_registers[kNumDTypes + 1])(int64_t rounds);  // the last: bytes
 };
 
 struct KernelTable {
   const char* name;
   MatmulTable matmul;
+  QuantizedTable quantized;
   NormTable norm;
   ActivationTable activation;
   RotaryTable rotary;

@@ -5,33 +5,14 @@
 // parks the accumulators in memory, as float32, and picks them up again.
 #pragma once
 
-#include "kernel_table.h"
-#include "matmul_layout.h"
-#include "simd.h"
-#include "thread_pool.h"
+#include "tiles.h"
 
 namespace quire::QUIRE_ISA {
 
-constexpr int64_t kVectorsPerPanel = kPanelColumns / W;
-
-// The largest tile of accumulators, kTileRows x kTileVectors, fills the registers; fewer rows take more columns.
-#if defined(QUIRE_SIMD_AVX512)
-constexpr int kTileRows = 12, kTileVectors = 2, kMaxVectors = 8;
-#elif defined(__aarch64__)
-constexpr int kTileRows = 5, kTileVectors = 4, kMaxVectors = 4;
-#else
-constexpr int kTileRows = 4, kTileVectors = 2, kMaxVectors = 4;
-#endif
-constexpr int kAccumulators = kTileRows * kTileVectors;
-
 constexpr int64_t kStageBytes = 24 * 1024;  // a tile's rows of x, for one block of k: stay in the first-level cache
-constexpr int64_t kBlockUnits = 512;        // most units of k per block when blocks are used again...
-constexpr int64_t kTaskPanels = 8;          // ... which are then 512 KiB in all and stay in the second-level cache
-constexpr int64_t kTaskRows = 16 * kTileRows;
+constexpr int64_t kBlockUnits = 512;  // most units of k per block when blocks are used again: those of kTaskPanels
+                                      // panels are then 512 KiB in all and stay in the second-level cache
 constexpr int64_t kScratchBytes = kTaskRows * kTaskPanels * kPanelColumns * 4 + kStageBytes + kTileRows * 128;
-constexpr int64_t kPrefetchBytes =
-    8192;  // how far ahead of the multiplication weights are asked for, in all panels of a tile
-constexpr int64_t kInlineProducts = 128 * 1024;  // done before a sleeping worker would have woken
 
 // What the inner loop reads x as: pairs where the ISA multiplies pairs, else float32.
 #if defined(__AVX512BF16__)
@@ -100,58 +81,33 @@ QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const float* x, int64_t x_stri
 #endif
 
 // Runs R rows of staged x through `units` units of k of G vectors of columns, on from the sums parked in `acc`.
-template <typename T, int R, int G>
-static void run_tile(const void* staged, int64_t x_stride, const char* weight, int64_t panel_bytes, int64_t units,
-                     float* parked, int64_t parked_stride) {
-  constexpr int64_t kAhead = kPrefetchBytes / (G <= kVectorsPerPanel ? 1 : G / kVectorsPerPanel);
-  const Staged<T>* x = static_cast<const Staged<T>*>(staged);
-  const char* panels[G];
-  f32 acc[R][G];
-  QUIRE_UNROLL
-  for (int g = 0; g < G; ++g) {
-    panels[g] = weight + g / kVectorsPerPanel * panel_bytes + g % kVectorsPerPanel * W * kUnitBytes;
+template <typename T>
+struct PackedTile {
+  template <int R, int G>
+  static void run(const Staged<T>* x, int64_t x_stride, const char* weight, int64_t panel_bytes, int64_t units,
+                  float* parked, int64_t parked_stride) {
+    const char* panels[G];
+    f32 acc[R][G];
     QUIRE_UNROLL
-    for (int r = 0; r < R; ++r) acc[r][g] = load(parked + r * parked_stride + g * W);
-  }
-  for (int64_t unit = 0; unit < units; ++unit) {
-    const int64_t offset = unit * kUnitRowBytes;
+    for (int g = 0; g < G; ++g) {
+      panels[g] = weight + g / kVectorsPerPanel * panel_bytes + g % kVectorsPerPanel * W * kUnitBytes;
+      QUIRE_UNROLL
+      for (int r = 0; r < R; ++r) acc[r][g] = load(parked + r * parked_stride + g * W);
+    }
+    for (int64_t unit = 0; unit < units; ++unit) {
+      const int64_t offset = unit * kUnitRowBytes;
+      QUIRE_UNROLL
+      for (int g = 0; g < G; ++g) __builtin_prefetch(panels[g] + offset + kPrefetchAhead<G>);
+      multiply_unit<R, G>(acc, x, x_stride, panels, offset, static_cast<const T*>(nullptr));
+      x += kPerUnit<T>;
+    }
     QUIRE_UNROLL
-    for (int g = 0; g < G; ++g) __builtin_prefetch(panels[g] + offset + kAhead);
-    multiply_unit<R, G>(acc, x, x_stride, panels, offset, static_cast<const T*>(nullptr));
-    x += kPerUnit<T>;
+    for (int g = 0; g < G; ++g) {
+      QUIRE_UNROLL
+      for (int r = 0; r < R; ++r) store(parked + r * parked_stride + g * W, acc[r][g]);
+    }
   }
-  QUIRE_UNROLL
-  for (int g = 0; g < G; ++g) {
-    QUIRE_UNROLL
-    for (int r = 0; r < R; ++r) store(parked + r * parked_stride + g * W, acc[r][g]);
-  }
-}
-
-using RunTile = void (*)(const void*, int64_t, const char*, int64_t, int64_t, float*, int64_t);
-
-// Vectors of columns a tile of `rows` rows takes: the largest power of two that fits the registers.
-constexpr int tile_vectors(int rows) {
-  int vectors = kTileVectors;
-  while (vectors * 2 <= kMaxVectors && vectors * 2 * rows <= kAccumulators) vectors *= 2;
-  return vectors;
-}
-
-template <typename T, int R = 1>
-static RunTile tile_function(int64_t rows, int64_t vectors) {
-  if constexpr (R < kTileRows) {
-    if (rows > R) return tile_function<T, R + 1>(rows, vectors);
-  }
-  if constexpr (tile_vectors(R) >= 8) {
-    if (vectors >= 8) return run_tile<T, R, 8>;
-  }
-  if constexpr (tile_vectors(R) >= 4) {
-    if (vectors >= 4) return run_tile<T, R, 4>;
-  }
-  return run_tile<T, R, 2>;
-}
-
-QUIRE_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-QUIRE_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+};
 
 // The widest staged row: a whole block of k for one row. Odd numbers of cache lines keep rows out of each other's sets.
 template <typename T>
@@ -180,55 +136,19 @@ static void stage(const T* x, int64_t x_stride, int64_t rows, int64_t begin, int
   }
 }
 
-// Adds the bias and rounds: parked sums of `rows` rows -> y, from row `row` and panel `panel` on.
-template <typename Out>
-static void finish_as(const MatmulArgs& args, int64_t row, int64_t rows, int64_t panel, const float* parked,
-                      int64_t parked_stride) {
-  const int64_t n = args.weight.n, column = panel * kPanelColumns, columns = smaller(parked_stride, n - column);
-  for (int64_t r = 0; r < rows; ++r) {
-    Out* out = static_cast<Out*>(args.out) + (row + r) * n + column;
-    for (int64_t j = 0; j < columns; j += W) {
-      const int64_t count = smaller(W, columns - j);
-      f32 sum = load(parked + r * parked_stride + j);
-      if (args.bias != nullptr) sum = sum + load_n(args.bias + column + j, count);
-      if (count == W) {
-        store(out + j, sum);
-      } else {
-        store_n(out + j, sum, count);
-      }
-    }
-  }
-}
-
-QUIRE_INLINE void finish(const MatmulArgs& args, int64_t row, int64_t rows, int64_t panel, const float* parked,
-                         int64_t parked_stride) {
-  if (args.out_dtype == kFloat32) {
-    finish_as<float>(args, row, rows, panel, parked, parked_stride);
-  } else {
-    finish_as<bf16>(args, row, rows, panel, parked, parked_stride);
-  }
-}
-
-// A rectangle of y, computed by one thread: rows [row, row + rows), panels [panel, panel + panels).
-struct MatmulTask {
-  int64_t row, rows, panel, panels;
-};
-
 // Adds the product over one block of k, staged in `x`, to the parked sums of one block of rows.
 template <typename T>
 static void run_block(const Staged<T>* x, int64_t x_stride, int64_t rows, const char* weight, int64_t panel_bytes,
                       int64_t panels, int64_t units, float* parked, int64_t parked_stride) {
-  const int64_t vectors = panels * kVectorsPerPanel;
-  int64_t width = tile_vectors(int(rows));
-  for (int64_t vector = 0; vector < vectors; vector += width) {
-    while (width > vectors - vector) width /= 2;
+  for_tiles(rows, panels, [&](int64_t vector, int64_t width) {
     const char* first = weight + vector / kVectorsPerPanel * panel_bytes + vector % kVectorsPerPanel * W * kUnitBytes;
-    tile_function<T>(rows, width)(x, x_stride, first, panel_bytes, units, parked + vector * W, parked_stride);
-  }
+    tile_function<PackedTile<T>>(rows, width)(x, x_stride, first, panel_bytes, units, parked + vector * W,
+                                              parked_stride);
+  });
 }
 
 template <typename T>
-static void run_task(const MatmulArgs& args, const MatmulTask& task, char* scratch) {
+static void run_task(const MatmulArgs& args, const ProductTask& task, char* scratch) {
   const int64_t k = args.weight.k, units = ceil_div(k, kPerUnit<T>), panel_bytes = units * kUnitRowBytes;
   const int64_t row_blocks = ceil_div(task.rows, kTileRows), most_rows = ceil_div(task.rows, row_blocks);
   int64_t block_units = kStageBytes / (kPerUnit<T> * int64_t(sizeof(Staged<T>)) * most_rows);
@@ -249,39 +169,17 @@ static void run_task(const MatmulArgs& args, const MatmulTask& task, char* scrat
             smaller((unit + count) * kPerUnit<T>, k), staged, stride);
       run_block<T>(staged, stride, rows, args.weight.data + task.panel * panel_bytes + unit * kUnitRowBytes,
                    panel_bytes, task.panels, count, sums, parked_stride);
-      if (unit + count == units) finish(args, task.row + first, rows, task.panel, sums, parked_stride);
+      if (unit + count == units)
+        finish(args.to, task.row + first, rows, task.panel * kPanelColumns, sums, parked_stride);
     }
   }
 }
 
 template <typename T>
 static void matmul(const MatmulArgs& args) {
-  const int64_t panels = ceil_div(args.weight.n, kPanelColumns);
-  if (args.rows == 0 || panels == 0) return;
-  const int64_t row_tasks = ceil_div(args.rows, kTaskRows);
-  const bool is_small = args.rows * args.weight.n * args.weight.k <= kInlineProducts;
-  int64_t panel_tasks = ceil_div(panels, kTaskPanels);
-  if (!is_small) {  // as many equal tasks as all threads finish together
-    const int64_t threads = num_threads();
-    panel_tasks = smaller(panels, ceil_div(ceil_div(row_tasks * panel_tasks, threads) * threads, row_tasks));
-  }
-  auto task = [&](int64_t index, int thread) {
-    const int64_t p = index / row_tasks, r = index % row_tasks;
-    MatmulTask part;
-    part.row = r * args.rows / row_tasks;
-    part.rows = (r + 1) * args.rows / row_tasks - part.row;
-    part.panel = p * panels / panel_tasks;
-    part.panels = (p + 1) * panels / panel_tasks - part.panel;
-    run_task<T>(args, part, static_cast<char*>(thread_scratch(thread, kScratchBytes)));
-  };
-  auto all_tasks = [&](int64_t, int thread) {
-    for (int64_t index = 0; index < row_tasks * panel_tasks; ++index) task(index, thread);
-  };
-  if (is_small) {
-    parallel_for(1, all_tasks);
-  } else {
-    parallel_for(row_tasks * panel_tasks, task);
-  }
+  for_tasks(args.rows, args.weight.n, args.weight.k, [&](const ProductTask& task, int thread) {
+    run_task<T>(args, task, static_cast<char*>(thread_scratch(thread, kScratchBytes)));
+  });
 }
 
 static constexpr MatmulTable kMatmul = {

@@ -18,17 +18,6 @@ int64_t num_units(int64_t k, int64_t element_bytes) { return (k * element_bytes 
 
 int64_t panel_bytes(int64_t k, int64_t element_bytes) { return num_units(k, element_bytes) * kUnitRowBytes; }
 
-// Large pages, where the system grants them: reading weights through 4 KiB pages costs a fifth of the memory bandwidth,
-// and first touching them costs more than the packing.
-void ask_for_large_pages([[maybe_unused]] char* begin, [[maybe_unused]] int64_t bytes) {
-#if defined(__linux__)
-  constexpr uintptr_t kLargePage = 2 << 20;
-  const uintptr_t from = (reinterpret_cast<uintptr_t>(begin) + kLargePage - 1) / kLargePage * kLargePage;
-  const uintptr_t to = (reinterpret_cast<uintptr_t>(begin) + uintptr_t(bytes)) / kLargePage * kLargePage;
-  if (from < to) madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);  // a hint: failure changes nothing
-#endif
-}
-
 // Units [begin, end) of up to 32 rows -> their place in a panel. The last unit may be half a one.
 void pack_block(const char* rows, int64_t row_stride, int64_t num_rows, int64_t row_bytes, int64_t begin, int64_t end,
                 char* panel) {
@@ -73,14 +62,23 @@ void for_ranges(int64_t count, int64_t bytes_each, Range range) {
   parallel_for((count + per_task - 1) / per_task, task);
 }
 
+}  // namespace
+
+void ask_for_large_pages([[maybe_unused]] char* begin, [[maybe_unused]] int64_t bytes) {
+#if defined(__linux__)
+  constexpr uintptr_t kLargePage = 2 << 20;
+  const uintptr_t from = (reinterpret_cast<uintptr_t>(begin) + kLargePage - 1) / kLargePage * kLargePage;
+  const uintptr_t to = (reinterpret_cast<uintptr_t>(begin) + uintptr_t(bytes)) / kLargePage * kLargePage;
+  if (from < to) madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);  // a hint: failure changes nothing
+#endif
+}
+
 int64_t first_outside(const int64_t* ids, int64_t count, int64_t n) {
   for (int64_t i = 0; i < count; ++i) {
     if (ids[i] < 0 || ids[i] >= n) return i;
   }
   return -1;
 }
-
-}  // namespace
 
 int64_t packed_bytes(int64_t n, int64_t k, int64_t element_bytes) {
   return (n + kPanelColumns - 1) / kPanelColumns * panel_bytes(k, element_bytes);

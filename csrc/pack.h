@@ -6,6 +6,13 @@
 
 namespace quire {
 
+// Large pages, where the system grants them: reading weights through 4 KiB pages costs a fifth of the memory bandwidth,
+// and first touching them costs more than the packing.
+void ask_for_large_pages(char* begin, int64_t bytes);
+
+// The position of the first id outside [0, n), or -1.
+int64_t first_outside(const int64_t* ids, int64_t count, int64_t n);
+
 // Bytes of a packed [n, k] matrix.
 int64_t packed_bytes(int64_t n, int64_t k, int64_t element_bytes);
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernel_table.h"
+#include "quads.h"
 #include "simd.h"
 #include "thread_pool.h"
 
@@ -25,8 +26,15 @@ static void read_memory(const void* data, int64_t bytes) {
   parallel_for((count + kChunkFloats - 1) / kChunkFloats, task);
 }
 
-// Runs `rounds` rounds of independent multiply-adds in registers on every thread; returns how many floating-point
-// operations that is (an add and a multiply count two) per thread and round.
+QUIRE_INLINE f32 multiply_ones(f32 acc, f32 factor, const float*) { return fma(factor, factor, acc); }
+QUIRE_INLINE f32 multiply_ones(f32 acc, f32 factor, const bf16*) { return dot2(acc, (pairs)factor, (pairs)factor); }
+QUIRE_INLINE f32 multiply_ones(f32 acc, f32 factor, const int8_t*) {
+  const Quads w = weight_quads(as_int(factor));
+  return as_float(dot4(as_int(acc), w, w));
+}
+
+// Runs `rounds` rounds of independent multiply-adds in registers on every thread; returns how many operations that is
+// (an add and a multiply count two) per thread and round.
 template <typename T>
 static int64_t multiply_in_registers(int64_t rounds) {
   constexpr int kChains = W == 16 ? 16 : 10;  // enough to hide the latency, few enough to stay in registers
@@ -37,24 +45,24 @@ static int64_t multiply_in_registers(int64_t rounds) {
       acc[i] = set1(0);
       keep_in_register(acc[i]);  // equal chains would be computed once
     }
-    f32 factor = sizeof(T) == 2 ? as_float(as_int(set1(0)) + 0x3f803f80) : set1(1);  // ones
+    f32 factor = sizeof(T) == 2 ? as_float(i32{} + 0x3f803f80) : set1(1);  // ones, or some bytes
     for (int64_t round = 0; round < rounds; ++round) {
       keep_in_register(factor);
       QUIRE_UNROLL
       for (int i = 0; i < kChains; ++i) {
-        acc[i] = sizeof(T) == 2 ? dot2(acc[i], (pairs)factor, (pairs)factor) : fma(factor, factor, acc[i]);
+        acc[i] = multiply_ones(acc[i], factor, static_cast<const T*>(nullptr));
       }
     }
     QUIRE_UNROLL
     for (int i = 0; i < kChains; ++i) keep_in_register(acc[i]);
   };
   parallel_for(num_threads(), task);
-  return int64_t{kChains} * W * (sizeof(T) == 2 ? 4 : 2);
+  return int64_t{kChains} * W * 8 / int64_t(sizeof(T));
 }
 
 static constexpr ProbeTable kProbe = {
     .read_memory = read_memory,
-    .multiply_in_registers = {multiply_in_registers<float>, multiply_in_registers<bf16>},
+    .multiply_in_registers = {multiply_in_registers<float>, multiply_in_registers<bf16>, multiply_in_registers<int8_t>},
 };
 
 }  // namespace quire::QUIRE_ISA

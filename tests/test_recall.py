@@ -21,10 +21,13 @@ BLOCK_SIZE = 16
 MEASURED_EXACT = 281
 
 
-def test_quire_tiny_answers_as_many_questions_exactly_as_measured() -> None:
+@pytest.mark.parametrize(("quantization", "fewer"), [(None, 3), ("int8", 4), ("int4", 9)])
+def test_quire_tiny_answers_as_many_questions_exactly_as_measured(quantization: str | None, fewer: int) -> None:
     """Measured with transformers in bf16, greedy; another order of summation may flip a near tie or two."""
     questions = json.loads((DATA / "recall.json").read_text(encoding="utf-8"))
-    llm = LLM(model="quire-tiny", dtype="bfloat16", max_model_len=256, kv_cache_memory="32MiB")
+    llm = LLM(
+        model="quire-tiny", dtype="bfloat16", quantization=quantization, max_model_len=256, kv_cache_memory="32MiB"
+    )
     outputs = llm.chat(
         [[{"role": "user", "content": entry["question"]}] for entry in questions],
         SamplingParams(temperature=0, max_tokens=120),
@@ -32,14 +35,15 @@ def test_quire_tiny_answers_as_many_questions_exactly_as_measured() -> None:
     )
     exact = [output.outputs[0].text == entry["answer"] for output, entry in zip(outputs, questions, strict=True)]
     assert len(exact) == 300
-    assert sum(exact) >= MEASURED_EXACT - 3
+    assert sum(exact) >= MEASURED_EXACT - fewer
 
 
 @pytest.mark.parametrize("name", ["quire-tiny", "quire-draft"])
-def test_perplexity_on_source_code(name: str) -> None:
+@pytest.mark.parametrize(("quantization", "within"), [(None, 0.001), ("int8", 0.01), ("int4", 0.05)])
+def test_perplexity_on_source_code(name: str, quantization: str | None, within: float) -> None:
     data = json.loads((DATA / "decoder_tokens.json").read_text(encoding="utf-8"))
     token_ids = torch.tensor(data["token_ids"])
-    config = ModelConfig.resolve(name, dtype="float32")
+    config = ModelConfig.resolve(name, dtype="float32", quantization=quantization)
     model = load_model(config)
     kv_cache = kv_cache_config(model.kv_cache_specs(config), BLOCK_SIZE, num_blocks=len(token_ids) // BLOCK_SIZE)
     table = np.arange(kv_cache.num_blocks, dtype=np.int32)
@@ -48,4 +52,4 @@ def test_perplexity_on_source_code(name: str) -> None:
         hidden = model(build_tensors([whole_text], BLOCK_SIZE), CacheEngine(kv_cache).layers)
         logits = model.compute_logits(hidden[:-1])
     perplexity = math.exp(torch.nn.functional.cross_entropy(logits, token_ids[1:]).item())
-    assert perplexity == pytest.approx(data["perplexity"][name], rel=1e-3)
+    assert perplexity == pytest.approx(data["perplexity"][name], rel=within)

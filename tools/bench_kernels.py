@@ -20,6 +20,8 @@ SHAPES = ((4864, 896), (896, 4864), (4096, 4096), (151936, 896))  # n, k
 ROWS = (1, 4, 8, 36, 128, 1024)
 COLD_BYTES = 256 * 2**20  # read in turn: more than caches hold
 PEAK_ROUNDS = 50_000
+BYTES_CODE = len(backend.DTYPE_CODES)
+"""of multiplications of bytes, after the dtypes"""
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -30,10 +32,18 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def measure(
-    calls: list[Callable[[], object]], num_bytes: int, flops: int, dtype: torch.dtype, budget_s: float
+    calls: list[Callable[[], object]],
+    num_bytes: int,
+    flops: int,
+    dtype: torch.dtype,
+    budget_s: float,
+    format: str | None = None,
 ) -> dict[str, object]:
-    """Time the calls in turn for budget_s; each reads and writes num_bytes and does `flops` operations."""
-    native, code = backend.native, backend.DTYPE_CODES[dtype]
+    """Time the calls in turn for budget_s; each reads and writes num_bytes and does `flops` operations.
+
+    The peak is that of multiplications in `dtype`, or of bytes for a quantized `format`.
+    """
+    native, code = backend.native, BYTES_CODE if format else backend.DTYPE_CODES[dtype]
     memory = torch.ones(COLD_BYTES // 4)
     flops_of_peak = native.multiply_in_registers(code, 1) * kernels.num_threads() * PEAK_ROUNDS
     call_s = read_s = peak_s = float("inf")
@@ -48,7 +58,7 @@ def measure(
     return {
         "isa": kernels.isa(),
         "threads": kernels.num_threads(),
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": format or str(dtype).removeprefix("torch."),
         "us": round(call_s * 1e6, 1),
         "gb_per_s": round(num_bytes / call_s / 1e9, 1),
         "of_read_bandwidth": round(num_bytes / call_s * read_s / memory.nbytes, 3),
@@ -57,17 +67,24 @@ def measure(
     }
 
 
-def bench_matmul(n: int, k: int, rows: int, dtype: torch.dtype, budget_s: float) -> dict[str, object]:
-    """One product, on copies of the weight taken in turn so that each comes from memory; bytes are the weight's."""
+def bench_matmul(
+    n: int, k: int, rows: int, dtype: torch.dtype, budget_s: float, format: str | None = None
+) -> dict[str, object]:
+    """One product, on copies of the weight taken in turn so that each comes from memory; bytes are the weight's.
+
+    With a `format` the weight is quantized, and the bytes are fewer.
+    """
     weight = (torch.randn(n, k) / k**0.5).to(dtype)
     x = torch.randn(rows, k).to(dtype)
 
+    num_bytes = kernels.quantized_bytes(n, k, format) if format else weight.nbytes
+
     def product() -> Callable[[], object]:
-        packed = kernels.pack_weight(weight)
+        packed = kernels.quantize_weight(weight, format) if format else kernels.pack_weight(weight)
         return lambda: kernels.matmul(x, packed)
 
-    copies = [product() for _ in range(1 + COLD_BYTES // weight.nbytes)]
-    result = measure(copies, weight.nbytes, 2 * rows * n * k, dtype, budget_s)
+    copies = [product() for _ in range(1 + COLD_BYTES // num_bytes)]
+    result = measure(copies, num_bytes, 2 * rows * n * k, dtype, budget_s, format)
     return {"kernel": "matmul", "rows": rows, "n": n, "k": k} | result
 
 
@@ -104,8 +121,8 @@ def main() -> None:
     kernels.set_num_threads(args.threads)
     torch.set_num_threads(1)
     dtype = getattr(torch, args.dtype)
-    for (n, k), rows in itertools.product(SHAPES, args.rows):
-        print(json.dumps(bench_matmul(n, k, rows, dtype, args.seconds)), flush=True)
+    for (n, k), format, rows in itertools.product(SHAPES, (None, *kernels.QUANTIZED_FORMATS), args.rows):
+        print(json.dumps(bench_matmul(n, k, rows, dtype, args.seconds, format)), flush=True)
     for rows in args.rows:
         for line in bench_row_kernels(rows, 4096, dtype, args.seconds):
             print(json.dumps(line), flush=True)

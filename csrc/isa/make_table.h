@@ -7,6 +7,7 @@
 #include "matmul.h"
 #include "norm.h"
 #include "probe.h"
+#include "quantize.h"
 #include "rotary.h"
 #include "sampling.h"
 
@@ -19,6 +20,7 @@ extern const KernelTable table;
 const KernelTable table = {
     .name = QUIRE_NAME(QUIRE_ISA),
     .matmul = kMatmul,
+    .quantized = kQuantized,
     .norm = kNorm,
     .activation = kActivation,
     .rotary = kRotary,

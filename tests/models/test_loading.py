@@ -134,11 +134,12 @@ def test_base_model_names_without_prefix(save_checkpoint: Any, paged_run: Any) -
     assert torch.equal(logits_of(config, paged_run), before)
 
 
-def test_weight_bytes_are_those_of_the_compute_dtype(save_checkpoint: Any) -> None:
+def test_weight_bytes_are_those_of_the_compute_dtype_and_of_norms_in_float32(save_checkpoint: Any) -> None:
     folder, oracle = save_checkpoint("LlamaForCausalLM", **LLAMA)
     num_weights = sum(parameter.numel() for parameter in oracle.parameters())
+    num_norms = sum(parameter.numel() for parameter in oracle.parameters() if parameter.dim() == 1)
     assert weight_bytes(ModelConfig.resolve(folder)) == 4 * num_weights
-    assert weight_bytes(ModelConfig.resolve(folder, dtype="bfloat16")) == 2 * num_weights
+    assert weight_bytes(ModelConfig.resolve(folder, dtype="bfloat16")) == 2 * num_weights + 2 * num_norms
 
 
 def test_tied_table_is_kept_once(save_checkpoint: Any) -> None:

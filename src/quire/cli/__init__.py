@@ -13,6 +13,7 @@ _COMMANDS = {
     "generate": "complete prompts, or answer them with the checkpoint's chat template",
     "chat": "talk with a model",
     "plan": "show how the memory would be used, without reading weights",
+    "quantize": "save a checkpoint with quantized weights, which then only need mapping",
     "bench": "measure how fast a model runs on this machine",
     "simulate": "replay a trace through the scheduler, without a model",
     "demo": "run a batch of prompts on the embedded checkpoint",

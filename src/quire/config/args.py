@@ -40,6 +40,7 @@ class EngineArgs:
     revision: str | None = _arg(None, "branch, tag or commit of a hub id")
     download_dir: str | None = _arg(None, "where hub downloads are kept")
     dtype: str = _arg("auto", "auto, bfloat16 or float32; float16 checkpoints compute in bfloat16")
+    quantization: str | None = _arg(None, "int8 or int4: weights are quantized as they are loaded; none: they are not")
     max_model_len: int | str | None = _arg(
         None, 'longest prompt + output, in tokens; none or "auto": what the model and the cache allow'
     )
@@ -86,6 +87,7 @@ class EngineArgs:
             self.model,
             tokenizer=self.tokenizer,
             dtype=self.dtype,
+            quantization=self.quantization,
             revision=self.revision,
             download_dir=self.download_dir,
         )

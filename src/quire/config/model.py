@@ -17,7 +17,7 @@ EMBEDDED_CHECKPOINTS = ("quire-tiny", "quire-draft")
 _EMBEDDED_ROOT = Path(__file__).parents[1] / "checkpoints"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _CONFIG_FILES = ("*.json", "*.jinja")
-_TOKENIZER_FILES = (*_CONFIG_FILES, "*.model", "*.txt")
+TOKENIZER_FILES = (*_CONFIG_FILES, "*.model", "*.txt")
 _WEIGHT_FILES = ("*.safetensors",)
 _NOT_OURS = ("*/*", "consolidated*", "*.bin.index.json")
 """subfolders (other formats, original weights), and second copies of the weights under other names"""
@@ -28,6 +28,11 @@ _DTYPES |= dict.fromkeys(("bfloat16", "bf16", *_HALF), "bfloat16")
 """as asked for -> what is computed in; kernels know no float16"""
 _HEADER_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float32"}
 _MAX_LAYERS = 4096
+
+QUANTIZATIONS = ("int8", "int4")
+QUANT_METHOD = "quire"
+QUANTIZED_VERSION = 1
+"""of the layout of saved quantized weights: csrc/quantized_layout.h, under the model's names"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,10 @@ class ModelConfig:
     architecture: str
     dtype: str
     """what weights, activations and the KV cache are kept in: `float32` or `bfloat16`"""
+    quantization: str | None
+    """what matrices are kept in: `int8`, `int4`, or none: `dtype`"""
+    quantized_weights: bool
+    """the checkpoint holds them so already, as `quire quantize` saved them"""
     checkpoint_dtype: str
     """what the file holds: `float32`, `bfloat16` or `float16`"""
     vocab_size: int
@@ -62,6 +71,7 @@ class ModelConfig:
         *,
         tokenizer: str | Path | None = None,
         dtype: str = "auto",
+        quantization: str | None = None,
         revision: str | None = None,
         download_dir: str | Path | None = None,
     ) -> "ModelConfig":
@@ -69,18 +79,23 @@ class ModelConfig:
 
         `model` is None or `quire-tiny` / `quire-draft` (inside this package), a folder (the network is never touched),
         or a hub id `org/name`, which is downloaded: JSON, tokenizer and safetensors files, never pickles. `tokenizer`
-        is the same, for the tokenizer files alone. Raises ConfigError for a dtype that is none, UnsupportedModelError
-        for a quantized checkpoint, CheckpointError for everything else that is missing or wrong.
+        is the same, for the tokenizer files alone. Raises ConfigError for a dtype or quantization that is none,
+        UnsupportedModelError for a checkpoint that something else quantized, CheckpointError for everything else that
+        is missing or wrong.
         """
         _check_dtype(dtype)
+        _check_quantization(quantization)
         name = EMBEDDED_CHECKPOINTS[0] if model is None else str(model)
-        path = _find(name, (*_TOKENIZER_FILES, *_WEIGHT_FILES), revision, download_dir)
-        tokenizer_path = path if tokenizer is None else _find(str(tokenizer), _TOKENIZER_FILES, None, download_dir)
+        path = _find(name, (*TOKENIZER_FILES, *_WEIGHT_FILES), revision, download_dir)
+        tokenizer_path = path if tokenizer is None else _find(str(tokenizer), TOKENIZER_FILES, None, download_dir)
         hf = HFConfig.read(path / "config.json")
         generation = _generation_config(path)
         checkpoint_dtype = _checkpoint_dtype(hf, path)
         _check_layers(hf)
         max_positions = hf.size("max_position_embeddings")
+        saved = _saved_quantization(hf)
+        if saved is not None and quantization not in (None, saved):
+            raise ConfigError(f"quantization={quantization!r}: the weights of {name} are {saved} already")
         eos = generation.token_ids("eos_token_id")
         return cls(
             model=name,
@@ -90,6 +105,8 @@ class ModelConfig:
             generation_config=generation,
             architecture=_architecture(hf),
             dtype=_compute_dtype(dtype, checkpoint_dtype, name),
+            quantization=quantization or saved,
+            quantized_weights=saved is not None,
             checkpoint_dtype=checkpoint_dtype,
             vocab_size=hf.size("vocab_size"),
             max_position_embeddings=max_positions,
@@ -170,12 +187,34 @@ def _architecture(hf: HFConfig) -> str:
         )
     if hf.get("auto_map"):
         logger.warning("%s asks for its own Python code (auto_map): never run, Quire's own model is used", hf.source)
-    if hf.get("quantization_config"):
+    return architectures[0]
+
+
+def _saved_quantization(hf: HFConfig) -> str | None:
+    """What `quire quantize` made of the weights; None if they are as they were trained."""
+    if not hf.get("quantization_config"):
+        return None
+    section = hf.section("quantization_config") or HFConfig({}, hf.source)
+    if section.text("quant_method", "") != QUANT_METHOD:
         raise UnsupportedModelError(
             f"{hf.source}: the weights are quantized ('quantization_config'); Quire reads float32, bfloat16 and "
-            "float16 weights: take the unquantized checkpoint"
+            "float16 weights, and what `quire quantize` saved: take the unquantized checkpoint"
         )
-    return architectures[0]
+    version, format = section.get("version"), section.text("format")
+    if version != QUANTIZED_VERSION or format not in QUANTIZATIONS:
+        raise UnsupportedModelError(
+            f"{section.source}: quantized to {format!r} in version {version!r} of the layout, readable are "
+            f"{', '.join(QUANTIZATIONS)} in version {QUANTIZED_VERSION}: run `quire quantize` again"
+        )
+    return format
+
+
+def _check_quantization(quantization: str | None) -> None:
+    if quantization is not None and quantization not in QUANTIZATIONS:
+        raise ConfigError(
+            f"quantization={quantization!r}{nearest_name(quantization, QUANTIZATIONS)} "
+            f"(allowed: {', '.join(QUANTIZATIONS)}, or none)"
+        )
 
 
 def _check_layers(hf: HFConfig) -> None:

@@ -7,11 +7,14 @@ from quire.kernels.embedding import embedding
 from quire.kernels.kv_cache import copy_blocks, copy_slots, gather_kv, make_layer_cache, write_kv
 from quire.kernels.matmul import PackedWeight, matmul, pack_weight, unpack_weight
 from quire.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from quire.kernels.quantized import QUANTIZED_FORMATS, QuantizedWeight, mapped_weight, quantize_weight, quantized_bytes
 from quire.kernels.rotary import rotary_embedding
 from quire.kernels.sampling import sample
 
 __all__ = [
+    "QUANTIZED_FORMATS",
     "PackedWeight",
+    "QuantizedWeight",
     "activation",
     "add_layer_norm",
     "add_rms_norm",
@@ -23,10 +26,13 @@ __all__ = [
     "isa",
     "layer_norm",
     "make_layer_cache",
+    "mapped_weight",
     "matmul",
     "num_threads",
     "pack_weight",
     "paged_attention",
+    "quantize_weight",
+    "quantized_bytes",
     "rms_norm",
     "rotary_embedding",
     "sample",

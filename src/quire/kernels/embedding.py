@@ -7,16 +7,18 @@ from quire.kernels import reference
 from quire.kernels.backend import DTYPE_CODES, native
 from quire.kernels.checks import refusal
 from quire.kernels.matmul import PackedWeight
+from quire.kernels.quantized import QuantizedWeight, gather_quantized
 
 
-def embedding(token_ids: Tensor, table: Tensor | PackedWeight) -> Tensor:
+def embedding(token_ids: Tensor, table: Tensor | PackedWeight | QuantizedWeight) -> Tensor:
     """Rows of table [vocab, hidden] by token_ids [num_tokens] int64 -> [num_tokens, hidden], in the table's dtype.
 
-    A PackedWeight serves where the output head is tied to the embedding: rows are gathered out of the packed layout.
+    A PackedWeight or QuantizedWeight serves where the output head is tied to the embedding: rows are gathered out of
+    the kernels' layout.
     """
     if not (token_ids.dtype is torch.int64 and token_ids.dim() == 1 and token_ids.is_contiguous() and token_ids.is_cpu):
         raise refusal("embedding", _TAKES, token_ids=token_ids, table=table)
-    if isinstance(table, PackedWeight):
+    if isinstance(table, PackedWeight | QuantizedWeight):
         vocab = table.n
         out, outside = _gather_packed(token_ids, table)
     elif table.dim() == 2 and table.dtype in DTYPE_CODES and table.is_contiguous() and table.is_cpu:
@@ -30,8 +32,12 @@ def embedding(token_ids: Tensor, table: Tensor | PackedWeight) -> Tensor:
     return out
 
 
-def _gather_packed(token_ids: Tensor, table: PackedWeight) -> tuple[Tensor, int]:
+def _gather_packed(token_ids: Tensor, table: PackedWeight | QuantizedWeight) -> tuple[Tensor, int]:
     """The rows, and the index of the first id that is not in the table, or -1."""
+    if isinstance(table, QuantizedWeight):
+        if native is None:
+            return _gather_rows(token_ids, table.dequantized().to(table.dtype))
+        return gather_quantized(token_ids, table)
     if native is None:
         return _gather_rows(token_ids, table.data)
     count = token_ids.numel()

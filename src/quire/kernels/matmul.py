@@ -8,6 +8,7 @@ from torch import Tensor
 from quire.kernels import reference
 from quire.kernels.backend import DTYPE_CODES, native
 from quire.kernels.checks import refusal
+from quire.kernels.quantized import QuantizedWeight, quantized_matmul
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,10 +56,16 @@ def unpack_weight(packed: PackedWeight) -> Tensor:
     return weight
 
 
-def matmul(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+def matmul(
+    x: Tensor,
+    packed: PackedWeight | QuantizedWeight,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
     """`x @ weight.T + bias`, accumulated in float32: x [num_tokens, k] -> [num_tokens, n] in out_dtype (default: x's).
 
-    x has the weight's dtype and contiguous rows, which may be strided; bias [n] float32.
+    x has the weight's dtype and contiguous rows, which may be strided; bias [n] float32. By a quantized weight, x is
+    multiplied quantized too, as `reference.quantized_matmul` says.
     """
     if out_dtype is None:
         out_dtype = packed.dtype
@@ -75,6 +82,8 @@ def matmul(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, out_dtyp
         or (bias is not None and not _is_bias(bias, n))
     ):
         raise _refusal(x, packed, bias, out_dtype)
+    if isinstance(packed, QuantizedWeight):
+        return quantized_matmul(x, packed, bias, out_dtype)
     if native is None:
         return reference.matmul(x, packed.data, bias, out_dtype)
     rows = shape[0]
@@ -98,7 +107,9 @@ def _is_bias(bias: Tensor, n: int) -> bool:
     return bias.dtype is torch.float32 and bias.shape == (n,) and bias.is_contiguous() and bias.is_cpu
 
 
-def _refusal(x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype) -> Exception:
+def _refusal(
+    x: Tensor, packed: PackedWeight | QuantizedWeight, bias: Tensor | None, out_dtype: torch.dtype
+) -> Exception:
     dtype = str(packed.dtype).removeprefix("torch.")
     takes = (
         f"x [num_tokens, {packed.k}] {dtype} with stride 1 in the last dimension for this weight "

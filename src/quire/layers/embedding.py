@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from quire import kernels
+from quire.layers.weight_format import Matrix, Packed, WeightFormat
 from quire.layers.weighted_layer import WeightedLayer, WeightSpec
 
 
@@ -14,7 +15,7 @@ class Embedding(WeightedLayer):
     index 0 means.
     """
 
-    table: Tensor | kernels.PackedWeight
+    table: Tensor | Matrix
 
     def __init__(
         self, num_rows: int, width: int, dtype: torch.dtype, *, packed: bool = False, first_row: int = 0
@@ -23,13 +24,16 @@ class Embedding(WeightedLayer):
         self.shape = (num_rows, width)
         self.dtype = dtype
         self.packed = packed
+        self.format: WeightFormat = Packed()
         self.first_row = first_row
 
     def weight_specs(self) -> dict[str, WeightSpec]:
-        return {"weight": WeightSpec((self.shape,), self.dtype, kept=not self.packed)}
+        if self.packed:
+            return {"weight": self.format.spec((self.shape,), self.dtype)}
+        return {"weight": WeightSpec((self.shape,), self.dtype, kept=True)}
 
     def set_weight(self, name: str, weight: Tensor) -> None:
-        self.table = kernels.pack_weight(weight) if self.packed else weight[self.first_row :]
+        self.table = self.format.matrix(weight, self.shape, self.dtype) if self.packed else weight[self.first_row :]
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [num_tokens] -> [num_tokens, width]."""
@@ -46,5 +50,5 @@ class TiedLmHead(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [num_rows, hidden] -> logits [num_rows, vocab] float32."""
         table = self.embedding.table
-        assert isinstance(table, kernels.PackedWeight)
+        assert not isinstance(table, Tensor)
         return kernels.matmul(x, table, None, torch.float32)

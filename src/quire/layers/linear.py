@@ -1,16 +1,17 @@
-"""Matrix multiplications with packed weights."""
+"""Matrix multiplications, by weights in the format that a pass over modules chose (as they are, unless one did)."""
 
 import torch
 from torch import Tensor
 
 from quire import kernels
+from quire.layers.weight_format import Matrix, Packed, WeightFormat
 from quire.layers.weighted_layer import WeightedLayer, WeightSpec
 
 
 class Linear(WeightedLayer):
     """`x @ weight.T + bias`. Several `out_features` make one matrix of projections that a checkpoint keeps apart."""
 
-    weight: kernels.PackedWeight
+    weight: Matrix
 
     def __init__(
         self, in_features: int, out_features: int | tuple[int, ...], *, bias: bool, dtype: torch.dtype
@@ -19,18 +20,19 @@ class Linear(WeightedLayer):
         self.in_features = in_features
         self.out_features = (out_features,) if isinstance(out_features, int) else out_features
         self.dtype = dtype
+        self.format: WeightFormat = Packed()
         self.has_bias = bias
         self.bias: Tensor | None = None
 
     def weight_specs(self) -> dict[str, WeightSpec]:
-        specs = {"weight": WeightSpec(tuple((n, self.in_features) for n in self.out_features), self.dtype)}
+        specs = {"weight": self.format.spec(tuple((n, self.in_features) for n in self.out_features), self.dtype)}
         if self.has_bias:
             specs["bias"] = WeightSpec(tuple((n,) for n in self.out_features), torch.float32)
         return specs
 
     def set_weight(self, name: str, weight: Tensor) -> None:
         if name == "weight":
-            self.weight = kernels.pack_weight(weight)  # [sum(out_features), in_features]
+            self.weight = self.format.matrix(weight, (sum(self.out_features), self.in_features), self.dtype)
         else:
             self.bias = weight.clone()  # [sum(out_features)]
 

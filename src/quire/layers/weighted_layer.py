@@ -1,5 +1,6 @@
 """What the loader knows of a layer: which weights it has, of which shapes, and how to hand them over."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,11 +17,28 @@ class WeightSpec:
     dtype: torch.dtype
     kept: bool = False
     """the layer keeps the very tensor it is given; else it takes what it needs from it before `set_weight` returns"""
+    kept_bytes: int | None = None
+    """what the layer makes of it takes; none: as much as the stack in `dtype`"""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the stack."""
         return (sum(part[0] for part in self.parts), *self.parts[0][1:])
+
+    @property
+    def is_packed(self) -> bool:
+        """The checkpoint holds what a kernel laid out, not numbers."""
+        return self.dtype == torch.uint8
+
+    @property
+    def stack_bytes(self) -> int:
+        """Of the stack, in `dtype`."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        """That the layer keeps."""
+        return self.stack_bytes if self.kept_bytes is None else self.kept_bytes
 
 
 class WeightedLayer(nn.Module, ABC):

@@ -1,5 +1,6 @@
 """A checkpoint's weights: which file holds which tensor, each mapped into memory and read when it is asked for."""
 
+import dataclasses
 import math
 import mmap
 from collections.abc import Iterator, Mapping
@@ -10,16 +11,22 @@ import torch
 from torch import Tensor
 
 from quire.config.hf_config import read_json_object
-from quire.config.kv_cache import DTYPE_BYTES
 from quire.config.model import ModelConfig
 from quire.config.safetensors_header import TensorInfo, read_header
 from quire.errors import CheckpointError
+from quire.models.quantization import choose_formats
 from quire.models.registry import model_class
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.msgpack", "*.h5")
-_TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+_TORCH_DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F64": torch.float64,
+    "U8": torch.uint8,
+}
 
 
 class Checkpoint:
@@ -78,14 +85,11 @@ class Checkpoint:
 
 
 def weight_bytes(config: ModelConfig) -> int:
-    """Memory the weights will take, in the dtype they are computed in. Reads headers, no weights.
-
-    Norms and biases are kept in float32, which this leaves out: they are less than a thousandth.
-    """
-    model = model_class(config.architecture)
-    tensors = Checkpoint(config.path).tensors.values()
-    used = (math.prod(info.shape) for info in tensors if model.weight_name(config, info.name) is not None)
-    return sum(used) * DTYPE_BYTES[config.dtype]
+    """Memory the weights will take, as the layers keep them. Reads headers, no weights."""
+    Checkpoint(config.path)  # refuses one that lacks files
+    model = model_class(config.architecture)(dataclasses.replace(config, max_model_len=1))  # no long rotary table
+    choose_formats(model, config)
+    return sum(spec.num_bytes for _, layer in model.weighted_layers() for spec in layer.weight_specs().values())
 
 
 def _weight_files(folder: Path) -> Mapping[Path, list[str] | None]:

@@ -1,6 +1,5 @@
 """From a checkpoint's files to a model ready to run, one weight at a time."""
 
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,26 +8,30 @@ import torch
 from torch import Tensor
 
 from quire.config.model import ModelConfig
-from quire.errors import CheckpointError
+from quire.errors import CheckpointError, KernelError
 from quire.layers.weighted_layer import WeightedLayer, WeightSpec
 from quire.log import logger
 from quire.models.base import CausalLM
 from quire.models.checkpoint import Checkpoint
+from quire.models.quantization import choose_formats
 from quire.models.registry import model_class
 
 
 @dataclass(frozen=True, slots=True)
-class _Assignment:
+class Assignment:
     """One weight of a layer, and the tensors of the checkpoint that make it up, by the model's names."""
 
+    target: str
+    """the weight's name in the model"""
     layer: WeightedLayer
     name: str
+    """and in the layer"""
     spec: WeightSpec
     sources: tuple[str, ...]
 
 
 def load_model(config: ModelConfig) -> CausalLM:
-    """Build the model and fill it. Weights stream from the mapped files: converted, fused, packed, dropped.
+    """Build the model and fill it. Weights stream from the mapped files: stacked, packed or quantized, dropped.
 
     Peak memory is the packed weights and the largest weight of a layer. Names and shapes are compared with the headers
     before any weight is read. Raises UnsupportedModelError, or CheckpointError naming every missing, unexpected and
@@ -37,20 +40,24 @@ def load_model(config: ModelConfig) -> CausalLM:
     started = time.perf_counter()
     checkpoint = Checkpoint(config.path)
     model = model_class(config.architecture)(config)
-    names = _names_in_checkpoint(model, config, checkpoint)
-    assignments = list(_assignments(model))
-    _check(config, checkpoint, names, assignments)
+    choose_formats(model, config)
+    names = names_in_checkpoint(model, config, checkpoint)
+    wanted = list(assignments(model))
+    _check(config, checkpoint, names, wanted)
     _check_tied_head(model, config, checkpoint, names)
     # One buffer for all stacks: fresh ones would leave holes between the packed weights.
-    stacks = (_num_bytes(assignment.spec) for assignment in assignments if len(assignment.sources) > 1)
+    stacks = (assignment.spec.stack_bytes for assignment in wanted if len(assignment.sources) > 1)
     scratch = torch.empty(max(stacks, default=0), dtype=torch.uint8)
-    for assignment in assignments:
-        _assign(assignment, checkpoint, [names[source] for source in assignment.sources], scratch)
+    for assignment in wanted:
+        try:
+            _assign(assignment, checkpoint, [names[source] for source in assignment.sources], scratch)
+        except KernelError as error:
+            raise CheckpointError(f"{config.path}: {assignment.target}: {error}") from error
     logger.info("loaded %s in %.2f s", config.model, time.perf_counter() - started)
     return model.eval()
 
 
-def _names_in_checkpoint(model: CausalLM, config: ModelConfig, checkpoint: Checkpoint) -> dict[str, str]:
+def names_in_checkpoint(model: CausalLM, config: ModelConfig, checkpoint: Checkpoint) -> dict[str, str]:
     """The model's name -> the checkpoint's, for every tensor that the model needs."""
     names: dict[str, str] = {}
     for theirs in checkpoint.tensors:
@@ -62,21 +69,26 @@ def _names_in_checkpoint(model: CausalLM, config: ModelConfig, checkpoint: Check
     return names
 
 
-def _assignments(model: CausalLM) -> Iterator[_Assignment]:
+def assignments(model: CausalLM) -> Iterator[Assignment]:
+    """Every weight of the model, in order."""
     for module_name, layer in model.weighted_layers():
         parent, _, own = module_name.rpartition(".")
-        modules = [f"{parent}.{part}" if parent else part for part in model.fused.get(own, (own,))]
         for name, spec in layer.weight_specs().items():
-            yield _Assignment(layer, name, spec, tuple(f"{module}.{name}" for module in modules))
+            parts = model.fused.get(own, (own,)) if len(spec.parts) > 1 else (own,)
+            modules = [f"{parent}.{part}" if parent else part for part in parts]
+            yield Assignment(
+                f"{module_name}.{name}", layer, name, spec, tuple(f"{module}.{name}" for module in modules)
+            )
 
 
-def _check(config: ModelConfig, checkpoint: Checkpoint, names: dict[str, str], assignments: list[_Assignment]) -> None:
+def _check(config: ModelConfig, checkpoint: Checkpoint, names: dict[str, str], assignments: list[Assignment]) -> None:
     """Raise CheckpointError naming everything that does not fit between model and checkpoint."""
     wanted = {
         source: shape
         for assignment in assignments
         for source, shape in zip(assignment.sources, assignment.spec.parts, strict=True)
     }
+    packed = {source for assignment in assignments for source in assignment.sources if assignment.spec.is_packed}
     shapes = {ours: checkpoint.tensors[theirs].shape for ours, theirs in names.items()}
     problems = {
         "missing": [source for source in wanted if source not in shapes],
@@ -85,6 +97,11 @@ def _check(config: ModelConfig, checkpoint: Checkpoint, names: dict[str, str], a
             f"{names[source]} {list(shapes[source])} instead of {list(shape)}"
             for source, shape in wanted.items()
             if source in shapes and shapes[source] != shape
+        ],
+        "packed that should not be, or the reverse": [
+            names[source]
+            for source in wanted
+            if source in shapes and (checkpoint.tensors[names[source]].dtype == "U8") != (source in packed)
         ],
     }
     found = [f"{len(these)} weight(s) {what}: {', '.join(these)}" for what, these in problems.items() if these]
@@ -107,7 +124,7 @@ def _check_tied_head(model: CausalLM, config: ModelConfig, checkpoint: Checkpoin
             )
 
 
-def _assign(assignment: _Assignment, checkpoint: Checkpoint, sources: list[str], scratch: Tensor) -> None:
+def _assign(assignment: Assignment, checkpoint: Checkpoint, sources: list[str], scratch: Tensor) -> None:
     """Give the layer its weight: the mapped tensor itself where it is right as it is."""
     spec = assignment.spec
     if len(sources) == 1:
@@ -115,7 +132,7 @@ def _assign(assignment: _Assignment, checkpoint: Checkpoint, sources: list[str],
             if mapped.dtype == spec.dtype:
                 assignment.layer.set_weight(assignment.name, mapped)
                 return
-    num_bytes = _num_bytes(spec)
+    num_bytes = spec.stack_bytes
     fresh = spec.kept or num_bytes > len(scratch)
     memory = torch.empty(num_bytes, dtype=torch.uint8) if fresh else scratch[:num_bytes]
     weight = memory.view(spec.dtype).view(spec.shape)
@@ -125,7 +142,3 @@ def _assign(assignment: _Assignment, checkpoint: Checkpoint, sources: list[str],
             weight[start : start + part[0]] = mapped
         start += part[0]
     assignment.layer.set_weight(assignment.name, weight)
-
-
-def _num_bytes(spec: WeightSpec) -> int:
-    return math.prod(spec.shape) * spec.dtype.itemsize

@@ -47,6 +47,7 @@ class MemoryPlan:
             "model": self.config.model.model,
             "architecture": self.config.model.architecture,
             "dtype": self.config.model.dtype,
+            "quantization": self.config.model.quantization,
             "machine_limit_bytes": self.machine.limit_bytes,
             "machine_available_bytes": self.machine.available_bytes,
             "weight_bytes": self.weight_bytes,
@@ -62,8 +63,9 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         model, cache = self.config.model, self.kv_cache
+        kinds = [model.architecture, model.dtype, *([f"{model.quantization} weights"] if model.quantization else [])]
         rows = [
-            ("model", f"{model.model} ({model.architecture}, {model.dtype})"),
+            ("model", f"{model.model} ({', '.join(kinds)})"),
             (
                 "memory",
                 f"{format_bytes(self.machine.available_bytes)} of {format_bytes(self.machine.limit_bytes)} free",

@@ -1,0 +1,134 @@
+// How a matrix product is cut: tiles of accumulators that fill the registers, tasks that fill the threads; and how its
+// rows leave. Shared by the products on packed (matmul.h) and on quantized weights (quantized_matmul.h).
+#pragma once
+
+#include "kernel_table.h"
+#include "matmul_layout.h"
+#include "simd.h"
+#include "thread_pool.h"
+
+namespace quire::QUIRE_ISA {
+
+constexpr int64_t kVectorsPerPanel = kPanelColumns / W;
+
+// The largest tile of accumulators, kTileRows x kTileVectors, fills the registers; fewer rows take more columns.
+#if defined(QUIRE_SIMD_AVX512)
+constexpr int kTileRows = 12, kTileVectors = 2, kMaxVectors = 8;
+#elif defined(__aarch64__)
+constexpr int kTileRows = 5, kTileVectors = 4, kMaxVectors = 4;
+#else
+constexpr int kTileRows = 4, kTileVectors = 2, kMaxVectors = 4;
+#endif
+constexpr int kAccumulators = kTileRows * kTileVectors;
+
+constexpr int64_t kTaskPanels = 8;
+constexpr int64_t kTaskRows = 16 * kTileRows;
+constexpr int64_t kInlineProducts = 128 * 1024;  // done before a sleeping worker would have woken
+
+// How far ahead of the multiplication weights are asked for, in all panels of a tile of G vectors together.
+template <int G>
+constexpr int64_t kPrefetchAhead = 8192 / (G <= kVectorsPerPanel ? 1 : G / kVectorsPerPanel);
+
+QUIRE_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+QUIRE_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Vectors of columns a tile of `rows` rows takes: the largest power of two that fits the registers.
+constexpr int tile_vectors(int rows) {
+  int vectors = kTileVectors;
+  while (vectors * 2 <= kMaxVectors && vectors * 2 * rows <= kAccumulators) vectors *= 2;
+  return vectors;
+}
+
+// Tile::run<R, G> for so many rows and vectors; at most tile_vectors(rows) vectors.
+template <typename Tile, int R = 1>
+static auto tile_function(int64_t rows, int64_t vectors) {
+  if constexpr (R < kTileRows) {
+    if (rows > R) return tile_function<Tile, R + 1>(rows, vectors);
+  }
+  if constexpr (tile_vectors(R) >= 8) {
+    if (vectors >= 8) return &Tile::template run<R, 8>;
+  }
+  if constexpr (tile_vectors(R) >= 4) {
+    if (vectors >= 4) return &Tile::template run<R, 4>;
+  }
+  return &Tile::template run<R, 2>;
+}
+
+// Calls tile(vector, width) for tiles of up to tile_vectors(rows) vectors that together cover `panels` panels.
+template <typename Call>
+QUIRE_INLINE void for_tiles(int64_t rows, int64_t panels, const Call& tile) {
+  const int64_t vectors = panels * kVectorsPerPanel;
+  int64_t width = tile_vectors(int(rows));
+  for (int64_t vector = 0; vector < vectors; vector += width) {
+    while (width > vectors - vector) width /= 2;
+    tile(vector, width);
+  }
+}
+
+// Where a product goes: sums of rows from `row` and columns from `column` on, plus bias, rounded. The sums' rows are
+// `stride` apart, and as wide, but for what is beyond the last column.
+template <typename Out>
+static void finish_as(const ProductOut& to, int64_t row, int64_t rows, int64_t column, const float* sums,
+                      int64_t stride) {
+  const int64_t columns = smaller(stride, to.n - column);
+  for (int64_t r = 0; r < rows; ++r) {
+    Out* out = static_cast<Out*>(to.out) + (row + r) * to.n + column;
+    for (int64_t j = 0; j < columns; j += W) {
+      const int64_t count = smaller(W, columns - j);
+      f32 sum = load(sums + r * stride + j);
+      if (to.bias != nullptr) sum = sum + load_n(to.bias + column + j, count);
+      if (count == W) {
+        store(out + j, sum);
+      } else {
+        store_n(out + j, sum, count);
+      }
+    }
+  }
+}
+
+QUIRE_INLINE void finish(const ProductOut& to, int64_t row, int64_t rows, int64_t column, const float* sums,
+                         int64_t stride) {
+  if (to.dtype == kFloat32) {
+    finish_as<float>(to, row, rows, column, sums, stride);
+  } else {
+    finish_as<bf16>(to, row, rows, column, sums, stride);
+  }
+}
+
+// A rectangle of a product, computed by one thread: rows [row, row + rows), panels [panel, panel + panels).
+struct ProductTask {
+  int64_t row, rows, panel, panels;
+};
+
+// Calls run(task, thread) for tasks that together cover a product of [rows, n], `k` multiplications each.
+template <typename Run>
+static void for_tasks(int64_t rows, int64_t n, int64_t k, const Run& run) {
+  const int64_t panels = ceil_div(n, kPanelColumns);
+  if (rows == 0 || panels == 0) return;
+  const int64_t row_tasks = ceil_div(rows, kTaskRows);
+  const bool is_small = rows * n * k <= kInlineProducts;
+  int64_t panel_tasks = ceil_div(panels, kTaskPanels);
+  if (!is_small) {  // as many equal tasks as all threads finish together
+    const int64_t threads = num_threads();
+    panel_tasks = smaller(panels, ceil_div(ceil_div(row_tasks * panel_tasks, threads) * threads, row_tasks));
+  }
+  auto task = [&](int64_t index, int thread) {
+    const int64_t p = index / row_tasks, r = index % row_tasks;
+    ProductTask part;
+    part.row = r * rows / row_tasks;
+    part.rows = (r + 1) * rows / row_tasks - part.row;
+    part.panel = p * panels / panel_tasks;
+    part.panels = (p + 1) * panels / panel_tasks - part.panel;
+    run(part, thread);
+  };
+  auto all_tasks = [&](int64_t, int thread) {
+    for (int64_t index = 0; index < row_tasks * panel_tasks; ++index) task(index, thread);
+  };
+  if (is_small) {
+    parallel_for(1, all_tasks);
+  } else {
+    parallel_for(row_tasks * panel_tasks, task);
+  }
+}
+
+}  // namespace quire::QUIRE_ISA

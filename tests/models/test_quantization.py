@@ -1,0 +1,168 @@
+"""Models with quantized matrices: near the unquantized ones, the same in any batch, and saved to be mapped."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from quire import LLM, SamplingParams
+from quire.cli import main
+from quire.config.args import EngineArgs
+from quire.config.model import ModelConfig
+from quire.errors import CheckpointError, ConfigError, UnsupportedModelError
+from quire.kernels.backend import native
+from quire.layers.embedding import Embedding
+from quire.models.checkpoint import weight_bytes
+from quire.models.loader import assignments, load_model
+from quire.runner.memory_plan import plan_memory
+
+from ..engine.test_batch_invariance import make_prompts, mixed_params, run
+from .test_against_transformers import VARIANTS
+
+FORMATS = ["int8", "int4"]
+TOLERANCE = {"int8": 0.1, "int4": 0.7}
+"""of the norm of all logits, for random weights that nothing averages out; unrelated logits are 1.4 off"""
+
+needs_native = pytest.mark.skipif(native is None, reason="saved weights are in the native kernels' layout")
+
+
+def logits_of(config: ModelConfig, paged_run: Any) -> torch.Tensor:
+    prompt = [token % config.vocab_size for token in (5, 60, 3, 3, 17, 40, 8)]
+    logits: torch.Tensor = paged_run(load_model(config), config, [prompt]).step([len(prompt)])[0]
+    return logits
+
+
+@needs_native
+@pytest.mark.parametrize("quantization", FORMATS)
+@pytest.mark.parametrize(
+    "name", ["llama-mha-tied", "llama-biases", "qwen2", "opt", "opt-350m-like", "opt-untied-plain"]
+)
+def test_every_family_is_near_itself_unquantized_and_the_same_when_saved(
+    name: str, quantization: str, save_checkpoint: Any, paged_run: Any, tmp_path: Path
+) -> None:
+    architecture, fields = VARIANTS[name]
+    folder, _ = save_checkpoint(architecture, **fields)
+    exact = logits_of(ModelConfig.resolve(folder), paged_run)
+    quantized = logits_of(ModelConfig.resolve(folder, quantization=quantization), paged_run)
+    assert 0 < (quantized - exact).norm() <= TOLERANCE[quantization] * exact.norm()
+    saved = tmp_path / "new" / "saved"
+    assert main(["quantize", str(folder), str(saved), "--quantization", quantization]) == 0
+    config = ModelConfig.resolve(saved)
+    assert (config.quantization, config.quantized_weights) == (quantization, True)
+    assert torch.equal(logits_of(config, paged_run), quantized)
+    assert [path.name for path in saved.parent.iterdir()] == ["saved"]
+
+
+@pytest.mark.parametrize("quantization", FORMATS)
+def test_whatever_runs_beside_a_request_it_gets_what_it_gets_alone(quantization: str) -> None:
+    prompts, params = make_prompts(16, 8192, 60), mixed_params(16)
+    solo = LLM(quantization=quantization, enable_prefix_caching=False, max_model_len=96, max_num_seqs=1)
+    expected = [run(solo, [prompt], [param])[0] for prompt, param in zip(prompts, params, strict=True)]
+    plain = LLM(enable_prefix_caching=False, max_model_len=96)
+    assert run(plain, prompts, params) != expected
+    for num_blocks, caching, batched_tokens in [(6, True, 64), (9, False, 7), (40, True, 2048)]:
+        llm = LLM(
+            quantization=quantization,
+            num_gpu_blocks_override=num_blocks,
+            max_num_batched_tokens=batched_tokens,
+            enable_prefix_caching=caching,
+            max_model_len=96,
+        )
+        assert run(llm, prompts, params) == expected, f"{num_blocks} blocks"
+
+
+@pytest.mark.parametrize(("quantization", "bits"), [("int8", 8.2), ("int4", 5.7)])
+def test_the_plan_counts_what_the_layers_keep(quantization: str, bits: float) -> None:
+    config = ModelConfig.resolve("quire-tiny", quantization=quantization)
+    model = load_model(config)
+    kept = 0
+    for assignment in assignments(model):
+        layer = assignment.layer
+        kept += (layer.table if isinstance(layer, Embedding) else getattr(layer, assignment.name)).nbytes
+    plan = plan_memory(EngineArgs(quantization=quantization))
+    assert plan.weight_bytes == weight_bytes(config) == kept <= bits / 16 * 13.65e6
+    assert plan.to_dict()["quantization"] == quantization
+    assert f"{quantization} weights" in str(plan)
+
+
+def test_unknown_and_contradicting_quantizations_are_refused(saved: Path) -> None:
+    with pytest.raises(ConfigError, match="quantization='int_8', did you mean 'int8'"):
+        LLM(quantization="int_8")
+    with pytest.raises(ConfigError, match="are int4 already"):
+        LLM(model=str(saved), quantization="int8")
+    assert LLM(model=str(saved), quantization="int4", max_model_len=32).generate(
+        "def", SamplingParams(max_tokens=2), use_tqdm=False
+    )
+
+
+def test_saving_takes_a_new_folder_and_weights_that_are_not_quantized(saved: Path, capsys: Any) -> None:
+    before = sorted(saved.parent.iterdir())
+    assert main(["quantize", "quire-draft", str(saved)]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert main(["quantize", str(saved), str(saved.parent / "again")]) == 2
+    assert "quantized already" in capsys.readouterr().err
+    assert sorted(saved.parent.iterdir()) == before
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """The smaller embedded checkpoint in int4."""
+    if native is None:
+        pytest.skip("saved weights are in the native kernels' layout")
+    assert main(["quantize", "quire-draft", str(tmp_path / "saved")]) == 0
+    return tmp_path / "saved"
+
+
+def test_a_failure_while_saving_leaves_nothing_behind(tmp_path: Path, monkeypatch: Any) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(shutil, "copy", fail)
+    with pytest.raises(OSError, match="no space"):
+        main(["quantize", "quire-draft", str(tmp_path / "saved")])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"version": 99}, "version 99.*readable are int8, int4 in version 1"),
+        ({"format": "int2"}, "'int2'"),
+        ({"quant_method": "gptq"}, "take the unquantized checkpoint"),
+    ],
+)
+def test_foreign_quantized_folders_are_refused(saved: Path, change: dict[str, Any], told: str) -> None:
+    fields = json.loads((saved / "config.json").read_text())
+    fields["quantization_config"] |= change
+    (saved / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(UnsupportedModelError, match=told):
+        ModelConfig.resolve(saved)
+
+
+def test_damaged_quantized_folders_are_refused(saved: Path) -> None:
+    file = saved / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    name = "layers.0.self_attn.o_proj.weight"
+    safetensors.torch.save_file(tensors | {name: tensors[name][:-64].clone()}, file)
+    with pytest.raises(CheckpointError, match=rf"wrong shape: {name} \[\d+\] instead of"):
+        load_model(ModelConfig.resolve(saved))
+    safetensors.torch.save_file(tensors | {name: tensors[name].float()}, file)
+    with pytest.raises(CheckpointError, match=f"packed that should not be, or the reverse: {name}"):
+        load_model(ModelConfig.resolve(saved))
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="truncated"):
+        load_model(ModelConfig.resolve(saved))
+
+
+def test_weights_that_are_not_finite_are_refused_by_name(save_checkpoint: Any) -> None:
+    architecture, fields = VARIANTS["llama-gqa"]
+    folder, _ = save_checkpoint(architecture, **fields)
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.down_proj.weight"][3, 3] = torch.nan
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.down_proj\.weight: .*NaN"):
+        load_model(ModelConfig.resolve(folder, quantization="int8"))
