@@ -38,7 +38,9 @@ struct Variants {
     const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                             __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    best_first[0] = {&avx512_bf16::table, has_avx512 && __builtin_cpu_supports("avx512bf16")};
+    const bool has_avx512_bf16 =
+        has_avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+    best_first[0] = {&avx512_bf16::table, has_avx512_bf16};
     best_first[1] = {&avx512::table, has_avx512};
     best_first[2] = {&avx2::table, has_avx2};
 #endif

@@ -38,6 +38,7 @@
 //   load_pairs(p), set1_pair(p)            W pairs; one pair in all lanes
 //   set1, fma(a, b, c) = a * b + c         (the portable variant rounds twice, except on arm64)
 //   dot2(acc, a, b)                        acc + a.lower * b.lower + a.upper * b.upper per lane
+//   multiply_pairs(a, b)                   a.lower * b.lower + a.upper * b.upper of two int16 in each int32 lane
 //   keep_in_register(v)                    hides v from the optimiser, for benchmarks
 //   max, select(mask, a, b), reduce_add, reduce_max    max(a, b) is b if either is NaN; reductions are fixed trees
 

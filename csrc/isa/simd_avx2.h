@@ -75,4 +75,6 @@ QUIRE_INLINE f32 upper(pairs p) {
 }
 QUIRE_INLINE f32 dot2(f32 acc, pairs a, pairs b) { return fma(upper(a), upper(b), fma(lower(a), lower(b), acc)); }
 
+QUIRE_INLINE i32 multiply_pairs(i32 a, i32 b) { return (i32)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
+
 }  // namespace quire::QUIRE_ISA

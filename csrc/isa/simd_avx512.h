@@ -75,4 +75,6 @@ QUIRE_INLINE f32 dot2(f32 acc, pairs a, pairs b) {
 #endif
 }
 
+QUIRE_INLINE i32 multiply_pairs(i32 a, i32 b) { return (i32)_mm512_madd_epi16((__m512i)a, (__m512i)b); }
+
 }  // namespace quire::QUIRE_ISA

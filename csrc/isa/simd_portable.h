@@ -3,6 +3,8 @@
 
 #if defined(__aarch64__)
 #include <arm_neon.h>
+#elif defined(__SSE2__)
+#include <emmintrin.h>
 #endif
 
 namespace quire::QUIRE_ISA {
@@ -95,5 +97,13 @@ QUIRE_INLINE pairs set1_pair(const bf16* p) {
 QUIRE_INLINE f32 lower(pairs p) { return (f32)(p << 16); }
 QUIRE_INLINE f32 upper(pairs p) { return (f32)(p & 0xffff0000u); }
 QUIRE_INLINE f32 dot2(f32 acc, pairs a, pairs b) { return fma(upper(a), upper(b), fma(lower(a), lower(b), acc)); }
+
+QUIRE_INLINE i32 multiply_pairs(i32 a, i32 b) {
+#if defined(__SSE2__)
+  return (i32)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#else
+  return ((a << 16) >> 16) * ((b << 16) >> 16) + (a >> 16) * (b >> 16);
+#endif
+}
 
 }  // namespace quire::QUIRE_ISA
