@@ -212,13 +212,9 @@ class AttentionTask {
     if constexpr (kInt8) {
       float steps[R];
       quantize_probs<R>(tile, a_.head_dim, s_.scores, steps);
-      for (; dim + kVectors * W <= a_.head_dim; dim += kVectors * W) {
-        add_int8_values<kVectors, R>(tile, next, dim, kVectors * W, first, last, s_.scores, steps, decay, out + dim,
-                                     a_.row_stride);
-      }
       for (; dim < a_.head_dim; dim += 2 * W) {
-        add_int8_values<2, R>(tile, next, dim, min_of(a_.head_dim - dim, 2 * W), first, last, s_.scores, steps, decay,
-                              out + dim, a_.row_stride);
+        add_int8_values<R>(tile, next, dim, min_of(a_.head_dim - dim, 2 * W), first, last, s_.scores, steps, decay,
+                           out + dim, a_.row_stride);
       }
     } else {
       for (; dim + kVectors * W <= a_.head_dim; dim += kVectors * W) {

@@ -222,25 +222,17 @@ static inline void quantize_probs(const KeyTile<int8_t>& tile, int64_t head_dim,
   }
 }
 
-// As add_values after quantize_probs, for `count` dimensions from `dim` on: all N * W, or with N = 2 those that are
-// left.
-template <int N, int R>
+// As add_values after quantize_probs, for `count` <= 2 W dimensions from `dim` on.
+template <int R>
 static inline void add_int8_values(const KeyTile<int8_t>& tile, const KeyTile<int8_t>* next, int64_t dim, int64_t count,
                                    int64_t first, int64_t last, const float* probs, const float* steps,
                                    const float* decay, float* out, int64_t row_stride) {
-  i32 acc[R][N];
+  i32 acc[R][2];
   QUIRE_UNROLL
-  for (int r = 0; r < R; ++r) {
-    QUIRE_UNROLL
-    for (int v = 0; v < N; ++v) acc[r][v] = i32{};
-  }
+  for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = i32{};
   for (int64_t key = first / 2 * 2; key < last; key += 2) {
-    i32 value[N];
-    QUIRE_UNROLL
-    for (int v = 0; v < N; v += 2) {
-      const int64_t at = dim + v * W, left = N == 2 ? count : 2 * W;
-      pair_rows(tile.values[key] + at, tile.values[key + 1] + at, left, value[v], value[v + 1]);
-    }
+    i32 low, high;
+    pair_rows(tile.values[key] + dim, tile.values[key + 1] + dim, count, low, high);
     if (next) {
       __builtin_prefetch(next->values[key] + dim);
       __builtin_prefetch(next->values[key + 1] + dim);
@@ -248,15 +240,14 @@ static inline void add_int8_values(const KeyTile<int8_t>& tile, const KeyTile<in
     QUIRE_UNROLL
     for (int r = 0; r < R; ++r) {
       const i32 prob = set1_int16_pair(reinterpret_cast<const int16_t*>(probs + r * kTileKeys) + key);
-      QUIRE_UNROLL
-      for (int v = 0; v < N; ++v) acc[r][v] = add_pairs(acc[r][v], value[v], prob);
+      acc[r][0] = add_pairs(acc[r][0], low, prob);
+      acc[r][1] = add_pairs(acc[r][1], high, prob);
     }
   }
   QUIRE_UNROLL
   for (int r = 0; r < R; ++r) {
-    QUIRE_UNROLL
-    for (int v = 0; v < N; v += 2) in_order(acc[r][v], acc[r][v + 1]);
-    for (int v = 0; v < N && v * W < count; ++v) {
+    in_order(acc[r][0], acc[r][1]);
+    for (int v = 0; v < 2 && v * W < count; ++v) {
       float* to = out + r * row_stride + v * W;
       store(to, fma(__builtin_convertvector(acc[r][v], f32), set1(steps[r]), load(to) * set1(decay[r])));
     }
