@@ -141,9 +141,8 @@ class AttentionTask {
       }
       key += run;
     }
-    for (int64_t i = 0; i < kTileKeys; ++i) {
-      if (i < first - start || i >= last - start) tile.values[i] = tile.values[first - start];
-    }
+    for (int64_t i = 0; i < first - start; ++i) tile.values[i] = tile.values[first - start];
+    for (int64_t i = last - start; i < kTileKeys; ++i) tile.values[i] = tile.values[first - start];
     for (int64_t v = 0; v < KeyTile<C>::kVectors; ++v) {
       if (!in_place) {
         tile.vectors[v] = packed + v * W * kPack;
@@ -213,7 +212,8 @@ class AttentionTask {
       float steps[R];
       quantize_probs<R>(tile, a_.head_dim, s_.scores, steps);
       for (; dim < a_.head_dim; dim += 2 * W) {
-        add_int8_values<R>(tile, next, dim, min_of(a_.head_dim - dim, 2 * W), first, last, s_.scores, steps, decay,
+        const KeyTile<C>* fetched = dim % 64 == 0 ? next : nullptr;  // a cache line holds 64 dimensions
+        add_int8_values<R>(tile, fetched, dim, min_of(a_.head_dim - dim, 2 * W), first, last, s_.scores, steps, decay,
                            out + dim, a_.row_stride);
       }
     } else {
