@@ -53,16 +53,21 @@ struct ThreadState {
 
 AttentionScratch thread_scratch(DType dtype, const AttentionArgs& args, int64_t rows) {
   static thread_local ThreadState state;
-  const int64_t lanes = dtype == kBFloat16 ? args.head_dim / 2 : args.head_dim;
+  const int64_t lanes = args.int8_cache ? args.head_dim / 4 + 2 : args.head_dim / (dtype == kBFloat16 ? 2 : 1);
   const int64_t packed = args.block_size % 16 == 0 ? 0 : 2 * lanes * kTileKeys;  // vectors are 4, 8 or 16 lanes wide
-  float* floats = state.floats.reserve(2 * rows * args.row_stride + kMaxBlockRows * kTileKeys + packed);
+  const int64_t int16_queries = args.int8_cache ? rows * args.head_dim / 2 : 0;
+  float* floats =
+      state.floats.reserve(2 * rows * args.row_stride + kMaxBlockRows * kTileKeys + packed + rows + int16_queries);
   state.queries.resize(static_cast<size_t>(rows));
   state.positions.resize(static_cast<size_t>(rows));
   float* scores = floats + 2 * rows * args.row_stride;
+  float* packed_keys = scores + kMaxBlockRows * kTileKeys;
   return {floats,
           floats + rows * args.row_stride,
           scores,
-          scores + kMaxBlockRows * kTileKeys,
+          packed_keys,
+          packed_keys + packed,
+          reinterpret_cast<int16_t*>(packed_keys + packed + rows),
           state.queries.data(),
           state.positions.data()};
 }
@@ -198,7 +203,7 @@ void paged_attention(DType dtype, const AttentionArgs& args) {
     std::stable_sort(plan.items.begin(), plan.items.end(),
                      [](const AttentionItem& a, const AttentionItem& b) { return a.cost > b.cost; });
   }
-  for_each(plan.items, table.item[dtype]);
+  for_each(plan.items, args.int8_cache ? table.int8_item[dtype] : table.item[dtype]);
   for_each(plan.split, table.finish[dtype]);
 }
 

@@ -20,7 +20,8 @@ constexpr int64_t kMaxBlockRows = 16;
 struct AttentionArgs {
   const void* query;  // [num_tokens, num_heads, head_dim]
   int64_t query_stride;
-  const void* k_cache;  // [num_blocks, num_kv_heads, head_dim / pack, block_size, pack]
+  bool int8_cache;      // else the cache holds what the query does
+  const void* k_cache;  // [num_blocks, num_kv_heads, head_dim / pack, block_size, pack]; int8: two lanes more, floats
   const void* v_cache;  // [num_blocks, num_kv_heads, block_size, head_dim]
   int64_t k_block_stride;
   int64_t v_block_stride;
@@ -59,17 +60,20 @@ struct AttentionItem {
 
 // What one thread needs beside its item.
 struct AttentionScratch {
-  float* total;          // [rows, row_stride]
-  float* part;           // [rows, row_stride]
-  float* scores;         // [kMaxBlockRows, kTileKeys]
-  float* packed_keys;    // [2, head_dim / pack, kTileKeys] four-byte lanes
-  const void** queries;  // [rows]
-  int64_t* positions;    // [rows]
+  float* total;            // [rows, row_stride]
+  float* part;             // [rows, row_stride]
+  float* scores;           // [kMaxBlockRows, kTileKeys]
+  float* packed_keys;      // [2, lanes of a key, kTileKeys] four-byte lanes
+  float* query_scales;     // [rows]
+  int16_t* int16_queries;  // [rows, head_dim]
+  const void** queries;    // [rows]
+  int64_t* positions;      // [rows]
 };
 
 struct AttentionTable {
   // Computes an item: its output, or its sections' states where it has `partials`.
   void (*item[kNumDTypes])(const AttentionArgs& args, const AttentionItem& item, const AttentionScratch& scratch);
+  void (*int8_item[kNumDTypes])(const AttentionArgs& args, const AttentionItem& item, const AttentionScratch& scratch);
   // Merges the states of the item's sections in order and writes its output.
   void (*finish[kNumDTypes])(const AttentionArgs& args, const AttentionItem& item, const AttentionScratch& scratch);
 };

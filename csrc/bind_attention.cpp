@@ -6,13 +6,15 @@ namespace quire {
 void bind_attention(nb::module_& module) {
   module.def(
       "paged_attention",
-      [](int dtype, Address query, int64_t query_stride, Address k_cache, Address v_cache, int64_t k_block_stride,
-         int64_t v_block_stride, Address query_start, Address seq_lens, Address block_tables, int64_t table_stride,
-         int64_t table_width, int64_t num_tokens, int64_t num_seqs, int64_t num_heads, int64_t num_kv_heads,
-         int64_t head_dim, int64_t num_blocks, int64_t block_size, int64_t sliding_window, float scale, Address out) {
+      [](int dtype, Address query, int64_t query_stride, bool int8_cache, Address k_cache, Address v_cache,
+         int64_t k_block_stride, int64_t v_block_stride, Address query_start, Address seq_lens, Address block_tables,
+         int64_t table_stride, int64_t table_width, int64_t num_tokens, int64_t num_seqs, int64_t num_heads,
+         int64_t num_kv_heads, int64_t head_dim, int64_t num_blocks, int64_t block_size, int64_t sliding_window,
+         float scale, Address out) {
         paged_attention(DType(dtype), {
                                           .query = pointer(query),
                                           .query_stride = query_stride,
+                                          .int8_cache = int8_cache,
                                           .k_cache = pointer(k_cache),
                                           .v_cache = pointer(v_cache),
                                           .k_block_stride = k_block_stride,

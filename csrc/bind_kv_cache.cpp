@@ -18,14 +18,15 @@ void check_range(const char* what, const int64_t* ids, int64_t count, int64_t st
 }
 
 KvCache make_cache(Address k_cache, Address v_cache, int64_t k_block_bytes, int64_t v_block_bytes, int64_t num_blocks,
-                   int64_t num_kv_heads, int64_t head_bytes, int64_t block_size) {
+                   int64_t num_kv_heads, int64_t key_bytes, int64_t value_bytes, int64_t block_size) {
   return {pointer<uint8_t>(k_cache),
           pointer<uint8_t>(v_cache),
           k_block_bytes,
           v_block_bytes,
           num_blocks,
           num_kv_heads,
-          head_bytes,
+          key_bytes,
+          value_bytes,
           block_size};
 }
 
@@ -41,6 +42,19 @@ void bind_kv_cache(nb::module_& module) {
         check_range("write_kv: slot", pointer<int64_t>(slots), num_tokens, 1, cache.num_slots());
         write_kv(cache, pointer<uint8_t>(key), key_bytes, pointer<uint8_t>(value), value_bytes, pointer<int64_t>(slots),
                  num_tokens);
+      },
+      Unlocked());
+  module.def(
+      "quantize_kv",
+      [](const KvCache& cache, int dtype, Address key, int64_t key_stride, Address value, int64_t value_stride,
+         Address slots, int64_t num_tokens) {
+        const auto* ids = pointer<int64_t>(slots);
+        check_range("write_kv: slot", ids, num_tokens, 1, cache.num_slots());
+        if (dtype == kFloat32) {
+          quantize_kv(cache, pointer<float>(key), key_stride, pointer<float>(value), value_stride, ids, num_tokens);
+        } else {
+          quantize_kv(cache, pointer<bf16>(key), key_stride, pointer<bf16>(value), value_stride, ids, num_tokens);
+        }
       },
       Unlocked());
   module.def(

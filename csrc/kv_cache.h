@@ -1,18 +1,20 @@
-// Moving keys and values between tokens, slots and blocks. Plain copies: the same code serves every instruction set.
+// Moving keys and values between tokens, slots and blocks. The same code serves every instruction set.
 //
 // One block of one layer: keys [num_kv_heads, head_dim / pack, block_size, pack], where pack elements fill four bytes,
-// and values [num_kv_heads, block_size, head_dim]. Both caches may be views into one buffer, so the stride from block
-// to block is free; within a block everything is contiguous. All sizes here are in bytes; a "lane" is four bytes of a
-// key.
+// and values [num_kv_heads, block_size, head_dim]. An int8 key has two lanes more: the float32 scales of the key and of
+// the value. Both caches may be views into one buffer, so the stride from block to block is free; within a block
+// everything is contiguous. All sizes here are in bytes; a "lane" is four bytes of a key.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #if defined(__x86_64__)
 #include <emmintrin.h>
 #endif
 
+#include "common.h"
 #include "thread_pool.h"
 
 namespace quire {
@@ -24,17 +26,18 @@ struct KvCache {
   int64_t value_block_stride;
   int64_t num_blocks;
   int64_t num_kv_heads;
-  int64_t head_bytes;  // head_dim * element size
+  int64_t key_bytes;  // of one head, scales included
+  int64_t value_bytes;
   int64_t block_size;
 
   int64_t num_slots() const { return num_blocks * block_size; }
-  int64_t lanes() const { return head_bytes / 4; }
+  int64_t lanes() const { return key_bytes / 4; }
   int64_t lane_stride() const { return 4 * block_size; }
   uint8_t* key(int64_t slot, int64_t head) const {
-    return keys + slot / block_size * key_block_stride + head * head_bytes * block_size + slot % block_size * 4;
+    return keys + slot / block_size * key_block_stride + head * key_bytes * block_size + slot % block_size * 4;
   }
   uint8_t* value(int64_t slot, int64_t head) const {
-    return values + slot / block_size * value_block_stride + (head * block_size + slot % block_size) * head_bytes;
+    return values + slot / block_size * value_block_stride + (head * block_size + slot % block_size) * value_bytes;
   }
 };
 
@@ -45,7 +48,7 @@ inline void copy_lanes(const uint8_t* from, int64_t from_stride, uint8_t* to, in
 
 // Tokens one task moves: enough bytes to be worth a thread's wake-up.
 inline int64_t tokens_per_task(const KvCache& cache) {
-  const int64_t tokens = 32768 / (2 * cache.num_kv_heads * cache.head_bytes);
+  const int64_t tokens = 32768 / (2 * cache.num_kv_heads * cache.key_bytes);
   return tokens < 1 ? 1 : tokens;
 }
 
@@ -65,10 +68,60 @@ inline void write_kv(const KvCache& cache, const uint8_t* key, int64_t key_strid
                      int64_t value_stride, const int64_t* slots, int64_t num_tokens) {
   for_each_token(cache, num_tokens, [&](int64_t t) {
     for (int64_t head = 0; head < cache.num_kv_heads; ++head) {
-      const int64_t offset = head * cache.head_bytes;
+      const int64_t offset = head * cache.value_bytes;
       copy_lanes(key + t * key_stride + offset, 4, cache.key(slots[t], head), cache.lane_stride(), cache.lanes());
       std::memcpy(cache.value(slots[t], head), value + t * value_stride + offset,
-                  static_cast<size_t>(cache.head_bytes));
+                  static_cast<size_t>(cache.value_bytes));
+    }
+  });
+}
+
+QUIRE_INLINE float to_float(float v) { return v; }
+QUIRE_INLINE float to_float(bf16 v) {
+  const uint32_t bits = uint32_t{v.bits} << 16;
+  float wide;
+  std::memcpy(&wide, &bits, sizeof wide);
+  return wide;
+}
+
+// to[i] = from[i] / scale to nearest even, for the largest |from[i]| 127; returns scale. NaN makes the scale NaN.
+template <typename T>
+float quantize_head(const T* from, int64_t count, int8_t* to) {
+  int32_t most_bits = 0;  // of the largest absolute value: they are in the order of the floats, NaN last
+  for (int64_t i = 0; i < count; ++i) {
+    const float v = to_float(from[i]);
+    int32_t bits;
+    std::memcpy(&bits, &v, sizeof bits);
+    bits &= 0x7fffffff;
+    most_bits = bits > most_bits ? bits : most_bits;
+  }
+  float most;
+  std::memcpy(&most, &most_bits, sizeof most);
+  const float inverse = most > 1e-30f ? 127.0f / most : 0.0f;
+  for (int64_t i = 0; i < count; ++i) {
+    const float shifted = to_float(from[i]) * inverse + 12582912.0f;  // 1.5 * 2^23: the integer is in the lowest bits
+    int32_t bits;
+    std::memcpy(&bits, &shifted, sizeof bits);
+    to[i] = static_cast<int8_t>(bits);
+  }
+  return most / 127.0f;
+}
+
+// As write_kv into an int8 cache, each head of each token with its own scales. Strides in elements.
+template <typename T>
+void quantize_kv(const KvCache& cache, const T* key, int64_t key_stride, const T* value, int64_t value_stride,
+                 const int64_t* slots, int64_t num_tokens) {
+  const int64_t head_dim = cache.value_bytes;
+  for_each_token(cache, num_tokens, [&](int64_t t) {
+    static thread_local std::vector<uint8_t> packed;
+    packed.resize(static_cast<size_t>(cache.key_bytes));
+    for (int64_t head = 0; head < cache.num_kv_heads; ++head) {
+      const float scales[2] = {
+          quantize_head(key + t * key_stride + head * head_dim, head_dim, reinterpret_cast<int8_t*>(packed.data())),
+          quantize_head(value + t * value_stride + head * head_dim, head_dim,
+                        reinterpret_cast<int8_t*>(cache.value(slots[t], head)))};
+      std::memcpy(packed.data() + head_dim, scales, sizeof scales);
+      copy_lanes(packed.data(), 4, cache.key(slots[t], head), cache.lane_stride(), cache.lanes());
     }
   });
 }
@@ -77,9 +130,9 @@ inline void write_kv(const KvCache& cache, const uint8_t* key, int64_t key_strid
 inline void gather_kv(const KvCache& cache, const int64_t* slots, int64_t num_tokens, uint8_t* key, uint8_t* value) {
   for_each_token(cache, num_tokens, [&](int64_t t) {
     for (int64_t head = 0; head < cache.num_kv_heads; ++head) {
-      const int64_t offset = (t * cache.num_kv_heads + head) * cache.head_bytes;
+      const int64_t offset = (t * cache.num_kv_heads + head) * cache.value_bytes;
       copy_lanes(cache.key(slots[t], head), cache.lane_stride(), key + offset, 4, cache.lanes());
-      std::memcpy(value + offset, cache.value(slots[t], head), static_cast<size_t>(cache.head_bytes));
+      std::memcpy(value + offset, cache.value(slots[t], head), static_cast<size_t>(cache.value_bytes));
     }
   });
 }
@@ -91,7 +144,7 @@ inline void copy_slots(const KvCache& cache, const int64_t* src_slots, const int
       copy_lanes(cache.key(src_slots[t], head), cache.lane_stride(), cache.key(dst_slots[t], head), cache.lane_stride(),
                  cache.lanes());
       std::memcpy(cache.value(dst_slots[t], head), cache.value(src_slots[t], head),
-                  static_cast<size_t>(cache.head_bytes));
+                  static_cast<size_t>(cache.value_bytes));
     }
   });
 }

@@ -2,10 +2,12 @@
 
 Decoding is limited by reading keys and values, prefill by multiply-adds in registers (the scores by bfloat16 ones where
 the CPU has them), copying by a large memory copy. The limits are measured between the repetitions, since on a shared
-machine they move; the best of each is compared.
+machine they move; the best of each is compared. Decoding over an int8 cache is compared with the same over the dtype's,
+in turn.
 """
 
 import argparse
+import itertools
 import json
 import time
 from collections.abc import Callable
@@ -14,10 +16,12 @@ from typing import Any
 import torch
 
 from quire import kernels
+from quire.config.kv_cache import KVCacheSpec
 from quire.kernels import backend
 
 DECODES = ((14, 2, 64, 16384, 1), (32, 8, 128, 16384, 1), (32, 32, 128, 4096, 1), (14, 2, 64, 1024, 32))
 """num_heads, num_kv_heads, head_dim, context, number of sequences"""
+INT8_DECODES = ((14, 2, 64, 8000, 1), (14, 2, 64, 8000, 8), (32, 8, 128, 8000, 1), (32, 8, 128, 8000, 8))
 PREFILLS = ((14, 2, 64, 2048), (32, 8, 128, 2048))
 """num_heads, num_kv_heads, head_dim, tokens"""
 COPIES = (32 * 1024, 1024 * 1024)
@@ -55,15 +59,26 @@ def flop_speed(dtype: torch.dtype, rounds: int = 200_000) -> float:
 
 
 def make_inputs(
-    num_heads: int, num_kv_heads: int, head_dim: int, context: int, query_len: int, num_seqs: int, dtype: torch.dtype
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    context: int,
+    query_len: int,
+    num_seqs: int,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype | None = None,
 ) -> tuple[Any, ...]:
-    """paged_attention's arguments for equal sequences in shuffled blocks."""
+    """paged_attention's arguments for equal sequences in shuffled blocks; the cache is of `dtype` unless told."""
+    spec = KVCacheSpec(num_kv_heads, head_dim, str(cache_dtype or dtype).removeprefix("torch."))
     blocks = -(-context // BLOCK_SIZE)
     num_blocks = blocks * num_seqs
-    buffer = torch.zeros(num_blocks * 2 * num_kv_heads * BLOCK_SIZE * head_dim * dtype.itemsize, dtype=torch.uint8)
-    k_cache, v_cache = kernels.make_layer_cache(buffer, num_blocks, BLOCK_SIZE, num_kv_heads, head_dim, dtype)
-    k_cache.normal_()
-    v_cache.normal_()
+    buffer = torch.zeros(num_blocks * BLOCK_SIZE * spec.bytes_per_token, dtype=torch.uint8)
+    k_cache, v_cache = kernels.make_layer_cache(
+        buffer, num_blocks, BLOCK_SIZE, num_kv_heads, head_dim, cache_dtype or dtype
+    )
+    for slots in torch.tensor_split(torch.arange(num_blocks * BLOCK_SIZE), -(-num_blocks // 256)):
+        key, value = torch.randn(2, len(slots), num_kv_heads, head_dim).to(dtype)
+        kernels.write_kv(key, value, k_cache, v_cache, slots)
     query = torch.randn(query_len * num_seqs, num_heads, head_dim).to(dtype)
     query_start = torch.arange(0, query_len * num_seqs + 1, query_len, dtype=torch.int32)
     seq_lens = torch.full((num_seqs,), context, dtype=torch.int32)
@@ -89,6 +104,28 @@ def bench_decode(case: tuple[int, int, int, int, int], dtype: torch.dtype, repea
     return {
         "kernel": "decode", "heads": case[:3], "context": context, "num_seqs": num_seqs, "us": round(best * 1e6, 1),
         "gb_per_s": round(num_bytes / best / 1e9, 1), "of_read": round(num_bytes / best / limit, 3),
+    }  # fmt: skip
+
+
+def bench_int8_decode(case: tuple[int, int, int, int, int], dtype: torch.dtype, repeats: int) -> dict[str, object]:
+    """One token of each sequence over an int8 cache, and in turn over one of `dtype`; none stays in the processor's."""
+    num_heads, num_kv_heads, head_dim, context, num_seqs = case
+    num_bytes = 2 * num_kv_heads * (head_dim + 4) * context * num_seqs
+    count = max(1, 128_000_000 // num_bytes)
+    int8, plain = (
+        [make_inputs(num_heads, num_kv_heads, head_dim, context, 1, num_seqs, dtype, cache_dtype) for _ in range(count)]
+        for cache_dtype in (torch.int8, dtype)
+    )
+    next_int8, next_plain = itertools.cycle(int8), itertools.cycle(plain)
+    best, speed = best_of(
+        max(repeats, count),
+        lambda: kernels.paged_attention(*next(next_int8)),
+        lambda: 1 / seconds(lambda: kernels.paged_attention(*next(next_plain))),
+    )
+    return {
+        "kernel": "decode_int8", "heads": case[:3], "context": context, "num_seqs": num_seqs,
+        "us": round(best * 1e6, 1), "gb_per_s": round(num_bytes / best / 1e9, 1),
+        "us_of_dtype": round(1e6 / speed, 1), "speedup": round(1 / (speed * best), 2),
     }  # fmt: skip
 
 
@@ -150,6 +187,8 @@ def main() -> None:
     torch.set_num_threads(1)
     for decode in DECODES:
         print(json.dumps(bench_decode(decode, dtype, args.repeats) | common), flush=True)
+    for decode in INT8_DECODES:
+        print(json.dumps(bench_int8_decode(decode, dtype, args.repeats) | common), flush=True)
     for prefill in PREFILLS:
         print(json.dumps(bench_prefill(prefill, dtype, args.repeats) | common), flush=True)
     for block_bytes in COPIES:

@@ -59,9 +59,13 @@ def mixed_params(num_prompts: int) -> list[SamplingParams]:
     ]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_64_mixed_prompts_in_a_tiny_cache_equal_their_solo_runs(dtype):
-    solo = LLM(dtype=dtype, enable_prefix_caching=False, max_model_len=96, max_num_seqs=1)
+STORAGE = [("bfloat16", "auto"), ("float32", "auto"), ("bfloat16", "int8")]
+
+
+@pytest.mark.parametrize(("dtype", "kv_cache_dtype"), STORAGE)
+def test_64_mixed_prompts_in_a_tiny_cache_equal_their_solo_runs(dtype, kv_cache_dtype):
+    storage = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype}
+    solo = LLM(**storage, enable_prefix_caching=False, max_model_len=96, max_num_seqs=1)
     prompts, params = make_prompts(64, 8192, 60), mixed_params(64)
     expected = [run(solo, [prompt], [param])[0] for prompt, param in zip(prompts, params, strict=True)]
     assert len({tuple(tokens) for (tokens,) in expected}) > 32, "outputs too alike to tell requests apart"
@@ -75,7 +79,7 @@ def test_64_mixed_prompts_in_a_tiny_cache_equal_their_solo_runs(dtype):
         (40, False, None),
     ]:
         llm = LLM(
-            dtype=dtype,
+            **storage,
             num_gpu_blocks_override=num_blocks,
             max_num_batched_tokens=64,
             enable_prefix_caching=caching,
@@ -91,10 +95,11 @@ def test_64_mixed_prompts_in_a_tiny_cache_equal_their_solo_runs(dtype):
     assert swapped_blocks > 0
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_preemption_at_every_step_changes_nothing(dtype):
+@pytest.mark.parametrize(("dtype", "kv_cache_dtype"), STORAGE)
+def test_a_preemption_at_every_step_changes_nothing(dtype, kv_cache_dtype):
     """Both ways, with and without caching, single answers and samples: bit for bit what each request gives alone."""
-    solo = LLM(dtype=dtype, enable_prefix_caching=False, max_model_len=96, max_num_seqs=3)
+    storage = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype}
+    solo = LLM(**storage, enable_prefix_caching=False, max_model_len=96, max_num_seqs=3)
     prompts, params = make_prompts(12, 8192, 60), mixed_params(12)
     params[3] = SamplingParams(n=3, temperature=0.8, seed=3, max_tokens=9, ignore_eos=True)
     params[7] = SamplingParams(n=2, temperature=1.0, seed=7, max_tokens=17, ignore_eos=True)
@@ -103,7 +108,7 @@ def test_a_preemption_at_every_step_changes_nothing(dtype):
     for mode in ("recompute", "swap"):
         for caching in (True, False):
             llm = LLM(
-                dtype=dtype,
+                **storage,
                 num_gpu_blocks_override=20,
                 max_num_batched_tokens=128,
                 enable_prefix_caching=caching,
@@ -139,7 +144,8 @@ def test_requests_with_one_new_prefix_compute_it_once(budget):
     assert llm.engine.stats().prefix_cache["hit"] >= 19 * num_once
 
 
-def test_logits_are_bitwise_the_same_in_any_chunking_and_block_size(monkeypatch):
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_logits_are_bitwise_the_same_in_any_chunking_and_block_size(monkeypatch, kv_cache_dtype):
     """Not only the tokens: every logit of every drawn position."""
     original = model_runner.sample
 
@@ -157,6 +163,7 @@ def test_logits_are_bitwise_the_same_in_any_chunking_and_block_size(monkeypatch)
             max_num_batched_tokens=batched_tokens,
             block_size=block_size,
             kv_cache_memory="32MiB",
+            kv_cache_dtype=kv_cache_dtype,
             enable_prefix_caching=False,
             num_threads=threads,
         )
@@ -224,12 +231,19 @@ def test_a_preempted_request_gets_the_same_random_tokens():
     assert roomy.engine.stats().num_preemptions == 0
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("block_size", [3, 16])
-def test_what_earlier_requests_left_in_the_cache_does_not_matter(block_size):
+def test_what_earlier_requests_left_in_the_cache_does_not_matter(block_size, kv_cache_dtype):
     """Not even NaNs in slots that nobody has written yet."""
     prompts, params = make_prompts(5, 8192, 40), mixed_params(5)
-    llm = LLM(max_model_len=96, block_size=block_size, num_gpu_blocks_override=200, enable_prefix_caching=False)
+    llm = LLM(
+        max_model_len=96,
+        block_size=block_size,
+        num_gpu_blocks_override=200,
+        enable_prefix_caching=False,
+        kv_cache_dtype=kv_cache_dtype,
+    )
     expected = run(llm, prompts, params)
     for tensor in llm.engine.executor.cache_engine.tensors:
-        tensor.fill_(255)  # every element a NaN
+        tensor.fill_(255)  # every element a NaN, or every scale
     assert run(llm, prompts, params) == expected

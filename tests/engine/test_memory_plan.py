@@ -7,6 +7,7 @@ from quire.config.kv_cache import KVCacheSpec
 from quire.config.kv_layout import group_layers, kv_cache_config
 from quire.config.machine import MachineMemory
 from quire.errors import CheckpointError, ConfigError, OutOfMemoryError
+from quire.models.llama import LlamaForCausalLM
 from quire.runner import memory_plan
 from quire.runner.memory_plan import plan_memory
 
@@ -57,6 +58,23 @@ def test_the_plan_of_the_embedded_checkpoint_adds_up():
     assert plan.to_dict()["num_blocks"] == 256
     for word in ("weights", "KV cache", "12.00 MiB", "activations", "context"):
         assert word in str(plan)
+
+
+def test_an_int8_cache_holds_nearly_twice_the_tokens():
+    plans = {
+        dtype: plan_memory(EngineArgs(kv_cache_memory="12MiB", kv_cache_dtype=dtype)) for dtype in ("auto", "int8")
+    }
+    assert plans["int8"].kv_cache.total_bytes == pytest.approx(12 * MIB, rel=0.01)
+    assert plans["int8"].kv_cache.max_tokens == pytest.approx(4096 * 2 * 64 / (64 + 4), rel=0.01)
+    assert plans["int8"].to_dict()["kv_cache_dtype"] == "int8"
+    assert [spec.dtype for spec in {group.spec for group in plans["auto"].kv_cache.groups}] == ["bfloat16"]
+
+
+def test_an_int8_cache_needs_heads_of_whole_lanes(monkeypatch):
+    monkeypatch.setattr(LlamaForCausalLM, "kv_cache_specs", lambda _: [KVCacheSpec(2, 6, "bfloat16")])
+    assert plan_memory(EngineArgs(kv_cache_memory="12MiB")).kv_cache.num_blocks > 0
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype='int8'.* 6 dimensions.* multiple of 4"):
+        plan_memory(EngineArgs(kv_cache_memory="12MiB", kv_cache_dtype="int8"))
 
 
 def test_a_small_cache_shortens_the_context_unless_a_length_was_asked_for():
@@ -126,6 +144,8 @@ def test_without_a_size_the_cache_takes_what_is_left(monkeypatch):
         ({"kv_cache_memory": 1, "num_gpu_blocks_override": 1}, "give one"),
         ({"num_gpu_blocks_override": 0}, "num_gpu_blocks_override=0"),
         ({"dtype": "float8"}, "float8"),
+        ({"kv_cache_dtype": "int4"}, r"kv_cache_dtype='int4', did you mean 'int8'\? \(allowed: auto, int8\)"),
+        ({"kv_cache_dtype": None}, "kv_cache_dtype=None"),
         ({"enable_prefix_caching": 1}, "enable_prefix_caching=1"),
     ],
 )

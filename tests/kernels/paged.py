@@ -17,6 +17,8 @@ class Heads:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    cache_dtype: torch.dtype | None = None
+    """none: as dtype"""
 
 
 @dataclass(frozen=True)
@@ -43,19 +45,19 @@ def make_stream(heads: Heads, num_tokens: int, seed: int) -> Stream:
 
 
 class PagedBatch:
-    """A layer's cache in which the streams lie in shuffled blocks; what they do not fill is NaN."""
+    """A layer's cache in which the streams lie in shuffled blocks; what they do not fill is NaN (int8: its scales)."""
 
     def __init__(self, heads: Heads, streams: Sequence[Stream], block_size: int, seed: int = 0) -> None:
         self.heads, self.streams, self.block_size = heads, streams, block_size
         blocks = [-(-len(stream) // block_size) for stream in streams]
         num_blocks = sum(blocks) + 2
-        block_bytes = 2 * heads.num_kv_heads * block_size * heads.head_dim * heads.dtype.itemsize
-        self.buffer = torch.zeros(num_blocks * block_bytes, dtype=torch.uint8)
+        dtype = heads.cache_dtype or heads.dtype
+        head_bytes = heads.head_dim + 4 if dtype is torch.int8 else heads.head_dim * dtype.itemsize
+        num_bytes = num_blocks * block_size * 2 * heads.num_kv_heads * head_bytes
+        self.buffer = torch.full((num_bytes,), 255, dtype=torch.uint8)
         self.k_cache, self.v_cache = kernels.make_layer_cache(
-            self.buffer, num_blocks, block_size, heads.num_kv_heads, heads.head_dim, heads.dtype
+            self.buffer, num_blocks, block_size, heads.num_kv_heads, heads.head_dim, dtype
         )
-        self.k_cache.fill_(torch.nan)
-        self.v_cache.fill_(torch.nan)
         order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).tolist()
         self.block_tables = torch.full((len(streams), max(blocks) + 1), -1, dtype=torch.int32)
         for s, count in enumerate(blocks):

@@ -11,6 +11,7 @@ from tests.kernels.paged import Heads, PagedBatch, Stream, attend_alone, make_st
 from tests.kernels.tolerances import assert_close
 
 DTYPES = [torch.float32, torch.bfloat16]
+STORAGE = [(dtype, cache_dtype) for cache_dtype in (None, torch.int8) for dtype in DTYPES]
 
 
 def check_against_reference(heads: Heads, lens: list[int], query_lens: list[int], block_size: int, window: int | None):
@@ -21,7 +22,11 @@ def check_against_reference(heads: Heads, lens: list[int], query_lens: list[int]
     inputs = batch.inputs([(n - query_len, n) for n, query_len in zip(lens, query_lens, strict=True)])
     scale = heads.head_dim**-0.5
     actual = kernels.paged_attention(*inputs, scale, window)
-    assert_close("paged_attention", actual, reference.paged_attention(*inputs, scale, window))
+    assert_close(
+        "paged_attention" if heads.cache_dtype is None else "paged_attention_int8",
+        actual,
+        reference.paged_attention(*inputs, scale, window),
+    )
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -34,26 +39,34 @@ def test_mixed_batch_matches_the_reference_for_each_head_dim(isa, dtype, head_di
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [4, 12, 48, 64, 80, 100, 128, 256, 1024])
+def test_a_mixed_batch_over_int8_matches_the_reference_for_each_head_dim(isa, dtype, head_dim):
+    with using(isa):
+        check_against_reference(Heads(6, 2, head_dim, dtype, torch.int8), [1, 130, 70, 600], [1, 30, 70, 2], 16, None)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("dtype", "cache_dtype"), STORAGE)
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (3, 3), (14, 2), (9, 1), (64, 1)])
-def test_grouped_multi_and_single_key_heads_match_the_reference(isa, dtype, num_heads, num_kv_heads):
+def test_grouped_multi_and_single_key_heads_match_the_reference(isa, dtype, cache_dtype, num_heads, num_kv_heads):
     with using(isa):
-        check_against_reference(Heads(num_heads, num_kv_heads, 32, dtype), [90, 17], [90, 1], 16, None)
+        check_against_reference(Heads(num_heads, num_kv_heads, 32, dtype, cache_dtype), [90, 17], [90, 1], 16, None)
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "cache_dtype"), STORAGE)
 @pytest.mark.parametrize("block_size", [1, 3, 4, 8, 16, 20, 48, 128])
-def test_any_block_size_matches_the_reference(isa, dtype, block_size):
+def test_any_block_size_matches_the_reference(isa, dtype, cache_dtype, block_size):
     with using(isa):
-        check_against_reference(Heads(4, 2, 32, dtype), [200, 65, 64], [9, 65, 1], block_size, None)
+        check_against_reference(Heads(4, 2, 32, dtype, cache_dtype), [200, 65, 64], [9, 65, 1], block_size, None)
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "cache_dtype"), STORAGE)
 @pytest.mark.parametrize("window", [1, 5, 64, 100, 511, 10_000])
-def test_sliding_windows_match_the_reference(isa, dtype, window):
+def test_sliding_windows_match_the_reference(isa, dtype, cache_dtype, window):
     with using(isa):
-        check_against_reference(Heads(4, 2, 16, dtype), [700, 130, 1], [150, 130, 1], 16, window)
+        check_against_reference(Heads(4, 2, 16, dtype, cache_dtype), [700, 130, 1], [150, 130, 1], 16, window)
 
 
 def test_float32_agrees_with_the_textbook_formula():
@@ -86,11 +99,11 @@ def schedules(draw: st.DrawFn) -> tuple[list[int], list[list[int]]]:
 @given(
     schedule=schedules(),
     heads=st.builds(
-        lambda group, kv, dim, dtype: Heads(group * kv, kv, dim, dtype),
+        lambda group, kv, dim, storage: Heads(group * kv, kv, dim, *storage),
         st.sampled_from([1, 2, 7]),
         st.sampled_from([1, 2]),
-        st.sampled_from([8, 16, 34]),
-        st.sampled_from(DTYPES),
+        st.sampled_from([8, 16, 36]),
+        st.sampled_from(STORAGE),
     ),
     block_size=st.sampled_from([1, 5, 8, 16, 32]),
     window=st.sampled_from([None, None, 1, 33, 64, 600]),
@@ -116,9 +129,9 @@ def test_bits_do_not_depend_on_batch_chunks_blocks_or_threads(
 
 @needs_native
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_long_decode_spread_over_threads_has_the_bits_of_the_prefill(isa, dtype):
-    heads = Heads(14, 2, 64, dtype)
+@pytest.mark.parametrize(("dtype", "cache_dtype"), STORAGE)
+def test_a_long_decode_spread_over_threads_has_the_bits_of_the_prefill(isa, dtype, cache_dtype):
+    heads = Heads(14, 2, 64, dtype, cache_dtype)
     stream = make_stream(heads, 2500, seed=1)
     batch = PagedBatch(heads, [stream], block_size=16)
     batch.inputs([(0, 2400)])
@@ -146,14 +159,28 @@ def test_an_output_that_underflows_has_the_same_zero_in_decode_and_prefill(isa):
 
 @needs_native
 @pytest.mark.parametrize("isa", ISAS)
-def test_keys_outside_the_window_and_their_blocks_are_never_read(isa):
-    heads = Heads(2, 1, 16, torch.bfloat16)
+def test_over_int8_a_query_of_zeros_averages_and_extreme_keys_decide(isa):
+    heads = Heads(1, 1, 16, torch.float32, torch.int8)
+    query, key, value = torch.zeros(3, 4, 1, 16)
+    key[2] = 1e30
+    value[:, 0] = torch.tensor([1.0, 3.0, -5.0, 1.0])[:, None]
+    query[3] = 1e-8
+    with using(isa):
+        out = PagedBatch(heads, [Stream(query, key, value)], block_size=16).attend([(0, 4)])[0]
+    expected = torch.tensor([1.0, 2.0, -1 / 3, -5.0])[:, None, None].expand(4, 1, 16)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+@needs_native
+@pytest.mark.parametrize("cache_dtype", [None, torch.int8])
+@pytest.mark.parametrize("isa", ISAS)
+def test_keys_outside_the_window_and_their_blocks_are_never_read(isa, cache_dtype):
+    heads = Heads(2, 1, 16, torch.bfloat16, cache_dtype)
     stream = make_stream(heads, 300, seed=5)
     batch = PagedBatch(heads, [stream], block_size=16)
     with using(isa):
         expected = batch.attend([(0, 300)], sliding_window=20)[0]
-        batch.k_cache[batch.block_tables[0, :17].long()] = torch.nan
-        batch.v_cache[batch.block_tables[0, :17].long()] = torch.nan
+        batch.buffer.view(len(batch.k_cache), -1)[batch.block_tables[0, :17].long()] = 255  # NaN
         batch.block_tables[0, :17] = -1  # freed
         assert torch.equal(batch.attend([(299, 300)], sliding_window=20)[0], expected[-1:])
 
@@ -210,6 +237,11 @@ class TestRefusals:
             {"seq_lens": torch.tensor([[20]], dtype=torch.int32)},  # dimensions
             {"block_tables": torch.zeros(2, 2, dtype=torch.int32)},  # one sequence too many
             {"block_tables": torch.zeros(1, 4, dtype=torch.int32)[:, ::2]},  # strides
+            {"k_cache": torch.zeros(4, 2, 6, 16, 4, dtype=torch.int8)},  # one int8 cache
+            {
+                "k_cache": torch.zeros(4, 2, 4, 16, 4, dtype=torch.int8),  # no lanes for scales
+                "v_cache": torch.zeros(4, 2, 16, 16, dtype=torch.int8),
+            },
         ],
     )
     def test_wrong_shapes_strides_and_dtypes(self, changes):

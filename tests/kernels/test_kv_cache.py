@@ -11,7 +11,8 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def make_cache(num_blocks=4, block_size=8, num_kv_heads=2, head_dim=6, dtype=torch.bfloat16):
-    num_bytes = num_blocks * 2 * block_size * num_kv_heads * head_dim * dtype.itemsize
+    head_bytes = head_dim + 4 if dtype is torch.int8 else head_dim * dtype.itemsize
+    num_bytes = num_blocks * 2 * block_size * num_kv_heads * head_bytes
     buffer = torch.zeros(num_bytes, dtype=torch.uint8)
     return buffer, *kernels.make_layer_cache(buffer, num_blocks, block_size, num_kv_heads, head_dim, dtype)
 
@@ -42,6 +43,49 @@ def test_written_tokens_are_where_the_reference_puts_them_and_are_gathered_back(
     assert torch.equal(gathered[1], value)
 
 
+@given(
+    dtype=st.sampled_from(DTYPES),
+    block_size=st.sampled_from([1, 3, 16]),
+    num_kv_heads=st.integers(1, 3),
+    head_dim=st.sampled_from([4, 12, 48, 64]),
+    num_tokens=st.integers(0, 200),
+    exponents=st.tuples(st.integers(-40, 30), st.integers(-40, 30)),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=60, deadline=None)
+def test_tokens_in_int8_are_as_the_reference_rounds_them_and_within_half_a_step(
+    dtype, block_size, num_kv_heads, head_dim, num_tokens, exponents, seed
+):
+    generator = torch.Generator().manual_seed(seed)
+    num_blocks = num_tokens // block_size + 2
+    tokens = torch.randn(2, num_tokens, num_kv_heads, head_dim, generator=generator, dtype=torch.float64)
+    key, value = ((t * 10.0**e).to(dtype) for t, e in zip(tokens, exponents, strict=True))
+    slots = torch.randperm(num_blocks * block_size, generator=generator)[:num_tokens]
+    buffer, k_cache, v_cache = make_cache(num_blocks, block_size, num_kv_heads, head_dim, torch.int8)
+    expected, *expected_caches = make_cache(num_blocks, block_size, num_kv_heads, head_dim, torch.int8)
+    kernels.write_kv(key, value, k_cache, v_cache, slots)
+    reference.write_kv(key, value, *expected_caches, slots)
+    assert torch.equal(buffer, expected)
+    for written, read in zip((key, value), kernels.gather_kv(k_cache, v_cache, slots), strict=True):
+        written = written.float()
+        step = written.abs().amax(-1, keepdim=True) / 127
+        assert ((read - written).abs() <= 0.5001 * step + 1e-30).all()
+
+
+def test_int8_ties_go_to_the_even_multiple_and_a_nan_stays_with_its_head():
+    _, k_cache, v_cache = make_cache(head_dim=8, dtype=torch.int8)
+    key, value = torch.zeros(2, 1, 2, 8)
+    key[0, 0] = torch.tensor([127.0, -127.0, 0.5, 1.5, 2.5, -0.5, -1.5, 126.5])
+    key[0, 1] = 3.0
+    value[0, 1, 4] = torch.nan
+    kernels.write_kv(key, value, k_cache, v_cache, torch.tensor([5]))
+    read_key, read_value = kernels.gather_kv(k_cache, v_cache, torch.tensor([5]))
+    assert read_key[0, 0].tolist() == [127, -127, 0, 2, 2, 0, -2, 126]
+    assert read_key[0, 1].tolist() == [3.0] * 8
+    assert read_value[0, 0].tolist() == [0.0] * 8
+    assert read_value[0, 1].isnan().all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_keys_and_values_may_be_slices_of_a_fused_projection(dtype):
     fused = torch.randn(20, 7, 6).to(dtype)  # 3 query heads, 2 key heads, 2 value heads
@@ -61,18 +105,19 @@ def test_separate_key_and_value_tensors_serve_as_a_cache():
     assert torch.equal(torch.stack(kernels.gather_kv(k_cache, v_cache, slots)), torch.stack([key, value]))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.int8])
 def test_copying_slots_moves_single_tokens_and_nothing_else(dtype):
-    buffer, k_cache, v_cache = make_cache(dtype=dtype)
-    key, value = torch.randn(2, 32, 2, 6).to(dtype)
+    buffer, k_cache, v_cache = make_cache(head_dim=8, dtype=dtype)
+    key, value = torch.randn(2, 32, 2, 8).to(torch.float32 if dtype is torch.int8 else dtype)
     kernels.write_kv(key, value, k_cache, v_cache, torch.arange(32))
-    expected, *expected_caches = make_cache(dtype=dtype)
+    written = kernels.gather_kv(k_cache, v_cache, src_slots := torch.tensor([3, 4, 5, 31]))
+    expected, *expected_caches = make_cache(head_dim=8, dtype=dtype)
     expected.copy_(buffer)
-    src_slots, dst_slots = torch.tensor([3, 4, 5, 31]), torch.tensor([9, 8, 0, 30])
+    dst_slots = torch.tensor([9, 8, 0, 30])
     kernels.copy_slots(k_cache, v_cache, src_slots, dst_slots)
     reference.copy_slots(*expected_caches, src_slots, dst_slots)
     assert torch.equal(buffer, expected)
-    assert torch.equal(kernels.gather_kv(k_cache, v_cache, dst_slots)[0], key[src_slots])
+    assert torch.equal(torch.stack(kernels.gather_kv(k_cache, v_cache, dst_slots)), torch.stack(written))
 
 
 @pytest.mark.parametrize("block_bytes", [1, 100, 4096, 1 << 18, 600_000])
@@ -114,8 +159,10 @@ class TestRefusals:
             (torch.zeros(768), {}, "flat uint8"),
             (torch.zeros(2, 768, dtype=torch.uint8), {}, "flat uint8"),
             (torch.zeros(1000, dtype=torch.uint8)[1:], {}, "multiple of 64 bytes"),
-            (torch.zeros(768, dtype=torch.uint8), {"head_dim": 5}, "even head_dim; got .* head_dim 5"),
-            (torch.zeros(768, dtype=torch.uint8), {"dtype": torch.float16}, "float32, or bfloat16"),
+            (torch.zeros(768, dtype=torch.uint8), {"head_dim": 5}, "even head_dim, .* head_dim 5"),
+            (torch.zeros(768, dtype=torch.uint8), {"dtype": torch.int8}, "multiple of 4; got .* head_dim 6"),
+            (torch.zeros(767, dtype=torch.uint8), {"dtype": torch.int8, "head_dim": 8}, "at least 768 bytes"),
+            (torch.zeros(768, dtype=torch.uint8), {"dtype": torch.float16}, "float32, bfloat16 .*, or int8"),
             (torch.zeros(768, dtype=torch.uint8), {"num_blocks": 0}, "positive sizes"),
         ],
     )
@@ -135,6 +182,7 @@ class TestRefusals:
             {"slots": torch.zeros(6, dtype=torch.int64)[::2]},  # strides
             {"k_cache": torch.zeros(4, 2, 6, 8, 1, dtype=torch.bfloat16)},  # pack
             {"v_cache": torch.zeros(4, 2, 6, 8, dtype=torch.bfloat16)},  # dimensions swapped
+            {"key": torch.zeros(3, 2, 6, dtype=torch.int8)},  # not to be quantized twice
         ],
     )
     def test_writing_wrong_shapes_strides_and_dtypes(self, changes):

@@ -67,6 +67,17 @@ def test_tokens_are_transformers_and_blocks_that_slid_out_are_free(checkpoint):
     assert llm.engine.stats().prefix_cache["hit_device"] >= sum(len(prompt) // 4 * 4 - 4 for prompt in prompts)
 
 
+def test_in_int8_tokens_are_those_of_solo_runs(checkpoint):
+    folder, _ = checkpoint
+    shared = [7 * i % 500 + 3 for i in range(40)]
+    prompts = [shared + [50 + i] * (10 * i + 1) for i in range(4)]
+    solo = make_llm(folder, kv_cache_dtype="int8", enable_prefix_caching=False)
+    expected = [run(solo, [prompt], 30)[0][0] for prompt in prompts]
+    llm = make_llm(folder, kv_cache_dtype="int8", max_num_batched_tokens=16, num_gpu_blocks_override=130)
+    assert [run(llm, prompts, 30)[0] for _ in range(2)] == [expected] * 2
+    assert llm.engine.stats().prefix_cache["hit_device"] > 0
+
+
 def test_a_context_of_full_layers_alone_would_not_fit(checkpoint):
     """With 75 blocks, four groups of full attention would hold 72 tokens; with windows there is room for many more."""
     folder, oracle = checkpoint

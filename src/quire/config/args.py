@@ -48,6 +48,9 @@ class EngineArgs:
     kv_cache_memory: int | str | None = _arg(
         None, 'KV cache size in bytes, or "64MiB"; none: what is left of the memory, at most 4 GiB'
     )
+    kv_cache_dtype: str = _arg(
+        "auto", "auto (the model's dtype), or int8: about half of bfloat16's memory, nearly as exact"
+    )
     num_gpu_blocks_override: int | None = _arg(None, "this many KV cache blocks, whatever the memory")
     gpu_memory_utilization: float = _arg(0.9, "share of the machine's memory the engine may take in all")
     swap_space: float = _arg(0.0, "GiB of memory for the host tier: swapped-out requests, spilled cached blocks")
@@ -105,6 +108,7 @@ class EngineArgs:
                 enable_prefix_caching=self.enable_prefix_caching,
                 swap_bytes=self._swap_bytes(),
                 pinned_fraction=self.pinned_fraction,
+                dtype=self.kv_cache_dtype,
             ),
             scheduler=SchedulerConfig(
                 self.max_num_seqs,

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
-from quire.errors import ConfigError
+from quire.errors import ConfigError, nearest_name
+
+KV_CACHE_DTYPES = ("auto", "int8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +26,15 @@ class CacheConfig:
     """share of blocks kept free when new requests are admitted, so that running ones can grow"""
     pinned_fraction: float = 0.25
     """share of blocks that pinned prefixes may take"""
+    dtype: str = "auto"
+    """what keys and values are kept in: one of KV_CACHE_DTYPES; `auto` is the model's dtype"""
 
     def __post_init__(self) -> None:
+        if self.dtype not in KV_CACHE_DTYPES:
+            raise ConfigError(
+                f"kv_cache_dtype={self.dtype!r}{nearest_name(self.dtype, KV_CACHE_DTYPES)} "
+                f"(allowed: {', '.join(KV_CACHE_DTYPES)})"
+            )
         if not 1 <= self.block_size <= 1024:
             raise ConfigError(f"block_size={self.block_size}: must be from 1 to 1024 tokens")
         if not 0 < self.memory_utilization <= 1:

@@ -16,14 +16,15 @@ class KVCacheSpec:
     num_kv_heads: int
     head_dim: int
     dtype: str
-    """`float32` or `bfloat16`"""
+    """`float32`, `bfloat16`, or `int8` with a float32 scale for each key and each value of a head"""
     sliding_window: int | None = None
     """a token sees this many positions, itself included; None sees all"""
 
     @property
     def bytes_per_token(self) -> int:
         """Key and value of one token in one layer."""
-        return 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        head_bytes = self.head_dim + 4 if self.dtype == "int8" else self.head_dim * DTYPE_BYTES[self.dtype]
+        return 2 * self.num_kv_heads * head_bytes
 
 
 @dataclass(frozen=True, slots=True)

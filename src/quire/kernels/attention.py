@@ -26,7 +26,8 @@ def paged_attention(
 
     query [num_tokens, num_heads, head_dim], from token to token with any stride; query_start [num_seqs + 1], seq_lens
     [num_seqs] and block_tables [num_seqs, max_blocks] int32. Table entries of blocks wholly before the first key that a
-    sequence's window still shows may hold anything. Keys and values in the cache must be finite.
+    sequence's window still shows may hold anything. Keys and values in the cache must be finite. Over an int8 cache the
+    query is float32 or bfloat16; it and the probabilities are rounded to int16 multiples of their largest.
 
     Each row has the same bits whatever else is in the batch, however the prompt is cut into chunks, whatever the block
     size, the placement of the blocks and the number of threads.
@@ -54,6 +55,7 @@ def paged_attention(
             DTYPE_CODES[query.dtype],
             query.data_ptr(),
             query.stride(0),
+            v_cache.dtype is torch.int8,
             k_cache.data_ptr(),
             v_cache.data_ptr(),
             k_cache.stride(0),
@@ -81,7 +83,7 @@ def _query_matches(query: Tensor, v_cache: Tensor) -> bool:
     num_kv_heads, head_dim = v_cache.shape[1], v_cache.shape[3]
     return (
         query.is_cpu
-        and query.dtype is v_cache.dtype
+        and (query.dtype in DTYPE_CODES if v_cache.dtype is torch.int8 else query.dtype is v_cache.dtype)
         and query.dim() == 3
         and query.shape[1] > 0
         and query.shape[1] % num_kv_heads == 0
@@ -127,7 +129,7 @@ def _check_ranges(
 
 _TAKES = (
     "query [num_tokens, num_heads, head_dim] with each token's heads contiguous and num_heads a multiple of "
-    "num_kv_heads, k_cache and v_cache as make_layer_cache makes them, of the same dtype, int32 query_start "
+    "num_kv_heads, k_cache and v_cache as make_layer_cache makes them, of the same dtype or int8, int32 query_start "
     "[num_seqs + 1], seq_lens [num_seqs] and block_tables [num_seqs, max_blocks], a sliding_window of at least 1 or "
     "None, on the CPU"
 )

@@ -12,7 +12,7 @@ BLOCK_ALIGNMENT = 64
 """bytes: a cache line; the buffer of a layer starts on one"""
 
 LANE_BYTES = 4
-"""bytes of a key that lie together in the cache: one float32 or two bfloat16"""
+"""bytes of a key that lie together in the cache: one float32, two bfloat16 or four int8"""
 
 
 def make_layer_cache(
@@ -21,39 +21,44 @@ def make_layer_cache(
     """View a flat uint8 tensor as one layer's (k_cache, v_cache).
 
     k_cache [num_blocks, num_kv_heads, head_dim / pack, block_size, pack] where pack elements fill LANE_BYTES, v_cache
-    [num_blocks, num_kv_heads, block_size, head_dim]. A block's keys are followed by its values, so that a block is one
-    run of bytes and `buffer.view(num_blocks, -1)` is what `copy_blocks` takes. The buffer may be longer than needed.
+    [num_blocks, num_kv_heads, block_size, head_dim]. An int8 k_cache is two longer in its third dimension: these lanes
+    are the float32 scales of the key and of the value. A block's keys are followed by its values, so that a block is
+    one run of bytes and `buffer.view(num_blocks, -1)` is what `copy_blocks` takes. The buffer may be longer.
     """
-    if dtype not in DTYPE_CODES or head_dim < 1 or head_dim * dtype.itemsize % LANE_BYTES:
+    if not _holds(dtype) or head_dim < 1 or head_dim * dtype.itemsize % LANE_BYTES:
         raise KernelError(
-            f"a KV cache holds float32, or bfloat16 with an even head_dim; got {dtype} with head_dim {head_dim}"
+            "a KV cache holds float32, bfloat16 with an even head_dim, or int8 with a multiple of 4; "
+            f"got {dtype} with head_dim {head_dim}"
         )
     sizes = {"num_blocks": num_blocks, "block_size": block_size, "num_kv_heads": num_kv_heads}
     if min(sizes.values()) < 1:
         raise KernelError(f"a KV cache needs positive sizes; got {sizes}")
-    pack = LANE_BYTES // dtype.itemsize
-    elements = block_size * num_kv_heads * head_dim  # of the keys of one block, and of its values
-    num_bytes = num_blocks * 2 * elements * dtype.itemsize
+    lanes, pack = _lanes(head_dim, dtype)
+    key_bytes = block_size * num_kv_heads * lanes * LANE_BYTES  # of one block
+    num_bytes = num_blocks * (key_bytes + block_size * num_kv_heads * head_dim * dtype.itemsize)
     if buffer.dtype is not torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous() or len(buffer) < num_bytes:
         raise KernelError(f"the buffer must be flat uint8 of at least {num_bytes} bytes; got {describe(buffer)}")
     if buffer.data_ptr() % BLOCK_ALIGNMENT:
         raise KernelError(f"the buffer must start on a multiple of {BLOCK_ALIGNMENT} bytes, got {buffer.data_ptr():#x}")
-    blocks = buffer[:num_bytes].view(dtype).view(num_blocks, 2, elements)
+    blocks = buffer[:num_bytes].view(dtype).view(num_blocks, -1)
+    keys, values = blocks.tensor_split([key_bytes // dtype.itemsize], dim=1)
     return (
-        blocks[:, 0].view(num_blocks, num_kv_heads, head_dim // pack, block_size, pack),
-        blocks[:, 1].view(num_blocks, num_kv_heads, block_size, head_dim),
+        keys.view(num_blocks, num_kv_heads, lanes, block_size, pack),
+        values.view(num_blocks, num_kv_heads, block_size, head_dim),
     )
 
 
 def write_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
     """Store new keys and values in their slots, as reference.write_kv.
 
-    key, value [num_tokens, num_kv_heads, head_dim], from token to token with any stride; slots [num_tokens] int64.
+    key, value [num_tokens, num_kv_heads, head_dim], from token to token with any stride; slots [num_tokens] int64. An
+    int8 cache takes float32 and bfloat16, each token and head with scales of its own.
     """
     taken = (
         cache_is_valid(k_cache, v_cache)
         and _tokens_match(key, v_cache)
         and _tokens_match(value, v_cache)
+        and key.dtype is value.dtype
         and len(key) == len(value) == len(slots)
         and _ids_are_valid(slots, 1)
     )
@@ -62,6 +67,19 @@ def write_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots
     if native is None:
         _check_range("write_kv: slot", slots, _num_slots(v_cache))
         return reference.write_kv(key, value, k_cache, v_cache, slots)
+    if v_cache.dtype is torch.int8:
+        with native_errors():
+            native.quantize_kv(
+                _native_cache(k_cache, v_cache),
+                DTYPE_CODES[key.dtype],
+                key.data_ptr(),
+                key.stride(0),
+                value.data_ptr(),
+                value.stride(0),
+                slots.data_ptr(),
+                len(slots),
+            )
+        return
     item = key.element_size()
     with native_errors():
         native.write_kv(
@@ -76,10 +94,13 @@ def write_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots
 
 
 def gather_kv(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse of `write_kv`: keys and values [num_tokens, num_kv_heads, head_dim] of slots [num_tokens] int64."""
+    """The inverse of `write_kv`: keys and values [num_tokens, num_kv_heads, head_dim] of slots [num_tokens] int64.
+
+    Those of an int8 cache are float32, and only nearly what was written.
+    """
     if not (cache_is_valid(k_cache, v_cache) and _ids_are_valid(slots, 1)):
         raise refusal("gather_kv", _GATHER_TAKES, k_cache=k_cache, v_cache=v_cache, slots=slots)
-    if native is None:
+    if native is None or v_cache.dtype is torch.int8:
         _check_range("gather_kv: slot", slots, _num_slots(v_cache))
         return reference.gather_kv(k_cache, v_cache, slots)
     _, num_kv_heads, _, head_dim = v_cache.shape
@@ -143,19 +164,29 @@ def copy_blocks(src: Tensor, dst: Tensor, pairs: Tensor) -> None:
 
 def cache_is_valid(k_cache: Tensor, v_cache: Tensor) -> bool:
     """Whether these are a layer's caches as `make_layer_cache` makes them, or separate ones of the same shape."""
-    if v_cache.dim() != 4 or k_cache.dim() != 5 or v_cache.dtype not in DTYPE_CODES or not len(v_cache):
+    if v_cache.dim() != 4 or k_cache.dim() != 5 or not _holds(v_cache.dtype) or not len(v_cache):
         return False
     num_blocks, num_kv_heads, block_size, head_dim = v_cache.shape
-    pack = LANE_BYTES // v_cache.element_size()
+    lanes, pack = _lanes(head_dim, v_cache.dtype)
     return (
         k_cache.dtype is v_cache.dtype
         and k_cache.is_cpu
         and v_cache.is_cpu
         and head_dim % pack == 0
-        and k_cache.shape == (num_blocks, num_kv_heads, head_dim // pack, block_size, pack)
-        and _blocks_are_contiguous(k_cache, (block_size * head_dim, block_size * pack, pack, 1))
+        and k_cache.shape == (num_blocks, num_kv_heads, lanes, block_size, pack)
+        and _blocks_are_contiguous(k_cache, (lanes * block_size * pack, block_size * pack, pack, 1))
         and _blocks_are_contiguous(v_cache, (block_size * head_dim, head_dim, 1))
     )
+
+
+def _holds(dtype: torch.dtype) -> bool:
+    return dtype in DTYPE_CODES or dtype is torch.int8
+
+
+def _lanes(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Lanes of one key, scales included, and the elements in each."""
+    pack = LANE_BYTES // dtype.itemsize
+    return head_dim // pack + (2 if dtype is torch.int8 else 0), pack
 
 
 def _blocks_are_contiguous(cache: Tensor, strides: tuple[int, ...]) -> bool:
@@ -166,7 +197,7 @@ def _tokens_match(tokens: Tensor, v_cache: Tensor) -> bool:
     head_dim = v_cache.shape[3]
     return (
         tokens.is_cpu
-        and tokens.dtype is v_cache.dtype
+        and (tokens.dtype in DTYPE_CODES if v_cache.dtype is torch.int8 else tokens.dtype is v_cache.dtype)
         and tokens.dim() == 3
         and tokens.shape[1:] == (v_cache.shape[1], head_dim)
         and (tokens.stride()[1:] == (head_dim, 1) or tokens.is_contiguous())
@@ -191,6 +222,7 @@ def _native_cache(k_cache: Tensor, v_cache: Tensor) -> object:
         v_cache.stride(0) * item,
         num_blocks,
         num_kv_heads,
+        k_cache.shape[2] * LANE_BYTES,
         head_dim * item,
         block_size,
     )
@@ -204,10 +236,12 @@ def _check_range(what: str, ids: Tensor, limit: int) -> None:
 
 _CACHE_TAKES = (
     "k_cache [num_blocks, num_kv_heads, head_dim / pack, block_size, pack] and v_cache [num_blocks, num_kv_heads, "
-    "block_size, head_dim], float32 (pack 1) or bfloat16 (pack 2), each block contiguous, on the CPU"
+    "block_size, head_dim], float32 (pack 1), bfloat16 (pack 2) or int8 (pack 4; two lanes more, the scales of key and "
+    "value), each block contiguous, on the CPU"
 )
 _WRITE_TAKES = (
-    "key and value [num_tokens, num_kv_heads, head_dim] of the cache's dtype with each token's heads contiguous, "
+    "key and value [num_tokens, num_kv_heads, head_dim] of the cache's dtype (or, into int8, both float32 or both "
+    "bfloat16) with each token's heads contiguous, "
     f"contiguous int64 slots [num_tokens], {_CACHE_TAKES}"
 )
 _GATHER_TAKES = f"contiguous int64 slots [num_tokens], {_CACHE_TAKES}"

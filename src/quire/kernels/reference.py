@@ -177,20 +177,37 @@ def write_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots
 
     key, value [num_tokens, num_kv_heads, head_dim]; slots [num_tokens] (block_id * block_size + offset);
     k_cache [num_blocks, num_kv_heads, head_dim / pack, block_size, pack] where pack elements fill four bytes (the
-    lanes of the dot-product instructions); v_cache [num_blocks, num_kv_heads, block_size, head_dim].
+    lanes of the dot-product instructions); v_cache [num_blocks, num_kv_heads, block_size, head_dim]. An int8 k_cache
+    has two lanes more: the bytes of the float32 scales of the key and of the value.
     """
-    num_tokens, num_kv_heads, head_dim = key.shape
     block_size, pack = k_cache.shape[3:]
     blocks, offsets = slots.long() // block_size, slots.long() % block_size
-    k_cache[blocks, :, :, offsets] = key.reshape(num_tokens, num_kv_heads, head_dim // pack, pack)
+    if k_cache.dtype is torch.int8:
+        (key, key_scale), (value, value_scale) = quantize_int8(key), quantize_int8(value)
+        key = torch.cat([key, torch.cat([key_scale, value_scale], dim=-1).view(torch.int8)], dim=-1)
+    k_cache[blocks, :, :, offsets] = key.reshape(*key.shape[:2], key.shape[2] // pack, pack)
     v_cache[blocks, :, offsets] = value
 
 
+def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., width] as int8 multiples, rounded to nearest even, of a float32 scale [..., 1]: the largest |x| / 127."""
+    largest = x.float().abs().amax(-1, keepdim=True)
+    inverse = torch.where(largest > 1e-30, torch.tensor(127.0) / largest, 0)  # 127 / tensor would round twice
+    return (x.float() * inverse).round().to(torch.int8), largest / 127
+
+
 def gather_kv(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse of `write_kv`: keys and values [num_tokens, num_kv_heads, head_dim] read back from their slots."""
+    """The inverse of `write_kv`: keys and values [num_tokens, num_kv_heads, head_dim] read back from their slots.
+
+    Those of an int8 cache are float32.
+    """
     block_size = k_cache.shape[3]
     blocks, offsets = slots.long() // block_size, slots.long() % block_size
-    return k_cache[blocks, :, :, offsets].flatten(2), v_cache[blocks, :, offsets]
+    key, value = k_cache[blocks, :, :, offsets].flatten(2), v_cache[blocks, :, offsets]
+    if key.dtype is not torch.int8:
+        return key, value
+    scales = key[..., -8:].contiguous().view(torch.float32)
+    return key[..., :-8] * scales[..., :1], value * scales[..., 1:]
 
 
 def paged_attention(
@@ -241,7 +258,10 @@ def copy_slots(k_cache: Tensor, v_cache: Tensor, src_slots: Tensor, dst_slots: T
 
     Used to reuse part of a block that another sequence computed. No slot is both read and written in one call.
     """
-    write_kv(*gather_kv(k_cache, v_cache, src_slots), k_cache, v_cache, dst_slots)
+    block_size = k_cache.shape[3]
+    (src, src_at), (dst, dst_at) = ((s.long() // block_size, s.long() % block_size) for s in (src_slots, dst_slots))
+    k_cache[dst, :, :, dst_at] = k_cache[src, :, :, src_at]
+    v_cache[dst, :, dst_at] = v_cache[src, :, src_at]
 
 
 def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:

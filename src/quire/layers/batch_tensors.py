@@ -38,7 +38,8 @@ class LayerKVCache:
     """One layer's part of the cache, viewed in the kernels' shape, and the group whose block table it follows."""
 
     k: Tensor
-    """[num_blocks, num_kv_heads, head_dim / pack, block_size, pack]; pack elements fill four bytes"""
+    """[num_blocks, num_kv_heads, head_dim / pack, block_size, pack]; pack elements fill four bytes (int8: two more such
+    lanes are scales)"""
     v: Tensor
     """[num_blocks, num_kv_heads, block_size, head_dim]"""
     group: int

@@ -8,11 +8,11 @@ from typing import Any
 
 from quire.config.args import EngineArgs, EngineConfig
 from quire.config.cache import CacheConfig
-from quire.config.kv_cache import DTYPE_BYTES, KVCacheConfig
+from quire.config.kv_cache import DTYPE_BYTES, KVCacheConfig, KVCacheSpec
 from quire.config.kv_layout import group_layers, kv_cache_config
 from quire.config.machine import MachineMemory, machine_memory
 from quire.config.sizes import format_bytes
-from quire.errors import OutOfMemoryError
+from quire.errors import ConfigError, OutOfMemoryError
 from quire.models.base import CausalLM
 from quire.models.checkpoint import weight_bytes
 from quire.models.registry import model_class
@@ -52,6 +52,7 @@ class MemoryPlan:
             "machine_available_bytes": self.machine.available_bytes,
             "weight_bytes": self.weight_bytes,
             "activation_bytes": self.activation_bytes,
+            "kv_cache_dtype": self.kv_cache.groups[0].spec.dtype,
             "kv_cache_bytes": self.kv_cache.total_bytes,
             "swap_bytes": self.kv_cache.host_bytes,
             "num_blocks": self.kv_cache.num_blocks,
@@ -75,7 +76,7 @@ class MemoryPlan:
             (
                 "KV cache",
                 f"{format_bytes(cache.total_bytes)} = {cache.num_blocks} blocks of {cache.block_size}, "
-                f"{cache.max_tokens} tokens",
+                f"{cache.max_tokens} tokens in {cache.groups[0].spec.dtype}",
             ),
             *(
                 [("swap space", f"{format_bytes(cache.host_bytes)} = {cache.num_host_blocks} blocks")]
@@ -117,7 +118,7 @@ def _activation_bytes(model: type[CausalLM], config: EngineConfig) -> int:
 
 
 def _kv_cache(model: type[CausalLM], config: EngineConfig, machine: MachineMemory, others: int) -> KVCacheConfig:
-    cache, specs = config.cache, model.kv_cache_specs(config.model)
+    cache, specs = config.cache, _kv_cache_specs(model, config)
     if cache.swap_bytes + others > machine.limit_bytes:
         raise OutOfMemoryError(
             f"swap_space of {format_bytes(cache.swap_bytes)} does not fit into this machine's "
@@ -144,13 +145,26 @@ def _kv_cache(model: type[CausalLM], config: EngineConfig, machine: MachineMemor
     return result
 
 
+def _kv_cache_specs(model: type[CausalLM], config: EngineConfig) -> list[KVCacheSpec]:
+    """The model's, in the dtype that the user wants."""
+    specs = model.kv_cache_specs(config.model)
+    if config.cache.dtype == "auto":
+        return specs
+    for head_dim in {spec.head_dim for spec in specs if spec.head_dim % 4}:
+        raise ConfigError(
+            f"kv_cache_dtype={config.cache.dtype!r}: this model's heads have {head_dim} dimensions, which must be a "
+            "multiple of 4; leave it at auto"
+        )
+    return [dataclasses.replace(spec, dtype=config.cache.dtype) for spec in specs]
+
+
 def _bytes_left(cache: CacheConfig, machine: MachineMemory) -> int:
     return min(int(machine.limit_bytes * cache.memory_utilization), machine.available_bytes)
 
 
 def _largest_useful(model: type[CausalLM], config: EngineConfig) -> int:
     """Bytes for max_num_seqs sequences of max_model_len tokens: more could never be filled."""
-    specs = model.kv_cache_specs(config.model)
+    specs = _kv_cache_specs(model, config)
     groups = group_layers(specs)
     blocks_per_seq = -(-config.model.max_model_len // config.cache.block_size) * len(groups)
     block_bytes = len(groups[0].layer_ids) * config.cache.block_size * specs[0].bytes_per_token
