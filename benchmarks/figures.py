@@ -21,6 +21,7 @@ from benchmarks.session import Session
 
 Row = dict[str, Any]
 
+_WARM_UP_TOKENS = 4
 TINY = ROOT / "src" / "quire" / "checkpoints" / "quire-tiny"
 
 
@@ -38,7 +39,7 @@ class Run:
     @property
     def rounds(self) -> int:
         """How often each case is measured."""
-        return 2 if self.quick else 4
+        return 2 if self.quick else 3
 
     @property
     def patience_s(self) -> float:
@@ -67,7 +68,8 @@ def machine(run: Run) -> Iterator[Row]:
 
 def throughput(run: Run) -> Iterator[Row]:
     """Batches of 128 tokens in and 64 out, and one long prompt; all engines of a precision in turn."""
-    cases = [_case(num_prompts, 128, 64) for num_prompts in (1, 8, 32)] + [_case(1, 2048, 1)]
+    cases = [_case(num_prompts, 128, 64) for num_prompts in ((1, 8) if run.quick else (1, 8, 32))]
+    cases.append(_case(1, 2048, 1))
     checkpoint = ensure_checkpoint(run.checkpoint)
     for precision, engines in PRECISIONS.items():
         yield from _in_turn(run, [engine(run.folder, precision) for engine in engines], checkpoint, cases, 4096)
@@ -94,7 +96,7 @@ def _in_turn(
                 try:
                     sessions.append(Session(engine, checkpoint, max_model_len))
                 except LeftOutError as reason:
-                    yield {"engine": engine.name, "precision": engine.precision, "left_out": str(reason)}
+                    yield {"engine": engine.name, "precision": engine.precision, "left_out": str(reason).split(" (")[0]}
                     continue
                 stack.callback(sessions[-1].close)
                 yield {"engine": engine.name, "precision": engine.precision, "load_s": round(sessions[-1].load_s, 2)}
@@ -115,8 +117,8 @@ def _probe(stack: ExitStack, run: Run) -> Session:
 def _compare(
     run: Run, sessions: Sequence[Session], probe: Session, checkpoint: Path, case: Mapping[str, int]
 ) -> Iterator[Row]:
-    for session in sessions:
-        session.call("generate", **case)  # the first of its kind is slower everywhere
+    for session in sessions:  # the first of its kind is slower everywhere
+        session.call("generate", **{**case, "output_len": min(_WARM_UP_TOKENS, case["output_len"])})
     times: list[list[float]] = [[] for _ in sessions]
     machines: list[Machine] = []
     start = time.perf_counter()
@@ -136,7 +138,7 @@ def _compare(
         row |= {"output_tokens_per_s": round(case["num_prompts"] * case["output_len"] / elapsed_s, 2)}
         row |= {"input_tokens_per_s": round(case["num_prompts"] * case["input_len"] / elapsed_s, 2)}
         row |= {"steps_per_s": round(case["output_len"] / elapsed_s, 2)}
-        if session is not sessions[0]:  # of rounds, whose two runs are neighbours in time
+        if isinstance(sessions[0].engine, Quire) and session is not sessions[0]:  # two runs of a round are neighbours
             ratios = [theirs / ours for theirs, ours in zip(its_times, times[0], strict=True)]
             row |= {"quire_speedup": round(statistics.median(ratios), 3)}
         if checkpoint == run.checkpoint:
@@ -205,7 +207,7 @@ def growth(run: Run) -> Iterator[Row]:
             session.call("fill_cache")
             weight_bytes = session.call("weights")["weight_bytes"]
             cases = [("batch", num_seqs, 128) for num_seqs in sizes]
-            cases += [("context", 1, context) for context in contexts if context < max_model_len]
+            cases += [("context", 1, context) for context in contexts if context <= max_model_len]
             for by, num_seqs, context in cases:
                 found = session.call("decode", num_seqs=num_seqs, context=context, num_steps=4 if run.quick else 16)
                 limit = Machine(**session.call("limits"))
@@ -240,6 +242,14 @@ def scheduler(run: Run) -> Iterator[Row]:
     yield from _bench("scheduler", "--num-seqs", 1, 256, "--waiting", *waiting)
 
 
+def kv_cache(run: Run) -> Iterator[Row]:
+    """What `tools/bench_kv.py` prints."""
+    tool = ROOT / "tools" / "bench_kv.py"
+    fast = ("--only", "accounting", "prefix_lookup") if run.quick else ()
+    for line in _python(str(tool), *fast).splitlines() if tool.exists() else ():
+        yield json.loads(line)
+
+
 FIGURES: dict[str, Callable[[Run], Iterator[Row]]] = {
     "machine": machine,
     "throughput": throughput,
@@ -250,6 +260,7 @@ FIGURES: dict[str, Callable[[Run], Iterator[Row]]] = {
     "kernels": kernels,
     "attention": attention,
     "scheduler": scheduler,
+    "kv_cache": kv_cache,
 }
 
 

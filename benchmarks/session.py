@@ -60,7 +60,7 @@ class Session:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_PATIENCE_S)
         self._signal(signal.SIGKILL)
-        self._process.wait()
+        self._process.communicate()
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None

@@ -17,7 +17,7 @@ from quire.kernels import backend
 
 COLD_BYTES = 256 * 2**20
 """more than caches hold"""
-_PEAK_ROUNDS = 50_000
+_PEAK_ROUNDS, _MIN_CALLS = 50_000, 3
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -57,12 +57,14 @@ def _cold_memory() -> npt.NDArray[np.float32]:
 def compare(
     calls: Sequence[Callable[[], object]], num_bytes: float, flops: float, dtype: str, budget_s: float
 ) -> dict[str, Any]:
-    """Time calls in turn for `budget_s`, one at least, and the limits between them: on a shared machine both move. The
-    best counts, on both sides. Each call moves `num_bytes` and does `flops` operations."""
+    """Time calls in turn for `budget_s`, a few at least, and the limits between them: on a shared machine both move.
+
+    The best counts, on both sides. Each call moves `num_bytes` and does `flops` operations.
+    """
     start, times, limits = time.perf_counter(), list[float](), list[Limits]()
     for call in cycle(calls):
         elapsed_s = time.perf_counter() - start
-        if times and elapsed_s > budget_s:
+        if len(times) >= _MIN_CALLS and elapsed_s > budget_s:
             break
         if elapsed_s >= len(limits) * budget_s / 16:
             limits.append(Limits.measure(dtype, 1))
