@@ -52,7 +52,7 @@ def plot_throughput(rows: Sequence[Row], out: Path) -> None:
         )
         axes.set_yscale("log")
         axes.set(xlabel="prompts of 128 in / 64 out", ylabel="output tokens per second")
-        axes.legend(frameon=False, ncols=3)
+        figure.legend(frameon=False, ncols=6, loc="outside upper center")
         _save(figure, out)
 
 
@@ -67,7 +67,7 @@ def plot_growth(curves: Mapping[str, Sequence[Row]], x: str, y: str, out: Path) 
             linear = [curve[0][y] * size / sizes[0] for size in sizes]
             axes.plot(sizes, linear, ":", color=color, linewidth=1, label="linear" if index == 0 else "")
         top = max(row[y] for curve in curves.values() for row in curve)
-        axes.set(xscale="log", yscale="log", xlabel=x, ylabel=y)
+        axes.set(xscale="log", yscale="log", xlabel=x.replace("_", " "), ylabel=y.replace("_", " "))
         axes.set_ylim(top=top * 3)
         axes.legend(frameon=False)
         _save(figure, out)

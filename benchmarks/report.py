@@ -163,9 +163,7 @@ def _attention(rows: Sequence[Row], plots: Path) -> Iterator[str]:
     decodes = [row for row in rows if row["attention"] == "decode"]
     shapes = dict.fromkeys((tuple(row["heads"]), row["num_seqs"]) for row in decodes)
     curves = {
-        f"{heads}, {num_seqs} sequences": [
-            r for r in decodes if (tuple(r["heads"]), r["num_seqs"]) == (heads, num_seqs)
-        ]
+        f"{heads} x {num_seqs}": [r for r in decodes if (tuple(r["heads"]), r["num_seqs"]) == (heads, num_seqs)]
         for heads, num_seqs in shapes
     }
     plot_growth(curves, "context", "us", plots / "growth-attention.svg")
@@ -184,7 +182,7 @@ def _limited(rows: Sequence[Row], name: str, sizes: Sequence[str]) -> Iterator[s
 def _scheduler(rows: Sequence[Row], plots: Path) -> Iterator[str]:
     yield from _title("Bookkeeping", "python -m benchmarks scheduler", "quire bench scheduler")
     curves = {
-        f"{n} sequences": [row | {"us": row["schedule_us"] + row["commit_us"]} for row in rows if row["num_seqs"] == n]
+        f"{n} running": [row | {"us": row["schedule_us"] + row["commit_us"]} for row in rows if row["num_seqs"] == n]
         for n in dict.fromkeys(row["num_seqs"] for row in rows)
     }
     plot_growth(curves, "num_waiting", "us", plots / "growth-waiting.svg")

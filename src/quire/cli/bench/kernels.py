@@ -4,7 +4,6 @@ all else moves bytes, each of which is counted once."""
 import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -22,17 +21,13 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     kernels.set_num_threads(options.threads or kernels.num_threads())
     torch.set_num_threads(1)
     dtype = getattr(torch, options.dtype)
-    for (n, k), rows in product(_SHAPES, options.rows):
-        weight, x = torch.randn(n, k).to(dtype), torch.randn(rows, k).to(dtype)
+    for n, k in _SHAPES:
+        weight = torch.randn(n, k).to(dtype)
         copies = [kernels.pack_weight(weight) for _ in range(1 + COLD_BYTES // weight.nbytes)]  # none stays in a cache
-        row = compare(
-            [partial(kernels.matmul, x, copy) for copy in copies],
-            weight.nbytes,
-            2 * rows * n * k,
-            options.dtype,
-            options.seconds,
-        )
-        yield {"kernel": "matmul", "rows": rows, "n": n, "k": k} | row
+        for rows in options.rows:
+            products = [partial(kernels.matmul, torch.randn(rows, k).to(dtype), copy) for copy in copies]
+            row = compare(products, weight.nbytes, 2 * rows * n * k, options.dtype, options.seconds)
+            yield {"kernel": "matmul", "rows": rows, "n": n, "k": k} | row
     for rows in options.rows:
         for name, num_bytes, call in (*_row_kernels(rows, dtype), *_draws(min(rows, 64))):
             yield {"kernel": name, "rows": rows} | compare([call], num_bytes, 0, options.dtype, options.seconds)
