@@ -15,7 +15,8 @@ import pytest
 
 from quire import EngineArgs, SamplingParams, __version__
 from quire.batch import Batch, StepResult
-from quire.cli import bench, chat, demo, generate, main, options
+from quire.cli import chat, demo, generate, main, options
+from quire.cli.bench import latency, throughput
 
 from ..scripted_engine import RecitingExecutor, recital, scripted_llm
 
@@ -33,7 +34,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
         seen.update(llm=llm, kwargs=kwargs)
         return llm
 
-    for module in (generate, chat, bench, demo):
+    for module in (generate, chat, latency, throughput, demo):
         monkeypatch.setattr(module, "load_llm", load)
     yield seen
     if seen:
@@ -293,8 +294,8 @@ def test_bench_ends_with_exactly_the_promised_keys(run: Run, loaded: dict[str, A
 
 
 def test_bench_takes_the_same_prompts_every_time() -> None:
-    prompts = bench.random_prompts(4, 50, 100)
-    assert prompts == bench.random_prompts(4, 50, 100)
+    prompts = throughput.random_prompts(4, 50, 100)
+    assert prompts == throughput.random_prompts(4, 50, 100)
     assert prompts[0] != prompts[1]
     assert {len(prompt) for prompt in prompts} == {50}
     assert all(3 <= token_id < 100 for prompt in prompts for token_id in prompt)

@@ -1,23 +1,19 @@
-"""Measure how fast a model runs on this machine.
-
-`quire bench throughput` generates for random prompts that all start together: greedy, end-of-sequence tokens ignored,
-prefix cache off. Each run is a row; the first one warms up, so the last one counts, and it is printed as one JSON
-object at the very end.
-"""
+"""Tokens per second of a batch: prompts that all start together. The first run warms up, so the last one counts."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import resource
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.options import add_engine_arguments, load_llm
+from quire.cli.options import load_llm
 from quire.errors import RequestError
+from quire.params import SamplingParams
 
 if TYPE_CHECKING:
     from quire.llm import LLM
@@ -27,24 +23,8 @@ _FIRST_TOKEN_ID = 3
 """lower ids are special tokens in most vocabularies"""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
-    throughput = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True).add_parser(
-        "throughput", help="tokens per second of a batch", allow_abbrev=False
-    )
-    for flag, default, text in (
-        ("--num-prompts", 8, "prompts in the batch"),
-        ("--input-len", 128, "tokens of each prompt"),
-        ("--output-len", 64, "tokens to generate for each"),
-        ("--runs", 2, "times to run it; the last counts"),
-    ):
-        throughput.add_argument(flag, type=_positive, default=default, metavar="N", help=f"{text} (default: {default})")
-    throughput.add_argument("--json", action="store_true", help="print nothing but the JSON object")
-    add_engine_arguments(throughput)
-
-
-def run(options: argparse.Namespace) -> int:
-    """Load, run, print."""
+def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Load, run, yield the last run's row; the others are printed, unless only JSON is wanted."""
     start = time.perf_counter()
     options.enable_prefix_caching = False
     llm = load_llm(options)
@@ -52,15 +32,14 @@ def run(options: argparse.Namespace) -> int:
     prompts = random_prompts(options.num_prompts, options.input_len, llm.engine.model_config.vocab_size)
     result: dict[str, Any] = {}
     for i in range(options.runs):
-        result = _result(options, llm, _run_once(llm, prompts, options.output_len), load_s)
+        result = _result(options, llm, run_once(llm, prompts, options.output_len), load_s)
         if not options.json:
             print(
                 f"run {i + 1}: {result['elapsed_s']:.3f} s, {result['output_tokens_per_s']:.1f} output tokens/s, "
                 f"{result['total_tokens_per_s']:.1f} total tokens/s",
                 flush=True,
             )
-    print(json.dumps(result))
-    return 0
+    yield result
 
 
 def random_prompts(num_prompts: int, input_len: int, vocab_size: int) -> list[list[int]]:
@@ -70,13 +49,15 @@ def random_prompts(num_prompts: int, input_len: int, vocab_size: int) -> list[li
     return [[generator.randrange(first, vocab_size) for _ in range(input_len)] for _ in range(num_prompts)]
 
 
-def _run_once(llm: LLM, prompts: list[list[int]], output_len: int) -> float:
-    """Seconds for one batch; RequestError if a prompt was refused or cut short."""
-    from quire.params import SamplingParams
+def greedy(output_len: int) -> SamplingParams:
+    """So many tokens, whatever they are."""
+    return SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
 
-    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
+
+def run_once(llm: LLM, prompts: list[list[int]], output_len: int) -> float:
+    """Seconds for one batch; RequestError if a prompt was refused or cut short."""
     start = time.perf_counter()
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], greedy(output_len), use_tqdm=False)
     elapsed_s = time.perf_counter() - start
     for output in outputs:
         if len(output.outputs[0].token_ids) != output_len:
@@ -110,10 +91,3 @@ def _result(options: argparse.Namespace, llm: LLM, elapsed_s: float, load_s: flo
 def _peak_rss_bytes() -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
-
-
-def _positive(value: str) -> int:
-    number = int(value)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{value}: must be at least 1")
-    return number

@@ -1,0 +1,61 @@
+"""Measure, and write the report: `python -m benchmarks all` does both, in about 20 minutes (`--quick`: 5).
+
+Other engines are installed from their package registries into environments of their own in `--folder`, the first time
+(minutes each; llama.cpp is compiled). What cannot be installed, or refuses a precision, is left out with a note.
+"""
+
+import argparse
+import json
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.figures import FIGURES, Row, Run
+from benchmarks.peers import ENGINES, ROOT
+from benchmarks.report import write_report
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the figures named; rows are printed, and take the place of the same figure's earlier ones in the results."""
+    names = tuple(engine.name for engine in ENGINES)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "figures", nargs="+", choices=(*FIGURES, "all", "report"), metavar="FIGURE", help=", ".join(FIGURES)
+    )
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "benchmarks", help="environments and models")
+    parser.add_argument("--checkpoint", type=Path, help="Qwen2-0.5B's shape; made in the folder if there is none")
+    parser.add_argument("--engines", nargs="+", choices=names, default=names, metavar="ENGINE", help=", ".join(names))
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
+    parser.add_argument("--report", type=Path, default=ROOT / "docs" / "performance.md", help="Markdown file to write")
+    options = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the engines are ended too
+    folder: Path = options.folder.resolve()
+    checkpoint = (options.checkpoint or folder / "qwen2-0.5b").resolve()
+    results = folder / "results.jsonl"
+    folder.mkdir(parents=True, exist_ok=True)
+    run = Run(folder, checkpoint, options.quick, frozenset(options.engines))
+    for name, figure in FIGURES.items():
+        if name in options.figures or "all" in options.figures:
+            start, rows = time.perf_counter(), list[Row]()
+            for row in figure(run):
+                rows.append({"figure": name} | row)
+                print(json.dumps(rows[-1]), flush=True)
+            print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
+            _replace(results, name, rows)
+    if "report" in options.figures or "all" in options.figures:
+        write_report(results, options.report)
+
+
+def _replace(results: Path, figure: str, rows: Sequence[Row]) -> None:
+    """One figure's rows in the results file."""
+    lines = results.read_text().splitlines() if results.exists() else []
+    kept = [line for line in lines if json.loads(line)["figure"] != figure]
+    results.write_text("\n".join([*kept, *map(json.dumps, rows)]) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Write a Qwen2 checkpoint as GGUF: `convert_to_gguf CHECKPOINT BF16|Q8_0|Q4_0 OUT`. Run in llama.cpp's environment."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def gguf_name(name: str) -> str:
+    """The format's name for a tensor of the checkpoint."""
+    name = name.removeprefix("model.")
+    if not name.startswith("layers."):
+        return {"embed_tokens.weight": "token_embd.weight", "norm.weight": "output_norm.weight"}[name]
+    _, layer, rest = name.split(".", 2)
+    module, kind = rest.rsplit(".", 1)
+    return f"blk.{layer}.{_NAMES[module]}.{kind}"
+
+
+def add_settings(writer: Any, config: dict[str, Any]) -> None:
+    """What a reader has to know of the shape."""
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
+    writer.add_rope_freq_base(theta)
+
+
+def add_tokenizer(writer: Any, folder: Path, config: dict[str, Any]) -> None:
+    """The vocabulary, filled up to the model's with tokens that never occur."""
+    import gguf
+
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    unused = [f"[unused{index}]" for index in range(config["vocab_size"] - len(tokens))]
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokens + unused)
+    writer.add_token_types([gguf.TokenType.NORMAL] * len(tokens) + [gguf.TokenType.UNUSED] * len(unused))
+    writer.add_token_merges(merges)
+    writer.add_eos_token_id(config["eos_token_id"])
+
+
+def bfloat16_tensors(path: Path) -> Iterator[tuple[str, Any]]:
+    """The tensors of a safetensors file as float32 arrays, whose upper half bfloat16 is; NumPy has no such type."""
+    import numpy as np
+
+    content = np.memmap(path, np.uint8, "r")
+    start = 8 + int(content[:8].view(np.uint64)[0])
+    header = json.loads(content[8:start].tobytes())
+    for name, info in header.items():
+        if name != "__metadata__":
+            first, last = info["data_offsets"]
+            halves = content[start + first : start + last].view(np.uint16).astype(np.uint32)
+            yield name, (halves << 16).view(np.float32).reshape(info["shape"])
+
+
+def main() -> None:
+    """Convert."""
+    import gguf
+
+    folder, weight_format, out = Path(sys.argv[1]), gguf.GGMLQuantizationType[sys.argv[2]], sys.argv[3]
+    config = json.loads((folder / "config.json").read_text())
+    writer = gguf.GGUFWriter(out, "qwen2")
+    add_settings(writer, config)
+    add_tokenizer(writer, folder, config)
+    for name, values in bfloat16_tensors(folder / "model.safetensors"):
+        kind = weight_format if values.ndim == 2 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(gguf_name(name), gguf.quants.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Quire: `quire_engine CHECKPOINT [LLM_ARGUMENTS_AS_JSON]`. It also measures the machine and single decode steps."""
+
+import json
+import statistics
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from benchmarks.drivers.protocol import Handler, random_prompts, serve, timed
+
+_WARM_UP_STEPS = 2
+
+
+def load() -> Mapping[str, Handler]:
+    """Load the engine."""
+    from quire import LLM, SamplingParams
+    from quire.batch import Batch, Draw, ScheduledSequence
+    from quire.cli.bench.limits import Limits
+
+    arguments = {"dtype": "bfloat16", "enable_prefix_caching": False, "max_model_len": 4096}
+    llm = LLM(sys.argv[1], **arguments | json.loads(sys.argv[2] if len(sys.argv) > 2 else "{}"))
+    plan, executor = llm.engine.plan, llm.engine.executor
+    block_size = plan.kv_cache.block_size
+
+    def generate(num_prompts: int, input_len: int, output_len: int) -> dict[str, Any]:
+        params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
+        prompts = random_prompts(num_prompts, input_len)
+        return {"elapsed_s": timed(lambda: llm.generate(prompts, params, use_tqdm=False))}
+
+    def limits() -> dict[str, Any]:
+        found = Limits.measure("bfloat16")
+        return {"read_bytes_per_s": found.read_bytes_per_s, "flops_per_s": found.flops_per_s}
+
+    def decode(num_seqs: int, context: int, num_steps: int) -> dict[str, Any]:
+        """Steps straight through the executor, in a cache that holds anything: no prompt has to be computed first."""
+        blocks_per_seq = -(-context // block_size)
+        tables = np.random.default_rng(0).permutation(num_seqs * blocks_per_seq).astype(np.int32)
+        draw = Draw(0.0, 0, 1.0, b"")
+        sequences = tuple(
+            ScheduledSequence(i, (5,), context - 1, (table,), (draw,))
+            for i, table in enumerate(tables.reshape(num_seqs, blocks_per_seq))
+        )
+        batch = Batch(0, sequences)
+        times = [timed(lambda: executor.execute(batch)) for _ in range(_WARM_UP_STEPS + num_steps)]
+        kv_bytes = num_seqs * context * plan.kv_cache.block_bytes * plan.kv_cache.num_tensors / block_size
+        return {"step_s": statistics.median(times[_WARM_UP_STEPS:]), "kv_bytes": kv_bytes}
+
+    return {
+        "generate": generate,
+        "limits": limits,
+        "decode": decode,
+        "weights": lambda: {"weight_bytes": plan.weight_bytes},
+        "fill_cache": lambda: _take_pages(executor),
+    }
+
+
+def _take_pages(executor: Any) -> dict[str, Any]:
+    """Memory that was never written is one page of zeros, which every cache holds."""
+    for tensor in executor.cache_engine.tensors:
+        tensor.view(-1).fill_(1)
+    return {}
+
+
+if __name__ == "__main__":
+    serve(load)

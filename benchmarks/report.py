@@ -1,0 +1,227 @@
+"""docs/performance.md and its plots, from a results file and nothing else."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.plots import plot_growth, plot_throughput
+
+Row = dict[str, Any]
+
+_HEAD = """# Performance
+
+Written by `python -m benchmarks report` from what `python -m benchmarks all` measured; do not edit it. On a machine of
+your own, `python -m benchmarks all` installs the other engines, measures, and writes this page again; with `--quick` in
+a few minutes. Each section names the command that measures it alone.
+
+**Shares of the limit.** Two speeds of the machine are measured in the same run, between the measurements: reading
+memory, and bfloat16 multiply-adds in registers, all threads together. The least time that generation can take is the
+sum over its steps of the longer of two: reading all weights once, and multiplying by them. Attention and all else is
+left out of it, so 1.00 cannot be reached; where neighbours share the machine and it was faster while the engine ran
+than while its speed was measured, more than that is seen. int8 and int4 weights are half and a quarter of the bytes,
+and multiplied at bfloat16's peak.
+
+**In turn.** The engines of a table have the same checkpoint loaded at once; those that are not asked are stopped. Each
+case runs once to warm up, then A B C A B C. Figures are medians of the rounds, ratios medians of the rounds' ratios.
+"""
+
+
+def write_report(results: Path, out: Path) -> None:
+    """Write `out`, and its plots into a folder beside it of the same name. Figures not measured yet have no section."""
+    rows = [json.loads(line) for line in results.read_text().splitlines()]
+    plots = out.with_suffix("")
+    plots.mkdir(parents=True, exist_ok=True)
+    sections = [_HEAD]
+    for name, section in _SECTIONS.items():
+        found = [row for row in rows if row["figure"] == name]
+        if found:
+            sections.append("\n".join(section(found, plots)) + "\n")
+    out.write_text("\n".join(sections), encoding="utf-8")
+
+
+def _machine(rows: Sequence[Row], plots: Path) -> Iterator[str]:
+    row = rows[-1]
+    yield (
+        f"**Machine.** {row['cpu']}, {row['threads']} threads, {row['memory_bytes'] / 2**30:.0f} GiB; "
+        f"Python {row['python']}, torch {row['torch']}; {row['date']}{', with --quick' if row['quick'] else ''}."
+    )
+
+
+def _throughput(rows: Sequence[Row], plots: Path) -> Iterator[str]:
+    yield from _title("Throughput, Qwen2-0.5B's shape", "python -m benchmarks throughput")
+    plot_throughput(rows, plots / "throughput.svg")
+    yield f"![Output tokens per second by engine and batch]({plots.name}/throughput.svg)\n"
+    yield "Output tokens per second; of the prompt of 2,048 tokens, which wants one token out, its own per second."
+    for precision in dict.fromkeys(row["precision"] for row in rows):
+        yield f"\n### {precision}\n"
+        yield from _engines([row for row in rows if row["precision"] == precision])
+
+
+def _embedded(rows: Sequence[Row], plots: Path) -> Iterator[str]:
+    yield from _title("The embedded checkpoint", "python -m benchmarks embedded")
+    yield "quire-tiny has 7 million weights, which caches hold: what counts is everything around the model.\n"
+    yield from _engines(rows)
+
+
+def _engines(rows: Sequence[Row]) -> Iterator[str]:
+    """One line for each case and engine, and what is left out."""
+    ready = {row["engine"]: row["load_s"] for row in rows if "load_s" in row}
+    measured = [row for row in rows if "elapsed_s" in row]
+    if measured:
+        head = (
+            "prompts x in / out",
+            "engine",
+            "tokens/s",
+            "steps/s",
+            "Quire is faster by",
+            "of the limit",
+            "ready after",
+        )
+        yield from _table(head, (_engine(row, ready) for row in measured))
+        yield "\n" + _speeds(measured)
+    for row in rows:
+        if "left_out" in row:
+            yield f"\n{row['engine']} is left out: {row['left_out']}"
+
+
+def _engine(row: Row, ready: dict[str, float]) -> tuple[object, ...]:
+    prefill = row["output_len"] == 1
+    return (
+        f"{row['num_prompts']} x {row['input_len']} / {row['output_len']}",
+        row["engine"],
+        f"{row['input_tokens_per_s' if prefill else 'output_tokens_per_s']:.1f}",
+        f"{row['steps_per_s']:.1f}",
+        f"{row['quire_speedup']:.2f}" if "quire_speedup" in row else "",
+        f"{row['of_limit']:.2f}" if "of_limit" in row else "",
+        f"{ready[row['engine']]:.1f} s",
+    )
+
+
+def _speeds(rows: Sequence[Row]) -> str:
+    read, peak = ([row[name] for row in rows] for name in ("read_gb_per_s", "peak_gflop_per_s"))
+    return (
+        f"The machine meanwhile read {min(read)} to {max(read)} GB/s and multiplied {min(peak)} to {max(peak)} GFLOP/s."
+    )
+
+
+def _ready(rows: Sequence[Row], plots: Path) -> Iterator[str]:
+    yield from _title("Ready", "python -m benchmarks ready")
+    yield "With the weights in the page cache. Memory is what was allocated beyond torch's; the KV cache is small.\n"
+    yield from _table(("", "seconds", "target"), ((row["what"], row["seconds"], row["target"]) for row in rows))
+    load = rows[-1]
+    yield (
+        f"\nMemory once ready: {load['memory_bytes'] / 1e6:.0f} MB, {load['of_weights']:.2f} of the weights; at the "
+        f"peak of loading {load['peak_bytes'] / 1e6:.0f} MB, {load['peak_of_weights']:.2f} "
+        f"(target: at most {load['of_weights_target']})."
+    )
+
+
+def _latency(rows: Sequence[Row], plots: Path) -> Iterator[str]:
+    yield from _title("Latency", "python -m benchmarks latency", "quire bench latency")
+    yield "Prompts of 128 tokens in and 64 out. The limit is reading all weights once from token to token.\n"
+    head = ("at a time", "first token ms, p50", "p90", "p99", "between tokens ms, p50", "p90", "p99", "of the limit")
+    yield from _table(
+        head,
+        (
+            (row["concurrency"], *row["first_token_ms"].values(), *row["between_tokens_ms"].values(), row["of_limit"])
+            for row in rows
+        ),
+    )
+
+
+def _growth(rows: Sequence[Row], plots: Path) -> Iterator[str]:
+    yield from _title("Growth of a decode step", "python -m benchmarks growth")
+    for by, x in (("batch", "num_seqs"), ("context", "context")):
+        found = [row for row in rows if row["by"] == by]
+        curves = {
+            name: [row for row in found if row["model"] == name] for name in dict.fromkeys(r["model"] for r in found)
+        }
+        plot_growth(curves, x, "step_ms", plots / f"growth-{by}.svg")
+        yield f"![Milliseconds of a step by {by}]({plots.name}/growth-{by}.svg)\n"
+        for name, curve in curves.items():
+            yield f"{name}: {_growth_words(curve, x, 'step_ms')}.\n"
+    head = ("model", "sequences", "context", "step ms", "of the limit")
+    yield from _table(head, ((r["model"], r["num_seqs"], r["context"], r["step_ms"], r["of_limit"]) for r in rows))
+    yield "\n" + _speeds(rows)
+
+
+def _growth_words(curve: Sequence[Row], x: str, y: str) -> str:
+    first, last = curve[0], curve[-1]
+    cost, size = last[y] / first[y], last[x] / max(1, first[x])
+    verdict = "linear or better" if cost <= size else "more than linear"
+    return f"{x} {first[x]:,} to {last[x]:,} costs {cost:.1f} times as much for {size:,.0f} times as many: {verdict}"
+
+
+def _kernels(rows: Sequence[Row], plots: Path) -> Iterator[str]:
+    yield from _title("Kernels", "python -m benchmarks kernels", "quire bench kernels")
+    yield from _limited(rows, "kernel", ("rows", "n", "k", "block_bytes"))
+
+
+def _attention(rows: Sequence[Row], plots: Path) -> Iterator[str]:
+    yield from _title("Attention", "python -m benchmarks attention", "quire bench attention")
+    decodes = [row for row in rows if row["attention"] == "decode"]
+    shapes = dict.fromkeys((tuple(row["heads"]), row["num_seqs"]) for row in decodes)
+    curves = {
+        f"{heads} x {num_seqs}": [r for r in decodes if (tuple(r["heads"]), r["num_seqs"]) == (heads, num_seqs)]
+        for heads, num_seqs in shapes
+    }
+    plot_growth(curves, "context", "us", plots / "growth-attention.svg")
+    yield f"![Microseconds of decode attention by context]({plots.name}/growth-attention.svg)\n"
+    yield "Heads are (heads, heads of keys and values, dimensions).\n"
+    yield from _limited(rows, "attention", ("heads", "context", "num_seqs"))
+
+
+def _limited(rows: Sequence[Row], name: str, sizes: Sequence[str]) -> Iterator[str]:
+    yield f"Instruction set {rows[0]['isa']}, {rows[0]['threads']} threads, {rows[0]['dtype']}.\n"
+    head = (name, *sizes, "us", "GB/s", "GFLOP/s", "limited by", "of the limit")
+    figures = ("us", "gb_per_s", "gflop_per_s", "limit", "of_limit")
+    yield from _table(head, ((row[name], *(row.get(key, "") for key in (*sizes, *figures))) for row in rows))
+
+
+def _scheduler(rows: Sequence[Row], plots: Path) -> Iterator[str]:
+    yield from _title("Bookkeeping", "python -m benchmarks scheduler", "quire bench scheduler")
+    curves = {
+        f"{n} running": [row | {"us": row["schedule_us"] + row["commit_us"]} for row in rows if row["num_seqs"] == n]
+        for n in dict.fromkeys(row["num_seqs"] for row in rows)
+    }
+    plot_growth(curves, "num_waiting", "us", plots / "growth-waiting.svg")
+    yield f"![Microseconds of schedule and commit by waiting requests]({plots.name}/growth-waiting.svg)\n"
+    for name, curve in curves.items():
+        yield f"{name}: {_growth_words(curve, 'num_waiting', 'us')}.\n"
+    names = ("num_seqs", "num_waiting", "add_us", "schedule_us", "commit_us")
+    yield from _table(names, ([row[name] for name in names] for row in rows))
+
+
+def _kv_cache(rows: Sequence[Row], plots: Path) -> Iterator[str]:
+    yield from _title("KV cache", "python -m benchmarks kv_cache", "python tools/bench_kv.py")
+    for name in dict.fromkeys(row["name"] for row in rows):
+        found = [row for row in rows if row["name"] == name]
+        columns = [key for key in found[0] if key not in ("figure", "name")]
+        yield f"\n### {name}\n"
+        yield from _table(columns, ([row.get(key, "") for key in columns] for row in found))
+
+
+_SECTIONS: dict[str, Callable[[Sequence[Row], Path], Iterator[str]]] = {
+    "machine": _machine,
+    "throughput": _throughput,
+    "embedded": _embedded,
+    "ready": _ready,
+    "latency": _latency,
+    "growth": _growth,
+    "kernels": _kernels,
+    "attention": _attention,
+    "scheduler": _scheduler,
+    "kv_cache": _kv_cache,
+}
+
+
+def _title(title: str, *commands: str) -> Iterator[str]:
+    yield f"## {title}\n\nMeasured by {' and '.join(f'`{command}`' for command in commands)}.\n"
+
+
+def _table(head: Sequence[str], rows: Iterable[Iterable[object]]) -> Iterator[str]:
+    yield f"| {' | '.join(head)} |"
+    yield "|" + "---|" * len(head)
+    for row in rows:
+        yield f"| {' | '.join(map(str, row))} |"

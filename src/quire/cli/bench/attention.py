@@ -1,0 +1,62 @@
+"""Attention over paged keys and values: decoding is limited by reading them, prefill by multiply-adds."""
+
+import argparse
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+
+from quire import kernels
+from quire.cli.bench.limits import COLD_BYTES, compare
+from quire.config.kv_cache import KVCacheSpec
+
+_HEADS = ((14, 2, 64), (32, 8, 128))
+"""num_heads, num_kv_heads, head_dim"""
+_BLOCK_SIZE, _LONGEST_PREFILL, _LARGEST_CACHE = 16, 2048, 2**30
+
+
+def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row for each shape, context and batch; caches over 1 GiB and prompts over 2,048 tokens are left out."""
+    kernels.set_num_threads(options.threads or kernels.num_threads())
+    torch.set_num_threads(1)
+    dtype = getattr(torch, options.dtype)
+    cases = [("decode", *case) for case in product(_HEADS, options.num_seqs, options.context)]
+    cases += [("prefill", heads, 1, context) for heads, context in product(_HEADS, options.context)]
+    for (kind, heads, num_seqs, context), cache in product(cases, (options.dtype, "int8")):
+        query_len = 1 if kind == "decode" else context
+        spec = KVCacheSpec(heads[1], heads[2], cache)
+        num_bytes = spec.bytes_per_token * context * num_seqs
+        if num_bytes <= _LARGEST_CACHE and query_len <= _LONGEST_PREFILL:
+            flops = 4 * heads[0] * heads[2] * num_seqs * query_len * (context - (query_len - 1) / 2)
+            row = compare(
+                _calls(heads[0], spec, context, query_len, num_seqs, dtype),
+                num_bytes,
+                flops,
+                options.dtype,
+                options.seconds,
+            )
+            yield {"attention": kind, "heads": heads, "cache": cache, "context": context, "num_seqs": num_seqs} | row
+
+
+def _calls(
+    num_heads: int, spec: KVCacheSpec, context: int, query_len: int, num_seqs: int, dtype: torch.dtype
+) -> list[Callable[[], object]]:
+    """Calls for equal sequences in shuffled blocks of their own, so many that no cache holds them."""
+    num_kv_heads, head_dim = spec.num_kv_heads, spec.head_dim
+    block_bytes = _BLOCK_SIZE * spec.bytes_per_token
+    blocks_per_call = -(-context // _BLOCK_SIZE) * num_seqs
+    num_blocks = max(1, COLD_BYTES // (block_bytes * blocks_per_call)) * blocks_per_call
+    buffer = torch.zeros(num_blocks * block_bytes, dtype=torch.uint8)
+    cache_dtype = getattr(torch, spec.dtype)
+    k_cache, v_cache = kernels.make_layer_cache(buffer, num_blocks, _BLOCK_SIZE, num_kv_heads, head_dim, cache_dtype)
+    for slots in torch.arange(num_blocks * _BLOCK_SIZE).tensor_split(-(-num_blocks // 256)):  # takes the pages
+        key, value = torch.randn(2, len(slots), num_kv_heads, head_dim).to(dtype)
+        kernels.write_kv(key, value, k_cache, v_cache, slots)
+    query = torch.randn(query_len * num_seqs, num_heads, head_dim).to(dtype)
+    query_start = torch.arange(0, query_len * num_seqs + 1, query_len, dtype=torch.int32)
+    seq_lens = torch.full((num_seqs,), context, dtype=torch.int32)
+    attend = partial(kernels.paged_attention, query, k_cache, v_cache, query_start, seq_lens)
+    tables = torch.randperm(num_blocks).int().view(-1, num_seqs, blocks_per_call // num_seqs)
+    return [partial(attend, table, head_dim**-0.5) for table in tables]

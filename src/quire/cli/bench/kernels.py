@@ -1,0 +1,67 @@
+"""The kernels but attention. A product of few rows is limited by reading the weights, one of many by the multiply-adds;
+all else moves bytes, each of which is counted once."""
+
+import argparse
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+
+from quire import kernels
+from quire.cli.bench.limits import COLD_BYTES, compare
+
+_SHAPES = ((4864, 896), (896, 4864), (4096, 4096), (151936, 896))  # n, k
+_WIDTH, _VOCAB = 4096, 151936
+_DRAWS = ((0.0, 0, 1.0), (0.8, 0, 1.0), (0.8, 50, 1.0), (0.8, 0, 0.95))  # temperature, top_k, top_p
+
+
+def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row for each kernel and size."""
+    kernels.set_num_threads(options.threads or kernels.num_threads())
+    torch.set_num_threads(1)
+    dtype = getattr(torch, options.dtype)
+    for (n, k), weights in product(_SHAPES, (options.dtype, *kernels.QUANTIZED_FORMATS)):
+        weight = torch.randn(n, k).to(dtype)
+        plain = weights == options.dtype
+        size = weight.nbytes if plain else kernels.quantized_bytes(n, k, weights)
+        copies = [  # none stays in a cache
+            kernels.pack_weight(weight) if plain else kernels.quantize_weight(weight, weights)
+            for _ in range(1 + COLD_BYTES // size)
+        ]
+        for rows in options.rows:
+            products = [partial(kernels.matmul, torch.randn(rows, k).to(dtype), copy) for copy in copies]
+            row = compare(products, size, 2 * rows * n * k, weights, options.seconds)
+            yield {"kernel": "matmul", "rows": rows, "n": n, "k": k} | row
+    for rows in options.rows:
+        for name, num_bytes, call in (*_row_kernels(rows, dtype), *_draws(min(rows, 64))):
+            yield {"kernel": name, "rows": rows} | compare([call], num_bytes, 0, options.dtype, options.seconds)
+    for block_bytes in (32 * 1024, 1024 * 1024):
+        pool = torch.ones(COLD_BYTES // block_bytes, block_bytes, dtype=torch.uint8)
+        copy = partial(kernels.copy_blocks, pool, pool, torch.randperm(len(pool)).view(-1, 2))
+        row = compare([copy], pool.nbytes, 0, options.dtype, options.seconds)
+        yield {"kernel": "copy_blocks", "block_bytes": block_bytes} | row
+
+
+def _row_kernels(rows: int, dtype: torch.dtype) -> Iterator[tuple[str, float, Callable[[], object]]]:
+    """Name, bytes read and written, call."""
+    x, residual = torch.randn(2, rows, _WIDTH).to(dtype)
+    weight, bias = torch.ones(_WIDTH), torch.zeros(_WIDTH)
+    heads, positions, cos_sin = x.view(rows, -1, 64), torch.arange(rows), torch.randn(rows, 64)
+    yield "rms_norm", 2 * x.nbytes, partial(kernels.rms_norm, x, weight, 1e-6)
+    yield "add_rms_norm", 4 * x.nbytes, partial(kernels.add_rms_norm, x, residual, weight, 1e-6)
+    yield "layer_norm", 2 * x.nbytes, partial(kernels.layer_norm, x, weight, bias, 1e-6)
+    yield "add_layer_norm", 4 * x.nbytes, partial(kernels.add_layer_norm, x, residual, weight, bias, 1e-6)
+    yield "gelu", 2 * x.nbytes, partial(kernels.activation, x, "gelu")
+    yield "gated silu", 1.5 * x.nbytes, partial(kernels.gated_activation, x, "silu")
+    yield "rotary_embedding", 2 * x.nbytes, partial(kernels.rotary_embedding, heads, positions, cos_sin)
+
+
+def _draws(rows: int) -> Iterator[tuple[str, float, Callable[[], object]]]:
+    """Sampling from logits peaked as a language model's."""
+    logits, full = torch.randn(rows, _VOCAB) * 3, torch.ones(rows, dtype=torch.float64)
+    for temperature, top_k, top_p in _DRAWS:
+        how = (full * temperature, (full * top_k).long(), full * top_p, torch.rand(rows).double())
+        name = f"sample temperature={temperature} top_k={top_k} top_p={top_p}"
+        yield name, logits.nbytes, partial(kernels.sample, logits, *how)

@@ -1,0 +1,64 @@
+"""How long a user waits for the first token, and from token to token.
+
+Requests arrive at random at a given rate, whether the engine keeps up or not; or a given number of them is always
+there.
+"""
+
+import argparse
+import random
+import time
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+from quire.cli.bench.limits import Limits
+from quire.cli.bench.throughput import greedy, random_prompts, run_once
+from quire.cli.options import load_llm
+from quire.engine.llm_engine import LLMEngine
+
+
+def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """One row. `of_limit` compares the median time between tokens with reading all weights once."""
+    options.enable_prefix_caching = False
+    llm = load_llm(options)
+    config = llm.engine.model_config
+    prompts = random_prompts(options.num_prompts, options.input_len, config.vocab_size)
+    run_once(llm, prompts[:1], options.output_len)  # warms up
+    times = token_times(llm.engine, prompts, options.output_len, options.concurrency, options.request_rate)
+    read_s = llm.engine.plan.weight_bytes / Limits.measure(config.dtype).read_bytes_per_s
+    between = [later - earlier for tokens in times for earlier, later in pairwise(tokens[1:])]
+    yield {
+        "model": config.model,
+        **{name: getattr(options, name) for name in ("num_prompts", "input_len", "output_len", "request_rate")},
+        "concurrency": None if options.request_rate else options.concurrency,
+        "first_token_ms": percentiles_ms([tokens[1] - tokens[0] for tokens in times]),
+        "between_tokens_ms": percentiles_ms(between) if between else None,
+        "of_limit": round(read_s * 1e3 / percentiles_ms(between)["p50"], 3) if between else None,
+    }
+
+
+def token_times(
+    engine: LLMEngine, prompts: Sequence[list[int]], output_len: int, concurrency: int, request_rate: float = 0.0
+) -> list[list[float]]:
+    """When each request arrived, and when each of its tokens was there."""
+    clock, rng, times, num_there = time.monotonic, random.Random(0), list[list[float]](), 0
+    due = clock()
+    while len(times) < len(prompts) or num_there:
+        while len(times) < len(prompts) and (due <= clock() if request_rate else num_there < concurrency):
+            arrival = due if request_rate else clock()
+            prompt = {"prompt_token_ids": prompts[len(times)]}
+            engine.add_request(str(len(times)), prompt, greedy(output_len), arrival_time=arrival)
+            times.append([arrival])
+            due, num_there = due + rng.expovariate(request_rate or 1.0), num_there + 1
+        if not num_there:
+            time.sleep(max(0.0, due - clock()))
+        for output in engine.step():
+            times[int(output.request_id)].append(clock())
+            num_there -= output.finished
+    return times
+
+
+def percentiles_ms(values: Sequence[float]) -> dict[str, float]:
+    """By nearest rank."""
+    ordered = sorted(values)
+    return {f"p{p}": round(ordered[-(-len(ordered) * p // 100) - 1] * 1e3, 3) for p in (50, 90, 99)}

@@ -1,0 +1,87 @@
+"""What this machine can do at best, measured beside what is compared with it."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire import kernels
+from quire.errors import ConfigError
+from quire.kernels import backend
+
+COLD_BYTES = 256 * 2**20
+"""more than caches hold"""
+_PEAK_ROUNDS, _MIN_CALLS = 50_000, 3
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """How long one call takes."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Two speeds, of all threads that the kernels run on together."""
+
+    read_bytes_per_s: float
+    flops_per_s: float
+    """of multiply-adds in registers, which count two: of bytes for quantized weights, bfloat16 ones where the CPU has
+    them"""
+
+    @classmethod
+    def measure(cls, dtype: str, repeats: int = 5) -> "Limits":
+        """The best of a few tries; `dtype` may be a format of quantized weights. ConfigError without native kernels."""
+        native, bytes_code = backend.native, len(backend.DTYPE_CODES)
+        quantized = dtype in kernels.QUANTIZED_FORMATS
+        code = bytes_code if quantized else backend.DTYPE_CODES[getattr(torch, dtype)]
+        if native is None:
+            raise ConfigError("the machine's limits are measured by the native kernels: install Quire with them")
+        memory = _cold_memory()
+        flops = native.multiply_in_registers(code, 1) * kernels.num_threads() * _PEAK_ROUNDS
+        read_s = min(seconds(lambda: native.read_memory(memory.ctypes.data, memory.nbytes)) for _ in range(repeats))
+        peak_s = min(seconds(lambda: native.multiply_in_registers(code, _PEAK_ROUNDS)) for _ in range(repeats))
+        return cls(memory.nbytes / read_s, flops / peak_s)
+
+
+@cache
+def _cold_memory() -> npt.NDArray[np.float32]:
+    """NumPy asks for huge pages, as the kernels' weights have them; reading small ones is a third slower."""
+    return np.ones(COLD_BYTES // 4, np.float32)
+
+
+def compare(
+    calls: Sequence[Callable[[], object]], num_bytes: float, flops: float, dtype: str, budget_s: float
+) -> dict[str, Any]:
+    """Time calls in turn for `budget_s`, a few at least, and the limits between them: on a shared machine both move.
+
+    The best counts, on both sides. Each call moves `num_bytes` and does `flops` operations.
+    """
+    start, times, limits = time.perf_counter(), list[float](), list[Limits]()
+    for call in cycle(calls):
+        elapsed_s = time.perf_counter() - start
+        if len(times) >= _MIN_CALLS and elapsed_s > budget_s:
+            break
+        if elapsed_s >= len(limits) * budget_s / 16:
+            limits.append(Limits.measure(dtype, 1))
+        times.append(seconds(call))
+    best_s = min(times)
+    reading = num_bytes / max(limit.read_bytes_per_s for limit in limits)
+    multiplying = flops / max(limit.flops_per_s for limit in limits)
+    return {
+        "isa": kernels.isa(),
+        "threads": kernels.num_threads(),
+        "dtype": dtype,
+        "us": round(best_s * 1e6, 1),
+        "gb_per_s": round(num_bytes / best_s / 1e9, 1),
+        "gflop_per_s": round(flops / best_s / 1e9, 1),
+        "limit": "reading" if reading > multiplying else "multiplying",
+        "of_limit": round(max(reading, multiplying) / best_s, 3),
+    }

@@ -1,0 +1,52 @@
+"""The bookkeeping of a step: the real scheduler, block manager and commit, with tokens drawn at once.
+
+By the thread's CPU clock, so that other programs do not count.
+"""
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+from quire.batch import Draw, StepResult
+from quire.cli.bench.throughput import greedy
+from quire.config.kv_cache import KVCacheSpec
+from quire.config.kv_layout import kv_cache_config
+from quire.config.scheduler import SchedulerConfig
+from quire.engine.commit import Committer
+from quire.engine.scheduler import Scheduler
+from quire.engine.sequence import Sequence, SequenceGroup
+from quire.kv.block_space_manager import BlockSpaceManager
+
+_PROMPT_LEN, _NUM_STEPS, _VOCAB = 256, 200, 151936
+
+
+def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row for each number of sequences that decode and of requests that wait behind them."""
+    for num_seqs, num_waiting in product(options.num_seqs, options.waiting):
+        rng, clock = random.Random(0), time.thread_time
+        spec = KVCacheSpec(1, 2, "float32")  # accounting knows no tensors: any will do
+        config = kv_cache_config([spec], 16, num_blocks=num_seqs * (_PROMPT_LEN + _NUM_STEPS) // 8)
+        blocks = BlockSpaceManager(config, enable_prefix_caching=True)
+        scheduler = Scheduler(SchedulerConfig(num_seqs, num_seqs * _PROMPT_LEN), blocks)
+        committer = Committer(scheduler, max_model_len=2**20, eos_token_ids=frozenset())
+        prompts = [rng.choices(range(_VOCAB), k=_PROMPT_LEN) for _ in range(num_seqs)]
+        prompts += [rng.choices(range(_VOCAB), k=4) for _ in range(num_waiting)]
+        start = clock()
+        for prompt in prompts:
+            seq = Sequence(scheduler.new_seq_id(), prompt, (Draw(0.0, 0, 1.0, b""),))
+            scheduler.add(SequenceGroup(str(seq.seq_id), None, seq, greedy(_NUM_STEPS), 0.0))
+        times = {"add": [(clock() - start) / len(prompts)], "schedule": [], "commit": []}
+        for _ in range(_NUM_STEPS - 1):
+            start = clock()
+            batch = scheduler.schedule()
+            times["schedule"].append(clock() - start)
+            result = StepResult(tuple(rng.choices(range(_VOCAB), k=num_seqs)))
+            start = clock()
+            committer.commit(batch, result)
+            times["commit"].append(clock() - start)
+        medians = {f"{name}_us": round(statistics.median(values) * 1e6, 1) for name, values in times.items()}
+        yield {"num_seqs": num_seqs, "num_waiting": num_waiting} | medians

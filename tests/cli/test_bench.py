@@ -1,0 +1,136 @@
+"""`quire bench`: each row says what was asked for, and its figures are possible ones."""
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from quire.batch import Batch, StepResult
+from quire.cli import main
+from quire.cli.bench import attention, kernels, latency
+from quire.cli.bench.throughput import random_prompts
+from quire.engine.llm_engine import LLMEngine
+from quire.kernels import isa
+
+from ..scripted_engine import scripted_llm
+
+Rows = Callable[..., list[dict[str, Any]]]
+
+needs_native = pytest.mark.skipif(isa() == "reference", reason="the native kernels measure the machine's limits")
+
+
+@pytest.fixture
+def rows(capsys: pytest.CaptureFixture[str]) -> Rows:
+    """Run `quire bench` in this process; returns the rows it printed."""
+
+    def run(*arguments: str) -> list[dict[str, Any]]:
+        assert main(("bench", *arguments)) == 0
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    return run
+
+
+@needs_native
+def test_kernels_reach_a_share_of_the_limit(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_SHAPES", ((64, 128), (96, 64)))
+    monkeypatch.setattr(kernels, "_VOCAB", 1000)
+    monkeypatch.setattr(kernels, "COLD_BYTES", 2**21)
+    found = rows("kernels", "--rows", "2", "--seconds", "0", "--dtype", "float32")
+    assert {row["kernel"].split()[0] for row in found} == {
+        "matmul", "rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "gelu", "gated", "rotary_embedding",
+        "sample", "copy_blocks",
+    }  # fmt: skip
+    for row in found:
+        assert row["us"] > 0
+        assert row["of_limit"] > 0
+        assert (row["dtype"], row["isa"]) == ("float32", isa())
+    assert {row["rows"] for row in found if "rows" in row} == {2}
+    assert all(row["limit"] == "reading" for row in found if row["kernel"] != "matmul")
+
+
+@needs_native
+def test_attention_decodes_every_context_and_prefills_the_short_ones(
+    rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "COLD_BYTES", 2**21)
+    found = rows("attention", "--context", "40", "4096", "--num-seqs", "1", "3", "--seconds", "0")
+    cases = {(row["attention"], row["context"], row["num_seqs"]) for row in found}
+    decodes = {("decode", context, num_seqs) for context in (40, 4096) for num_seqs in (1, 3)}
+    assert cases == decodes | {("prefill", 40, 1)}
+    assert all(row["of_limit"] > 0 for row in found)
+
+
+def test_the_scheduler_runs_with_a_queue_behind_it(rows: Rows) -> None:
+    found = rows("scheduler", "--num-seqs", "1", "8", "--waiting", "0", "50")
+    assert [(row["num_seqs"], row["num_waiting"]) for row in found] == [(1, 0), (1, 50), (8, 0), (8, 50)]
+    assert all(row[name] > 0 for row in found for name in ("add_us", "schedule_us", "commit_us"))
+
+
+@needs_native
+def test_latency_has_a_time_for_every_token(rows: Rows) -> None:
+    arguments = ["--num-prompts", "3", "--input-len", "10", "--output-len", "4", "--num-gpu-blocks-override", "32"]
+    (row,) = rows("latency", "--model", "quire-tiny", *arguments)
+    assert (row["model"], row["num_prompts"], row["concurrency"]) == ("quire-tiny", 3, 4)
+    for name in ("first_token_ms", "between_tokens_ms"):
+        assert 0 < row[name]["p50"] <= row[name]["p90"] <= row[name]["p99"]
+    assert row["of_limit"] > 0
+    (row,) = rows("latency", "--request-rate", "1000", *arguments[:4], "--output-len", "1", *arguments[6:])
+    assert (row["concurrency"], row["between_tokens_ms"], row["of_limit"]) == (None, None, None)
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_so_many_requests_are_there_at_once_and_no_more(concurrency: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, executor = scripted_llm()
+    sizes = []
+    execute = executor.execute
+
+    def watched(batch: Batch) -> StepResult:
+        sizes.append(len(batch.sequences))
+        return execute(batch)
+
+    monkeypatch.setattr(executor, "execute", watched)
+    times = latency.token_times(llm.engine, random_prompts(5, 20, 1000), 6, concurrency)
+    assert max(sizes) == concurrency
+    assert [len(tokens) for tokens in times] == [1 + 6] * 5, "the arrival, and each token"
+    assert all(earlier <= later for tokens in times for earlier, later in pairwise(tokens))
+
+
+def test_requests_keep_their_time_of_arrival_however_late_the_engine_takes_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm, _ = scripted_llm()
+    arrivals = []
+    add = LLMEngine.add_request
+
+    def watched(*arguments: Any, arrival_time: float) -> None:
+        arrivals.append(arrival_time)
+        add(*arguments, arrival_time=arrival_time)
+
+    monkeypatch.setattr(LLMEngine, "add_request", watched)
+    times = latency.token_times(llm.engine, random_prompts(4, 20, 1000), 3, concurrency=1, request_rate=1e6)
+    assert arrivals == [tokens[0] for tokens in times]
+    assert arrivals == sorted(set(arrivals))
+
+
+def test_percentiles_are_values_that_were_measured() -> None:
+    values = [index / 1000 for index in range(1, 101)]
+    assert latency.percentiles_ms(values) == {"p50": 50, "p90": 90, "p99": 99}
+    assert latency.percentiles_ms([0.002]) == {"p50": 2, "p90": 2, "p99": 2}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("kernels", "--rows", "0"),
+        ("attention", "--context", "x"),
+        ("scheduler", "--waiting", "-1"),
+        ("latency", "--request-rate", "nan"),
+        ("kernels", "--seconds", "-1"),
+    ],
+)
+def test_numbers_out_of_range_are_refused_by_name(arguments: tuple[str, ...], capsys: Any) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(("bench", *arguments))
+    assert arguments[1] in capsys.readouterr().err

@@ -1,0 +1,206 @@
+"""The benchmark harness, with engines of a few lines: who is asked when, what is left out, what the report shows."""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import figures
+from benchmarks.__main__ import main
+from benchmarks.checkpoint import ensure_checkpoint, random_weights
+from benchmarks.drivers.convert_to_gguf import gguf_name
+from benchmarks.drivers.protocol import random_prompts
+from benchmarks.figures import FIGURES, Run
+from benchmarks.limits import BUDGET, Machine, generation_s
+from benchmarks.peers import PRECISIONS, Engine, LeftOutError
+from benchmarks.report import write_report
+from benchmarks.session import Session
+
+DRIVER = """
+import sys
+from benchmarks.drivers.protocol import serve
+def generate(**case):
+    with open(sys.argv[1], "a") as file:
+        print(sys.argv[2], case["num_prompts"], case["output_len"], file=file)
+    return {"elapsed_s": 0.5 if sys.argv[2] == "fast" else 1.0}
+def limits():
+    return {"read_bytes_per_s": 1e9, "flops_per_s": 1e12}
+def load():
+    if sys.argv[2] == "broken":
+        raise ValueError("no such precision")
+    print("noise that belongs to nobody")
+    return {"generate": generate, "limits": limits}
+serve(load)
+"""
+
+
+class Scripted(Engine):
+    """Writes down when it is asked."""
+
+    environment = module = ""
+
+    @property
+    def python(self) -> Path:
+        return Path(sys.executable)
+
+    def install(self) -> None: ...
+
+    def _install(self) -> None: ...
+
+    def command(self, checkpoint: Path, max_model_len: int) -> list[str]:
+        return [str(self.python), "-c", DRIVER, str(self.folder / "asked"), self.name]
+
+    def variables(self) -> Mapping[str, str]:
+        return {"PYTHONPATH": str(figures.ROOT)}
+
+
+class Fast(Scripted):
+    name = "fast"
+
+
+class Slow(Scripted):
+    name = "slow"
+
+
+class Broken(Scripted):
+    name = "broken"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path, tmp_path / "none", quick=True, engines=frozenset(["fast", "slow", "broken"]))
+
+
+def test_engines_run_in_turn_and_one_that_fails_is_left_out(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "Quire", Fast)
+    engines = [Fast(run.folder), Slow(run.folder), Broken(run.folder)]
+    cases = [{"num_prompts": n, "input_len": 4, "output_len": 9} for n in (1, 3)]
+    rows = list(figures._in_turn(run, engines, figures.TINY, cases, 100))
+    assert (run.folder / "asked").read_text().splitlines() == [
+        f"{engine} {n} {output_len}"
+        for n in (1, 3)
+        for output_len in (4, *[9] * run.rounds)
+        for engine in ("fast", "slow")
+    ]
+    assert [row["engine"] for row in rows if "left_out" in row] == ["broken"]
+    assert next(row["left_out"] for row in rows if "left_out" in row) == "ValueError: no such precision"
+    speedups = [row["quire_speedup"] for row in rows if row["engine"] == "slow" and "elapsed_s" in row]
+    assert speedups == [2.0, 2.0]
+    assert [row["output_tokens_per_s"] for row in rows if row.get("num_prompts") == 3] == [54.0, 27.0]
+
+
+def test_a_driver_that_cannot_start_says_where_its_last_words_are(run: Run) -> None:
+    engine = Fast(run.folder)
+    session = Session(engine, figures.TINY, 100)
+    try:
+        with pytest.raises(LeftOutError, match=r"its driver ended; see .*fast bfloat16\.log"):
+            session.call("no such thing")
+    finally:
+        session.close()
+    assert "no such thing" in (run.folder / "logs" / "fast bfloat16.log").read_text()
+
+
+def test_the_limit_is_the_sum_of_the_steps() -> None:
+    machine = Machine(read_bytes_per_s=1e9, flops_per_s=1e12)
+    params, weight_bytes = 500_000_000, 1e9
+    case = {"num_prompts": 1, "input_len": 1, "output_len": 3}
+    assert generation_s(machine, weight_bytes, params, case) == pytest.approx(3.0)
+    case = {"num_prompts": 4000, "input_len": 1, "output_len": 2}
+    decode = 2 * 4000 * params / 1e12
+    assert generation_s(machine, weight_bytes, params, case) == pytest.approx(2 * decode)
+    case = {"num_prompts": 1, "input_len": 3 * BUDGET, "output_len": 1}
+    head = 151936 * 896
+    assert generation_s(machine, weight_bytes, params, case) == pytest.approx(
+        2 * (3 * BUDGET * (params - head) + head) / 1e12
+    )
+
+
+def test_prompts_are_the_same_for_every_engine() -> None:
+    assert random_prompts(3, 10) == random_prompts(3, 10)
+    assert {len(prompt) for prompt in random_prompts(3, 10)} == {10}
+
+
+def test_every_weight_has_a_place_in_gguf(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"VOCAB": 32, "HIDDEN": 28, "INTERMEDIATE": 16, "LAYERS": 2}
+    for name, value in small.items():
+        monkeypatch.setattr(f"benchmarks.checkpoint.{name}", value)
+    names = [gguf_name(name) for name in random_weights()]
+    assert len(set(names)) == len(names) == 2 + 2 * 12
+    assert "blk.1.attn_q.bias" in names
+
+
+def test_a_checkpoint_that_is_there_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("mine")
+    assert ensure_checkpoint(tmp_path) == tmp_path
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "machine": [
+        {"cpu": "A", "threads": 2, "memory_bytes": 2**30, "python": "3", "torch": "2", "date": "today", "quick": True}
+    ],
+    "throughput": [
+        {"engine": "quire", "precision": "bfloat16", "load_s": 1.0},
+        {"engine": "other", "precision": "bfloat16", "load_s": 9.0},
+        {"engine": "third", "precision": "bfloat16", "left_out": "it is not here"},
+        *(
+            {
+                "engine": engine, "precision": "bfloat16", "num_prompts": 8, "input_len": 128, "output_len": output_len,
+                "elapsed_s": [1.0], "output_tokens_per_s": 77.5, "input_tokens_per_s": 99.5, "steps_per_s": 8.0,
+                "limit_s": 0.5, "of_limit": 0.53, "read_gb_per_s": 40.5, "peak_gflop_per_s": 900, **more,
+            }
+            for output_len in (64, 1) for engine, more in (("quire", {}), ("other", {"quire_speedup": 1.73}))
+        ),
+    ],
+    "growth": [
+        {
+            "model": "m", "by": by, "num_seqs": n, "context": 128 * n, "step_ms": n**power, "of_limit": 0.4,
+            "read_gb_per_s": 1, "peak_gflop_per_s": 2,
+        }
+        for by, power in (("batch", 0.5), ("context", 2)) for n in (1, 4)
+    ],
+    "scheduler": [
+        {"num_seqs": 1, "num_waiting": n, "add_us": 1.5, "schedule_us": 2.5, "commit_us": 3.5} for n in (0, 100)
+    ],
+}  # fmt: skip
+
+
+def test_the_report_shows_the_rows_and_nothing_it_has_not(tmp_path: Path) -> None:
+    results, out = tmp_path / "results.jsonl", tmp_path / "page.md"
+    lines = [json.dumps({"figure": name} | row) for name, rows in ROWS.items() for row in rows]
+    results.write_text("\n".join(lines))
+    write_report(results, out)
+    text = out.read_text()
+    assert "| 8 x 128 / 64 | other | 77.5 | 8.0 | 1.73 | 0.53 | 9.0 s |" in text
+    assert "| 8 x 128 / 1 | quire | 99.5 | 8.0 |  | 0.53 | 1.0 s |" in text
+    assert "third is left out: it is not here" in text
+    assert "costs 2.0 times as much for 4 times as many: linear or better" in text
+    assert "costs 16.0 times as much for 4 times as many: more than linear" in text
+    assert "## Kernels" not in text
+    plots = {path.name: path.read_bytes() for path in (tmp_path / "page").iterdir()}
+    assert set(plots) == {"throughput.svg", "growth-batch.svg", "growth-context.svg", "growth-waiting.svg"}
+    assert all(f"page/{name}" in text for name in plots)
+    write_report(results, out)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "page").iterdir()} == plots
+    assert out.read_text() == text
+
+
+def test_measuring_again_replaces_a_figure_and_keeps_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    values = iter([1, 2, 3])
+    monkeypatch.setitem(FIGURES, "ready", lambda run: iter([{"value": next(values)}]))
+    monkeypatch.setitem(FIGURES, "latency", lambda run: iter([{"value": next(values)}]))
+    for figure in ("ready", "latency", "ready"):
+        main([figure, "--folder", str(tmp_path)])
+    found = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert found == [{"figure": "latency", "value": 2}, {"figure": "ready", "value": 3}]
+    assert json.loads(capsys.readouterr().out.splitlines()[0]) == {"figure": "ready", "value": 1}
+
+
+def test_quire_comes_first_wherever_engines_are_compared() -> None:
+    assert all(engines[0].name == "quire" for engines in PRECISIONS.values())
