@@ -19,7 +19,14 @@ from quire import kernels
 from quire.config.kv_cache import KVCacheSpec
 from quire.kernels import backend
 
-DECODES = ((14, 2, 64, 16384, 1), (32, 8, 128, 16384, 1), (32, 32, 128, 4096, 1), (14, 2, 64, 1024, 32))
+DECODES = (
+    (14, 2, 64, 16000, 1),
+    (14, 2, 64, 16000, 8),
+    (32, 8, 128, 16000, 1),
+    (32, 8, 128, 16000, 8),
+    (32, 32, 128, 4096, 1),
+    (14, 2, 64, 1024, 32),
+)
 """num_heads, num_kv_heads, head_dim, context, number of sequences"""
 INT8_DECODES = ((14, 2, 64, 8000, 1), (14, 2, 64, 8000, 8), (32, 8, 128, 8000, 1), (32, 8, 128, 8000, 8))
 PREFILLS = ((14, 2, 64, 2048), (32, 8, 128, 2048))
