@@ -22,6 +22,9 @@ constexpr int kAttentionRows = 4, kMostAttentionRows = 4;
 template <int R>
 constexpr int kAttentionVectors = W == 16 && R <= 6 ? 4 : 2;
 
+// Into the second-level cache: the few lines that the first level can wait for would hold up the loads of this tile.
+QUIRE_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+
 // Where the keys and values of one tile lie. Entries for keys that no row sees repeat another key's.
 template <typename C>
 struct KeyTile {
@@ -96,7 +99,7 @@ static inline void score_keys(const KeyTile<C>& tile, const KeyTile<C>* next, in
     for (int v = 0; v < V; ++v) key[v] = Lane::load(tile.vectors[vector + v] + i * tile.lane_stride);
     if (next) {
       QUIRE_UNROLL
-      for (int v = 0; v < V; ++v) __builtin_prefetch(next->vectors[vector + v] + i * next->lane_stride);
+      for (int v = 0; v < V; ++v) prefetch(next->vectors[vector + v] + i * next->lane_stride);
     }
     QUIRE_UNROLL
     for (int r = 0; r < R; ++r) {
@@ -164,7 +167,7 @@ static inline void add_values(const KeyTile<C>& tile, const KeyTile<C>* next, in
     if (next) {
       constexpr int64_t kLine = 64 / sizeof(C);
       QUIRE_UNROLL
-      for (int64_t i = 0; i < N * W; i += kLine) __builtin_prefetch(next->values[key] + dim + i);
+      for (int64_t i = 0; i < N * W; i += kLine) prefetch(next->values[key] + dim + i);
     }
     QUIRE_UNROLL
     for (int r = 0; r < R; ++r) {
@@ -234,8 +237,8 @@ static inline void add_int8_values(const KeyTile<int8_t>& tile, const KeyTile<in
     i32 low, high;
     pair_rows(tile.values[key] + dim, tile.values[key + 1] + dim, count, low, high);
     if (next) {
-      __builtin_prefetch(next->values[key] + dim);
-      __builtin_prefetch(next->values[key + 1] + dim);
+      prefetch(next->values[key] + dim);
+      prefetch(next->values[key + 1] + dim);
     }
     QUIRE_UNROLL
     for (int r = 0; r < R; ++r) {

@@ -59,6 +59,7 @@ QUIRE_INLINE void in_order(i32& low, i32& high) {
 }
 #elif defined(QUIRE_SIMD_AVX2)
 QUIRE_INLINE __m256i widen_bytes(const int8_t* p, int64_t n) {
+  if (n == 16) return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));
   int8_t bytes[16] = {};
   std::memcpy(bytes, p, static_cast<size_t>(n));
   return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)bytes));
@@ -77,7 +78,11 @@ QUIRE_INLINE void in_order(i32& low, i32& high) {
 QUIRE_INLINE i32 widen_bytes(const int8_t* p, int64_t n) {
   typedef int8_t bytes_in __attribute__((vector_size(W)));
   bytes_in bytes = {};
-  if (n > 0) std::memcpy(&bytes, p, static_cast<size_t>(n < W ? n : W));
+  if (n >= W) {
+    std::memcpy(&bytes, p, W);
+  } else if (n > 0) {
+    std::memcpy(&bytes, p, static_cast<size_t>(n));
+  }
   return __builtin_convertvector(bytes, i32);
 }
 QUIRE_INLINE void pair_rows(const int8_t* a, const int8_t* b, int64_t n, i32& low, i32& high) {
