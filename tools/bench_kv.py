@@ -273,8 +273,8 @@ def bench_swap_bandwidth() -> Iterator[Row]:
     config = cache_config(SWAP_TIER_BLOCKS, SWAP_TIER_BLOCKS, QWEN2_05B)
     bytes_per_block = config.total_bytes // config.num_blocks
     engine, rng = CacheEngine(config), random.Random("swap")
-    for tensor in engine.tensors + engine.host_tensors:
-        tensor.fill_(1)  # takes the pages
+    for tier in (engine.blocks, engine.host_blocks):
+        tier.fill_(1)  # takes the pages
     copy, swaps = MemoryCopy(kernels.num_threads(), 2**28), {"swap_out": engine.swap_out, "swap_in": engine.swap_in}
 
     def pairs(num_blocks: int) -> BlockPairs:

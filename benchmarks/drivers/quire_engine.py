@@ -58,8 +58,7 @@ def load() -> Mapping[str, Handler]:
 
 def _take_pages(executor: Any) -> dict[str, Any]:
     """Memory that was never written is one page of zeros, which every cache holds."""
-    for tensor in executor.cache_engine.tensors:
-        tensor.view(-1).fill_(1)
+    executor.cache_engine.blocks.fill_(1)
     return {}
 
 

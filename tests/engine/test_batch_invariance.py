@@ -244,6 +244,5 @@ def test_what_earlier_requests_left_in_the_cache_does_not_matter(block_size, kv_
         kv_cache_dtype=kv_cache_dtype,
     )
     expected = run(llm, prompts, params)
-    for tensor in llm.engine.executor.cache_engine.tensors:
-        tensor.fill_(255)  # every element a NaN, or every scale
+    llm.engine.executor.cache_engine.blocks.fill_(255)  # every element a NaN, or every scale
     assert run(llm, prompts, params) == expected

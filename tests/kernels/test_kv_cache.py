@@ -152,12 +152,27 @@ def test_a_longer_buffer_and_one_block_are_fine():
 
 
 class TestRefusals:
+    def test_layers_may_lie_beside_each_other_in_a_block(self):
+        rows = torch.zeros(3, 2 * 384, dtype=torch.uint8)
+        sizes = {"num_blocks": 3, "block_size": 8, "num_kv_heads": 2, "head_dim": 6, "dtype": torch.bfloat16}
+        layers = [kernels.make_layer_cache(rows[:, start : start + 384], **sizes) for start in (0, 384)]
+        for (k_cache, v_cache), value in zip(layers, (1.0, 2.0), strict=True):
+            tokens = torch.full((24, 2, 6), value, dtype=torch.bfloat16)
+            kernels.write_kv(tokens, tokens, k_cache, v_cache, torch.arange(24))
+        for (k_cache, v_cache), value in zip(layers, (1.0, 2.0), strict=True):
+            assert torch.equal(k_cache, torch.full_like(k_cache, value))
+            assert torch.equal(v_cache, torch.full_like(v_cache, value))
+
     @pytest.mark.parametrize(
         ("buffer", "changes", "message"),
         [
-            (torch.zeros(767, dtype=torch.uint8), {}, "at least 768 bytes; got uint8 .767."),
+            (torch.zeros(767, dtype=torch.uint8), {}, "at least 768 bytes, or 2 rows of 384; got uint8 .767."),
             (torch.zeros(768), {}, "flat uint8"),
-            (torch.zeros(2, 768, dtype=torch.uint8), {}, "flat uint8"),
+            (torch.zeros(2, 380, dtype=torch.uint8), {}, "2 rows of 384"),
+            (torch.zeros(1, 768, dtype=torch.uint8), {}, "2 rows of 384"),
+            (torch.zeros(2, 2, 384, dtype=torch.uint8), {}, "flat uint8"),
+            (torch.zeros(768, 2, dtype=torch.uint8)[:, 0], {}, "flat uint8"),
+            (torch.zeros(2, 387, dtype=torch.uint8), {}, "multiple of 4 bytes"),
             (torch.zeros(1000, dtype=torch.uint8)[1:], {}, "multiple of 64 bytes"),
             (torch.zeros(768, dtype=torch.uint8), {"head_dim": 5}, "even head_dim, .* head_dim 5"),
             (torch.zeros(768, dtype=torch.uint8), {"dtype": torch.int8}, "multiple of 4; got .* head_dim 6"),

@@ -37,9 +37,9 @@ class KVCacheGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheConfig:
-    """The tensors to allocate: `num_tensors` flat ones of `num_blocks * block_bytes` bytes, shared by all groups.
+    """The memory to allocate: `num_blocks` blocks of `num_tensors` parts of `block_bytes`, shared by all groups.
 
-    A block id is good in every tensor, and belongs to one group at a time: group g's layer i uses tensor i.
+    A block id belongs to one group at a time: group g's layer i uses part i of it.
     """
 
     block_size: int
@@ -47,23 +47,23 @@ class KVCacheConfig:
     num_tensors: int
     groups: tuple[KVCacheGroup, ...]
     num_host_blocks: int = 0
-    """blocks of the host tier, which swapped-out requests wait in; each tensor has a twin of as many"""
+    """blocks of the host tier, for swapped-out requests and spilled content"""
     max_chunk: int | None = None
     """tokens of one sequence computed in one step, at most; bounds what a group with a window holds at once"""
 
     @property
     def block_bytes(self) -> int:
-        """One block in one tensor; the same for every group."""
+        """One part of a block: what it holds for one layer; the same for every group."""
         return self.block_size * self.groups[0].spec.bytes_per_token
 
     @property
     def total_bytes(self) -> int:
-        """All tensors of the device tier together."""
+        """The whole device tier."""
         return self.num_tensors * self.num_blocks * self.block_bytes
 
     @property
     def host_bytes(self) -> int:
-        """All tensors of the host tier together."""
+        """The whole host tier."""
         return self.num_tensors * self.num_host_blocks * self.block_bytes
 
     def blocks_to_hold(self, num_tokens: int) -> int:

@@ -18,12 +18,12 @@ LANE_BYTES = 4
 def make_layer_cache(
     buffer: Tensor, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """View a flat uint8 tensor as one layer's (k_cache, v_cache).
+    """View a uint8 tensor, flat or a row of bytes for each block, as one layer's (k_cache, v_cache).
 
     k_cache [num_blocks, num_kv_heads, head_dim / pack, block_size, pack] where pack elements fill LANE_BYTES, v_cache
     [num_blocks, num_kv_heads, block_size, head_dim]. An int8 k_cache is two longer in its third dimension: these lanes
     are the float32 scales of the key and of the value. A block's keys are followed by its values, so that a block is
-    one run of bytes and `buffer.view(num_blocks, -1)` is what `copy_blocks` takes. The buffer may be longer.
+    one run of bytes; those of other layers may lie between. The buffer, or its rows, may be longer.
     """
     if not _holds(dtype) or head_dim < 1 or head_dim * dtype.itemsize % LANE_BYTES:
         raise KernelError(
@@ -35,12 +35,21 @@ def make_layer_cache(
         raise KernelError(f"a KV cache needs positive sizes; got {sizes}")
     lanes, pack = _lanes(head_dim, dtype)
     key_bytes = block_size * num_kv_heads * lanes * LANE_BYTES  # of one block
-    num_bytes = num_blocks * (key_bytes + block_size * num_kv_heads * head_dim * dtype.itemsize)
-    if buffer.dtype is not torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous() or len(buffer) < num_bytes:
-        raise KernelError(f"the buffer must be flat uint8 of at least {num_bytes} bytes; got {describe(buffer)}")
-    if buffer.data_ptr() % BLOCK_ALIGNMENT:
-        raise KernelError(f"the buffer must start on a multiple of {BLOCK_ALIGNMENT} bytes, got {buffer.data_ptr():#x}")
-    blocks = buffer[:num_bytes].view(dtype).view(num_blocks, -1)
+    block_bytes = key_bytes + block_size * num_kv_heads * head_dim * dtype.itemsize
+    is_flat = buffer.dim() == 1 and len(buffer) >= num_blocks * block_bytes
+    is_rows = buffer.dim() == 2 and len(buffer) >= num_blocks and buffer.shape[1] >= block_bytes
+    if buffer.dtype is not torch.uint8 or not (is_flat or is_rows) or buffer.stride(-1) != 1:
+        raise KernelError(
+            f"the buffer must be flat uint8 of at least {num_blocks * block_bytes} bytes, or {num_blocks} rows of "
+            f"{block_bytes}; got {describe(buffer)}"
+        )
+    alignment = BLOCK_ALIGNMENT if is_flat else LANE_BYTES
+    if buffer.data_ptr() % alignment or (is_rows and buffer.stride(0) % LANE_BYTES):
+        raise KernelError(
+            f"the buffer and its rows must start on a multiple of {alignment} bytes, got {buffer.data_ptr():#x}"
+        )
+    rows = buffer[: num_blocks * block_bytes].view(num_blocks, -1) if is_flat else buffer[:num_blocks, :block_bytes]
+    blocks = rows.view(dtype)
     keys, values = blocks.tensor_split([key_bytes // dtype.itemsize], dim=1)
     return (
         keys.view(num_blocks, num_kv_heads, lanes, block_size, pack),

@@ -16,12 +16,16 @@ _ALIGNMENT = 64
 
 
 class CacheEngine:
-    """One flat byte tensor per KVCacheConfig tensor, allocated up front, viewed per layer in the kernels' shape."""
+    """The blocks of each tier as rows of bytes, allocated up front; layer i of every group is a view of part i of each.
+
+    So a block lies in one piece, and is swapped in one.
+    """
 
     def __init__(self, config: KVCacheConfig) -> None:
         self.config = config
-        self.tensors = [_zeros(config.num_blocks * config.block_bytes) for _ in range(config.num_tensors)]
-        self.host_tensors = [_zeros(config.num_host_blocks * config.block_bytes) for _ in self.tensors]
+        row_bytes = config.num_tensors * config.block_bytes
+        self.blocks = _zeros(config.num_blocks, row_bytes)
+        self.host_blocks = _zeros(config.num_host_blocks, row_bytes)
         self.layers = self._layer_views()
 
     def _layer_views(self) -> list[LayerKVCache]:
@@ -29,9 +33,9 @@ class CacheEngine:
         views: dict[int, LayerKVCache] = {}
         for group_id, group in enumerate(self.config.groups):
             spec = group.spec
-            for tensor, layer_id in zip(self.tensors, group.layer_ids, strict=False):
+            for part, layer_id in enumerate(group.layer_ids):
                 k, v = kernels.make_layer_cache(
-                    tensor,
+                    self.blocks[:, part * self.config.block_bytes : (part + 1) * self.config.block_bytes],
                     self.config.num_blocks,
                     self.config.block_size,
                     spec.num_kv_heads,
@@ -42,19 +46,14 @@ class CacheEngine:
         return [views[layer_id] for layer_id in range(len(views))]
 
     def swap_out(self, pairs: BlockPairs) -> None:
-        """Copy blocks to the host tier, in every tensor: (device block, host block)."""
-        self._copy_blocks(self.tensors, self.host_tensors, pairs)
+        """Copy blocks to the host tier: (device block, host block)."""
+        if pairs:
+            kernels.copy_blocks(self.blocks, self.host_blocks, torch.tensor(pairs, dtype=torch.int64))
 
     def swap_in(self, pairs: BlockPairs) -> None:
-        """Copy blocks back from the host tier, in every tensor: (host block, device block)."""
-        self._copy_blocks(self.host_tensors, self.tensors, pairs)
-
-    def _copy_blocks(self, sources: Sequence[Tensor], targets: Sequence[Tensor], pairs: BlockPairs) -> None:
+        """Copy blocks back from the host tier: (host block, device block)."""
         if pairs:
-            index = torch.tensor(pairs, dtype=torch.int64)
-            for source, target in zip(sources, targets, strict=True):
-                shape = (-1, self.config.block_bytes)
-                kernels.copy_blocks(source.view(shape), target.view(shape), index)
+            kernels.copy_blocks(self.host_blocks, self.blocks, torch.tensor(pairs, dtype=torch.int64))
 
     def copy_slots(self, copies: Sequence[SlotCopy]) -> None:
         """Carry out a step's copies, each in all layers of its group."""
@@ -75,13 +74,14 @@ class CacheEngine:
         return torch.from_numpy(src), torch.from_numpy(dst)
 
 
-def _zeros(num_bytes: int) -> Tensor:
-    """Zeroed bytes at a kernel's alignment; the pages are taken from the machine only when first written."""
+def _zeros(num_rows: int, row_bytes: int) -> Tensor:
+    """Zeroed rows, from a kernel's alignment on; the pages are taken from the machine only when first written."""
+    num_bytes = num_rows * row_bytes
     try:
         memory = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
     except MemoryError as error:
         raise OutOfMemoryError(
-            f"the machine refused {num_bytes} bytes for a KV cache tensor: give a smaller kv_cache_memory"
+            f"the machine refused {num_bytes} bytes for the KV cache: give a smaller kv_cache_memory"
         ) from error
     start = -memory.ctypes.data % _ALIGNMENT
-    return torch.from_numpy(memory[start : start + num_bytes])
+    return torch.from_numpy(memory[start : start + num_bytes]).view(num_rows, row_bytes)
