@@ -108,6 +108,9 @@ static inline void score_keys(const KeyTile<C>& tile, const KeyTile<C>* next, in
       for (int v = 0; v < V; ++v) acc[r][v] = Lane::dot(acc[r][v], key[v], query);
     }
   }
+  for (int64_t i = lanes; next && i < lanes + Lane::kScaleLanes; ++i) {
+    for (int v = 0; v < V; ++v) prefetch(next->vectors[vector + v] + i * next->lane_stride);
+  }
   QUIRE_UNROLL
   for (int r = 0; r < R; ++r) {
     QUIRE_UNROLL
