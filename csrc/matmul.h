@@ -14,6 +14,10 @@ constexpr int64_t kBlockUnits = 512;  // most units of k per block when blocks a
                                       // panels are then 512 KiB in all and stay in the second-level cache
 constexpr int64_t kScratchBytes = kTaskRows * kTaskPanels * kPanelColumns * 4 + kStageBytes + kTileRows * 128;
 
+// How far ahead of the multiplication weights are asked for, in all panels of a tile of G vectors together.
+template <int G>
+constexpr int64_t kPrefetchAhead = 8192 / (G <= kVectorsPerPanel ? 1 : G / kVectorsPerPanel);
+
 // What the inner loop reads x as: pairs where the ISA multiplies pairs, else float32.
 #if defined(__AVX512BF16__)
 template <typename T>

@@ -84,12 +84,25 @@ QUIRE_INLINE void multiply_quads(i32 (&acc)[R][G], const XValue* x, int64_t x_st
   }
 }
 
+// Where the G vectors of a tile lie: side by side in as many panels as they fill, or in a part of one.
+template <int G>
+struct TilePanels {
+  static constexpr int kCount = G <= kVectorsPerPanel ? 1 : G / int(kVectorsPerPanel);
+  const char* at[kCount];  // the first vector's units of the group at hand
+
+  QUIRE_MEMBER const char* units(int g) const {
+    return at[g / kVectorsPerPanel] + g % kVectorsPerPanel * W * kUnitBytes;
+  }
+};
+
 template <typename Format>
 struct QuantizedTile {
+  // No weights are asked for ahead: the processor's own prefetchers do better on these (but not on wider ones).
+  //
   // Sums of one group for R rows of x, x_stride values apart, and G vectors of columns. The halves of an int4 unit are
   // two units, the second half a group further on.
   template <int R, int G>
-  QUIRE_INLINE void multiply_group(i32 (&acc)[R][G], const XValue* x, int64_t x_stride, const char* const (&panels)[G],
+  QUIRE_INLINE void multiply_group(i32 (&acc)[R][G], const XValue* x, int64_t x_stride, const TilePanels<G>& panels,
                                    int64_t unit_rows) {
     QUIRE_UNROLL
     for (int r = 0; r < R; ++r) {
@@ -100,8 +113,7 @@ struct QuantizedTile {
       i32 units[G];
       QUIRE_UNROLL
       for (int g = 0; g < G; ++g) {
-        units[g] = load_units(panels[g] + row * kUnitRowBytes);
-        __builtin_prefetch(panels[g] + row * kUnitRowBytes + kPrefetchAhead<G>);
+        units[g] = load_units(panels.units(g) + row * kUnitRowBytes);
       }
       if constexpr (Format::kBits == 8) {
         multiply_quads<R, G>(acc, x + row * 4, x_stride, units);
@@ -123,16 +135,18 @@ struct QuantizedTile {
   static void run(const char* rows, QuantizedRow<Format> layout, const char* weight, int64_t first, float* out) {
     using Scale = typename Format::Scale;
     const int64_t row_bytes = layout.bytes(), group_k = layout.shape.group_k(), unit_rows = layout.shape.unit_rows();
-    const char* panels[G];  // at the vector's units of the group
-    int64_t to_scales[G];   // and from there
+    const int64_t panel_bytes = layout.shape.panel_bytes(), column = first % kVectorsPerPanel * W;
+    TilePanels<G> panels;
+    QUIRE_UNROLL
+    for (int p = 0; p < panels.kCount; ++p) {
+      panels.at[p] = weight + (first / kVectorsPerPanel + p) * panel_bytes + column * kUnitBytes;
+    }
+    const int64_t to_scales = unit_rows * kUnitRowBytes + column * (int64_t(sizeof(Scale)) - kUnitBytes);
     f32 sum[R][G];
     QUIRE_UNROLL
-    for (int g = 0; g < G; ++g) {
-      const int64_t panel = (first + g) / kVectorsPerPanel, column = (first + g) % kVectorsPerPanel * W;
-      panels[g] = weight + panel * layout.shape.panel_bytes() + column * kUnitBytes;
-      to_scales[g] = unit_rows * kUnitRowBytes + column * (int64_t(sizeof(Scale)) - kUnitBytes);
+    for (int r = 0; r < R; ++r) {
       QUIRE_UNROLL
-      for (int r = 0; r < R; ++r) sum[r][g] = set1(0);
+      for (int g = 0; g < G; ++g) sum[r][g] = set1(0);
     }
     for (int64_t group = 0; group < layout.shape.groups(); ++group) {
       i32 acc[R][G];
@@ -142,9 +156,11 @@ struct QuantizedTile {
       f32 scale[G];
       QUIRE_UNROLL
       for (int g = 0; g < G; ++g) {
-        scale[g] = load(reinterpret_cast<const Scale*>(panels[g] + to_scales[g]));
-        panels[g] += layout.shape.group_bytes();
+        const char* scales = panels.at[g / kVectorsPerPanel] + to_scales;
+        scale[g] = load(reinterpret_cast<const Scale*>(scales) + g % kVectorsPerPanel * W);
       }
+      QUIRE_UNROLL
+      for (int p = 0; p < panels.kCount; ++p) panels.at[p] += layout.shape.group_bytes();
       QUIRE_UNROLL
       for (int r = 0; r < R; ++r) {
         const char* row = rows + r * row_bytes;

@@ -25,10 +25,6 @@ constexpr int64_t kTaskPanels = 8;
 constexpr int64_t kTaskRows = 16 * kTileRows;
 constexpr int64_t kInlineProducts = 128 * 1024;  // done before a sleeping worker would have woken
 
-// How far ahead of the multiplication weights are asked for, in all panels of a tile of G vectors together.
-template <int G>
-constexpr int64_t kPrefetchAhead = 8192 / (G <= kVectorsPerPanel ? 1 : G / kVectorsPerPanel);
-
 QUIRE_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 QUIRE_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
