@@ -10,18 +10,10 @@ from quire.errors import KernelError
 from quire.kernels import reference
 
 from .isas import ISAS, needs_native, using
+from .test_matmul import DTYPES, make_weight, randn
 
 FORMATS = kernels.QUANTIZED_FORMATS
-DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(1, 1), (32, 2), (33, 7), (31, 64), (200, 129), (40, 1051)]
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def make_weight(n, k, dtype):
-    return (randn(n, k, seed=n * 10007 + k) / k**0.5).to(dtype)
 
 
 def dequantize(packed):

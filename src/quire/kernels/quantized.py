@@ -31,8 +31,11 @@ class QuantizedWeight:
     """of the weight it was made from, and of the x it is multiplied with"""
     format: str
     """one of QUANTIZED_FORMATS"""
+    codes: tuple[int, int]
+    """the format's and the dtype's number"""
     data: Tensor
     """uint8; where the reference kernels serve, the integers [n, num_groups, group] int8"""
+    address: int
     scales: Tensor | None = None
     """where the reference kernels serve: [n, num_groups] float32"""
 
@@ -41,15 +44,17 @@ class QuantizedWeight:
         """Bytes kept, padding included."""
         return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
-    @property
-    def codes(self) -> tuple[int, int]:
-        """The format's and the dtype's number."""
-        return QUANTIZED_FORMATS.index(self.format), DTYPE_CODES[self.dtype]
-
     def dequantized(self) -> Tensor:
         """What the integers and scales stand for: [n, k] float32. Only where the reference kernels serve."""
         assert self.scales is not None
         return (self.data * self.scales[..., None]).flatten(1)[:, : self.k]
+
+
+def _weight(
+    n: int, k: int, dtype: torch.dtype, format: str, data: Tensor, scales: Tensor | None = None
+) -> QuantizedWeight:
+    codes = QUANTIZED_FORMATS.index(format), DTYPE_CODES[dtype]
+    return QuantizedWeight(n, k, dtype, format, codes, data, data.data_ptr(), scales)
 
 
 def quantized_bytes(n: int, k: int, format: str) -> int:
@@ -66,7 +71,7 @@ def mapped_weight(n: int, k: int, dtype: torch.dtype, format: str, data: Tensor)
         raise KernelError("quantized weights that were saved need the native kernels, which are not in use")
     if data.dtype is not torch.uint8 or data.shape != (quantized_bytes(n, k, format),):
         raise refusal("mapped_weight", f"data uint8 [{quantized_bytes(n, k, format)}] for [{n}, {k}]", data=data)
-    return QuantizedWeight(n, k, dtype, format, data)
+    return _weight(n, k, dtype, format, data)
 
 
 def quantize_weight(weight: Tensor, format: str) -> QuantizedWeight:
@@ -91,10 +96,10 @@ def quantize_weight(weight: Tensor, format: str) -> QuantizedWeight:
     n, k = weight.shape
     if native is None:
         is_finite = bool(weight.isfinite().all())
-        quantized = QuantizedWeight(n, k, weight.dtype, format, *reference.quantize_weight(weight, format))
+        quantized = _weight(n, k, weight.dtype, format, *reference.quantize_weight(weight, format))
     else:
         data = torch.empty(quantized_bytes(n, k, format), dtype=torch.uint8)
-        quantized = QuantizedWeight(n, k, weight.dtype, format, data)
+        quantized = _weight(n, k, weight.dtype, format, data)
         is_finite = native.quantize(*quantized.codes, weight.data_ptr(), weight.stride(0), n, k, data.data_ptr())
     if not is_finite:
         raise KernelError(f"quantize_weight takes finite weights; this one [{n}, {k}] holds infinities or NaNs")
@@ -116,7 +121,7 @@ def quantized_matmul(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, ou
         x.data_ptr(),
         x.stride(0),
         rows,
-        weight.data.data_ptr(),
+        weight.address,
         n,
         k,
         0 if bias is None else bias.data_ptr(),
@@ -131,6 +136,6 @@ def gather_quantized(ids: Tensor, weight: QuantizedWeight) -> tuple[Tensor, int]
     """Rows of the weight [num_ids, k], rounded to its dtype, and the index of the first id it has no row for, or -1."""
     out = torch.empty((ids.numel(), weight.k), dtype=weight.dtype)
     outside = native.gather_quantized(
-        *weight.codes, ids.data_ptr(), ids.numel(), weight.data.data_ptr(), weight.n, weight.k, out.data_ptr()
+        *weight.codes, ids.data_ptr(), ids.numel(), weight.address, weight.n, weight.k, out.data_ptr()
     )
     return out, outside
