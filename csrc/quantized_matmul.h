@@ -216,7 +216,7 @@ static void quantized_matmul(const QuantizedMatmulArgs& args) {
         quantize_row<Format>(x + row * args.x_stride, layout, args.rows_of_x + row * layout.bytes());
       }
     });
-    for_tasks(part.rows, args.to.n, args.k,
+    for_tasks(part.rows, args.to.n, args.k, kTaskPanels,
               [&](const ProductTask& task, int) { run_quantized_task<Format>(part, task); });
   }
 }

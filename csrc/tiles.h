@@ -96,14 +96,15 @@ struct ProductTask {
   int64_t row, rows, panel, panels;
 };
 
-// Calls run(task, thread) for tasks that together cover a product of [rows, n], `k` multiplications each.
+// Calls run(task, thread) for tasks of about `task_panels` panels that together cover a product of [rows, n], `k`
+// multiplications each.
 template <typename Run>
-static void for_tasks(int64_t rows, int64_t n, int64_t k, const Run& run) {
+static void for_tasks(int64_t rows, int64_t n, int64_t k, int64_t task_panels, const Run& run) {
   const int64_t panels = ceil_div(n, kPanelColumns);
   if (rows == 0 || panels == 0) return;
   const int64_t row_tasks = ceil_div(rows, kTaskRows);
   const bool is_small = rows * n * k <= kInlineProducts;
-  int64_t panel_tasks = ceil_div(panels, kTaskPanels);
+  int64_t panel_tasks = ceil_div(panels, task_panels);
   if (!is_small) {  // as many equal tasks as all threads finish together
     const int64_t threads = num_threads();
     panel_tasks = smaller(panels, ceil_div(ceil_div(row_tasks * panel_tasks, threads) * threads, row_tasks));
