@@ -45,7 +45,9 @@ def test_kernels_reach_a_share_of_the_limit(rows: Rows, monkeypatch: pytest.Monk
     for row in found:
         assert row["us"] > 0
         assert row["of_limit"] > 0
-        assert (row["dtype"], row["isa"]) == ("float32", isa())
+        assert row["isa"] == isa()
+    assert {row["dtype"] for row in found if row["kernel"] == "matmul"} == {"float32", "int8", "int4"}
+    assert {row["dtype"] for row in found if row["kernel"] != "matmul"} == {"float32"}
     assert {row["rows"] for row in found if "rows" in row} == {2}
     assert all(row["limit"] == "reading" for row in found if row["kernel"] != "matmul")
 
@@ -59,6 +61,7 @@ def test_attention_decodes_every_context_and_prefills_the_short_ones(
     cases = {(row["attention"], row["context"], row["num_seqs"]) for row in found}
     decodes = {("decode", context, num_seqs) for context in (40, 4096) for num_seqs in (1, 3)}
     assert cases == decodes | {("prefill", 40, 1)}
+    assert {row["cache"] for row in found} == {"bfloat16", "int8"}
     assert all(row["of_limit"] > 0 for row in found)
 
 
