@@ -51,9 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--max-num-batched-tokens", 2048, "tokens computed in one step, at most"),
     ):
         limits.add_argument(flag, type=int, default=default, metavar="N", help=f"{text} (default: {default})")
-    limits.add_argument(
-        "--preemption-mode", metavar="MODE", help="swap or recompute (default: swap while there is room)"
-    )
+    limits.add_argument("--preemption-mode", metavar="MODE", help="swap or recompute (default: what costs less)")
     limits.add_argument(
         "--policy", default="fcfs", metavar="NAME", help="fcfs, priority, fair or prefix (default: fcfs)"
     )
