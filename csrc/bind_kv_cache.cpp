@@ -1,21 +1,8 @@
-#include <stdexcept>
-#include <string>
-
 #include "binding.h"
 #include "kv_cache.h"
 
 namespace quire {
 namespace {
-
-void check_range(const char* what, const int64_t* ids, int64_t count, int64_t stride, int64_t limit) {
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t id = ids[i * stride];
-    if (id < 0 || id >= limit) {
-      throw std::invalid_argument(std::string(what) + " " + std::to_string(id) + " is not in [0, " +
-                                  std::to_string(limit) + ")");
-    }
-  }
-}
 
 KvCache make_cache(Address k_cache, Address v_cache, int64_t k_block_bytes, int64_t v_block_bytes, int64_t num_blocks,
                    int64_t num_kv_heads, int64_t key_bytes, int64_t value_bytes, int64_t block_size) {
@@ -35,19 +22,18 @@ KvCache make_cache(Address k_cache, Address v_cache, int64_t k_block_bytes, int6
 void bind_kv_cache(nb::module_& module) {
   nb::class_<KvCache>(module, "KvCache");
   module.def("kv_cache", &make_cache);
-  module.def(
-      "write_kv",
-      [](const KvCache& cache, Address key, int64_t key_bytes, Address value, int64_t value_bytes, Address slots,
-         int64_t num_tokens) {
-        check_range("write_kv: slot", pointer<int64_t>(slots), num_tokens, 1, cache.num_slots());
-        write_kv(cache, pointer<uint8_t>(key), key_bytes, pointer<uint8_t>(value), value_bytes, pointer<int64_t>(slots),
-                 num_tokens);
-      },
-      Unlocked());
+  module.def("write_kv",
+             kernel(+[](const KvCache& cache, Address key, int64_t key_bytes, Address value, int64_t value_bytes,
+                        Address slots, int64_t num_tokens) {
+               check_range("write_kv: slot", pointer<int64_t>(slots), num_tokens, 1, cache.num_slots());
+               write_kv(cache, pointer<uint8_t>(key), key_bytes, pointer<uint8_t>(value), value_bytes,
+                        pointer<int64_t>(slots), num_tokens);
+             }),
+             Unlocked());
   module.def(
       "quantize_kv",
-      [](const KvCache& cache, int dtype, Address key, int64_t key_stride, Address value, int64_t value_stride,
-         Address slots, int64_t num_tokens) {
+      kernel(+[](const KvCache& cache, int dtype, Address key, int64_t key_stride, Address value, int64_t value_stride,
+                 Address slots, int64_t num_tokens) {
         const auto* ids = pointer<int64_t>(slots);
         check_range("write_kv: slot", ids, num_tokens, 1, cache.num_slots());
         if (dtype == kFloat32) {
@@ -55,7 +41,7 @@ void bind_kv_cache(nb::module_& module) {
         } else {
           quantize_kv(cache, pointer<bf16>(key), key_stride, pointer<bf16>(value), value_stride, ids, num_tokens);
         }
-      },
+      }),
       Unlocked());
   module.def(
       "gather_kv",

@@ -21,29 +21,25 @@ void bind_quantized(nb::module_& module) {
         return kernels().quantized.quantize[format][dtype](pointer(weight), stride, n, k, pointer<char>(out));
       },
       Unlocked());
-  module.def(
-      "quantized_matmul",
-      [](int format, int dtype, Address x, int64_t x_stride, int64_t rows, Address weight, int64_t n, int64_t k,
-         Address bias, Address out, int out_dtype, Address rows_of_x) {
-        kernels().quantized.matmul[format][dtype]({pointer(x),
-                                                   x_stride,
-                                                   rows,
-                                                   k,
-                                                   pointer<char>(weight),
-                                                   pointer<char>(rows_of_x),
-                                                   {n, pointer<float>(bias), pointer(out), DType(out_dtype)}});
-      },
-      Unlocked());
+  module.def("quantized_matmul",
+             kernel(+[](int format, int dtype, Address x, int64_t x_stride, int64_t rows, Address weight, int64_t n,
+                        int64_t k, Address bias, Address out, int out_dtype, Address rows_of_x) {
+               kernels().quantized.matmul[format][dtype]({pointer(x),
+                                                          x_stride,
+                                                          rows,
+                                                          k,
+                                                          pointer<char>(weight),
+                                                          pointer<char>(rows_of_x),
+                                                          {n, pointer<float>(bias), pointer(out), DType(out_dtype)}});
+             }),
+             Unlocked());
   module.def(
       "gather_quantized",
-      [](int format, int dtype, Address ids, int64_t count, Address weight, int64_t n, int64_t k, Address out) {
-        const int64_t outside = first_outside(pointer<int64_t>(ids), count, n);
-        if (outside < 0) {
-          kernels().quantized.gather[format][dtype](pointer<int64_t>(ids), count, pointer<char>(weight), n, k,
-                                                    pointer(out));
-        }
-        return outside;
-      },
+      kernel(+[](int format, int dtype, Address ids, int64_t count, Address weight, int64_t n, int64_t k, Address out) {
+        check_range("embedding: token id", pointer<int64_t>(ids), count, 1, n);
+        kernels().quantized.gather[format][dtype](pointer<int64_t>(ids), count, pointer<char>(weight), n, k,
+                                                  pointer(out));
+      }),
       Unlocked());
 }
 

@@ -19,6 +19,7 @@ NB_MODULE(_native, module) {
       "multiply_in_registers",
       [](int dtype, int64_t rounds) { return kernels().probe.multiply_in_registers[dtype](rounds); }, Unlocked());
   bind_pool(module);
+  bind_graph(module);
   bind_matmul(module);
   bind_quantized(module);
   bind_norm(module);

@@ -3,6 +3,10 @@
 
 #include <nanobind/nanobind.h>
 
+#include <stdexcept>
+#include <string>
+
+#include "kernel_graph.h"
 #include "kernel_table.h"
 
 namespace quire {
@@ -17,7 +21,28 @@ T* pointer(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
+// What Python calls to run a kernel: runs it, and adds it to the graph where one is being recorded.
+template <typename... Args>
+auto kernel(void (*run)(Args...)) {
+  return [run](Args... args) {
+    run(args...);
+    if (KernelGraph* graph = KernelGraph::recording()) graph->add([=] { run(args...); });
+  };
+}
+
+// Throws unless each of `count` ids, `stride` apart, is in [0, limit).
+inline void check_range(const char* what, const int64_t* ids, int64_t count, int64_t stride, int64_t limit) {
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t id = ids[i * stride];
+    if (id < 0 || id >= limit) {
+      throw std::invalid_argument(std::string(what) + " " + std::to_string(id) + " is not in [0, " +
+                                  std::to_string(limit) + ")");
+    }
+  }
+}
+
 void bind_pool(nb::module_& module);
+void bind_graph(nb::module_& module);
 void bind_matmul(nb::module_& module);
 void bind_quantized(nb::module_& module);
 void bind_norm(nb::module_& module);

@@ -20,12 +20,14 @@ struct StridedRows {
 };
 
 struct NormTable {
+  // All [rows, width] contiguous. residual += x, in place.
+  void (*add[kNumDTypes])(const void* x, void* residual, int64_t rows, int64_t width);
   // out is contiguous [outer * inner, width]; weight [width].
   void (*rms_norm[kNumDTypes])(const void* x, const float* weight, float eps, void* out, StridedRows shape);
-  // All [rows, width] contiguous. residual += x first, in place.
+  // The same, and then the norm of that sum.
   void (*add_rms_norm[kNumDTypes])(const void* x, void* residual, const float* weight, float eps, void* out,
                                    int64_t rows, int64_t width);
-  // The same; residual may be null.
+  // The same; residual may be null: x alone.
   void (*layer_norm[kNumDTypes])(const void* x, void* residual, const float* weight, const float* bias, float eps,
                                  void* out, int64_t rows, int64_t width);
 };

@@ -43,6 +43,13 @@ QUIRE_INLINE void add_row(const T* x, T* residual, int64_t width) {
 }
 
 template <typename T>
+static void add(const void* x, void* residual, int64_t rows, int64_t width) {
+  for_rows(rows, width, [&](int64_t begin, int64_t end) {
+    add_row(static_cast<const T*>(x) + begin * width, static_cast<T*>(residual) + begin * width, (end - begin) * width);
+  });
+}
+
+template <typename T>
 static void rms_norm(const void* x, const float* weight, float eps, void* out, StridedRows shape) {
   for_rows(shape.outer * shape.inner, shape.width, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
@@ -82,6 +89,7 @@ static void layer_norm(const void* x, void* residual, const float* weight, const
 }
 
 static constexpr NormTable kNorm = {
+    .add = {add<float>, add<bf16>},
     .rms_norm = {rms_norm<float>, rms_norm<bf16>},
     .add_rms_norm = {add_rms_norm<float>, add_rms_norm<bf16>},
     .layer_norm = {layer_norm<float>, layer_norm<bf16>},

@@ -73,13 +73,6 @@ void ask_for_large_pages([[maybe_unused]] char* begin, [[maybe_unused]] int64_t 
 #endif
 }
 
-int64_t first_outside(const int64_t* ids, int64_t count, int64_t n) {
-  for (int64_t i = 0; i < count; ++i) {
-    if (ids[i] < 0 || ids[i] >= n) return i;
-  }
-  return -1;
-}
-
 int64_t packed_bytes(int64_t n, int64_t k, int64_t element_bytes) {
   return (n + kPanelColumns - 1) / kPanelColumns * panel_bytes(k, element_bytes);
 }
@@ -108,9 +101,7 @@ void unpack(PackedWeight weight, int64_t element_bytes, char* rows) {
   });
 }
 
-int64_t gather_packed(const int64_t* ids, int64_t count, PackedWeight weight, int64_t element_bytes, char* out) {
-  const int64_t outside = first_outside(ids, count, weight.n);
-  if (outside >= 0) return outside;
+void gather_packed(const int64_t* ids, int64_t count, PackedWeight weight, int64_t element_bytes, char* out) {
   const int64_t row_bytes = weight.k * element_bytes;
   for_ranges(count, row_bytes * 4, [&](int64_t begin, int64_t end) {  // each row is strewn over many cache lines
     for (int64_t i = begin; i < end; ++i) {
@@ -118,17 +109,13 @@ int64_t gather_packed(const int64_t* ids, int64_t count, PackedWeight weight, in
       unpack_row(panel + ids[i] % kPanelColumns * kUnitBytes, row_bytes, out + i * row_bytes);
     }
   });
-  return -1;
 }
 
-int64_t gather_rows(const int64_t* ids, int64_t count, const char* table, int64_t n, int64_t row_bytes, char* out) {
-  const int64_t outside = first_outside(ids, count, n);
-  if (outside >= 0) return outside;
+void gather_rows(const int64_t* ids, int64_t count, const char* table, int64_t row_bytes, char* out) {
   for_ranges(count, row_bytes, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i)
       std::memcpy(out + i * row_bytes, table + ids[i] * row_bytes, size_t(row_bytes));
   });
-  return -1;
 }
 
 }  // namespace quire

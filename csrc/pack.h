@@ -10,9 +10,6 @@ namespace quire {
 // and first touching them costs more than the packing.
 void ask_for_large_pages(char* begin, int64_t bytes);
 
-// The position of the first id outside [0, n), or -1.
-int64_t first_outside(const int64_t* ids, int64_t count, int64_t n);
-
 // Bytes of a packed [n, k] matrix.
 int64_t packed_bytes(int64_t n, int64_t k, int64_t element_bytes);
 
@@ -22,10 +19,10 @@ void pack(const char* rows, int64_t row_stride_bytes, int64_t n, int64_t k, int6
 // The inverse, into contiguous rows [n, k].
 void unpack(PackedWeight weight, int64_t element_bytes, char* rows);
 
-// out [count, k] = the rows `ids` of a packed matrix. Returns the position of the first id outside [0, n), or -1.
-int64_t gather_packed(const int64_t* ids, int64_t count, PackedWeight weight, int64_t element_bytes, char* out);
+// out [count, k] = the rows `ids`, all in [0, n), of a packed matrix.
+void gather_packed(const int64_t* ids, int64_t count, PackedWeight weight, int64_t element_bytes, char* out);
 
-// The same from a plain table of n rows of row_bytes.
-int64_t gather_rows(const int64_t* ids, int64_t count, const char* table, int64_t n, int64_t row_bytes, char* out);
+// The same from a plain table of rows of row_bytes.
+void gather_rows(const int64_t* ids, int64_t count, const char* table, int64_t row_bytes, char* out);
 
 }  // namespace quire

@@ -141,7 +141,7 @@ def test_rounding_errors_are_half_a_step_of_int8_and_the_least_found_of_int4(n, 
 def test_embedding_refuses_ids_that_are_no_rows(format):
     packed = kernels.quantize_weight(make_weight(5, 40, torch.bfloat16), format)
     assert kernels.embedding(torch.tensor([4, 0]), packed).dtype == torch.bfloat16
-    with pytest.raises(KernelError, match=r"token ids from 0 to 4.*token_ids\[1\]: 5"):
+    with pytest.raises(KernelError, match=r"token id 5 is not in \[0, 5\)"):
         kernels.embedding(torch.tensor([0, 5]), packed)
 
 

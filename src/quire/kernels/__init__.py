@@ -4,20 +4,26 @@ from quire.kernels.activation import activation, gated_activation
 from quire.kernels.attention import paged_attention
 from quire.kernels.backend import isa, num_threads, set_num_threads
 from quire.kernels.embedding import embedding
+from quire.kernels.graph import KernelGraph
 from quire.kernels.kv_cache import copy_blocks, copy_slots, gather_kv, make_layer_cache, write_kv
 from quire.kernels.matmul import PackedWeight, matmul, pack_weight, unpack_weight
-from quire.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from quire.kernels.norm import add, add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from quire.kernels.quantized import QUANTIZED_FORMATS, QuantizedWeight, mapped_weight, quantize_weight, quantized_bytes
 from quire.kernels.rotary import rotary_embedding
 from quire.kernels.sampling import sample
+from quire.kernels.workspace import Workspace, borrowed
 
 __all__ = [
     "QUANTIZED_FORMATS",
+    "KernelGraph",
     "PackedWeight",
     "QuantizedWeight",
+    "Workspace",
     "activation",
+    "add",
     "add_layer_norm",
     "add_rms_norm",
+    "borrowed",
     "copy_blocks",
     "copy_slots",
     "embedding",

@@ -1,11 +1,11 @@
 """Elementwise activations, and their product with a second half (SwiGLU and its relatives)."""
 
-import torch
 from torch import Tensor
 
 from quire.kernels import reference
 from quire.kernels.backend import DTYPE_CODES, native
 from quire.kernels.checks import refusal
+from quire.kernels.workspace import empty
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 
@@ -20,7 +20,7 @@ def activation(x: Tensor, kind: str) -> Tensor:
         raise refusal("activation", f"x [..., width] {_TAKES}", x=x, kind=kind)
     if native is None:
         return reference.activation(x, kind)
-    out = torch.empty_like(x)
+    out = empty(x.shape, x.dtype)
     width = x.shape[-1] if x.dim() else 1
     native.activation(code, kind_code, x.data_ptr(), x.numel() // (width or 1), width, out.data_ptr())
     return out
@@ -38,7 +38,7 @@ def gated_activation(x: Tensor, kind: str) -> Tensor:
         raise refusal("gated_activation", f"x [num_tokens, 2 * width] {_TAKES}", x=x, kind=kind)
     if native is None:
         return reference.gated_activation(x, kind)
-    out = torch.empty((rows, width), dtype=x.dtype)
+    out = empty((rows, width), x.dtype)
     native.gated_activation(code, kind_code, x.data_ptr(), rows, width, out.data_ptr())
     return out
 

@@ -8,6 +8,7 @@ from quire.kernels import reference
 from quire.kernels.backend import DTYPE_CODES, native
 from quire.kernels.checks import native_errors, refusal
 from quire.kernels.kv_cache import cache_is_valid
+from quire.kernels.workspace import empty
 
 _SEES_ALL = 2**63 - 1
 
@@ -49,7 +50,7 @@ def paged_attention(
         )
     num_tokens, num_heads, head_dim = query.shape
     num_blocks, num_kv_heads, block_size, _ = v_cache.shape
-    out = torch.empty((num_tokens, num_heads, head_dim), dtype=query.dtype)
+    out = empty((num_tokens, num_heads, head_dim), query.dtype)
     with native_errors():
         native.paged_attention(
             DTYPE_CODES[query.dtype],

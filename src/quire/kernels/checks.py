@@ -37,3 +37,9 @@ _NATIVE_ERRORS = _NativeErrors()
 def native_errors() -> _NativeErrors:
     """A context that turns what a native kernel refuses (values out of range) into a KernelError."""
     return _NATIVE_ERRORS
+
+
+def check_range(what: str, ids: Tensor, limit: int) -> None:
+    """What the native kernels check themselves, for the reference."""
+    for bad in ids[(ids < 0) | (ids >= limit)][:1].tolist():
+        raise KernelError(f"{what} {bad} is not in [0, {limit})")

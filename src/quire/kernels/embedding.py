@@ -5,9 +5,10 @@ from torch import Tensor
 
 from quire.kernels import reference
 from quire.kernels.backend import DTYPE_CODES, native
-from quire.kernels.checks import refusal
+from quire.kernels.checks import check_range, native_errors, refusal
 from quire.kernels.matmul import PackedWeight
 from quire.kernels.quantized import QuantizedWeight, gather_quantized
+from quire.kernels.workspace import empty
 
 
 def embedding(token_ids: Tensor, table: Tensor | PackedWeight | QuantizedWeight) -> Tensor:
@@ -18,46 +19,38 @@ def embedding(token_ids: Tensor, table: Tensor | PackedWeight | QuantizedWeight)
     """
     if not (token_ids.dtype is torch.int64 and token_ids.dim() == 1 and token_ids.is_contiguous() and token_ids.is_cpu):
         raise refusal("embedding", _TAKES, token_ids=token_ids, table=table)
-    if isinstance(table, PackedWeight | QuantizedWeight):
-        vocab = table.n
-        out, outside = _gather_packed(token_ids, table)
-    elif table.dim() == 2 and table.dtype in DTYPE_CODES and table.is_contiguous() and table.is_cpu:
-        vocab = table.shape[0]
-        out, outside = _gather_rows(token_ids, table)
-    else:
-        raise refusal("embedding", _TAKES, token_ids=token_ids, table=table)
-    if outside >= 0:
-        takes = f"token ids from 0 to {vocab - 1}, the rows of the table"
-        raise refusal("embedding", takes, **{f"token_ids[{outside}]": int(token_ids[outside])})
-    return out
+    with native_errors():
+        if isinstance(table, QuantizedWeight):
+            if native is None:
+                return _gather_rows(token_ids, table.dequantized().to(table.dtype))
+            return gather_quantized(token_ids, table)
+        if isinstance(table, PackedWeight):
+            return _gather_packed(token_ids, table)
+        if table.dim() == 2 and table.dtype in DTYPE_CODES and table.is_contiguous() and table.is_cpu:
+            return _gather_rows(token_ids, table)
+    raise refusal("embedding", _TAKES, token_ids=token_ids, table=table)
 
 
-def _gather_packed(token_ids: Tensor, table: PackedWeight | QuantizedWeight) -> tuple[Tensor, int]:
-    """The rows, and the index of the first id that is not in the table, or -1."""
-    if isinstance(table, QuantizedWeight):
-        if native is None:
-            return _gather_rows(token_ids, table.dequantized().to(table.dtype))
-        return gather_quantized(token_ids, table)
+def _gather_packed(token_ids: Tensor, table: PackedWeight) -> Tensor:
     if native is None:
         return _gather_rows(token_ids, table.data)
     count = token_ids.numel()
-    out = torch.empty((count, table.k), dtype=table.dtype)
+    out = empty((count, table.k), table.dtype)
     size = table.dtype.itemsize
-    outside = native.gather_packed(token_ids.data_ptr(), count, table.address, table.n, table.k, size, out.data_ptr())
-    return out, outside
+    native.gather_packed(token_ids.data_ptr(), count, table.address, table.n, table.k, size, out.data_ptr())
+    return out
 
 
-def _gather_rows(token_ids: Tensor, table: Tensor) -> tuple[Tensor, int]:
-    """As _gather_packed, from a plain table."""
+def _gather_rows(token_ids: Tensor, table: Tensor) -> Tensor:
     vocab, hidden = table.shape
     if native is None:
-        wrong = ((token_ids < 0) | (token_ids >= vocab)).nonzero()
-        return (table, int(wrong[0])) if len(wrong) else (reference.embedding(token_ids, table), -1)
+        check_range("embedding: token id", token_ids, vocab)
+        return reference.embedding(token_ids, table)
     count = token_ids.numel()
-    out = torch.empty((count, hidden), dtype=table.dtype)
+    out = empty((count, hidden), table.dtype)
     row_bytes = hidden * table.element_size()
-    outside = native.gather_rows(token_ids.data_ptr(), count, table.data_ptr(), vocab, row_bytes, out.data_ptr())
-    return out, outside
+    native.gather_rows(token_ids.data_ptr(), count, table.data_ptr(), vocab, row_bytes, out.data_ptr())
+    return out
 
 
 _TAKES = (

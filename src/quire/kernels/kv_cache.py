@@ -6,7 +6,7 @@ from torch import Tensor
 from quire.errors import KernelError
 from quire.kernels import reference
 from quire.kernels.backend import DTYPE_CODES, native
-from quire.kernels.checks import describe, native_errors, refusal
+from quire.kernels.checks import check_range, describe, native_errors, refusal
 
 BLOCK_ALIGNMENT = 64
 """bytes: a cache line; the buffer of a layer starts on one"""
@@ -74,7 +74,7 @@ def write_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots
     if not taken:
         raise refusal("write_kv", _WRITE_TAKES, key=key, value=value, k_cache=k_cache, v_cache=v_cache, slots=slots)
     if native is None:
-        _check_range("write_kv: slot", slots, _num_slots(v_cache))
+        check_range("write_kv: slot", slots, _num_slots(v_cache))
         return reference.write_kv(key, value, k_cache, v_cache, slots)
     if v_cache.dtype is torch.int8:
         with native_errors():
@@ -110,7 +110,7 @@ def gather_kv(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> tuple[Tensor, 
     if not (cache_is_valid(k_cache, v_cache) and _ids_are_valid(slots, 1)):
         raise refusal("gather_kv", _GATHER_TAKES, k_cache=k_cache, v_cache=v_cache, slots=slots)
     if native is None or v_cache.dtype is torch.int8:
-        _check_range("gather_kv: slot", slots, _num_slots(v_cache))
+        check_range("gather_kv: slot", slots, _num_slots(v_cache))
         return reference.gather_kv(k_cache, v_cache, slots)
     _, num_kv_heads, _, head_dim = v_cache.shape
     key = torch.empty((len(slots), num_kv_heads, head_dim), dtype=v_cache.dtype)
@@ -138,8 +138,8 @@ def copy_slots(k_cache: Tensor, v_cache: Tensor, src_slots: Tensor, dst_slots: T
             "copy_slots", _GATHER_TAKES, k_cache=k_cache, v_cache=v_cache, src_slots=src_slots, dst_slots=dst_slots
         )
     if native is None:
-        _check_range("copy_slots: source slot", src_slots, _num_slots(v_cache))
-        _check_range("copy_slots: destination slot", dst_slots, _num_slots(v_cache))
+        check_range("copy_slots: source slot", src_slots, _num_slots(v_cache))
+        check_range("copy_slots: destination slot", dst_slots, _num_slots(v_cache))
         return reference.copy_slots(k_cache, v_cache, src_slots, dst_slots)
     with native_errors():
         native.copy_slots(_native_cache(k_cache, v_cache), src_slots.data_ptr(), dst_slots.data_ptr(), len(src_slots))
@@ -162,8 +162,8 @@ def copy_blocks(src: Tensor, dst: Tensor, pairs: Tensor) -> None:
     if not taken:
         raise refusal("copy_blocks", _COPY_TAKES, src=src, dst=dst, pairs=pairs)
     if native is None:
-        _check_range("copy_blocks: source block", pairs[:, 0], len(src))
-        _check_range("copy_blocks: destination block", pairs[:, 1], len(dst))
+        check_range("copy_blocks: source block", pairs[:, 0], len(src))
+        check_range("copy_blocks: destination block", pairs[:, 1], len(dst))
         return reference.copy_blocks(src, dst, pairs)
     with native_errors():
         native.copy_blocks(
@@ -235,12 +235,6 @@ def _native_cache(k_cache: Tensor, v_cache: Tensor) -> object:
         head_dim * item,
         block_size,
     )
-
-
-def _check_range(what: str, ids: Tensor, limit: int) -> None:
-    """What the native kernels check themselves, for the reference."""
-    for bad in ids[(ids < 0) | (ids >= limit)][:1].tolist():
-        raise KernelError(f"{what} {bad} is not in [0, {limit})")
 
 
 _CACHE_TAKES = (

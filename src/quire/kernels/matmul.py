@@ -9,6 +9,7 @@ from quire.kernels import reference
 from quire.kernels.backend import DTYPE_CODES, native
 from quire.kernels.checks import refusal
 from quire.kernels.quantized import QuantizedWeight, quantized_matmul
+from quire.kernels.workspace import empty
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,7 +88,7 @@ def matmul(
     if native is None:
         return reference.matmul(x, packed.data, bias, out_dtype)
     rows = shape[0]
-    out = torch.empty((rows, n), dtype=out_dtype)
+    out = empty((rows, n), out_dtype)
     native.matmul(
         packed.code,
         x.data_ptr(),

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm, with and without a residual added first."""
+"""The residual sum, RMSNorm and LayerNorm, apart and in one."""
 
 import torch
 from torch import Tensor
@@ -6,8 +6,20 @@ from torch import Tensor
 from quire.kernels import reference
 from quire.kernels.backend import DTYPE_CODES, native
 from quire.kernels.checks import refusal
+from quire.kernels.workspace import empty
 
 _FLOAT32 = torch.float32
+
+
+def add(x: Tensor, residual: Tensor) -> None:
+    """`residual += x` in place; x, residual [..., hidden] contiguous, of one dtype."""
+    code = DTYPE_CODES.get(x.dtype)
+    if code is None or not x.shape or not _are_rows(x, residual):
+        raise refusal("add", _ADD_TAKES, x=x, residual=residual)
+    if native is None:
+        return reference.add(x, residual)
+    width = x.shape[-1]
+    native.add(code, x.data_ptr(), residual.data_ptr(), x.numel() // (width or 1), width)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -30,7 +42,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         raise refusal("rms_norm", _RMS_NORM_TAKES, x=x, weight=weight)
     if native is None:
         return reference.rms_norm(x, weight, eps)
-    out = torch.empty(shape, dtype=x.dtype)
+    out = empty(shape, x.dtype)
     native.rms_norm(
         code, x.data_ptr(), weight.data_ptr(), eps, out.data_ptr(), rows, inner, outer_stride, inner_stride, width
     )
@@ -49,7 +61,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
         raise refusal("add_rms_norm", _ADD_TAKES, x=x, residual=residual, weight=weight)
     if native is None:
         return reference.add_rms_norm(x, residual, weight, eps)
-    out = torch.empty_like(x)
+    out = empty(shape, x.dtype)
     rows = x.numel() // (width or 1)
     native.add_rms_norm(code, x.data_ptr(), residual.data_ptr(), weight.data_ptr(), eps, out.data_ptr(), rows, width)
     return out
@@ -71,7 +83,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         raise refusal("layer_norm", _LAYER_NORM_TAKES, x=x, weight=weight, bias=bias)
     if native is None:
         return reference.layer_norm(x, weight, bias, eps)
-    out = torch.empty_like(x)
+    out = empty(shape, x.dtype)
     rows = x.numel() // (width or 1)
     native.layer_norm(code, x.data_ptr(), 0, weight.data_ptr(), bias.data_ptr(), eps, out.data_ptr(), rows, width)
     return out
@@ -93,7 +105,7 @@ def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, ep
         raise refusal("add_layer_norm", _ADD_TAKES, x=x, residual=residual, weight=weight, bias=bias)
     if native is None:
         return reference.add_layer_norm(x, residual, weight, bias, eps)
-    out = torch.empty_like(x)
+    out = empty(shape, x.dtype)
     native.layer_norm(
         code,
         x.data_ptr(),
@@ -135,4 +147,7 @@ _RMS_NORM_TAKES = (
     f"dimension, and a {_WEIGHTS}"
 )
 _LAYER_NORM_TAKES = f"x [..., hidden] float32 or bfloat16, contiguous, and a {_WEIGHTS}"
-_ADD_TAKES = f"x and residual [..., hidden] of equal shape and dtype, float32 or bfloat16, contiguous, and a {_WEIGHTS}"
+_ADD_TAKES = (
+    "x and residual [..., hidden] of equal shape and dtype, float32 or bfloat16, contiguous, on the CPU; for a norm, "
+    f"{_WEIGHTS}"
+)

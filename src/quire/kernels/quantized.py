@@ -13,6 +13,7 @@ from quire.errors import KernelError
 from quire.kernels import reference
 from quire.kernels.backend import DTYPE_CODES, native
 from quire.kernels.checks import refusal
+from quire.kernels.workspace import empty
 
 QUANTIZED_FORMATS = ("int8", "int4")
 """by their number in csrc/quantized_layout.h"""
@@ -112,9 +113,9 @@ def quantized_matmul(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, ou
         return reference.quantized_matmul(x, weight.data, weight.scales, bias, out_dtype)
     assert native is not None
     n, k, rows = weight.n, weight.k, x.shape[0]
-    out = torch.empty((rows, n), dtype=out_dtype)
+    out = empty((rows, n), out_dtype)
     format_code, dtype_code = weight.codes
-    quantized_rows = torch.empty(native.quantized_rows_bytes(format_code, rows, k), dtype=torch.uint8)
+    quantized_rows = empty((native.quantized_rows_bytes(format_code, rows, k),), torch.uint8)
     native.quantized_matmul(
         format_code,
         dtype_code,
@@ -132,10 +133,10 @@ def quantized_matmul(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, ou
     return out
 
 
-def gather_quantized(ids: Tensor, weight: QuantizedWeight) -> tuple[Tensor, int]:
-    """Rows of the weight [num_ids, k], rounded to its dtype, and the index of the first id it has no row for, or -1."""
-    out = torch.empty((ids.numel(), weight.k), dtype=weight.dtype)
-    outside = native.gather_quantized(
+def gather_quantized(ids: Tensor, weight: QuantizedWeight) -> Tensor:
+    """Rows of the weight [num_ids, k], rounded to its dtype."""
+    out = empty((ids.numel(), weight.k), weight.dtype)
+    native.gather_quantized(
         *weight.codes, ids.data_ptr(), ids.numel(), weight.address, weight.n, weight.k, out.data_ptr()
     )
-    return out, outside
+    return out

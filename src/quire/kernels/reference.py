@@ -117,6 +117,11 @@ def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
     return table[token_ids.long()]
 
 
+def add(x: Tensor, residual: Tensor) -> None:
+    """`residual += x` in place, rounded to its dtype."""
+    residual.copy_((residual.float() + x.float()).to(residual.dtype))
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root mean square norm over the last dimension (Zhang and Sennrich 2019); weight [hidden] float32."""
     x32 = x.float()
@@ -125,7 +130,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`residual += x` in place, rounded to its dtype; then the norm of that rounded residual."""
-    residual.copy_((residual.float() + x.float()).to(residual.dtype))
+    add(x, residual)
     return rms_norm(residual, weight, eps)
 
 
@@ -136,7 +141,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """`residual += x` in place, rounded to its dtype; then the norm of that rounded residual."""
-    residual.copy_((residual.float() + x.float()).to(residual.dtype))
+    add(x, residual)
     return layer_norm(residual, weight, bias, eps)
 
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from quire.kernels import reference
 from quire.kernels.backend import DTYPE_CODES, native
-from quire.kernels.checks import refusal
+from quire.kernels.checks import check_range, native_errors, refusal
 
 
 def rotary_embedding(x: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
@@ -19,14 +19,12 @@ def rotary_embedding(x: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
         raise refusal("rotary_embedding", _TAKES, x=x, positions=positions, cos_sin=cos_sin)
     max_positions, rotary_dim = cos_sin.shape
     if native is None:
-        outside = ((positions < 0) | (positions >= max_positions)).nonzero()
-        at = int(outside[0]) if len(outside) else -1
-        if at < 0:
-            reference.rotary_embedding(x, positions, cos_sin)
-    else:
-        tokens, heads, _ = x.shape
-        token_stride, head_stride, _ = x.stride()
-        at = native.rotary(
+        check_range("rotary_embedding: position", positions, max_positions)
+        return reference.rotary_embedding(x, positions, cos_sin)
+    tokens, heads, _ = x.shape
+    token_stride, head_stride, _ = x.stride()
+    with native_errors():
+        native.rotary(
             code,
             x.data_ptr(),
             tokens,
@@ -38,9 +36,6 @@ def rotary_embedding(x: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
             max_positions,
             rotary_dim,
         )
-    if at >= 0:
-        takes = f"positions from 0 to {max_positions - 1}, the rows of cos_sin"
-        raise refusal("rotary_embedding", takes, **{f"positions[{at}]": int(positions[at])})
 
 
 def _fit(x: Tensor, positions: Tensor, cos_sin: Tensor) -> bool:

@@ -116,14 +116,14 @@ class OPTForCausalLM(CausalLM):
         residual: Tensor = self.embed_tokens(batch.token_ids)  # [num_tokens, embed_width]
         if self.project_in is not None:
             residual = self.project_in(residual)
-        residual.add_(self.embed_positions(batch.positions))  # [num_tokens, hidden]
+        kernels.add(self.embed_positions(batch.positions), residual)  # [num_tokens, hidden]
         x: Tensor | None = None
         for layer, layer_kv in zip(self.layers, kv, strict=True):
             x, residual = layer(x, residual, batch, layer_kv)
         if self.final_layer_norm is not None and x is not None:
             residual = self.final_layer_norm.add(x, residual)
         elif x is not None:
-            residual.add_(x)
+            kernels.add(x, residual)
         return residual if self.project_out is None else self.project_out(residual)
 
 

@@ -10,29 +10,38 @@ from quire import kernels
 from quire.batch import Batch, Draw, ScheduledSequence
 from quire.layers.batch_tensors import BatchTensors, GroupTensors, LayerKVCache
 from quire.models.base import CausalLM
+from quire.runner.decode_graphs import DecodeGraphs
 from quire.sampling.sampler import SamplingTensors, sample
 
 
 class ModelRunner:
-    """Has the model and the layers' caches; keeps nothing of a step after it."""
+    """Has the model and the layers' caches; keeps nothing of a step after it but the memory it computed in."""
 
-    def __init__(self, model: CausalLM, kv: Sequence[LayerKVCache], block_size: int) -> None:
+    def __init__(self, model: CausalLM, kv: Sequence[LayerKVCache], block_size: int, max_model_len: int) -> None:
         self.model = model
         self.kv = kv
         self.block_size = block_size
+        self._workspace = kernels.Workspace()
+        self._graphs = DecodeGraphs(model, kv, block_size, -(-max_model_len // block_size), self._workspace)
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> tuple[int, ...]:
         """The tokens drawn, one for each draw, in batch order."""
         if not batch.sequences:
             return ()
-        tensors = build_tensors(batch.sequences, self.block_size)
+        with self._workspace:
+            take = self._graphs.logits if self._graphs.take(batch.sequences) else self._logits
+            logits = take(batch.sequences)
+        return () if logits is None else tuple(sample(logits, _sampling_tensors(batch.sequences)))
+
+    def _logits(self, sequences: Sequence[ScheduledSequence]) -> Tensor | None:
+        """[num_draws, vocab] float32, or None where nothing is drawn."""
+        tensors = build_tensors(sequences, self.block_size)
         hidden = self.model(tensors, self.kv)  # [num_tokens, hidden]
         if len(tensors.logit_rows) == 0:
-            return ()
+            return None
         # Rows are gathered by our own kernel: torch's indexing would wake a second pool of threads on the same cores.
-        logits = self.model.compute_logits(kernels.embedding(tensors.logit_rows, hidden))  # [num_logits, vocab]
-        return tuple(sample(logits, _sampling_tensors(batch.sequences)))
+        return self.model.compute_logits(kernels.embedding(tensors.logit_rows, hidden))
 
 
 def build_tensors(sequences: Sequence[ScheduledSequence], block_size: int) -> BatchTensors:

@@ -17,7 +17,7 @@ class Worker:
         if parallel.num_threads is not None:
             kernels.set_num_threads(parallel.num_threads)
         self.cache_engine = CacheEngine(kv_cache)
-        self.runner = ModelRunner(load_model(model), self.cache_engine.layers, kv_cache.block_size)
+        self.runner = ModelRunner(load_model(model), self.cache_engine.layers, kv_cache.block_size, model.max_model_len)
 
     def execute(self, batch: Batch) -> StepResult:
         """Move blocks, run the model, draw tokens."""

@@ -1,0 +1,128 @@
+"""Memory for what kernels put out, which stays mapped from step to step."""
+
+import ctypes
+import math
+import mmap
+import threading
+import weakref
+from bisect import insort
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 64
+_REGION_BYTES = 256 * 1024**2  # of address space; pages are taken from the machine only when first written
+_SMALL_BYTES = 64 * 1024  # the system's allocator keeps pieces up to here, and is faster
+
+
+class Workspace:
+    """While one is entered, the kernels of this thread put their outputs into it: first fit, in regions that only grow.
+
+    Fresh memory costs a page fault for every few kilobytes, as much as a small kernel. A tensor's place is taken again
+    once the last view of the tensor is gone. So the same calls in the same order find the same places, which is what a
+    KernelGraph counts on.
+    """
+
+    def __init__(self, region_bytes: int = _REGION_BYTES) -> None:
+        self._region_bytes = region_bytes
+        self._regions: list[_Region] = []
+        self._is_recording = False
+
+    def __enter__(self) -> None:
+        self._outer = getattr(_active, "workspace", None)
+        _active.workspace = self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _active.workspace = self._outer
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Enter it, and take every output from it: a graph being recorded will write them in the same places again."""
+        with self:
+            self._is_recording = True
+            try:
+                yield
+            finally:
+                self._is_recording = False
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """As torch.empty."""
+        count = math.prod(shape)
+        num_bytes = -(-count * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        if num_bytes == 0 or (num_bytes < _SMALL_BYTES and not self._is_recording):
+            return torch.empty(shape, dtype=dtype)
+        piece = next((p for p in (region.take(num_bytes) for region in self._regions) if p is not None), None)
+        if piece is None:
+            self._regions.append(_Region(max(num_bytes, self._region_bytes)))
+            piece = self._regions[-1].take(num_bytes)
+            assert piece is not None
+        return torch.frombuffer(piece, dtype=dtype, count=count).view(shape)
+
+    @property
+    def num_bytes_taken(self) -> int:
+        """In tensors that are alive."""
+        return sum(region.num_bytes_taken for region in self._regions)
+
+
+class _Region:
+    """Anonymous memory, and which of it is free."""
+
+    def __init__(self, num_bytes: int) -> None:
+        num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self._memory = memoryview(memory)
+        self._free = [(0, num_bytes)]  # sorted, none touching the next
+        self._given_back: deque[tuple[int, int]] = deque()  # a tensor may die at any moment, even within `take`
+
+    def take(self, num_bytes: int) -> memoryview | None:
+        """A piece that is given back when nothing refers to it any more, or None."""
+        self._merge()
+        for i, (start, end) in enumerate(self._free):
+            if end - start >= num_bytes:
+                self._free[i : i + 1] = [(start + num_bytes, end)] if end - start > num_bytes else []
+                piece = self._memory[start : start + num_bytes]
+                weakref.finalize(piece, self._given_back.append, (start, start + num_bytes)).atexit = False
+                return piece
+        return None
+
+    @property
+    def num_bytes_taken(self) -> int:
+        self._merge()
+        return len(self._memory) - sum(end - start for start, end in self._free)
+
+    def _merge(self) -> None:
+        """Make what was given back free, one piece with what it touches."""
+        if not self._given_back:
+            return
+        while self._given_back:
+            insort(self._free, self._given_back.popleft())
+        merged = self._free[:1]
+        for start, end in self._free[1:]:
+            if start == merged[-1][1]:
+                merged[-1] = (merged[-1][0], end)
+            else:
+                merged.append((start, end))
+        self._free = merged
+
+
+_active = threading.local()
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """An output for a kernel: from the workspace that this thread has entered, or of its own."""
+    workspace: Workspace | None = getattr(_active, "workspace", None)
+    return torch.empty(shape, dtype=dtype) if workspace is None else workspace.empty(shape, dtype)
+
+
+def borrowed(tensor: Tensor) -> Tensor:
+    """The same contiguous memory, without holding it: a Workspace may give it away meanwhile."""
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)

@@ -1,0 +1,108 @@
+"""Workspaces and recorded kernels."""
+
+import gc
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire import kernels
+from quire.errors import KernelError
+from quire.kernels.workspace import empty
+from tests.kernels.isas import needs_native
+
+LARGE = 70_000  # bytes: what a workspace does not leave to the system
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 5)), max_size=40))
+@settings(deadline=None)
+def test_live_tensors_never_overlap_and_dead_ones_give_their_memory_back(steps):
+    """Each step makes a tensor of so many pieces, or drops one of those alive; a region holds about 20."""
+    workspace = kernels.Workspace(region_bytes=20 * LARGE)
+    alive: list[tuple[torch.Tensor, int]] = []
+    with workspace:
+        for number, (pieces, drop) in enumerate(steps):
+            if alive and drop > 2:
+                del alive[drop % len(alive)]
+            tensor = empty((pieces, LARGE), torch.uint8)
+            assert tensor.data_ptr() % 64 == 0
+            alive.append((tensor.fill_(number)[:, 5:][-1], number))  # a view keeps the whole
+            del tensor
+            assert all(bool((view == value).all()) for view, value in alive)
+    del alive
+    gc.collect()
+    assert workspace.num_bytes_taken == 0
+
+
+def test_a_place_is_taken_again_at_once():
+    workspace = kernels.Workspace()
+    with workspace:
+        first = empty((LARGE,), torch.float32)
+        address = first.data_ptr()
+        second = empty((LARGE,), torch.float32)
+        assert second.data_ptr() != address
+        del first
+        assert empty((LARGE // 2,), torch.float32).data_ptr() == address
+
+
+def test_what_does_not_fit_a_region_gets_one_of_its_own():
+    workspace = kernels.Workspace(region_bytes=LARGE)
+    with workspace:
+        tensors = [empty((size, LARGE), torch.uint8) for size in (1, 1, 30)]
+    assert len({t.data_ptr() for t in tensors}) == 3
+    assert workspace.num_bytes_taken >= 32 * LARGE
+
+
+def test_outside_a_workspace_and_in_another_thread_memory_is_the_systems():
+    import threading
+
+    workspace = kernels.Workspace()
+    made = []
+    with workspace:
+        thread = threading.Thread(target=lambda: made.append(empty((LARGE,), torch.uint8)))
+        thread.start()
+        thread.join()
+        assert empty((0, 3), torch.float32).shape == (0, 3)
+    made.append(empty((LARGE,), torch.uint8))
+    assert workspace.num_bytes_taken == 0
+    assert [t.shape for t in made] == [(LARGE,), (LARGE,)]
+
+
+@needs_native
+def test_a_replay_computes_from_what_is_in_place_now():
+    workspace, graph = kernels.Workspace(), kernels.KernelGraph()
+    weight, x = kernels.pack_weight(torch.randn(8, 6)), torch.randn(3, 6)
+    with workspace.recording(), graph.record():
+        out = kernels.activation(kernels.matmul(x, weight), "relu")
+    assert len(graph) == 2
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        assert torch.equal(out, kernels.activation(kernels.matmul(x, weight), "relu"))
+    assert len(graph) == 2, "nothing is recorded any more"
+
+
+@needs_native
+@pytest.mark.parametrize(
+    "compute",
+    [lambda x: x + 1, lambda x: x.add_(1), lambda x: x.T.contiguous(), lambda x: torch.zeros(3), lambda x: x.sum()],
+)
+def test_what_a_replay_would_miss_is_refused(compute):
+    graph = kernels.KernelGraph()
+    x = torch.randn(3, 6)
+    with torch.inference_mode(), pytest.raises(KernelError, match="missing in the replay"), graph.record():
+        compute(x)
+    kernels.activation(x, "relu")
+    assert len(graph) == 0
+
+
+@needs_native
+def test_a_replay_that_fails_says_why():
+    graph = kernels.KernelGraph()
+    table, ids = torch.randn(5, 4), torch.tensor([1, 2])
+    with graph.record():
+        kernels.embedding(ids, table)
+    ids[1] = 5
+    with pytest.raises(KernelError, match=r"token id 5 is not in \[0, 5\)"):
+        graph.replay()

@@ -1,0 +1,116 @@
+"""A recorded decode step gives, each time it is replayed, the bits of the model called again."""
+
+import dataclasses
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from quire import kernels
+from quire.batch import Draw, ScheduledSequence
+from quire.config.kv_layout import kv_cache_config
+from quire.config.model import ModelConfig
+from quire.errors import KernelError
+from quire.models.loader import load_model
+from quire.runner.cache_engine import CacheEngine
+from quire.runner.decode_graphs import MAX_SEQS, DecodeGraphs
+from quire.runner.model_runner import build_tensors
+from tests.kernels.isas import needs_native
+from tests.models.test_against_transformers import VARIANTS
+
+BLOCK_SIZE = 4
+MAX_LEN = 40
+GREEDY = (Draw(0.0, 0, 1.0, b""),)
+
+
+class Decoding:
+    """Sequences that hold shuffled blocks and run one token a step."""
+
+    def __init__(self, config: ModelConfig, num_seqs: int, kv_cache_dtype: str) -> None:
+        self.model = load_model(config)
+        specs = self.model.kv_cache_specs(config)
+        if kv_cache_dtype != "auto":
+            specs = [dataclasses.replace(spec, dtype=kv_cache_dtype) for spec in specs]
+        blocks_per_seq = -(-MAX_LEN // BLOCK_SIZE)
+        self.kv_cache = kv_cache_config(specs, BLOCK_SIZE, num_blocks=blocks_per_seq * num_seqs * len(specs))
+        self.kv = CacheEngine(self.kv_cache).layers
+        num_groups = len(self.kv_cache.groups)
+        ids = np.random.default_rng(0).permutation(blocks_per_seq * num_seqs * num_groups).astype(np.int32)
+        self.blocks = ids.reshape(num_seqs, num_groups, blocks_per_seq)
+        self.lens = [0] * num_seqs
+        self.tables: list[tuple[np.ndarray, ...]] = [()] * num_seqs
+        self.rng = random.Random(3)
+        self.graphs = DecodeGraphs(self.model, self.kv, BLOCK_SIZE, blocks_per_seq, kernels.Workspace())
+
+    def step(self, running: list[int]) -> tuple[ScheduledSequence, ...]:
+        """The next token of each of `running`. A table is the same object until it has to grow, as in an engine."""
+        scheduled = []
+        for s in running:
+            if self.lens[s] % BLOCK_SIZE == 0:
+                length = self.lens[s] // BLOCK_SIZE + 1
+                self.tables[s] = tuple(blocks[:length].copy() for blocks in self.blocks[s])
+            token = (self.rng.randrange(90),)
+            scheduled.append(ScheduledSequence(s, token, self.lens[s], self.tables[s], GREEDY))
+            self.lens[s] += 1
+        return tuple(scheduled)
+
+    def called(self, sequences: tuple[ScheduledSequence, ...]) -> Tensor:
+        return self.model.compute_logits(self.model(build_tensors(sequences, BLOCK_SIZE), self.kv))
+
+
+@needs_native
+@torch.inference_mode()
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_model_can_be_replayed(variant: str, kv_cache_dtype: str, save_checkpoint: Any) -> None:
+    architecture, fields = VARIANTS[variant]
+    folder, _ = save_checkpoint(architecture, **fields)
+    decoding = Decoding(ModelConfig.resolve(str(folder), dtype="float32"), 4, kv_cache_dtype)
+    seen = []
+    for running in [[0], [0, 1], [1, 0], [0, 1, 2, 3], [3, 2, 1], [2], *[[0, 1, 2], [3, 1]] * 14]:
+        sequences = decoding.step(running)
+        assert decoding.graphs.take(sequences)
+        expected = decoding.called(sequences)
+        actual = decoding.graphs.logits(sequences)
+        assert torch.equal(actual, expected)
+        seen.append(actual[0].clone())
+    assert len({tuple(row.tolist()) for row in seen}) == len(seen), "every step should have logits of its own"
+
+
+@needs_native
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_quantized_weights_can_be_replayed(quantization: str | None) -> None:
+    config = ModelConfig.resolve("quire-draft", dtype="bfloat16", quantization=quantization)
+    decoding = Decoding(config, 3, "auto")
+    with torch.inference_mode():
+        for _ in range(6):
+            sequences = decoding.step([0, 1, 2])
+            assert torch.equal(decoding.graphs.logits(sequences), decoding.called(sequences))
+
+
+@needs_native
+def test_what_is_no_decode_step_is_left_alone() -> None:
+    table = (np.zeros(1, np.int32),)
+    one, two = (ScheduledSequence(0, tokens, 0, table, GREEDY) for tokens in ((7,), (7, 8)))
+    assert DecodeGraphs.take([one] * MAX_SEQS)
+    assert not DecodeGraphs.take([one] * (MAX_SEQS + 1))
+    assert not DecodeGraphs.take([one, two])
+    assert not DecodeGraphs.take([ScheduledSequence(0, (7,), 0, table, GREEDY * 2)])
+    assert not DecodeGraphs.take([ScheduledSequence(0, (7,), 0, table, ())])
+
+
+@needs_native
+def test_a_step_that_fails_while_it_is_recorded_leaves_no_graph() -> None:
+    decoding = Decoding(ModelConfig.resolve("quire-draft", dtype="bfloat16"), 1, "auto")
+    with torch.inference_mode():
+        (sequence,) = decoding.step([0])
+        wrong = ScheduledSequence(0, (10**6,), sequence.start, sequence.block_tables, GREEDY)
+        with pytest.raises(KernelError, match="token id 1000000 is not in"):
+            decoding.graphs.logits([wrong])
+        assert torch.equal(decoding.graphs.logits([sequence]), decoding.called((sequence,)))
+        with pytest.raises(KernelError, match="token id 1000000 is not in"):
+            decoding.graphs.logits([wrong])
+        assert torch.equal(decoding.graphs.logits([sequence]), decoding.called((sequence,)))
