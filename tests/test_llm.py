@@ -63,6 +63,46 @@ def test_every_form_of_a_prompt_alone_and_in_a_list(llm: LLM, prompt: Any) -> No
     assert output.prompt == (text if isinstance(text, str) else None)
 
 
+def test_deltas_add_up_to_the_whole_and_tell_each_end_once(llm: LLM) -> None:
+    engine, whole = llm.engine, {}
+    for kind in ("cumulative", "delta", "final_only"):
+        params = SamplingParams(temperature=0, max_tokens=30, n=2, stop="seven", output_kind=kind)
+        engine.add_request(kind, [5, 6, 7], params)
+        outputs = []
+        while engine.has_unfinished_requests():
+            outputs += engine.step()
+        assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+        assert all(output.prompt_token_ids == [5, 6, 7] for output in outputs)
+        if kind == "final_only":
+            assert len(outputs) == 1
+        if kind != "delta":
+            whole[kind] = [(o.text, o.token_ids, o.finish_reason) for o in outputs[-1].outputs]
+            continue
+        parts = [[o for output in outputs for o in output.outputs if o.index == index] for index in range(2)]
+        assert all(len(part.token_ids) == 1 for sample in parts for part in sample)
+        assert all(part.finish_reason is None for sample in parts for part in sample[:-1])
+        whole[kind] = [
+            ("".join(p.text for p in sample), [t for p in sample for t in p.token_ids], sample[-1].finish_reason)
+            for sample in parts
+        ]
+    assert whole["delta"] == whole["cumulative"] == whole["final_only"]
+    assert all(text for text, _, _ in whole["delta"])
+
+
+@pytest.mark.parametrize("kind", ["delta", "final_only"])
+def test_an_aborted_request_tells_what_was_not_told_yet(llm: LLM, kind: str) -> None:
+    params = SamplingParams(temperature=0, max_tokens=30, output_kind=kind)
+    llm.engine.add_request("a", [5, 6, 7], params)
+    told = [o for _ in range(4) for output in llm.engine.step() for o in output.outputs]
+    last = llm.engine.abort_request("a")
+    assert last is not None
+    assert last.finished
+    assert last.outputs[0].finish_reason == "abort"
+    tokens = [t for o in [*told, *last.outputs] for t in o.token_ids]
+    assert len(tokens) == 4
+    assert llm.get_tokenizer().decode(tokens).startswith("".join(o.text for o in [*told, *last.outputs]))
+
+
 def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
     prompts = [[5] * n for n in (40, 3, 100, 1, 7)]
     params = [SamplingParams(temperature=0, max_tokens=n) for n in (30, 1, 9, 4, 30)]

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
+from msgspec.structs import replace
 from tqdm import tqdm
 
 from quire.config.args import EngineArgs
@@ -153,7 +154,7 @@ class LLM:
                     try:
                         if isinstance(prompt, RequestError):
                             raise prompt
-                        self.engine.add_request(request_id, prompt, its_params)
+                        self.engine.add_request(request_id, prompt, replace(its_params, output_kind="final_only"))
                         places[request_id] = i
                     except RequestError as error:
                         if alone:
@@ -163,7 +164,7 @@ class LLM:
                 while places:
                     with interrupt_deferred():
                         changed = self.engine.step()
-                    finished = [output for output in changed if output.finished and output.request_id in places]
+                    finished = [output for output in changed if output.request_id in places]
                     for output in finished:
                         outputs[places.pop(output.request_id)] = output
                     progress.update(finished)

@@ -1,12 +1,14 @@
 """What a caller may ask of a request."""
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from quire.errors import InvalidParamsError
 
+OutputKind = Literal["cumulative", "delta", "final_only"]
+OUTPUT_KINDS: tuple[OutputKind, ...] = ("cumulative", "delta", "final_only")
 MAX_STOP_STRINGS = 64
 MAX_SEED = 2**63 - 1
 MAX_SAMPLES = 1024
@@ -43,6 +45,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """leave special tokens out of the text (they stay in token_ids)"""
     detokenize: bool = True
     """make text; without it only token ids come out and stop strings are not allowed"""
+    output_kind: OutputKind = "cumulative"
+    """what comes out of a step that brought a token: all so far, what is new since the last time, or nothing before
+    the end; `LLM.generate` gives the whole in any case"""
     priority: int = 0
     """smaller runs first, with the scheduling policy `priority`"""
     tenant: str = ""
@@ -51,6 +56,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         _check_int("n", self.n, 1, MAX_SAMPLES, f"1 to {MAX_SAMPLES}")
         _check_int("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY, "a 32-bit integer")
+        if self.output_kind not in OUTPUT_KINDS:
+            raise InvalidParamsError(f"output_kind={self.output_kind!r}: must be one of {', '.join(OUTPUT_KINDS)}")
         if not isinstance(self.tenant, str) or len(self.tenant) > MAX_TENANT_LEN:
             raise InvalidParamsError(f"tenant must be a string of at most {MAX_TENANT_LEN} characters")
         _check_number("temperature", self.temperature, 0.0, math.inf, "0 for greedy, or a positive number")

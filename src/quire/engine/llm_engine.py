@@ -89,7 +89,7 @@ class LLMEngine:
         self.scheduler.add(group)
 
     def step(self) -> list[RequestOutput]:
-        """Schedule, execute, commit. Returns the requests that got a token or finished."""
+        """Schedule, execute, commit. Returns the requests that got a token or finished, as their output_kind says."""
         batch = self.scheduler.schedule()
         start_s = time.monotonic()
         try:
@@ -100,7 +100,7 @@ class LLMEngine:
         self.scheduler.step_time.observe(batch.num_tokens, time.monotonic() - start_s)
         changed = self.committer.commit(batch, result)
         changed += [self._groups[request_id] for request_id in batch.ignored if request_id in self._groups]
-        return [self._output(group) for group in changed]
+        return [output for group in changed if (output := self._output(group)) is not None]
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request now and take its blocks back; None if it is unknown or finished already."""
@@ -158,8 +158,8 @@ class LLMEngine:
             prefix_cache=self.blocks.stats.to_dict(),
         )
 
-    def _output(self, group: SequenceGroup) -> RequestOutput:
-        """A request's output; a finished request is forgotten."""
+    def _output(self, group: SequenceGroup) -> RequestOutput | None:
+        """What a request's caller is told now; a finished request is forgotten."""
         if group.is_finished:
             del self._groups[group.request_id]
         return group.to_output()

@@ -61,10 +61,12 @@ class Sequence:
     __slots__ = (
         "detokenizer",
         "draws",
+        "has_told_end",
         "index",
         "num_computed_tokens",
         "num_prompt_tokens",
         "num_served_tokens",
+        "num_told",
         "seq_id",
         "status",
         "stop_reason",
@@ -90,6 +92,10 @@ class Sequence:
         self.draws = draws
         """what its next token is drawn with; more than one while it stands for all samples of a prompt"""
         self.detokenizer = detokenizer
+        self.num_told = (0, 0)
+        """output tokens, and characters of text, that deltas have brought"""
+        self.has_told_end = False
+        """a delta has brought the finish reason"""
 
     def fork(self, seq_id: int, draw: Draw) -> Sequence:
         """A sequence that has the same past and goes on with a draw of its own."""
@@ -121,12 +127,17 @@ class Sequence:
         """Whether it is still catching up with its own tokens."""
         return SequenceStage.DECODE if self.num_uncomputed_tokens == 1 else SequenceStage.PREFILL
 
-    def to_output(self) -> CompletionOutput:
-        """What the caller sees of it now."""
+    def to_output(self, *, delta: bool = False) -> CompletionOutput:
+        """What the caller sees of it now: all, or what is new since `delta` was last asked for."""
+        text = "" if self.detokenizer is None else self.detokenizer.stable_text(self.status.is_finished)
+        num_tokens, num_chars = self.num_told if delta else (0, 0)
+        if delta:
+            self.num_told = self.num_output_tokens, len(text)
+            self.has_told_end = self.status.is_finished
         return CompletionOutput(
             index=self.index,
-            text="" if self.detokenizer is None else self.detokenizer.stable_text(self.status.is_finished),
-            token_ids=self.token_ids[self.num_prompt_tokens :],
+            text=text[num_chars:],
+            token_ids=self.token_ids[self.num_prompt_tokens + num_tokens :],
             finish_reason=self.status.finish_reason,
             stop_reason=self.stop_reason,
         )
@@ -143,6 +154,7 @@ class SequenceGroup:
         "order",
         "params",
         "prompt",
+        "prompt_token_ids",
         "request_id",
         "seqs",
         "tenant",
@@ -165,6 +177,7 @@ class SequenceGroup:
         self.params = params
         self.tenant = params.tenant
         self.content_key = content_key
+        self.prompt_token_ids = list(seq.token_ids)
         self.metrics = RequestMetrics(arrival_time)
         self.num_cached_tokens = 0
         self.error: str | None = None
@@ -193,15 +206,18 @@ class SequenceGroup:
         """It waits in the host tier."""
         return any(seq.status is SequenceStatus.SWAPPED for seq in self.seqs)
 
-    def to_output(self) -> RequestOutput:
-        """What the caller sees of it now."""
-        first = self.seqs[0]
+    def to_output(self) -> RequestOutput | None:
+        """What the caller is told after a step that changed it: of the kind that was asked for; None is nothing."""
+        kind, finished = self.params.output_kind, self.is_finished
+        if kind == "final_only" and not finished:
+            return None
+        is_delta = kind == "delta"
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
-            prompt_token_ids=first.token_ids[: first.num_prompt_tokens],
-            outputs=[seq.to_output() for seq in self.seqs],
-            finished=self.is_finished,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=[seq.to_output(delta=is_delta) for seq in self.seqs if not (is_delta and seq.has_told_end)],
+            finished=finished,
             num_cached_tokens=self.num_cached_tokens,
             metrics=self.metrics,
             error=self.error,
