@@ -123,7 +123,7 @@ def _compare(
     machines: list[Machine] = []
     start = time.perf_counter()
     while len(machines) < run.rounds and (len(machines) < 2 or time.perf_counter() - start < run.patience_s):
-        machines.append(Machine(**probe.call("limits")))
+        machines.append(Machine(**probe.call("limits", precision=sessions[0].engine.precision)))
         for its_times, session in zip(times, sessions, strict=True):
             its_times.append(session.call("generate", **case)["elapsed_s"])
     limit = Machine(

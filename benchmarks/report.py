@@ -16,11 +16,11 @@ your own, `python -m benchmarks all` installs the other engines, measures, and w
 a few minutes. Each section names the command that measures it alone.
 
 **Shares of the limit.** Two speeds of the machine are measured in the same run, between the measurements: reading
-memory, and bfloat16 multiply-adds in registers, all threads together. The least time that generation can take is the
+memory, and multiply-adds in registers (of bfloat16; of bytes for quantized weights), all threads together. The least time that generation can take is the
 sum over its steps of the longer of two: reading all weights once, and multiplying by them. Attention and all else is
 left out of it, so 1.00 cannot be reached; where neighbours share the machine and it was faster while the engine ran
 than while its speed was measured, more than that is seen. int8 and int4 weights are half and a quarter of the bytes,
-and multiplied at bfloat16's peak.
+and multiplied at the machine's peak for bytes, about twice that for bfloat16.
 
 **In turn.** The engines of a table have the same checkpoint loaded at once; those that are not asked are stopped. Each
 case runs once to warm up, then A B C A B C. Figures are medians of the rounds, ratios medians of the rounds' ratios.

@@ -29,8 +29,8 @@ def load() -> Mapping[str, Handler]:
         prompts = random_prompts(num_prompts, input_len)
         return {"elapsed_s": timed(lambda: llm.generate(prompts, params, use_tqdm=False))}
 
-    def limits() -> dict[str, Any]:
-        found = Limits.measure("bfloat16")
+    def limits(precision: str = "bfloat16") -> dict[str, Any]:
+        found = Limits.measure(precision)
         return {"read_bytes_per_s": found.read_bytes_per_s, "flops_per_s": found.flops_per_s}
 
     def decode(num_seqs: int, context: int, num_steps: int) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from quire.params import SamplingParams
         ("stop", ["x"] * 65),
         ("stop_token_ids", [-1]),
         ("stop_token_ids", ["a"]),
+        ("output_kind", "all"),
     ],
 )
 def test_a_wrong_value_is_refused_and_named(name, value):
