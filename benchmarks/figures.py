@@ -231,9 +231,16 @@ def kernels(run: Run) -> Iterator[Row]:
     yield from _bench("kernels", "--seconds", 0.1 if run.quick else 1)
 
 
+def isas(run: Run) -> Iterator[Row]:
+    """Products in the variants for other CPUs, each against what its own instructions reach."""
+    for isa in ("avx512", "avx2", "portable"):
+        arguments = ("kernels", "--seconds", 0.1 if run.quick else 0.5, "--rows", 1, 8, 128)
+        yield from (row for row in _bench(*arguments, QUIRE_ISA=isa) if row["kernel"] == "matmul")
+
+
 def attention(run: Run) -> Iterator[Row]:
     """As the command."""
-    yield from _bench("attention", "--seconds", 0.1 if run.quick else 1)
+    yield from _bench("attention", "--seconds", 0.1 if run.quick else 0.5)
 
 
 def scheduler(run: Run) -> Iterator[Row]:
@@ -258,19 +265,20 @@ FIGURES: dict[str, Callable[[Run], Iterator[Row]]] = {
     "latency": latency,
     "growth": growth,
     "kernels": kernels,
+    "isas": isas,
     "attention": attention,
     "scheduler": scheduler,
     "kv_cache": kv_cache,
 }
 
 
-def _bench(*arguments: object) -> Iterator[Row]:
-    for line in _python("-m", "quire", "bench", *map(str, arguments)).splitlines():
+def _bench(*arguments: object, **variables: str) -> Iterator[Row]:
+    for line in _python("-m", "quire", "bench", *map(str, arguments), **variables).splitlines():
         yield json.loads(line)
 
 
-def _python(*arguments: str) -> str:
+def _python(*arguments: str, **variables: str) -> str:
     """What this interpreter prints."""
-    environment = os.environ | Quire(Path()).variables()
+    environment = os.environ | Quire(Path()).variables() | variables
     command = [sys.executable, *arguments]
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT, env=environment).stdout

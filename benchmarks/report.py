@@ -16,11 +16,12 @@ your own, `python -m benchmarks all` installs the other engines, measures, and w
 a few minutes. Each section names the command that measures it alone.
 
 **Shares of the limit.** Two speeds of the machine are measured in the same run, between the measurements: reading
-memory, and multiply-adds in registers (of bfloat16; of bytes for quantized weights), all threads together. The least time that generation can take is the
-sum over its steps of the longer of two: reading all weights once, and multiplying by them. Attention and all else is
-left out of it, so 1.00 cannot be reached; where neighbours share the machine and it was faster while the engine ran
-than while its speed was measured, more than that is seen. int8 and int4 weights are half and a quarter of the bytes,
-and multiplied at the machine's peak for bytes, about twice that for bfloat16.
+memory, and multiply-adds in registers (of bfloat16; of bytes for quantized weights), all threads together. The least
+time that generation can take is the sum over its steps of the longer of two: reading all weights once, and
+multiplying by them. Attention and all else is left out of it, so 1.00 cannot be reached; where neighbours share the
+machine and it was faster while the engine ran than while its speed was measured, more than that is seen. int8 and
+int4 weights are half and a quarter of the bytes, and multiplied at the machine's peak for bytes, about twice that for
+bfloat16.
 
 **In turn.** The engines of a table have the same checkpoint loaded at once; those that are not asked are stopped. Each
 case runs once to warm up, then A B C A B C. Figures are medians of the rounds, ratios medians of the rounds' ratios.
@@ -158,6 +159,14 @@ def _kernels(rows: Sequence[Row], plots: Path) -> Iterator[str]:
     yield from _limited(rows, "kernel", ("rows", "n", "k", "block_bytes"))
 
 
+def _isas(rows: Sequence[Row], plots: Path) -> Iterator[str]:
+    yield from _title("Other instruction sets", "python -m benchmarks isas", "QUIRE_ISA=avx2 quire bench kernels")
+    yield "Each variant against what its own multiply-adds and reads reach on this machine, with all threads.\n"
+    head = ("variant", "weights", "rows", "n", "k", "us", "GB/s", "GFLOP/s", "limited by", "of the limit")
+    names = ("isa", "dtype", "rows", "n", "k", "us", "gb_per_s", "gflop_per_s", "limit", "of_limit")
+    yield from _table(head, ([row[name] for name in names] for row in rows))
+
+
 def _attention(rows: Sequence[Row], plots: Path) -> Iterator[str]:
     yield from _title("Attention", "python -m benchmarks attention", "quire bench attention")
     decodes = [row for row in rows if row["attention"] == "decode"]
@@ -210,6 +219,7 @@ _SECTIONS: dict[str, Callable[[Sequence[Row], Path], Iterator[str]]] = {
     "latency": _latency,
     "growth": _growth,
     "kernels": _kernels,
+    "isas": _isas,
     "attention": _attention,
     "scheduler": _scheduler,
     "kv_cache": _kv_cache,

@@ -162,6 +162,12 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         }
         for by, power in (("batch", 0.5), ("context", 2)) for n in (1, 4)
     ],
+    "isas": [
+        {
+            "isa": "avx2", "dtype": "int8", "rows": 8, "n": 64, "k": 32, "us": 9.5, "gb_per_s": 1.5, "gflop_per_s": 2.5,
+            "limit": "reading", "of_limit": 0.71, "kernel": "matmul",
+        }
+    ],
     "scheduler": [
         {"num_seqs": 1, "num_waiting": n, "add_us": 1.5, "schedule_us": 2.5, "commit_us": 3.5} for n in (0, 100)
     ],
@@ -179,6 +185,7 @@ def test_the_report_shows_the_rows_and_nothing_it_has_not(tmp_path: Path) -> Non
     assert "third is left out: it is not here" in text
     assert "costs 2.0 times as much for 4 times as many: linear or better" in text
     assert "costs 16.0 times as much for 4 times as many: more than linear" in text
+    assert "| avx2 | int8 | 8 | 64 | 32 | 9.5 | 1.5 | 2.5 | reading | 0.71 |" in text
     assert "## Kernels" not in text
     plots = {path.name: path.read_bytes() for path in (tmp_path / "page").iterdir()}
     assert set(plots) == {"throughput.svg", "growth-batch.svg", "growth-context.svg", "growth-waiting.svg"}

@@ -60,7 +60,14 @@ def test_attention_decodes_every_context_and_prefills_the_short_ones(
     found = rows("attention", "--context", "40", "4096", "--num-seqs", "1", "3", "--seconds", "0")
     cases = {(row["attention"], row["context"], row["num_seqs"]) for row in found}
     decodes = {("decode", context, num_seqs) for context in (40, 4096) for num_seqs in (1, 3)}
-    assert cases == decodes | {("prefill", 40, 1)}
+    assert cases == decodes | {("shared", 40, 3), ("shared", 4096, 3), ("prefill", 40, 1)}
+    own, shared = (
+        next(
+            row["us"] * row["gb_per_s"] for row in found if (row["attention"], row["context"], row["num_seqs"]) == case
+        )
+        for case in (("decode", 4096, 3), ("shared", 4096, 3))
+    )
+    assert shared == pytest.approx(own / 3, rel=0.1), "bytes of a prefix count once"
     assert {row["cache"] for row in found} == {"bfloat16", "int8"}
     assert all(row["of_limit"] > 0 for row in found)
 

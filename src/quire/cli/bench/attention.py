@@ -18,20 +18,25 @@ _BLOCK_SIZE, _LONGEST_PREFILL, _LARGEST_CACHE = 16, 2048, 2**30
 
 
 def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A row for each shape, context and batch; caches over 1 GiB and prompts over 2,048 tokens are left out."""
+    """A row for each shape, context and batch; caches over 1 GiB and prompts over 2,048 tokens are left out.
+
+    `shared`: the sequences decode behind one prefix, all of their blocks but the last, whose bytes count once.
+    """
     kernels.set_num_threads(options.threads or kernels.num_threads())
     torch.set_num_threads(1)
     dtype = getattr(torch, options.dtype)
     cases = [("decode", *case) for case in product(_HEADS, options.num_seqs, options.context)]
+    cases += [("shared", *case) for case in product(_HEADS, options.num_seqs, options.context) if case[1] > 1]
     cases += [("prefill", heads, 1, context) for heads, context in product(_HEADS, options.context)]
     for (kind, heads, num_seqs, context), cache in product(cases, (options.dtype, "int8")):
-        query_len = 1 if kind == "decode" else context
+        query_len = context if kind == "prefill" else 1
         spec = KVCacheSpec(heads[1], heads[2], cache)
-        num_bytes = spec.bytes_per_token * context * num_seqs
+        num_own = _BLOCK_SIZE if kind == "shared" else context
+        num_bytes = spec.bytes_per_token * (context - num_own + num_own * num_seqs)
         if num_bytes <= _LARGEST_CACHE and query_len <= _LONGEST_PREFILL:
             flops = 4 * heads[0] * heads[2] * num_seqs * query_len * (context - (query_len - 1) / 2)
             row = compare(
-                _calls(heads[0], spec, context, query_len, num_seqs, dtype),
+                _calls(heads[0], spec, context, query_len, num_seqs, dtype, shared=kind == "shared"),
                 num_bytes,
                 flops,
                 options.dtype,
@@ -41,7 +46,14 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _calls(
-    num_heads: int, spec: KVCacheSpec, context: int, query_len: int, num_seqs: int, dtype: torch.dtype
+    num_heads: int,
+    spec: KVCacheSpec,
+    context: int,
+    query_len: int,
+    num_seqs: int,
+    dtype: torch.dtype,
+    *,
+    shared: bool,
 ) -> list[Callable[[], object]]:
     """Calls for equal sequences in shuffled blocks of their own, so many that no cache holds them."""
     num_kv_heads, head_dim = spec.num_kv_heads, spec.head_dim
@@ -59,4 +71,6 @@ def _calls(
     seq_lens = torch.full((num_seqs,), context, dtype=torch.int32)
     attend = partial(kernels.paged_attention, query, k_cache, v_cache, query_start, seq_lens)
     tables = torch.randperm(num_blocks).int().view(-1, num_seqs, blocks_per_call // num_seqs)
+    if shared:
+        tables[:, :, :-1] = tables[:, :1, :-1]
     return [partial(attend, table, head_dim**-0.5) for table in tables]
