@@ -61,15 +61,17 @@ def test_attention_decodes_every_context_and_prefills_the_short_ones(
     cases = {(row["attention"], row["context"], row["num_seqs"]) for row in found}
     decodes = {("decode", context, num_seqs) for context in (40, 4096) for num_seqs in (1, 3)}
     assert cases == decodes | {("shared", 40, 3), ("shared", 4096, 3), ("prefill", 40, 1)}
-    own, shared = (
-        next(
-            row["us"] * row["gb_per_s"] for row in found if (row["attention"], row["context"], row["num_seqs"]) == case
-        )
-        for case in (("decode", 4096, 3), ("shared", 4096, 3))
-    )
-    assert shared == pytest.approx(own / 3, rel=0.1), "bytes of a prefix count once"
     assert {row["cache"] for row in found} == {"bfloat16", "int8"}
     assert all(row["of_limit"] > 0 for row in found)
+
+
+def test_the_bytes_of_a_shared_prefix_count_once(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "COLD_BYTES", 2**21)
+    monkeypatch.setattr(attention, "compare", lambda calls, num_bytes, *_: {"bytes": num_bytes})
+    found = rows("attention", "--context", "160", "--num-seqs", "3", "--seconds", "0")
+    bytes_of = {row["attention"]: row["bytes"] for row in found if row["cache"] == "bfloat16"}
+    assert bytes_of["decode"] == 3 * bytes_of["prefill"]
+    assert bytes_of["shared"] == bytes_of["prefill"] * (144 + 3 * 16) / 160
 
 
 def test_the_scheduler_runs_with_a_queue_behind_it(rows: Rows) -> None:
