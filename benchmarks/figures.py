@@ -219,6 +219,20 @@ def growth(run: Run) -> Iterator[Row]:
             session.close()
 
 
+def rest(run: Run) -> Iterator[Row]:
+    """How much of a decode step is not the model: scheduling, inputs, drawing, commit, text, outputs."""
+    for model, checkpoint in (("quire-tiny", TINY), ("qwen2-0.5b", ensure_checkpoint(run.checkpoint))):
+        session = Session(Quire(run.folder), checkpoint, 2048)
+        try:
+            for num_seqs in (1, 8, 32):
+                found = session.call("rest", num_seqs=num_seqs, num_steps=20 if run.quick else 100)
+                row = {"model": model, "num_seqs": num_seqs, "step_ms": round(found["step_s"] * 1e3, 3)}
+                row |= {"rest_ms": round(found["rest_s"] * 1e3, 3)}
+                yield row | {"of_step": round(found["rest_s"] / found["step_s"], 4)}
+        finally:
+            session.close()
+
+
 def latency(run: Run) -> Iterator[Row]:
     """First token and between tokens, at two loads."""
     options = ["--model", str(ensure_checkpoint(run.checkpoint)), "--dtype", "bfloat16", "--max-model-len", "4096"]
@@ -262,6 +276,7 @@ FIGURES: dict[str, Callable[[Run], Iterator[Row]]] = {
     "throughput": throughput,
     "embedded": embedded,
     "ready": ready,
+    "rest": rest,
     "latency": latency,
     "growth": growth,
     "kernels": kernels,

@@ -118,6 +118,16 @@ def _ready(rows: Sequence[Row], plots: Path) -> Iterator[str]:
     )
 
 
+def _rest(rows: Sequence[Row], plots: Path) -> Iterator[str]:
+    yield from _title("The rest of a step", "python -m benchmarks rest")
+    yield "What a decode step takes beside the model: scheduling, inputs, drawing (temperature 0.8, top-k 50, top-p 0.9),"
+    yield "commit, text, outputs (deltas, as a server sends them). Aim: under 5 % for the larger model.\n"
+    names = ("model", "num_seqs", "step_ms", "rest_ms", "of_step")
+    yield from _table(
+        ("model", "sequences", "step ms", "rest ms", "of the step"), ([r[n] for n in names] for r in rows)
+    )
+
+
 def _latency(rows: Sequence[Row], plots: Path) -> Iterator[str]:
     yield from _title("Latency", "python -m benchmarks latency", "quire bench latency")
     yield "Prompts of 128 tokens in and 64 out. The limit is reading all weights once from token to token.\n"
@@ -216,6 +226,7 @@ _SECTIONS: dict[str, Callable[[Sequence[Row], Path], Iterator[str]]] = {
     "throughput": _throughput,
     "embedded": _embedded,
     "ready": _ready,
+    "rest": _rest,
     "latency": _latency,
     "growth": _growth,
     "kernels": _kernels,
