@@ -120,8 +120,8 @@ def _ready(rows: Sequence[Row], plots: Path) -> Iterator[str]:
 
 def _rest(rows: Sequence[Row], plots: Path) -> Iterator[str]:
     yield from _title("The rest of a step", "python -m benchmarks rest")
-    yield "What a decode step takes beside the model: scheduling, inputs, drawing (temperature 0.8, top-k 50, top-p 0.9),"
-    yield "commit, text, outputs (deltas, as a server sends them). Aim: under 5 % for the larger model.\n"
+    yield "What a decode step takes beside the model: scheduling, inputs, drawing (temperature 0.8, top-k 50, top-p"
+    yield "0.9), commit, text, outputs (deltas, as a server sends them). Aim: under 5 % for the larger model.\n"
     names = ("model", "num_seqs", "step_ms", "rest_ms", "of_step")
     yield from _table(
         ("model", "sequences", "step ms", "rest ms", "of the step"), ([r[n] for n in names] for r in rows)
