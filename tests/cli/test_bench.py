@@ -136,6 +136,7 @@ def test_the_least_time_counts_reading_or_multiplying_in_each_step() -> None:
     assert WeightCosts(num_bytes=200, body=100, head=50).generation_s(limits, **case) == pytest.approx(2)
 
 
+@needs_native
 @pytest.mark.parametrize(("quantization", "of_body", "of_head"), [(None, 2, 2), ("int8", 1, 1), ("int4", 0.55, 1)])
 def test_what_a_step_reads_and_multiplies_by(quantization: str | None, of_body: float, of_head: float) -> None:
     plan = plan_memory(EngineArgs(quantization=quantization, num_gpu_blocks_override=8, max_model_len=64))
