@@ -3,9 +3,9 @@
 #include <fstream>
 #include <sstream>
 #include <string>
-#include <thread>
 
 #if defined(__linux__)
+#include <pthread.h>
 #include <sched.h>
 #endif
 
@@ -77,6 +77,17 @@ int available_cpus() {
   const double quota = cpu_quota("/proc/self/cgroup", "/sys/fs/cgroup");
   if (quota <= 0 || quota >= cpus) return cpus;
   return quota < 1 ? 1 : int(quota);
+}
+
+void pin_to_cpu([[maybe_unused]] std::thread& thread, [[maybe_unused]] int cpu) {
+#if defined(__linux__)
+  cpu_set_t* set = CPU_ALLOC(cpu + 1);
+  const size_t bytes = CPU_ALLOC_SIZE(cpu + 1);
+  CPU_ZERO_S(bytes, set);
+  CPU_SET_S(cpu, bytes, set);
+  pthread_setaffinity_np(thread.native_handle(), bytes, set);
+  CPU_FREE(set);
+#endif
 }
 
 }  // namespace quire

@@ -1,7 +1,8 @@
-// How many CPUs the container grants: asking for more threads than that makes the kernel stall all of them.
+// Which CPUs threads run on, and how many the container grants: with more threads than that the system stalls them all.
 #pragma once
 
 #include <string>
+#include <thread>
 
 namespace quire {
 
@@ -11,5 +12,8 @@ int available_cpus();
 // CPUs that cgroups grant: the tightest quota over the groups named in `groups_file` (as /proc/self/cgroup) and all
 // their ancestors under `mount`. 0: no limit.
 double cpu_quota(const std::string& groups_file, const std::string& mount);
+
+// From now on the thread runs on this CPU alone; as before if the process may no longer use it.
+void pin_to_cpu(std::thread& thread, int cpu);
 
 }  // namespace quire

@@ -1,4 +1,5 @@
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <atomic>
 #include <memory>
@@ -32,7 +33,7 @@ int64_t exercise_pool(int64_t num_regions) {
 
 void bind_pool(nb::module_& module) {
   module.def("num_threads", &num_threads);
-  module.def("set_num_threads", &set_num_threads, Unlocked());
+  module.def("set_num_threads", &set_num_threads, nb::arg("count"), nb::arg("cpus") = std::vector<int>{}, Unlocked());
   module.def("available_cpus", &available_cpus);
   module.def("cpu_quota", &cpu_quota);
   module.def("exercise_pool", &exercise_pool, Unlocked());

@@ -27,7 +27,8 @@ inline void pause() {
 #endif
 }
 
-// Spins, looking at the clock now and then, until `done` or until kSpin is over.
+// Spins, looking at the clock now and then, until `done` or until kSpin is over. Gives its CPU up to whoever waits for
+// it, such as a thread of this very region or of another engine on the machine.
 template <typename Condition>
 bool spin_until(Condition done) {
   const auto deadline = std::chrono::steady_clock::now() + kSpin;
@@ -36,6 +37,7 @@ bool spin_until(Condition done) {
       if (done()) return true;
       pause();
     }
+    std::this_thread::yield();
   } while (std::chrono::steady_clock::now() < deadline);
   return done();
 }
@@ -48,8 +50,12 @@ thread_local int tls_thread = -1;  // this thread's number while it runs a task
 // that wakes late claims nothing and is not waited for.
 class Pool {
  public:
-  explicit Pool(int count) {
-    for (int thread = 1; thread < count; ++thread) workers_.emplace_back([this, thread] { work(thread); });
+  // `cpus`: one for each thread, or none.
+  Pool(int count, const std::vector<int>& cpus) {
+    for (int thread = 1; thread < count; ++thread) {
+      workers_.emplace_back([this, thread] { work(thread); });
+      if (!cpus.empty()) pin_to_cpu(workers_.back(), cpus[size_t(thread)]);
+    }
   }
 
   // Only on a pool with no region running.
@@ -133,7 +139,9 @@ struct State {
 };
 
 std::atomic<State*> g_state{new State};
-std::atomic<int> g_num_threads{0};  // 0: not yet known
+// These a fork does inherit.
+std::atomic<int> g_num_threads{0};                                    // 0: not yet known
+std::atomic<const std::vector<int>*> g_cpus{new std::vector<int>{}};  // read and replaced under the mutex
 
 const int g_at_fork = pthread_atfork(nullptr, nullptr, [] {
   tls_thread = -1;
@@ -157,7 +165,7 @@ void parallel_for(int64_t num_tasks, Task task) {
     tls_thread = -1;
     return;
   }
-  if (state.pool == nullptr) state.pool = new Pool(count);
+  if (state.pool == nullptr) state.pool = new Pool(count, *g_cpus.load());
   state.pool->run(num_tasks, task);
 }
 
@@ -184,13 +192,14 @@ int num_threads() {
   return count;
 }
 
-void set_num_threads(int count) {
+void set_num_threads(int count, const std::vector<int>& cpus) {
   State& state = *g_state.load();
   const std::lock_guard lock(state.mutex);
-  if (count == g_num_threads.load()) return;
+  if (count == g_num_threads.load() && cpus == *g_cpus.load()) return;
   delete state.pool;
   state.pool = nullptr;
   g_num_threads.store(count);
+  delete g_cpus.exchange(new std::vector<int>(cpus));
 }
 
 }  // namespace quire

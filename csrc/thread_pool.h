@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 namespace quire {
 
@@ -34,8 +35,9 @@ void parallel_for(int64_t num_tasks, Task task);
 // Threads that take part, the caller included. Until set: the CPUs this process may use (cpuset and cgroup quota).
 int num_threads();
 
-// At least 1. Takes effect before the next parallel_for.
-void set_num_threads(int count);
+// At least 1. Takes effect before the next parallel_for. `cpus`: empty, or `count` CPUs this process may use. Worker i
+// is pinned to cpus[i]; the calling thread, which has number 0, is not.
+void set_num_threads(int count, const std::vector<int>& cpus = {});
 
 // 64-byte aligned memory of at least `bytes` for the task running as `thread`, until that task ends. Contents are
 // undefined. Kept between calls, so that kernels do not allocate; a nested parallel_for must not use its task's.

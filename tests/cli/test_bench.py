@@ -1,5 +1,6 @@
 """`quire bench`: each row says what was asked for, and its figures are possible ones."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from itertools import pairwise
@@ -10,9 +11,13 @@ import pytest
 from quire.batch import Batch, StepResult
 from quire.cli import main
 from quire.cli.bench import attention, kernels, latency
+from quire.cli.bench.limits import Limits, WeightCosts
 from quire.cli.bench.throughput import random_prompts
+from quire.config.args import EngineArgs
+from quire.config.hf_config import HFConfig
 from quire.engine.llm_engine import LLMEngine
 from quire.kernels import isa
+from quire.runner.memory_plan import plan_memory
 
 from ..scripted_engine import scripted_llm
 
@@ -124,6 +129,43 @@ def test_requests_keep_their_time_of_arrival_however_late_the_engine_takes_them(
     times = latency.token_times(llm.engine, random_prompts(4, 20, 1000), 3, concurrency=1, request_rate=1e6)
     assert arrivals == [tokens[0] for tokens in times]
     assert arrivals == sorted(set(arrivals))
+
+
+def test_the_least_time_counts_reading_or_multiplying_in_each_step() -> None:
+    limits = Limits(read_bytes_per_s=100, flops_per_s=1000)
+    case = {"num_prompts": 2, "input_len": 30, "output_len": 5, "max_num_batched_tokens": 25}
+    # Prompts: 3 steps; 2 * (60 * 100 + 2 * 50) = 12,200 operations are 12.2 s, and reading takes 3 * 2 s.
+    # Decodes: 4 steps of 2 s for reading; 2 * 2 * 150 = 600 operations take only 0.6 s.
+    assert WeightCosts(num_bytes=200, body=100, head=50).generation_s(limits, **case) == pytest.approx(12.2 + 8)
+    # Half the bytes: a decode step takes 1 s. A fifth of them: 0.4 s, and multiplying takes longer.
+    assert WeightCosts(num_bytes=100, body=100, head=50).generation_s(limits, **case) == pytest.approx(12.2 + 4)
+    assert WeightCosts(num_bytes=40, body=100, head=50).generation_s(limits, **case) == pytest.approx(12.2 + 2.4)
+    # One token of each prompt: no decode step, and prompts so short that reading takes longer.
+    case |= {"input_len": 1, "output_len": 1}
+    assert WeightCosts(num_bytes=200, body=100, head=50).generation_s(limits, **case) == pytest.approx(2)
+
+
+@needs_native
+@pytest.mark.parametrize(("quantization", "of_body", "of_head"), [(None, 2, 2), ("int8", 1, 1), ("int4", 0.55, 1)])
+def test_what_a_step_reads_and_multiplies_by(quantization: str | None, of_body: float, of_head: float) -> None:
+    plan = plan_memory(EngineArgs(quantization=quantization, num_gpu_blocks_override=8, max_model_len=64))
+    hf = plan.config.model.hf_config
+    hidden, intermediate, layers = (hf.size(n) for n in ("hidden_size", "intermediate_size", "num_hidden_layers"))
+    qkvo = hidden * 2 * (hidden + hidden * hf.size("num_key_value_heads") // hf.size("num_attention_heads"))
+    costs = WeightCosts.of(plan)
+    assert costs.body == layers * (qkvo + 3 * hidden * intermediate)
+    assert costs.head == hf.size("vocab_size") * hidden
+    assert costs.num_bytes == plan.weight_bytes == pytest.approx(costs.body * of_body + costs.head * of_head, rel=0.03)
+
+
+def test_a_table_that_is_not_the_head_too_is_not_read() -> None:
+    tied = plan_memory(EngineArgs(num_gpu_blocks_override=8, max_model_len=64))
+    model = tied.config.model
+    table_bytes = model.vocab_size * model.hf_config.size("hidden_size") * 2
+    hf = HFConfig({**model.hf_config, "tie_word_embeddings": False}, "config.json")
+    config = dataclasses.replace(tied.config, model=dataclasses.replace(model, hf_config=hf))
+    untied = dataclasses.replace(tied, config=config, weight_bytes=tied.weight_bytes + table_bytes)
+    assert WeightCosts.of(untied) == WeightCosts.of(tied)
 
 
 def test_percentiles_are_values_that_were_measured() -> None:

@@ -16,6 +16,7 @@ from quire import EngineArgs, SamplingParams, __version__
 from quire.batch import Batch, StepResult
 from quire.cli import chat, demo, generate, main, options
 from quire.cli.bench import latency, throughput
+from quire.kernels import isa
 
 from ..scripted_engine import RecitingExecutor, recital, scripted_llm
 
@@ -275,12 +276,18 @@ def test_bench_ends_with_exactly_the_promised_keys(run: Run, loaded: dict[str, A
     assert status == 0
     assert list(result) == [
         "engine", "model", "dtype", "num_prompts", "input_len", "output_len", "elapsed_s", "output_tokens_per_s",
-        "total_tokens_per_s", "load_s", "peak_rss_bytes",
+        "total_tokens_per_s", "load_s", "peak_rss_bytes", "limit_s", "read_gb_per_s", "gflop_per_s",
+        "fraction_of_limit",
     ]  # fmt: skip
     assert (result["engine"], result["model"], result["dtype"]) == ("quire", "quire-tiny", "float32")
     assert (result["num_prompts"], result["input_len"], result["output_len"]) == (3, 20, 5)
     assert result["total_tokens_per_s"] == pytest.approx(5 * result["output_tokens_per_s"], rel=0.01)
     assert result["peak_rss_bytes"] > 10_000_000
+    if isa() == "reference":
+        assert result["fraction_of_limit"] is None
+    else:
+        assert result["fraction_of_limit"] == pytest.approx(result["limit_s"] / result["elapsed_s"], rel=0.2, abs=0.001)
+        assert lines.pop(2).startswith(f"limit: {result['limit_s']:.3f} s at ")
     assert len(lines) == 1 + 2, "one row for each run, then the object"
     assert loaded["kwargs"]["enable_prefix_caching"] is False
     assert loaded["llm"].engine.stats().num_generated_tokens == 2 * 3 * 5

@@ -1,5 +1,6 @@
 """Which kernels serve, on how many threads, and what happens where the extension is missing."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -142,6 +143,39 @@ def test_the_number_of_threads_can_be_set_and_must_be_positive():
         for count in (0, -1):
             with pytest.raises(ConfigError, match="at least 1"):
                 kernels.set_num_threads(count)
+
+
+def affinities(known=()):
+    """The CPUs that each thread of this process but the `known` ones may run on, by thread."""
+    found = {}
+    for thread in set(map(int, os.listdir("/proc/self/task"))) - set(known):
+        with contextlib.suppress(ProcessLookupError):  # one that is just ending
+            found[thread] = os.sched_getaffinity(thread)
+    return found
+
+
+@needs_native
+def test_workers_are_pinned_to_the_cpus_named_and_the_calling_thread_is_not():
+    allowed = os.sched_getaffinity(0)
+    first, last = min(allowed), max(allowed)
+    with using(kernels.isa(), num_threads=1):
+        multiply = large_product()
+        expected, others = multiply(), affinities()
+        kernels.set_num_threads(4, [last, first, last, first])
+        assert kernels.num_threads() == 4
+        assert torch.equal(multiply(), expected)
+        workers = affinities(others)
+        assert sorted(map(sorted, workers.values())) == sorted([[first], [last], [first]])
+        assert os.sched_getaffinity(0) == allowed
+        kernels.set_num_threads(4)
+        assert torch.equal(multiply(), expected)
+        assert list(affinities({**others, **workers}).values()) == [allowed] * 3
+
+
+def test_the_reference_pins_no_threads(monkeypatch):
+    monkeypatch.setattr(backend, "native", None)
+    with pytest.raises(ConfigError, match="only the native kernels' threads"):
+        kernels.set_num_threads(1, [0])
 
 
 def large_product():

@@ -10,7 +10,7 @@ from typing import Any
 
 from quire.config.cache import CacheConfig
 from quire.config.model import ModelConfig
-from quire.config.parallel import ParallelConfig
+from quire.config.parallel import ParallelConfig, parse_cpu_list
 from quire.config.scheduler import SchedulerConfig
 from quire.config.sizes import parse_bytes
 from quire.errors import ConfigError, nearest_name
@@ -72,6 +72,7 @@ class EngineArgs:
     prefix_max_delay_s: float = _arg(2.0, "policy prefix: seconds that others may be preferred")
     tensor_parallel_size: int = _arg(1, "only 1 so far")
     num_threads: int | None = _arg(None, "threads; none: what the CPU set and quota allow")
+    cpu_list: str | None = _arg(None, "as in 0,2-3: one thread for each of these CPUs, pinned there; none: not pinned")
     seed: int = _arg(0, "seed that requests without one draw theirs from")
 
     @classmethod
@@ -120,7 +121,11 @@ class EngineArgs:
                 prefix_max_delay_s=self.prefix_max_delay_s,
                 target_step_ms=self.target_step_ms,
             ),
-            parallel=ParallelConfig(self.num_threads, self.tensor_parallel_size),
+            parallel=ParallelConfig(
+                self.num_threads,
+                self.tensor_parallel_size,
+                cpus=() if self.cpu_list is None else parse_cpu_list(self.cpu_list),
+            ),
             seed=self.seed,
         )
 

@@ -3,6 +3,7 @@
 import importlib
 import os
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -55,11 +56,16 @@ def num_threads() -> int:
     return torch.get_num_threads() if native is None else int(native.num_threads())
 
 
-def set_num_threads(count: int) -> None:
-    """Run kernels on `count` threads from now on."""
+def set_num_threads(count: int, cpus: Sequence[int] = ()) -> None:
+    """Run kernels on `count` threads from now on: each pinned to one of as many `cpus`, or, without, not pinned.
+
+    The thread that calls a kernel takes part in the place of the first CPU's; it is never pinned.
+    """
     if count < 1:
         raise errors.ConfigError(f"num_threads is {count}; it must be at least 1")
-    if native is None:
-        torch.set_num_threads(count)
+    if native is not None:
+        native.set_num_threads(count, cpus)
+    elif cpus:
+        raise errors.ConfigError("only the native kernels' threads can be pinned to CPUs: install Quire with them")
     else:
-        native.set_num_threads(count)
+        torch.set_num_threads(count)

@@ -14,8 +14,8 @@ class Worker:
     """Executes batches in this process."""
 
     def __init__(self, model: ModelConfig, kv_cache: KVCacheConfig, parallel: ParallelConfig) -> None:
-        if parallel.num_threads is not None:
-            kernels.set_num_threads(parallel.num_threads)
+        if num_threads := parallel.num_threads or len(parallel.cpus):
+            kernels.set_num_threads(num_threads, parallel.cpus)
         self.cache_engine = CacheEngine(kv_cache)
         self.runner = ModelRunner(load_model(model), self.cache_engine.layers, kv_cache.block_size, model.max_model_len)
 

@@ -1,5 +1,7 @@
 """What this machine can do at best, measured beside what is compared with it."""
 
+import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +16,10 @@ import torch
 from quire import kernels
 from quire.errors import ConfigError
 from quire.kernels import backend
+from quire.layers.embedding import Embedding
+from quire.layers.linear import LmHead
+from quire.models.registry import model_class
+from quire.runner.memory_plan import MemoryPlan
 
 COLD_BYTES = 256 * 2**20
 """more than caches hold"""
@@ -49,6 +55,54 @@ class Limits:
         read_s = min(seconds(lambda: native.read_memory(memory.ctypes.data, memory.nbytes)) for _ in range(repeats))
         peak_s = min(seconds(lambda: native.multiply_in_registers(code, _PEAK_ROUNDS)) for _ in range(repeats))
         return cls(memory.nbytes / read_s, flops / peak_s)
+
+    def least_s(self, num_bytes: float, flops: float) -> float:
+        """Of work that reads and multiplies at once."""
+        return max(num_bytes / self.read_bytes_per_s, flops / self.flops_per_s)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightCosts:
+    """What a step reads and multiplies by."""
+
+    num_bytes: int
+    """of all weights, as they are kept; a table of which a step reads some rows does not count"""
+    body: int
+    """elements of the matrices that every token passes"""
+    head: int
+    """and of the one that only tokens pass after which another is drawn"""
+
+    @classmethod
+    def of(cls, plan: MemoryPlan) -> "WeightCosts":
+        """Worked out from the checkpoint's configuration."""
+        config = plan.config.model
+        num_bytes, body, head = plan.weight_bytes, 0, 0
+        model = model_class(config.architecture)(dataclasses.replace(config, max_model_len=1))  # no long rotary table
+        for _, layer in model.weighted_layers():
+            for spec in layer.weight_specs().values():
+                if spec.kept:
+                    num_bytes -= spec.num_bytes
+                elif len(spec.shape) == 2 and isinstance(layer, LmHead | Embedding):
+                    head += math.prod(spec.shape)
+                elif len(spec.shape) == 2:
+                    body += math.prod(spec.shape)
+        return cls(num_bytes, body, head)
+
+    def generation_s(
+        self, limits: Limits, *, num_prompts: int, input_len: int, output_len: int, max_num_batched_tokens: int
+    ) -> float:
+        """The least time of `num_prompts` prompts that start together: the sum of its steps' least times.
+
+        Prompts first, so many tokens in a step as fit, each giving a first token; then steps of one token for every
+        prompt. Each step reads all weights once and does two operations per element and token, whichever takes longer.
+        Attention, the cache and activations are left out, so this is never reached.
+        """
+        prompt_tokens = num_prompts * input_len
+        num_steps = math.ceil(prompt_tokens / max_num_batched_tokens)
+        prompt_flops = 2.0 * (prompt_tokens * self.body + num_prompts * self.head)
+        prompts_s = num_steps * limits.least_s(self.num_bytes, prompt_flops / num_steps)
+        decode_s = limits.least_s(self.num_bytes, 2.0 * num_prompts * (self.body + self.head))
+        return prompts_s + (output_len - 1) * decode_s
 
 
 @cache

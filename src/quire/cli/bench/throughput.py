@@ -1,4 +1,8 @@
-"""Tokens per second of a batch: prompts that all start together. The first run warms up, so the last one counts."""
+"""Tokens per second of a batch: prompts that all start together. The first run warms up, so the last one counts.
+
+`fraction_of_limit` is the least time that this machine, whose speeds are measured right after, could take for it
+(`WeightCosts.generation_s` says what counts), divided by the time it took. Without native kernels there is none.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,10 @@ from collections.abc import Iterator
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
+from quire.cli.bench.limits import Limits, WeightCosts
 from quire.cli.options import load_llm
 from quire.errors import RequestError
+from quire.kernels import backend
 from quire.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -39,6 +45,12 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 f"{result['total_tokens_per_s']:.1f} total tokens/s",
                 flush=True,
             )
+    result |= _limit(options, llm, result["elapsed_s"])  # after the peak of memory was taken: measuring needs some
+    if not options.json and result["fraction_of_limit"] is not None:
+        print(
+            f"limit: {result['limit_s']:.3f} s at {result['read_gb_per_s']:.1f} GB/s and "
+            f"{result['gflop_per_s']:.0f} GFLOP/s; fraction of limit {result['fraction_of_limit']:.2f}"
+        )
     yield result
 
 
@@ -85,6 +97,26 @@ def _result(options: argparse.Namespace, llm: LLM, elapsed_s: float, load_s: flo
         "total_tokens_per_s": round(num_tokens / elapsed_s, 2),
         "load_s": round(load_s, 3),
         "peak_rss_bytes": _peak_rss_bytes(),
+    }
+
+
+def _limit(options: argparse.Namespace, llm: LLM, elapsed_s: float) -> dict[str, float | None]:
+    if backend.native is None:
+        return dict.fromkeys(("limit_s", "read_gb_per_s", "gflop_per_s", "fraction_of_limit"))
+    plan, config = llm.engine.plan, llm.engine.model_config
+    limits = Limits.measure(config.quantization or config.dtype)
+    limit_s = WeightCosts.of(plan).generation_s(
+        limits,
+        num_prompts=options.num_prompts,
+        input_len=options.input_len,
+        output_len=options.output_len,
+        max_num_batched_tokens=plan.config.scheduler.max_num_batched_tokens,
+    )
+    return {
+        "limit_s": round(limit_s, 4),
+        "read_gb_per_s": round(limits.read_bytes_per_s / 1e9, 1),
+        "gflop_per_s": round(limits.flops_per_s / 1e9, 1),
+        "fraction_of_limit": round(limit_s / elapsed_s, 3),
     }
 
 

@@ -1,0 +1,49 @@
+"""Which CPUs the kernels' threads are pinned to, as users write it."""
+
+import os
+
+import pytest
+
+from quire.config.args import EngineArgs
+from quire.config.parallel import ParallelConfig, parse_cpu_list
+from quire.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3, 8}, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "cpus"), [("0", (0,)), ("0,2-3", (0, 2, 3)), ("8, 1-1,0", (8, 1, 0)), ("0-3,8", (0, 1, 2, 3, 8))]
+)
+def test_numbers_and_ranges_are_read_in_the_order_given(text: str, cpus: tuple[int, ...]) -> None:
+    assert parse_cpu_list(text) == cpus
+    assert EngineArgs(cpu_list=text).resolve().parallel == ParallelConfig(None, cpus=cpus)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        *(
+            (text, "write CPU numbers and ranges, as in 0,2-3")
+            for text in ("", "a", "1-0", "0,", "-1", "0-1-2", "0--1")
+        ),
+        ("0-99999999999", r"CPU 4 is not one that this process may use; allowed are \[0, 1, 2, 3, 8\]"),
+        ("0,1-2,2", "CPU 2 is named twice"),
+    ],
+)
+def test_what_cannot_be_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"cpu_list='{text}': {message}"):
+        parse_cpu_list(text)
+
+
+def test_where_threads_cannot_be_pinned_no_cpu_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity")
+    with pytest.raises(ConfigError, match=r"CPU 0 .* allowed are \[\]"):
+        parse_cpu_list("0")
+
+
+def test_the_number_of_threads_is_said_once() -> None:
+    with pytest.raises(ConfigError, match="num_threads and cpu_list both"):
+        EngineArgs(cpu_list="0", num_threads=1).resolve()

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Compiles and links the native extension for 64-bit Arm, warnings being errors; nothing of it is run. Needs Debian's
+# g++-aarch64-linux-gnu: root gets it installed where it is missing, and where that fails this says so and succeeds.
+# PYTHON names an interpreter with nanobind; BUILD_DIR the build tree.
+set -euo pipefail
+root=$(cd "$(dirname "$0")/.." && pwd)
+python=${PYTHON:-python3}
+build=${BUILD_DIR:-$root/build/arm64}
+compiler=aarch64-linux-gnu-g++
+install() {
+    timeout 60 apt-get update && timeout 120 apt-get install --yes --no-install-recommends g++-aarch64-linux-gnu
+}
+if ! command -v "$compiler" >/dev/null && ! { [ "$(id -u)" = 0 ] && install; } >/dev/null 2>&1; then
+    echo "skipped: there is no $compiler (Debian's g++-aarch64-linux-gnu), and it could not be installed"
+    exit 0
+fi
+cmake -S "$root" -B "$build" -DCMAKE_BUILD_TYPE=Release -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+    -DCMAKE_CXX_COMPILER="$compiler" -DCMAKE_LIBRARY_OUTPUT_DIRECTORY="$build" \
+    -DPython_EXECUTABLE="$(command -v "$python")" -DQUIRE_WERROR=ON \
+    -DPython_INCLUDE_DIR="$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')" >/dev/null
+cmake --build "$build" --parallel "${JOBS:-2}"
+file=$(echo "$build"/_native*)
+aarch64-linux-gnu-readelf --file-header "$file" | grep AArch64
