@@ -14,10 +14,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.checkpoint import ensure_checkpoint
-from benchmarks.limits import Machine, generation_s
+from benchmarks.checkpoint import HIDDEN, VOCAB, ensure_checkpoint
 from benchmarks.peers import PRECISIONS, ROOT, Engine, LeftOutError, Quire, Transformers, Vllm, num_threads
 from benchmarks.session import Session
+from quire.cli.bench.limits import Limits, WeightCosts
 
 Row = dict[str, Any]
 
@@ -120,13 +120,13 @@ def _compare(
     for session in sessions:  # the first of its kind is slower everywhere
         session.call("generate", **{**case, "output_len": min(_WARM_UP_TOKENS, case["output_len"])})
     times: list[list[float]] = [[] for _ in sessions]
-    machines: list[Machine] = []
+    machines: list[Limits] = []
     start = time.perf_counter()
     while len(machines) < run.rounds and (len(machines) < 2 or time.perf_counter() - start < run.patience_s):
-        machines.append(Machine(**probe.call("limits", precision=sessions[0].engine.precision)))
+        machines.append(Limits(**probe.call("limits", precision=sessions[0].engine.precision)))
         for its_times, session in zip(times, sessions, strict=True):
             its_times.append(session.call("generate", **case)["elapsed_s"])
-    limit = Machine(
+    limit = Limits(
         statistics.median(found.read_bytes_per_s for found in machines),
         statistics.median(found.flops_per_s for found in machines),
     )
@@ -143,16 +143,19 @@ def _compare(
             row |= {"quire_speedup": round(statistics.median(ratios), 3)}
         if checkpoint == run.checkpoint:
             num_params = _num_params(checkpoint)
-            limit_s = generation_s(limit, num_params * _BITS[precision] / 8, num_params, case)
+            costs = WeightCosts(num_params * _BITS[precision] // 8, num_params - VOCAB * HIDDEN, VOCAB * HIDDEN)
+            limit_s = costs.generation_s(limit, **case, max_num_batched_tokens=_BUDGET)
             row |= {"limit_s": round(limit_s, 4), "of_limit": round(limit_s / elapsed_s, 3)}
         yield row | _speeds(limit)
 
 
+_BUDGET = 2048
+"""tokens of prompts in one step, for the limit"""
 _BITS = {"bfloat16": 16, "int8": 8, "int4": 4}
 """of a weight; scales are left out"""
 
 
-def _speeds(machine: Machine) -> Row:
+def _speeds(machine: Limits) -> Row:
     return {
         "read_gb_per_s": round(machine.read_bytes_per_s / 1e9, 1),
         "peak_gflop_per_s": round(machine.flops_per_s / 1e9),
@@ -210,8 +213,8 @@ def growth(run: Run) -> Iterator[Row]:
             cases += [("context", 1, context) for context in contexts if context <= max_model_len]
             for by, num_seqs, context in cases:
                 found = session.call("decode", num_seqs=num_seqs, context=context, num_steps=4 if run.quick else 16)
-                limit = Machine(**session.call("limits"))
-                limit_s = limit.seconds(weight_bytes + found["kv_bytes"], num_seqs * weight_bytes)
+                limit = Limits(**session.call("limits"))
+                limit_s = limit.least_s(weight_bytes + found["kv_bytes"], num_seqs * weight_bytes)
                 row = {"model": model, "by": by, "num_seqs": num_seqs, "context": context}
                 row |= {"step_ms": round(found["step_s"] * 1e3, 3), "of_limit": round(limit_s / found["step_s"], 3)}
                 yield row | _speeds(limit)

@@ -14,7 +14,6 @@ from benchmarks.checkpoint import ensure_checkpoint, random_weights
 from benchmarks.drivers.convert_to_gguf import gguf_name
 from benchmarks.drivers.protocol import random_prompts
 from benchmarks.figures import FIGURES, Run
-from benchmarks.limits import BUDGET, Machine, generation_s
 from benchmarks.peers import PRECISIONS, Engine, LeftOutError
 from benchmarks.report import write_report
 from benchmarks.session import Session
@@ -101,21 +100,6 @@ def test_a_driver_that_cannot_start_says_where_its_last_words_are(run: Run) -> N
     finally:
         session.close()
     assert "no such thing" in (run.folder / "logs" / "fast bfloat16.log").read_text()
-
-
-def test_the_limit_is_the_sum_of_the_steps() -> None:
-    machine = Machine(read_bytes_per_s=1e9, flops_per_s=1e12)
-    params, weight_bytes = 500_000_000, 1e9
-    case = {"num_prompts": 1, "input_len": 1, "output_len": 3}
-    assert generation_s(machine, weight_bytes, params, case) == pytest.approx(3.0)
-    case = {"num_prompts": 4000, "input_len": 1, "output_len": 2}
-    decode = 2 * 4000 * params / 1e12
-    assert generation_s(machine, weight_bytes, params, case) == pytest.approx(2 * decode)
-    case = {"num_prompts": 1, "input_len": 3 * BUDGET, "output_len": 1}
-    head = 151936 * 896
-    assert generation_s(machine, weight_bytes, params, case) == pytest.approx(
-        2 * (3 * BUDGET * (params - head) + head) / 1e12
-    )
 
 
 def test_prompts_are_the_same_for_every_engine() -> None:
