@@ -197,7 +197,7 @@ static void run_quantized_task(const QuantizedMatmulArgs& args, const ProductTas
       alignas(64) float sums[kAccumulators * W];
       tile_function<QuantizedTile<Format>>(rows, width)(args.rows_of_x + first * row_bytes, layout, args.weight,
                                                         first_vector, sums);
-      finish(args.to, first, rows, first_vector * W, sums, width * W);
+      finish(args.to, first, rows, first_vector * W, sums, width * W, width * W);
     }
   });
 }

@@ -61,12 +61,12 @@ QUIRE_INLINE void for_tiles(int64_t rows, int64_t panels, const Call& tile) {
   }
 }
 
-// Where a product goes: sums of rows from `row` and columns from `column` on, plus bias, rounded. The sums' rows are
-// `stride` apart, and as wide, but for what is beyond the last column.
+// Where a product goes: sums of rows from `row` and of `width` columns from `column` on (but those beyond the last),
+// plus bias, rounded. The sums' rows are `stride` apart.
 template <typename Out>
 static void finish_as(const ProductOut& to, int64_t row, int64_t rows, int64_t column, const float* sums,
-                      int64_t stride) {
-  const int64_t columns = smaller(stride, to.n - column);
+                      int64_t stride, int64_t width) {
+  const int64_t columns = smaller(width, to.n - column);
   for (int64_t r = 0; r < rows; ++r) {
     Out* out = static_cast<Out*>(to.out) + (row + r) * to.n + column;
     for (int64_t j = 0; j < columns; j += W) {
@@ -83,11 +83,19 @@ static void finish_as(const ProductOut& to, int64_t row, int64_t rows, int64_t c
 }
 
 QUIRE_INLINE void finish(const ProductOut& to, int64_t row, int64_t rows, int64_t column, const float* sums,
-                         int64_t stride) {
+                         int64_t stride, int64_t width) {
   if (to.dtype == kFloat32) {
-    finish_as<float>(to, row, rows, column, sums, stride);
+    finish_as<float>(to, row, rows, column, sums, stride, width);
   } else {
-    finish_as<bf16>(to, row, rows, column, sums, stride);
+    finish_as<bf16>(to, row, rows, column, sums, stride, width);
+  }
+}
+
+// Asks for the lines that a tile's rows will be written to.
+QUIRE_INLINE void expect_out(const ProductOut& to, int64_t row, int64_t rows, int64_t column) {
+  const int64_t bytes = to.dtype == kFloat32 ? int64_t(sizeof(float)) : int64_t(sizeof(bf16));
+  for (int64_t r = 0; r < rows; ++r) {
+    __builtin_prefetch(static_cast<char*>(to.out) + ((row + r) * to.n + column) * bytes, 1, 2);
   }
 }
 
@@ -102,7 +110,7 @@ template <typename Run>
 static void for_tasks(int64_t rows, int64_t n, int64_t k, int64_t task_panels, const Run& run) {
   const int64_t panels = ceil_div(n, kPanelColumns);
   if (rows == 0 || panels == 0) return;
-  const int64_t row_tasks = ceil_div(rows, kTaskRows);
+  const int64_t row_tasks = ceil_div(rows, kTaskRows), row_blocks = ceil_div(rows, kTileRows);
   const bool is_small = rows * n * k <= kInlineProducts;
   int64_t panel_tasks = ceil_div(panels, task_panels);
   if (!is_small) {  // as many equal tasks as all threads finish together
@@ -112,8 +120,8 @@ static void for_tasks(int64_t rows, int64_t n, int64_t k, int64_t task_panels, c
   auto task = [&](int64_t index, int thread) {
     const int64_t p = index / row_tasks, r = index % row_tasks;
     ProductTask part;
-    part.row = r * rows / row_tasks;
-    part.rows = (r + 1) * rows / row_tasks - part.row;
+    part.row = r * row_blocks / row_tasks * kTileRows;
+    part.rows = smaller((r + 1) * row_blocks / row_tasks * kTileRows, rows) - part.row;
     part.panel = p * panels / panel_tasks;
     part.panels = (p + 1) * panels / panel_tasks - part.panel;
     run(part, thread);
