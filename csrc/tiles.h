@@ -11,15 +11,17 @@ namespace quire::QUIRE_ISA {
 
 constexpr int64_t kVectorsPerPanel = kPanelColumns / W;
 
-// The largest tile of accumulators, kTileRows x kTileVectors, fills the registers; fewer rows take more columns.
+// The largest tile of accumulators, kTileRows x kTileVectors, fills the registers; fewer rows take more columns, but no
+// more than a panel, which is read at once: processors fetch one stream ahead better than two.
 #if defined(QUIRE_SIMD_AVX512)
-constexpr int kTileRows = 12, kTileVectors = 2, kMaxVectors = 8;
+constexpr int kTileRows = 12, kTileVectors = 2, kMaxVectors = 2;
 #elif defined(__aarch64__)
 constexpr int kTileRows = 5, kTileVectors = 4, kMaxVectors = 4;
 #else
 constexpr int kTileRows = 4, kTileVectors = 2, kMaxVectors = 4;
 #endif
 constexpr int kAccumulators = kTileRows * kTileVectors;
+static_assert(kMaxVectors <= kVectorsPerPanel);
 
 constexpr int64_t kTaskPanels = 8;
 constexpr int64_t kTaskRows = 16 * kTileRows;
@@ -41,9 +43,6 @@ static auto tile_function(int64_t rows, int64_t vectors) {
   if constexpr (R < kTileRows) {
     if (rows > R) return tile_function<Tile, R + 1>(rows, vectors);
   }
-  if constexpr (tile_vectors(R) >= 8) {
-    if (vectors >= 8) return &Tile::template run<R, 8>;
-  }
   if constexpr (tile_vectors(R) >= 4) {
     if (vectors >= 4) return &Tile::template run<R, 4>;
   }
@@ -60,6 +59,9 @@ QUIRE_INLINE void for_tiles(int64_t rows, int64_t panels, const Call& tile) {
     tile(vector, width);
   }
 }
+
+constexpr int kUnfetchedRows = 2;      // few rows are read as fast as the processor's own prefetchers go
+constexpr int64_t kBytesAhead = 8192;  // of weights
 
 // Where a product goes: sums of rows from `row` and of `width` columns from `column` on (but those beyond the last),
 // plus bias, rounded. The sums' rows are `stride` apart.
