@@ -9,25 +9,31 @@
 
 namespace quire::QUIRE_ISA {
 
-constexpr int64_t kStageBytes = 24 * 1024;  // a tile's rows of x, for one block of k: stay in the first-level cache
+constexpr int64_t kStageBytes =
+    24 * 1024;                        // one block of rows of x, for one block of k: stays in the first-level cache
 constexpr int64_t kBlockUnits = 512;  // most units of k per block when blocks are used again: those of kTaskPanels
                                       // panels are then 512 KiB in all and stay in the second-level cache
 constexpr int64_t kScratchBytes = kTaskRows * kTaskPanels * kPanelColumns * 4 + 128 * 1024;
 
-constexpr int64_t kSharedBlocks =
-    4;  // with so many blocks of rows, panels pass through all of them while they are near
+// Up to so many rows, panels pass through all of them while they are near (small tiles read no faster than they
+// multiply).
+constexpr int64_t kSharedRows = kTileRows * (kTileRows > 8 ? 4 : 1);
 constexpr int64_t kSharedPanels = 2;       // at a time
 constexpr int64_t kSharedTaskPanels = 32;  // rows of x are staged once for so many
 
-// What a tile asks for ahead of its multiplications: the weights `distance` bytes from its own, `step` for each unit.
-struct Prefetch {
-  int64_t distance, step;
-};
+QUIRE_INLINE bool is_shared(int64_t rows) { return rows > kTileRows && rows <= kSharedRows; }
 
-// The weights that follow in all panels of a tile of `vectors` vectors, 8 KiB ahead in all.
-QUIRE_INLINE Prefetch following(int64_t vectors) {
-  return {vectors <= kVectorsPerPanel ? 8192 : 8192 * kVectorsPerPanel / vectors, kUnitRowBytes};
+// The next of blocks of rows that cover `left`: whole tiles, but the last ones even where less than half would be left.
+QUIRE_INLINE int64_t next_rows(int64_t left) {
+  return left % kTileRows > kTileRows / 2 ? smaller(kTileRows, left) : ceil_div(left, ceil_div(left, kTileRows));
 }
+
+// What a tile asks for ahead: in each unit a line for each vector, `vector_gap` apart, and in the next unit `step`
+// further on. May be beyond what there is.
+struct Prefetch {
+  const char* at;
+  int64_t vector_gap, step;
+};
 
 // What the inner loop reads x as: pairs where the ISA multiplies pairs, else float32.
 #if defined(__AVX512BF16__)
@@ -46,11 +52,10 @@ using Staged = typename StagedAs<T>::Type;
 
 // One unit of k: acc[r][g] += x[r] * w[g] for the tile's rows and vectors of columns.
 template <int R, int G>
-QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const float* x, int64_t x_stride, const char* const (&panels)[G],
-                                int64_t offset, const float*) {
+QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const float* x, int64_t x_stride, const char* weight, const float*) {
   f32 w[G];
   QUIRE_UNROLL
-  for (int g = 0; g < G; ++g) w[g] = load(reinterpret_cast<const float*>(panels[g] + offset));
+  for (int g = 0; g < G; ++g) w[g] = load(reinterpret_cast<const float*>(weight + g * W * kUnitBytes));
   QUIRE_UNROLL
   for (int r = 0; r < R; ++r) {
     const f32 value = set1(x[r * x_stride]);
@@ -61,11 +66,10 @@ QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const float* x, int64_t x_stri
 
 #if defined(__AVX512BF16__)
 template <int R, int G>
-QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const bf16* x, int64_t x_stride, const char* const (&panels)[G],
-                                int64_t offset, const bf16*) {
+QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const bf16* x, int64_t x_stride, const char* weight, const bf16*) {
   pairs w[G];
   QUIRE_UNROLL
-  for (int g = 0; g < G; ++g) w[g] = load_pairs(reinterpret_cast<const bf16*>(panels[g] + offset));
+  for (int g = 0; g < G; ++g) w[g] = load_pairs(reinterpret_cast<const bf16*>(weight + g * W * kUnitBytes));
   QUIRE_UNROLL
   for (int r = 0; r < R; ++r) {
     const pairs value = set1_pair(x + r * x_stride);
@@ -75,12 +79,11 @@ QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const bf16* x, int64_t x_strid
 }
 #else
 template <int R, int G>
-QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const float* x, int64_t x_stride, const char* const (&panels)[G],
-                                int64_t offset, const bf16*) {
+QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const float* x, int64_t x_stride, const char* weight, const bf16*) {
   f32 first[G], second[G];
   QUIRE_UNROLL
   for (int g = 0; g < G; ++g) {
-    const pairs w = load_pairs(reinterpret_cast<const bf16*>(panels[g] + offset));
+    const pairs w = load_pairs(reinterpret_cast<const bf16*>(weight + g * W * kUnitBytes));
     first[g] = lower(w);
     second[g] = upper(w);
   }
@@ -95,31 +98,27 @@ QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const float* x, int64_t x_stri
 }
 #endif
 
-// Runs R rows of staged x through `units` units of k of G vectors of columns, on from the sums parked in `acc`.
-template <typename T, bool kShared>
+// Runs R rows of x through `units` units of k of G vectors of columns: from zero, or on from the parked sums.
+template <typename T>
 struct PackedTile {
   template <int R, int G>
-  static void run(const Staged<T>* x, int64_t x_stride, const char* weight, int64_t panel_bytes, int64_t units,
-                  float* parked, int64_t parked_stride, Prefetch prefetch) {
-    const char* panels[G];
+  static void run(const Staged<T>* x, int64_t x_stride, const char* weight, int64_t units, float* parked,
+                  int64_t parked_stride, bool from_zero, Prefetch prefetch) {
     f32 acc[R][G];
     QUIRE_UNROLL
     for (int g = 0; g < G; ++g) {
-      panels[g] = weight + g / kVectorsPerPanel * panel_bytes + g % kVectorsPerPanel * W * kUnitBytes;
       QUIRE_UNROLL
-      for (int r = 0; r < R; ++r) acc[r][g] = load(parked + r * parked_stride + g * W);
+      for (int r = 0; r < R; ++r) acc[r][g] = from_zero ? set1(0) : load(parked + r * parked_stride + g * W);
     }
     for (int64_t unit = 0; unit < units; ++unit) {
-      const int64_t offset = unit * kUnitRowBytes;
-      if constexpr (R > 2) {  // few rows are read as fast as the processor's own prefetchers go
-        // A share of a unit's two cache lines is one line at most.
+      if constexpr (R > kUnfetchedRows) {
         QUIRE_UNROLL
-        for (int g = 0; g < G; g += kShared ? int(kVectorsPerPanel) : 1) {
-          __builtin_prefetch(panels[g] + prefetch.distance + unit * prefetch.step, 0, 2);
-        }
+        for (int g = 0; g < G; ++g) __builtin_prefetch(prefetch.at + g * prefetch.vector_gap, 0, 2);
+        prefetch.at += prefetch.step;
       }
-      multiply_unit<R, G>(acc, x, x_stride, panels, offset, static_cast<const T*>(nullptr));
+      multiply_unit<R, G>(acc, x, x_stride, weight, static_cast<const T*>(nullptr));
       x += kPerUnit<T>;
+      weight += kUnitRowBytes;
     }
     QUIRE_UNROLL
     for (int g = 0; g < G; ++g) {
@@ -136,14 +135,12 @@ QUIRE_INLINE int64_t stage_stride(int64_t units) {
   return (lines | 1) * 64 / int64_t(sizeof(Staged<T>));
 }
 
-// Copies k in [begin, end) of `rows` rows of x, in the inner loop's type, and zeroes what a last half unit lacks.
+// Copies `count` elements of `rows` rows of x, in the inner loop's type, and zeroes what a last half unit lacks.
 template <typename T>
-static void stage(const T* x, int64_t x_stride, int64_t rows, int64_t begin, int64_t end, Staged<T>* out,
-                  int64_t out_stride) {
-  const int64_t count = end - begin;
+static void stage(const T* x, int64_t x_stride, int64_t rows, int64_t count, Staged<T>* out, int64_t out_stride) {
   if (count == 0) return;  // k is 0, and x may be null
   for (int64_t r = 0; r < rows; ++r) {
-    const T* from = x + r * x_stride + begin;
+    const T* from = x + r * x_stride;
     Staged<T>* to = out + r * out_stride;
     if constexpr (sizeof(T) == sizeof(Staged<T>)) {
       std::memcpy(to, from, size_t(count) * sizeof(T));
@@ -156,82 +153,97 @@ static void stage(const T* x, int64_t x_stride, int64_t rows, int64_t begin, int
   }
 }
 
-// Adds the product over one block of k, staged in `x`, to the parked sums of one block of rows.
-template <typename T, bool kShared>
-static void run_block(const Staged<T>* x, int64_t x_stride, int64_t rows, const char* weight, int64_t panel_bytes,
-                      int64_t panels, int64_t units, float* parked, int64_t parked_stride, Prefetch shared = {}) {
-  for_tiles(rows, panels, [&](int64_t vector, int64_t width) {
-    const char* first = weight + vector / kVectorsPerPanel * panel_bytes + vector % kVectorsPerPanel * W * kUnitBytes;
-    const Prefetch prefetch = kShared ? shared : following(width);
-    tile_function<PackedTile<T, kShared>>(rows, width)(x, x_stride, first, panel_bytes, units, parked + vector * W,
-                                                       parked_stride, prefetch);
+// Whether the inner loop can read the rows of x where they are: in its own type, in whole units, and not in a few sets
+// of the cache (as rows 2 KiB apart are).
+template <typename T>
+static bool is_read_in_place(const MatmulArgs& args) {
+  return sizeof(T) == sizeof(Staged<T>) && args.weight.k % kPerUnit<T> == 0 &&
+         args.x_stride * int64_t(sizeof(T)) % 2048 != 0;
+}
+
+// What is multiplied at a time: a block of rows, a group of panels and a block of k, counted from the task's first.
+struct TaskPart {
+  int64_t row, rows, panel, panels, unit, units;
+};
+
+// What the tile at `vector` of a part, in the panel `weight`, asks for: the weights that follow at once; or, once they
+// are near, its share of the next group's panels where panels pass through all rows, else of the next rows of x.
+template <typename T>
+QUIRE_INLINE Prefetch ahead(const MatmulArgs& args, const ProductTask& task, const TaskPart& part, const char* weight,
+                            int64_t vector) {
+  const int64_t units = ceil_div(args.weight.k, kPerUnit<T>), panel_bytes = units * kUnitRowBytes;
+  if (is_shared(task.rows)) {
+    const bool is_last = part.panel + part.panels == task.panels && part.unit + part.units < units;
+    const char* next =
+        is_last ? weight - part.panel * panel_bytes + part.units * kUnitRowBytes : weight + part.panels * panel_bytes;
+    const int64_t step = kUnitRowBytes / kVectorsPerPanel * part.rows / task.rows, gap = part.units * step;
+    return {next + part.units * kUnitRowBytes * part.row / task.rows + vector % kVectorsPerPanel * gap, gap, step};
+  }
+  if (part.row == 0) {
+    return {weight + vector % kVectorsPerPanel * W * kUnitBytes + kBytesAhead, W * kUnitBytes, kUnitRowBytes};
+  }
+  const int64_t row = task.row + part.row + part.rows + vector % part.rows;
+  return {reinterpret_cast<const char*>(static_cast<const T*>(args.x) + row * args.x_stride + part.unit * kPerUnit<T>),
+          args.x_stride * int64_t(sizeof(T)), kUnitBytes};
+}
+
+// Adds the product of one part, its rows of x being `x`, to the parked sums.
+template <typename T>
+static void run_part(const MatmulArgs& args, const ProductTask& task, const TaskPart& part, const Staged<T>* x,
+                     int64_t x_stride, float* sums, int64_t sums_stride) {
+  const int64_t panel_bytes = ceil_div(args.weight.k, kPerUnit<T>) * kUnitRowBytes;
+  const char* weight = args.weight.data + (task.panel + part.panel) * panel_bytes + part.unit * kUnitRowBytes;
+  for_tiles(part.rows, part.panels, [&](int64_t vector, int64_t width) {
+    expect_out(args.to, task.row + part.row, part.rows, (task.panel + part.panel) * kPanelColumns + vector * W);
+    const char* panel = weight + vector / kVectorsPerPanel * panel_bytes;
+    tile_function<PackedTile<T>>(part.rows, width)(x, x_stride, panel + vector % kVectorsPerPanel * W * kUnitBytes,
+                                                   part.units, sums + vector * W, sums_stride, part.unit == 0,
+                                                   ahead<T>(args, task, part, panel, vector));
   });
 }
 
 template <typename T>
 static void run_task(const MatmulArgs& args, const ProductTask& task, char* scratch) {
-  const int64_t k = args.weight.k, units = ceil_div(k, kPerUnit<T>), panel_bytes = units * kUnitRowBytes;
-  const int64_t row_blocks = ceil_div(task.rows, kTileRows), most_rows = ceil_div(task.rows, row_blocks);
+  const int64_t k = args.weight.k, units = ceil_div(k, kPerUnit<T>), most_rows = smaller(task.rows, kTileRows);
   int64_t block_units = kStageBytes / (kPerUnit<T> * int64_t(sizeof(Staged<T>)) * most_rows);
-  if (row_blocks > 1) block_units = smaller(block_units, kBlockUnits);
-  const int64_t parked_stride = task.panels * kPanelColumns;
-  // With a single block of k, all blocks of rows take turns in one place.
-  const int64_t parked_rows = units <= block_units ? most_rows : task.rows;
+  if (task.rows > kTileRows) block_units = smaller(block_units, kBlockUnits);
+  const int64_t group_panels = is_shared(task.rows) ? kSharedPanels : task.panels;
+  // With a single block of k, all parts take turns in one place.
+  const bool is_parked = units > block_units, in_place = is_read_in_place<T>(args);
+  const int64_t sums_stride = (is_parked ? task.panels : group_panels) * kPanelColumns;
   float* parked = reinterpret_cast<float*>(scratch);
-  Staged<T>* staged = reinterpret_cast<Staged<T>*>(parked + parked_rows * parked_stride);
+  Staged<T>* staged = reinterpret_cast<Staged<T>*>(parked + (is_parked ? task.rows : most_rows) * sums_stride);
 
-  for (int64_t unit = 0; unit < units || unit == 0; unit += block_units) {
-    const int64_t count = smaller(block_units, units - unit), stride = stage_stride<T>(count);
-    for (int64_t block = 0; block < row_blocks; ++block) {
-      const int64_t first = block * task.rows / row_blocks, rows = (block + 1) * task.rows / row_blocks - first;
-      float* sums = parked + (parked_rows == task.rows ? first * parked_stride : 0);
-      if (unit == 0) std::memset(sums, 0, size_t(rows * parked_stride) * sizeof(float));
-      stage(static_cast<const T*>(args.x) + (task.row + first) * args.x_stride, args.x_stride, rows, unit * kPerUnit<T>,
-            smaller((unit + count) * kPerUnit<T>, k), staged, stride);
-      run_block<T, false>(staged, stride, rows, args.weight.data + task.panel * panel_bytes + unit * kUnitRowBytes,
-                          panel_bytes, task.panels, count, sums, parked_stride);
-      if (unit + count == units)
-        finish(args.to, task.row + first, rows, task.panel * kPanelColumns, sums, parked_stride);
-    }
-  }
-}
-
-// As run_task, for a few blocks of rows: two panels at a time pass through all of them, and meanwhile, a share in each
-// block, the two that follow are fetched. So reading the weights overlaps with all multiplications by them.
-template <typename T>
-static void run_shared_task(const MatmulArgs& args, const ProductTask& task, char* scratch) {
-  const int64_t k = args.weight.k, units = ceil_div(k, kPerUnit<T>), panel_bytes = units * kUnitRowBytes;
-  const int64_t row_blocks = ceil_div(task.rows, kTileRows), sums_stride = task.panels * kPanelColumns;
-  const int64_t stride = stage_stride<T>(smaller(units, kBlockUnits));
-  float* sums = reinterpret_cast<float*>(scratch);
-  Staged<T>* staged = reinterpret_cast<Staged<T>*>(sums + task.rows * sums_stride);
-  std::memset(sums, 0, size_t(task.rows * sums_stride) * sizeof(float));
-  for (int64_t unit = 0; unit < units; unit += kBlockUnits) {
-    const int64_t count = smaller(kBlockUnits, units - unit);
-    stage(static_cast<const T*>(args.x) + task.row * args.x_stride, args.x_stride, task.rows, unit * kPerUnit<T>,
-          smaller((unit + count) * kPerUnit<T>, k), staged, stride);
-    for (int64_t panel = 0; panel < task.panels; panel += kSharedPanels) {
-      const char* weight = args.weight.data + (task.panel + panel) * panel_bytes + unit * kUnitRowBytes;
-      for (int64_t block = 0; block < row_blocks; ++block) {
-        const int64_t first = block * task.rows / row_blocks, rows = (block + 1) * task.rows / row_blocks - first;
-        const int64_t step = kUnitRowBytes / row_blocks;
-        run_block<T, true>(staged + first * stride, stride, rows, weight, panel_bytes,
-                           smaller(kSharedPanels, task.panels - panel), count,
-                           sums + first * sums_stride + panel * kPanelColumns, sums_stride,
-                           {kSharedPanels * panel_bytes + block * count * step, step});
+  TaskPart part;
+  for (part.unit = 0; part.unit < units || part.unit == 0; part.unit += block_units) {
+    part.units = smaller(block_units, units - part.unit);
+    const int64_t stride = in_place ? args.x_stride : stage_stride<T>(part.units);
+    for (part.panel = 0; part.panel < task.panels; part.panel += group_panels) {
+      part.panels = smaller(group_panels, task.panels - part.panel);
+      for (part.row = 0; part.row < task.rows; part.row += part.rows) {
+        part.rows = next_rows(task.rows - part.row);
+        const T* from = static_cast<const T*>(args.x) + (task.row + part.row) * args.x_stride + part.unit * kPerUnit<T>;
+        Staged<T>* to = staged + (is_shared(task.rows) ? part.row * stride : 0);
+        if (!in_place && part.panel == 0) {
+          stage(from, args.x_stride, part.rows, smaller(block_units * kPerUnit<T>, k - part.unit * kPerUnit<T>), to,
+                stride);
+        }
+        float* sums = parked + (is_parked ? part.row * sums_stride + part.panel * kPanelColumns : 0);
+        run_part<T>(args, task, part, in_place ? reinterpret_cast<const Staged<T>*>(from) : to, stride, sums,
+                    sums_stride);
+        if (part.unit + part.units < units) continue;
+        finish(args.to, task.row + part.row, part.rows, (task.panel + part.panel) * kPanelColumns, sums, sums_stride,
+               part.panels * kPanelColumns);
       }
     }
   }
-  finish(args.to, task.row, task.rows, task.panel * kPanelColumns, sums, sums_stride);
 }
 
 template <typename T>
 static void matmul(const MatmulArgs& args) {
-  const bool is_shared = args.rows > kTileRows && args.rows <= kSharedBlocks * kTileRows;
-  const int64_t task_panels = is_shared ? kSharedTaskPanels : kTaskPanels;
+  const int64_t task_panels = is_shared(args.rows) ? kSharedTaskPanels : kTaskPanels;
   for_tasks(args.rows, args.weight.n, args.weight.k, task_panels, [&](const ProductTask& task, int thread) {
-    char* scratch = static_cast<char*>(thread_scratch(thread, kScratchBytes));
-    (is_shared ? run_shared_task<T> : run_task<T>)(args, task, scratch);
+    run_task<T>(args, task, static_cast<char*>(thread_scratch(thread, kScratchBytes)));
   });
 }
 

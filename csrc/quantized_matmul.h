@@ -16,6 +16,9 @@ constexpr float kQuantizedZero = 1e-30f;
 // Rows of x that are kept quantized at once: enough that reading the weights anew for the next ones costs nothing.
 constexpr int64_t kMostQuantizedRows = 512;
 
+// So few rows, and int4 weights, are read as fast as the processor's own prefetchers go.
+constexpr int kUnfetchedQuantizedRows = 4;
+
 // A row of x as the tiles read it: its values, then of each group the scale, then of each group what the sum of the
 // products has too much because weights lie shifted by Format::kZero.
 template <typename Format>
@@ -84,37 +87,26 @@ QUIRE_INLINE void multiply_quads(i32 (&acc)[R][G], const XValue* x, int64_t x_st
   }
 }
 
-// Where the G vectors of a tile lie: side by side in as many panels as they fill, or in a part of one.
-template <int G>
-struct TilePanels {
-  static constexpr int kCount = G <= kVectorsPerPanel ? 1 : G / int(kVectorsPerPanel);
-  const char* at[kCount];  // the first vector's units of the group at hand
-
-  QUIRE_MEMBER const char* units(int g) const {
-    return at[g / kVectorsPerPanel] + g % kVectorsPerPanel * W * kUnitBytes;
-  }
-};
-
 template <typename Format>
 struct QuantizedTile {
-  // No weights are asked for ahead: the processor's own prefetchers do better on these (but not on wider ones).
-  //
   // Sums of one group for R rows of x, x_stride values apart, and G vectors of columns. The halves of an int4 unit are
   // two units, the second half a group further on.
   template <int R, int G>
-  QUIRE_INLINE void multiply_group(i32 (&acc)[R][G], const XValue* x, int64_t x_stride, const TilePanels<G>& panels,
+  QUIRE_INLINE void multiply_group(i32 (&acc)[R][G], const XValue* x, int64_t x_stride, const char* weight,
                                    int64_t unit_rows) {
     QUIRE_UNROLL
     for (int r = 0; r < R; ++r) {
       QUIRE_UNROLL
       for (int g = 0; g < G; ++g) acc[r][g] = i32{};
     }
-    for (int64_t row = 0; row < unit_rows; ++row) {
+    for (int64_t row = 0; row < unit_rows; ++row, weight += kUnitRowBytes) {
+      if constexpr (Format::kBits == 8 && R > kUnfetchedQuantizedRows) {
+        QUIRE_UNROLL
+        for (int g = 0; g < G; ++g) __builtin_prefetch(weight + g * W * kUnitBytes + kBytesAhead, 0, 2);
+      }
       i32 units[G];
       QUIRE_UNROLL
-      for (int g = 0; g < G; ++g) {
-        units[g] = load_units(panels.units(g) + row * kUnitRowBytes);
-      }
+      for (int g = 0; g < G; ++g) units[g] = load_units(weight + g * W * kUnitBytes);
       if constexpr (Format::kBits == 8) {
         multiply_quads<R, G>(acc, x + row * 4, x_stride, units);
       } else {
@@ -135,12 +127,8 @@ struct QuantizedTile {
   static void run(const char* rows, QuantizedRow<Format> layout, const char* weight, int64_t first, float* out) {
     using Scale = typename Format::Scale;
     const int64_t row_bytes = layout.bytes(), group_k = layout.shape.group_k(), unit_rows = layout.shape.unit_rows();
-    const int64_t panel_bytes = layout.shape.panel_bytes(), column = first % kVectorsPerPanel * W;
-    TilePanels<G> panels;
-    QUIRE_UNROLL
-    for (int p = 0; p < panels.kCount; ++p) {
-      panels.at[p] = weight + (first / kVectorsPerPanel + p) * panel_bytes + column * kUnitBytes;
-    }
+    const int64_t column = first % kVectorsPerPanel * W;
+    const char* units = weight + first / kVectorsPerPanel * layout.shape.panel_bytes() + column * kUnitBytes;
     const int64_t to_scales = unit_rows * kUnitRowBytes + column * (int64_t(sizeof(Scale)) - kUnitBytes);
     f32 sum[R][G];
     QUIRE_UNROLL
@@ -151,16 +139,12 @@ struct QuantizedTile {
     for (int64_t group = 0; group < layout.shape.groups(); ++group) {
       i32 acc[R][G];
       multiply_group<R, G>(acc, reinterpret_cast<const XValue*>(rows) + group * group_k,
-                           row_bytes / int64_t(sizeof(XValue)), panels,
+                           row_bytes / int64_t(sizeof(XValue)), units,
                            Format::kGroup == 0 ? unit_rows : Format::kGroup * Format::kBits / (8 * kUnitBytes));
       f32 scale[G];
       QUIRE_UNROLL
-      for (int g = 0; g < G; ++g) {
-        const char* scales = panels.at[g / kVectorsPerPanel] + to_scales;
-        scale[g] = load(reinterpret_cast<const Scale*>(scales) + g % kVectorsPerPanel * W);
-      }
-      QUIRE_UNROLL
-      for (int p = 0; p < panels.kCount; ++p) panels.at[p] += layout.shape.group_bytes();
+      for (int g = 0; g < G; ++g) scale[g] = load(reinterpret_cast<const Scale*>(units + to_scales) + g * W);
+      units += layout.shape.group_bytes();
       QUIRE_UNROLL
       for (int r = 0; r < R; ++r) {
         const char* row = rows + r * row_bytes;
@@ -197,7 +181,7 @@ static void run_quantized_task(const QuantizedMatmulArgs& args, const ProductTas
       alignas(64) float sums[kAccumulators * W];
       tile_function<QuantizedTile<Format>>(rows, width)(args.rows_of_x + first * row_bytes, layout, args.weight,
                                                         first_vector, sums);
-      finish(args.to, first, rows, first_vector * W, sums, width * W);
+      finish(args.to, first, rows, first_vector * W, sums, width * W, width * W);
     }
   });
 }

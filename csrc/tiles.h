@@ -11,15 +11,17 @@ namespace quire::QUIRE_ISA {
 
 constexpr int64_t kVectorsPerPanel = kPanelColumns / W;
 
-// The largest tile of accumulators, kTileRows x kTileVectors, fills the registers; fewer rows take more columns.
+// The largest tile of accumulators, kTileRows x kTileVectors, fills the registers; fewer rows take more columns, but no
+// more than a panel, which is read at once: processors fetch one stream ahead better than two.
 #if defined(QUIRE_SIMD_AVX512)
-constexpr int kTileRows = 12, kTileVectors = 2, kMaxVectors = 8;
+constexpr int kTileRows = 12, kTileVectors = 2, kMaxVectors = 2;
 #elif defined(__aarch64__)
 constexpr int kTileRows = 5, kTileVectors = 4, kMaxVectors = 4;
 #else
 constexpr int kTileRows = 4, kTileVectors = 2, kMaxVectors = 4;
 #endif
 constexpr int kAccumulators = kTileRows * kTileVectors;
+static_assert(kMaxVectors <= kVectorsPerPanel);
 
 constexpr int64_t kTaskPanels = 8;
 constexpr int64_t kTaskRows = 16 * kTileRows;
@@ -41,9 +43,6 @@ static auto tile_function(int64_t rows, int64_t vectors) {
   if constexpr (R < kTileRows) {
     if (rows > R) return tile_function<Tile, R + 1>(rows, vectors);
   }
-  if constexpr (tile_vectors(R) >= 8) {
-    if (vectors >= 8) return &Tile::template run<R, 8>;
-  }
   if constexpr (tile_vectors(R) >= 4) {
     if (vectors >= 4) return &Tile::template run<R, 4>;
   }
@@ -61,12 +60,15 @@ QUIRE_INLINE void for_tiles(int64_t rows, int64_t panels, const Call& tile) {
   }
 }
 
-// Where a product goes: sums of rows from `row` and columns from `column` on, plus bias, rounded. The sums' rows are
-// `stride` apart, and as wide, but for what is beyond the last column.
+constexpr int kUnfetchedRows = 2;      // few rows are read as fast as the processor's own prefetchers go
+constexpr int64_t kBytesAhead = 8192;  // of weights
+
+// Where a product goes: sums of rows from `row` and of `width` columns from `column` on (but those beyond the last),
+// plus bias, rounded. The sums' rows are `stride` apart.
 template <typename Out>
 static void finish_as(const ProductOut& to, int64_t row, int64_t rows, int64_t column, const float* sums,
-                      int64_t stride) {
-  const int64_t columns = smaller(stride, to.n - column);
+                      int64_t stride, int64_t width) {
+  const int64_t columns = smaller(width, to.n - column);
   for (int64_t r = 0; r < rows; ++r) {
     Out* out = static_cast<Out*>(to.out) + (row + r) * to.n + column;
     for (int64_t j = 0; j < columns; j += W) {
@@ -83,11 +85,19 @@ static void finish_as(const ProductOut& to, int64_t row, int64_t rows, int64_t c
 }
 
 QUIRE_INLINE void finish(const ProductOut& to, int64_t row, int64_t rows, int64_t column, const float* sums,
-                         int64_t stride) {
+                         int64_t stride, int64_t width) {
   if (to.dtype == kFloat32) {
-    finish_as<float>(to, row, rows, column, sums, stride);
+    finish_as<float>(to, row, rows, column, sums, stride, width);
   } else {
-    finish_as<bf16>(to, row, rows, column, sums, stride);
+    finish_as<bf16>(to, row, rows, column, sums, stride, width);
+  }
+}
+
+// Asks for the lines that a tile's rows will be written to.
+QUIRE_INLINE void expect_out(const ProductOut& to, int64_t row, int64_t rows, int64_t column) {
+  const int64_t bytes = to.dtype == kFloat32 ? int64_t(sizeof(float)) : int64_t(sizeof(bf16));
+  for (int64_t r = 0; r < rows; ++r) {
+    __builtin_prefetch(static_cast<char*>(to.out) + ((row + r) * to.n + column) * bytes, 1, 2);
   }
 }
 
@@ -102,7 +112,7 @@ template <typename Run>
 static void for_tasks(int64_t rows, int64_t n, int64_t k, int64_t task_panels, const Run& run) {
   const int64_t panels = ceil_div(n, kPanelColumns);
   if (rows == 0 || panels == 0) return;
-  const int64_t row_tasks = ceil_div(rows, kTaskRows);
+  const int64_t row_tasks = ceil_div(rows, kTaskRows), row_blocks = ceil_div(rows, kTileRows);
   const bool is_small = rows * n * k <= kInlineProducts;
   int64_t panel_tasks = ceil_div(panels, task_panels);
   if (!is_small) {  // as many equal tasks as all threads finish together
@@ -112,8 +122,8 @@ static void for_tasks(int64_t rows, int64_t n, int64_t k, int64_t task_panels, c
   auto task = [&](int64_t index, int thread) {
     const int64_t p = index / row_tasks, r = index % row_tasks;
     ProductTask part;
-    part.row = r * rows / row_tasks;
-    part.rows = (r + 1) * rows / row_tasks - part.row;
+    part.row = r * row_blocks / row_tasks * kTileRows;
+    part.rows = smaller((r + 1) * row_blocks / row_tasks * kTileRows, rows) - part.row;
     part.panel = p * panels / panel_tasks;
     part.panels = (p + 1) * panels / panel_tasks - part.panel;
     run(part, thread);
