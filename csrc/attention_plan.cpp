@@ -7,6 +7,7 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kernel_table.h"
@@ -19,6 +20,8 @@ namespace {
 constexpr int64_t kInlineWork = 1 << 20;
 // More items than threads, so that the last ones to finish do not leave the other threads idle for long.
 constexpr int64_t kItemsPerThread = 4;
+// Runs of items, in each of which the first keys of an item are fetched during the one before.
+constexpr int64_t kTasksPerThread = 16;
 
 // A cache-line aligned array of floats that only grows.
 class FloatBuffer {
@@ -47,29 +50,28 @@ class FloatBuffer {
 // What a thread keeps from call to call.
 struct ThreadState {
   FloatBuffer floats;
-  std::vector<const void*> queries;
   std::vector<int64_t> positions;
 };
 
 AttentionScratch thread_scratch(DType dtype, const AttentionArgs& args, int64_t rows) {
   static thread_local ThreadState state;
   const int64_t lanes = args.int8_cache ? args.head_dim / 4 + 2 : args.head_dim / (dtype == kBFloat16 ? 2 : 1);
-  const int64_t packed = args.block_size % 16 == 0 ? 0 : 2 * lanes * kTileKeys;  // vectors are 4, 8 or 16 lanes wide
-  const int64_t int16_queries = args.int8_cache ? rows * args.head_dim / 2 : 0;
-  float* floats =
-      state.floats.reserve(2 * rows * args.row_stride + kMaxBlockRows * kTileKeys + packed + rows + int16_queries);
-  state.queries.resize(static_cast<size_t>(rows));
+  const int64_t packed = args.block_size % 16 == 0 ? 0 : lanes * kTileKeys;  // vectors are 4, 8 or 16 lanes wide
   state.positions.resize(static_cast<size_t>(rows));
-  float* scores = floats + 2 * rows * args.row_stride;
-  float* packed_keys = scores + kMaxBlockRows * kTileKeys;
-  return {floats,
-          floats + rows * args.row_stride,
-          scores,
-          packed_keys,
-          packed_keys + packed,
-          reinterpret_cast<int16_t*>(packed_keys + packed + rows),
-          state.queries.data(),
-          state.positions.data()};
+  float* next = state.floats.reserve(rows * (2 * args.row_stride + args.head_dim + 6) +
+                                     kTileKeys * (kPassRows + args.row_stride) + packed);
+  const auto take = [&next](int64_t count) { return std::exchange(next, next + count); };
+  return {.total = take(rows * (args.row_stride + 1)),
+          .part = take(rows * (args.row_stride + 1)),
+          .scores = take(kPassRows * kTileKeys),
+          .values = take(kTileKeys * args.row_stride),
+          .packed_keys = take(packed),
+          .queries = take(rows * args.head_dim),
+          .query_scales = take(rows),
+          .references = take(rows),
+          .decay = take(rows),
+          .steps = take(rows),
+          .positions = state.positions.data()};
 }
 
 // The work of one call, in arrays that the calling thread keeps from call to call.
@@ -142,7 +144,7 @@ void make_items(const AttentionArgs& args, int64_t tokens_per_item, Plan& plan) 
 void split_items(const AttentionArgs& args, int64_t limit, Plan& plan) {
   const int64_t group = args.num_heads / args.num_kv_heads;
   const auto state_floats = [&](const AttentionItem& item) {
-    return (item.token_end - item.token_begin) * group * args.row_stride;
+    return (item.token_end - item.token_begin) * group * (args.row_stride + 1);
   };
   const auto is_large = [&](const AttentionItem& item) {
     return item.cost > limit && item.section_end - item.section_begin > 1;
@@ -190,21 +192,23 @@ void paged_attention(DType dtype, const AttentionArgs& args) {
 
   const int64_t threads = num_threads(), rows = tokens_per_item * group;
   const AttentionTable& table = kernels().attention;
-  const auto for_each = [&](const std::vector<AttentionItem>& items, auto kernel) {
-    auto task = [&](int64_t i, int) { kernel(args, items[static_cast<size_t>(i)], thread_scratch(dtype, args, rows)); };
-    if (threads == 1 || 2 * plan.work * args.head_dim < kInlineWork) {
-      for (size_t i = 0; i < items.size(); ++i) task(static_cast<int64_t>(i), 0);
-    } else {
-      parallel_for(static_cast<int64_t>(items.size()), task);
-    }
-  };
-  if (threads > 1) {
+  const bool is_small = threads == 1 || 2 * plan.work * args.head_dim < kInlineWork;
+  if (!is_small) {
     split_items(args, std::max<int64_t>(1, plan.work / (kItemsPerThread * threads)), plan);
     std::stable_sort(plan.items.begin(), plan.items.end(),
                      [](const AttentionItem& a, const AttentionItem& b) { return a.cost > b.cost; });
   }
-  for_each(plan.items, args.int8_cache ? table.int8_item[dtype] : table.item[dtype]);
-  for_each(plan.split, table.finish[dtype]);
+  const auto run = [&](const std::vector<AttentionItem>& items, AttentionTable::Kernel kernel) {
+    const int64_t count = static_cast<int64_t>(items.size());
+    const int64_t tasks = is_small ? std::min<int64_t>(count, 1) : std::min(count, kTasksPerThread * threads);
+    auto task = [&](int64_t i, int) {
+      const int64_t begin = count * i / tasks, end = count * (i + 1) / tasks;
+      kernel(args, items.data() + begin, end - begin, thread_scratch(dtype, args, rows));
+    };
+    parallel_for(tasks, task);
+  };
+  run(plan.items, args.int8_cache ? table.int8_items[dtype] : table.items[dtype]);
+  run(plan.split, table.finish[dtype]);
 }
 
 }  // namespace quire
