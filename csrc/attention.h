@@ -109,32 +109,45 @@ class AttentionTask {
     const KeyRange keys = key_range(a_, item_);
     int64_t start = keys.first / kTileKeys * kTileKeys;
     for (int64_t section = item_.section_begin; section < item_.section_end; ++section) {
-      float* state = section_state(section);
+      // The first section's state is built up in the total.
+      const bool is_first = section == item_.section_begin;
+      const State state = item_.state >= 0 ? partial(section) : is_first ? total() : scratch_state(s_.part);
       clear(state);
       for (; start < min_of(keys.last, (section + 1) * kSectionKeys); start += kTileKeys) {
         const int64_t first = max_of(keys.first - start, 0), last = min_of(keys.last - start, kTileKeys);
         locate(start, first, last, cursor, tile);
-        stage_values(tile, first, last, a_.head_dim, a_.row_stride, s_.values);
+        if (stages()) stage_values(tile, first, last, a_.head_dim, a_.row_stride, s_.values);
         run_tile(tile, state);
       }
-      if (state == s_.part) merge(s_.part);
+      if (item_.state < 0 && !is_first) merge(state);
     }
-    if (!item_.partials) write_output();
+    if (item_.state < 0) write_output();
   }
 
   // Merge the sections' states, first section first, and write the output.
   void finish() {
-    clear(s_.total);
-    for (int64_t section = item_.section_begin; section < item_.section_end; ++section) {
-      merge(item_.partials + (section - item_.section_begin) * rows_ * (a_.row_stride + 1));
-    }
+    clear(total());
+    for (int64_t section = item_.section_begin; section < item_.section_end; ++section) merge(partial(section));
     write_output();
   }
 
  private:
-  // A softmax state: per row the output and, in one vector, the parts of the sum; then the rows' maxima.
-  float* row_sums(float* state, int64_t r) const { return state + (r + 1) * a_.row_stride - 16; }
-  float* maxima(float* state) const { return state + rows_ * a_.row_stride; }
+  // A softmax state of the item's rows: in each row the output and, in one vector, the parts of the sum.
+  struct State {
+    float* rows;
+    float* maxima;
+  };
+  State scratch_state(float* floats) const { return {floats, floats + rows_ * a_.row_stride}; }
+  State total() const { return scratch_state(s_.total); }
+  State partial(int64_t section) const {
+    const int64_t size = item_.state_rows * (a_.row_stride + 1);
+    float* floats = s_.partials + item_.state + (section - item_.section_begin) * size;
+    return {floats + item_.state_row * a_.row_stride, floats + item_.state_rows * a_.row_stride + item_.state_row};
+  }
+  float* row_sums(const State& state, int64_t r) const { return state.rows + (r + 1) * a_.row_stride - 16; }
+
+  // Whether values are made into lanes once for all rows, not by each block of rows for itself.
+  bool stages() const { return rows_ > kMostAttentionRows || a_.head_dim % (4 * W) != 0; }
 
   int64_t key_lanes() const { return a_.head_dim / Lane::kPack + Lane::kScaleLanes; }
 
@@ -148,7 +161,9 @@ class AttentionTask {
       const T* from = static_cast<const T*>(a_.query) + token * a_.query_stride + head * a_.head_dim;
       s_.query_scales[r] = a_.scale * kLog2E;
       s_.steps[r] = 1.0f;
-      s_.positions[r] = context_of(a_, item_.seq) + token;
+      // Tokens of following sequences see all keys of the item.
+      s_.positions[r] = token < a_.query_start[item_.seq + 1] ? context_of(a_, item_.seq) + token
+                                                              : item_.section_end * kSectionKeys - 1;
       if constexpr (kInt8) {
         quantize_query(r, from);
       } else {
@@ -172,15 +187,9 @@ class AttentionTask {
     s_.query_scales[r] *= most / levels;
   }
 
-  void clear(float* state) const {
-    std::memset(state, 0, static_cast<size_t>(rows_ * a_.row_stride) * sizeof(float));
-    for (int64_t r = 0; r < rows_; ++r) maxima(state)[r] = -kInfinity;
-  }
-
-  // Where the state of a section is built up: the first one's, in the total.
-  float* section_state(int64_t section) const {
-    if (item_.partials) return item_.partials + (section - item_.section_begin) * rows_ * (a_.row_stride + 1);
-    return section == item_.section_begin ? s_.total : s_.part;
+  void clear(const State& state) const {
+    std::memset(state.rows, 0, size_t(rows_ * a_.row_stride) * sizeof(float));
+    for (int64_t r = 0; r < rows_; ++r) state.maxima[r] = -kInfinity;
   }
 
   // Find keys [first, last) of the tile at `start`, packing them into the scratch if vectors would straddle blocks.
@@ -225,7 +234,7 @@ class AttentionTask {
 
   // Let all rows see one tile. Beside the work on few rows, what comes later is fetched; many rows leave the processor's
   // own prefetchers time enough.
-  void run_tile(const KeyTile<C>& tile, float* state) const {
+  void run_tile(const KeyTile<C>& tile, const State& state) const {
     const int64_t blocks = rows_ <= kMostAttentionRows ? 1 : (rows_ + kAttentionRows - 1) / kAttentionRows;
     for (int64_t r = 0; r < rows_; ++r) s_.references[r] = -kInfinity;
     for (int64_t block = 0; block < blocks; block += kPassBlocks) {
@@ -234,7 +243,8 @@ class AttentionTask {
   }
 
   // One step for all rows of blocks [begin, end) before the next: then the rows' chains of operations overlap.
-  void run_blocks(const KeyTile<C>& tile, int64_t begin, int64_t end, int64_t blocks, float* state) const {
+  void run_blocks(const KeyTile<C>& tile, int64_t begin, int64_t end, int64_t blocks,
+                  const State& state) const {
     const int64_t begin_row = rows_ * begin / blocks, end_row = rows_ * end / blocks;
     const auto scores = [&](int64_t r) { return s_.scores + (r - begin_row) * kTileKeys; };
     const auto for_blocks = [&](const auto& call) {  // call(row, rows, first, last): rows that see keys [first, last)
@@ -263,7 +273,7 @@ class AttentionTask {
         s_.references[r] = largest_score(scores(r), vector, vectors_end);
       }
     });
-    update_maxima(end_row - begin_row, maxima(state) + begin_row, s_.references + begin_row, s_.decay + begin_row);
+    update_maxima(end_row - begin_row, state.maxima + begin_row, s_.references + begin_row, s_.decay + begin_row);
     for_blocks([&](int64_t row, int64_t rows, int64_t first, int64_t last) {
       const int64_t vector = first / W, vectors_end = (last + W - 1) / W;
       for (int64_t r = row; r < row + rows; ++r) {
@@ -275,13 +285,14 @@ class AttentionTask {
     for_blocks([&](int64_t row, int64_t rows, int64_t first, int64_t last) {
       with_rows<kMostAttentionRows>(rows, [&]<int R>() {
         constexpr int kVectors = kAttentionVectors<R>;
-        const auto add = [&]<int V>(int64_t dim) {
-          add_values<V, C, R>(s_.values, tile, fetches(row), a_.head_dim, dim, first, last, scores(row),
-                              s_.decay + row, s_.steps + row, state + row * a_.row_stride, a_.row_stride);
+        const auto add = [&]<int V, bool kStaged>(int64_t dim) {
+          add_values<V, C, R, kStaged>(s_.values, tile, fetches(row), a_.head_dim, dim, first, last, scores(row),
+                                       s_.decay + row, s_.steps + row, state.rows + row * a_.row_stride, a_.row_stride);
         };
         int64_t dim = 0;
-        for (; dim + kVectors * W <= a_.head_dim; dim += kVectors * W) add.template operator()<kVectors>(dim);
-        for (; dim < a_.head_dim; dim += W) add.template operator()<1>(dim);
+        for (; !stages() && dim < a_.head_dim; dim += kVectors * W) add.template operator()<kVectors, false>(dim);
+        for (; dim + kVectors * W <= a_.head_dim; dim += kVectors * W) add.template operator()<kVectors, true>(dim);
+        for (; dim < a_.head_dim; dim += W) add.template operator()<1, true>(dim);
       });
     });
   }
@@ -296,17 +307,17 @@ class AttentionTask {
   }
 
   // Merge the state of the next section into the total.
-  void merge(float* part) {
+  void merge(const State& part) {
     for (int64_t r = 0; r < rows_; ++r) {
-      const float part_max = maxima(part)[r], total_max = maxima(s_.total)[r];
+      float& total_max = total().maxima[r];
+      const float part_max = part.maxima[r], new_max = total_max > part_max ? total_max : part_max;
       if (part_max == -kInfinity) continue;  // the row sees nothing of this section
-      const float new_max = total_max > part_max ? total_max : part_max;
       const f32 keep = exp2_negative(set1(total_max - new_max)), add = exp2_negative(set1(part_max - new_max));
-      float* to = s_.total + r * a_.row_stride;
+      float* to = total().rows + r * a_.row_stride;
       for (int64_t i = 0; i < a_.row_stride; i += W) {
-        store(to + i, fma(load(part + r * a_.row_stride + i), add, load(to + i) * keep));
+        store(to + i, fma(load(part.rows + r * a_.row_stride + i), add, load(to + i) * keep));
       }
-      maxima(s_.total)[r] = new_max;
+      total_max = new_max;
     }
   }
 
@@ -314,8 +325,8 @@ class AttentionTask {
     for (int64_t r = 0; r < rows_; ++r) {
       const int64_t token = item_.token_begin + r / group_, head = item_.kv_head * group_ + r % group_;
       T* out = static_cast<T*>(a_.out) + (token * a_.num_heads + head) * a_.head_dim;
-      const float* from = s_.total + r * a_.row_stride;
-      const f32 inverse = set1(1.0f / reduce_add(load(row_sums(s_.total, r))));
+      const float* from = total().rows + r * a_.row_stride;
+      const f32 inverse = set1(1.0f / reduce_add(load(row_sums(total(), r))));
       int64_t d = 0;
       // Adding zero turns -0 into +0: a masked key adds zero to an output, which is the one thing that can change one.
       for (; d + W <= a_.head_dim; d += W) store(out + d, load(from + d) * inverse + set1(0.0f));

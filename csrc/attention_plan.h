@@ -45,21 +45,27 @@ struct AttentionArgs {
   int64_t row_stride;
 };
 
-// Work of one thread: query tokens [token_begin, token_end) of one sequence, the query heads of one key/value head, the
-// keys of sections [section_begin, section_end).
+// Work of one thread: query tokens [token_begin, token_end), the query heads of one key/value head, the keys of sections
+// [section_begin, section_end). Tokens may go on into following sequences that have the same blocks there; all of these
+// tokens see all of these keys.
 struct AttentionItem {
-  int64_t seq;
+  int64_t seq;  // of token_begin
   int64_t kv_head;
   int64_t token_begin;
   int64_t token_end;
   int64_t section_begin;
   int64_t section_end;
-  float* partials;  // null: the item sees all its sections and writes the output; else one state per section goes here
-  int64_t cost;     // estimate, for scheduling only
+  // Where the state of the first section goes, in floats from `partials`: the item's rows are those from state_row on of
+  // state_rows, and the next section's state follows. -1: the item sees all its sections and writes the output.
+  int64_t state;
+  int64_t state_rows;
+  int64_t state_row;
+  int64_t cost;  // estimate, for scheduling only
 };
 
 // What one thread needs beside its item.
 struct AttentionScratch {
+  float* partials;      // softmax states, of all threads
   float* total;         // [rows * (row_stride + 1)]
   float* part;          // [rows * (row_stride + 1)]
   float* scores;        // [kPassRows, kTileKeys]
@@ -77,7 +83,7 @@ struct AttentionTable {
   // Of some items, which one thread takes in order.
   using Kernel = void (*)(const AttentionArgs& args, const AttentionItem* items, int64_t count,
                           const AttentionScratch& scratch);
-  // Compute the output, or the sections' states where an item has `partials`.
+  // Compute the output, or the sections' states where an item has a `state`.
   Kernel items[kNumDTypes];
   Kernel int8_items[kNumDTypes];
   // Merge the states of each item's sections in order and write its output.

@@ -151,17 +151,18 @@ static inline void score_keys(const KeyTile<C>& tile, bool fetches, int64_t vect
   }
 }
 
-// Four-byte lanes in which the values of a tile are staged, each a dimension of kKeys keys, and probabilities to match:
-// a float of one key, or a pair of bf16 or int16 of two.
+// Four-byte lanes in which values are multiplied, each a dimension of kKeys keys, and probabilities to match: a float of
+// one key, or a pair of int16 of two. `make` makes kVectors of them, `n` dimensions and zeros.
 template <typename C>
 struct ValueLane {
   using Prob = float;
   using Vector = f32;
   using Sum = f32;
-  static constexpr int64_t kKeys = 1, kStageDims = W;
-  QUIRE_INLINE void stage(const C* const* values, int64_t dim, int64_t n, float* out) {
-    store(out, load_some(values[0] + dim, n));
+  static constexpr int64_t kKeys = 1, kVectors = 1;
+  QUIRE_INLINE void make(const C* const* values, int64_t dim, int64_t n, Vector* out) {
+    out[0] = load_some(values[0] + dim, n);
   }
+  QUIRE_INLINE void store(float* p, Vector v) { quire::QUIRE_ISA::store(p, v); }
   QUIRE_INLINE Vector load(const float* p) { return quire::QUIRE_ISA::load(p); }
   QUIRE_INLINE Vector broadcast(const float* p) { return set1(*p); }
   QUIRE_INLINE f32 begin(f32 before) { return before; }
@@ -174,14 +175,12 @@ struct ValueLane<int8_t> {
   using Prob = float;  // and then int16
   using Vector = i32;
   using Sum = i32;
-  static constexpr int64_t kKeys = 2, kStageDims = 2 * W;
-  QUIRE_INLINE void stage(const int8_t* const* values, int64_t dim, int64_t n, float* out) {
-    i32 low, high;
-    pair_rows(values[0] + dim, values[1] + dim, n, low, high);
-    in_order(low, high);
-    store(out, as_float(low));
-    store(out + W, as_float(high));
+  static constexpr int64_t kKeys = 2, kVectors = 2;
+  QUIRE_INLINE void make(const int8_t* const* values, int64_t dim, int64_t n, Vector* out) {
+    pair_rows(values[0] + dim, values[1] + dim, n, out[0], out[1]);
+    in_order(out[0], out[1]);
   }
+  QUIRE_INLINE void store(float* p, Vector v) { quire::QUIRE_ISA::store(p, as_float(v)); }
   QUIRE_INLINE Vector load(const float* p) { return as_int(quire::QUIRE_ISA::load(p)); }
   QUIRE_INLINE Vector broadcast(const float* p) { return set1_int16_pair(reinterpret_cast<const int16_t*>(p)); }
   QUIRE_INLINE i32 begin(f32) { return i32{}; }
@@ -196,13 +195,16 @@ template <typename C>
 static inline void stage_values(const KeyTile<C>& tile, int64_t first, int64_t last, int64_t head_dim, int64_t stride,
                                 float* staged) {
   using Lane = ValueLane<C>;
+  constexpr int64_t kDims = Lane::kVectors * W;
   for (int64_t i = first / Lane::kKeys; i * Lane::kKeys < last; ++i) {
-    const C* const* values = tile.values + i * Lane::kKeys;
+    const auto stage = [&](int64_t dim, int64_t n) {
+      typename Lane::Vector value[Lane::kVectors];
+      Lane::make(tile.values + i * Lane::kKeys, dim, n, value);
+      for (int64_t v = 0; v < Lane::kVectors; ++v) Lane::store(staged + i * stride + dim + v * W, value[v]);
+    };
     int64_t dim = 0;
-    for (; dim + Lane::kStageDims <= head_dim; dim += Lane::kStageDims) {
-      Lane::stage(values, dim, Lane::kStageDims, staged + i * stride + dim);
-    }
-    if (dim < head_dim) Lane::stage(values, dim, head_dim - dim, staged + i * stride + dim);
+    for (; dim + kDims <= head_dim; dim += kDims) stage(dim, kDims);
+    if (dim < head_dim) stage(dim, head_dim - dim);
   }
 }
 
@@ -274,9 +276,10 @@ static inline void quantize_probs(const KeyTile<int8_t>& tile, int64_t head_dim,
   }
 }
 
-// out[r] = out[r] * decay[r] + steps[r] * sum of probs[r] * staged over the lanes of keys [first, last) in order, for V
-// vectors of dimensions from `dim` on of R rows. With `fetches` the values that come later are fetched meanwhile.
-template <int V, typename C, int R>
+// out[r] = out[r] * decay[r] + steps[r] * sum of probs[r] * values over the lanes of keys [first, last) in order, for V
+// vectors of dimensions from `dim` on of R rows. Without staged values (null) these must be whole vectors of the tile's.
+// With `fetches` the values that come later are fetched meanwhile.
+template <int V, typename C, int R, bool kStaged>
 static inline void add_values(const float* staged, const KeyTile<C>& tile, bool fetches, int64_t head_dim, int64_t dim,
                               int64_t first, int64_t last, const float* probs, const float* decay, const float* steps,
                               float* out, int64_t row_stride) {
@@ -291,8 +294,15 @@ static inline void add_values(const float* staged, const KeyTile<C>& tile, bool 
   }
   for (int64_t i = first / Lane::kKeys; i * Lane::kKeys < last; ++i) {
     typename Lane::Vector value[V];
-    QUIRE_UNROLL
-    for (int v = 0; v < V; ++v) value[v] = Lane::load(staged + i * row_stride + dim + v * W);
+    if constexpr (kStaged) {
+      QUIRE_UNROLL
+      for (int v = 0; v < V; ++v) value[v] = Lane::load(staged + i * row_stride + dim + v * W);
+    } else {
+      QUIRE_UNROLL
+      for (int v = 0; v < V; v += Lane::kVectors) {
+        Lane::make(tile.values + i * Lane::kKeys, dim + v * W, Lane::kVectors * W, value + v);
+      }
+    }
     if (fetches) {
       const int64_t key = i * Lane::kKeys;
       const C* later = tile.later_values[key / W] + key % W * head_dim + dim;
