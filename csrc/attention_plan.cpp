@@ -7,6 +7,7 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kernel_table.h"
@@ -19,6 +20,8 @@ namespace {
 constexpr int64_t kInlineWork = 1 << 20;
 // More items than threads, so that the last ones to finish do not leave the other threads idle for long.
 constexpr int64_t kItemsPerThread = 4;
+// Runs of items, in each of which the first keys of an item are fetched during the one before.
+constexpr int64_t kTasksPerThread = 16;
 
 // A cache-line aligned array of floats that only grows.
 class FloatBuffer {
@@ -47,29 +50,29 @@ class FloatBuffer {
 // What a thread keeps from call to call.
 struct ThreadState {
   FloatBuffer floats;
-  std::vector<const void*> queries;
   std::vector<int64_t> positions;
 };
 
-AttentionScratch thread_scratch(DType dtype, const AttentionArgs& args, int64_t rows) {
+AttentionScratch thread_scratch(DType dtype, const AttentionArgs& args, int64_t rows, float* partials) {
   static thread_local ThreadState state;
   const int64_t lanes = args.int8_cache ? args.head_dim / 4 + 2 : args.head_dim / (dtype == kBFloat16 ? 2 : 1);
-  const int64_t packed = args.block_size % 16 == 0 ? 0 : 2 * lanes * kTileKeys;  // vectors are 4, 8 or 16 lanes wide
-  const int64_t int16_queries = args.int8_cache ? rows * args.head_dim / 2 : 0;
-  float* floats =
-      state.floats.reserve(2 * rows * args.row_stride + kMaxBlockRows * kTileKeys + packed + rows + int16_queries);
-  state.queries.resize(static_cast<size_t>(rows));
+  const int64_t packed = args.block_size % 16 == 0 ? 0 : lanes * kTileKeys;  // vectors are 4, 8 or 16 lanes wide
   state.positions.resize(static_cast<size_t>(rows));
-  float* scores = floats + 2 * rows * args.row_stride;
-  float* packed_keys = scores + kMaxBlockRows * kTileKeys;
-  return {floats,
-          floats + rows * args.row_stride,
-          scores,
-          packed_keys,
-          packed_keys + packed,
-          reinterpret_cast<int16_t*>(packed_keys + packed + rows),
-          state.queries.data(),
-          state.positions.data()};
+  float* next = state.floats.reserve(rows * (2 * args.row_stride + args.head_dim + 6) +
+                                     kTileKeys * (kPassRows + args.row_stride) + packed);
+  const auto take = [&next](int64_t count) { return std::exchange(next, next + count); };
+  return {.partials = partials,
+          .total = take(rows * (args.row_stride + 1)),
+          .part = take(rows * (args.row_stride + 1)),
+          .scores = take(kPassRows * kTileKeys),
+          .values = take(kTileKeys * args.row_stride),
+          .packed_keys = take(packed),
+          .queries = take(rows * args.head_dim),
+          .query_scales = take(rows),
+          .references = take(rows),
+          .decay = take(rows),
+          .steps = take(rows),
+          .positions = state.positions.data()};
 }
 
 // The work of one call, in arrays that the calling thread keeps from call to call.
@@ -77,6 +80,7 @@ struct Plan {
   std::vector<AttentionItem> items;
   std::vector<AttentionItem> split;  // the items whose sections were spread over several others
   FloatBuffer partials;
+  int64_t partial_floats = 0;
   int64_t work = 0;  // sum of the items' costs
 };
 
@@ -119,20 +123,128 @@ void check(const AttentionArgs& args) {
   }
 }
 
-// One item per query tile and key/value head, all sections in it.
-void make_items(const AttentionArgs& args, int64_t tokens_per_item, Plan& plan) {
+int64_t query_len(const AttentionArgs& args, int64_t s) { return args.query_start[s + 1] - args.query_start[s]; }
+int64_t context_len(const AttentionArgs& args, int64_t s) { return args.seq_lens[s] - query_len(args, s); }
+
+int64_t state_floats(const AttentionArgs& args, int64_t rows) { return rows * (args.row_stride + 1); }
+
+struct Sections {
+  int64_t begin, end;
+  int64_t count() const { return end - begin; }
+};
+
+// Those that all query tokens of sequence s see all keys of.
+Sections whole_sections(const AttentionArgs& args, int64_t s) {
+  const int64_t first_key = first_visible(args, args.seq_lens[s] - 1);
+  return {(first_key + kSectionKeys - 1) / kSectionKeys, (context_len(args, s) + 1) / kSectionKeys};
+}
+
+// The part of `sections`, of sequence s, that `other` has in the same blocks.
+Sections shared_sections(const AttentionArgs& args, int64_t s, int64_t other, Sections sections) {
+  const Sections whole = whole_sections(args, other);
+  const int64_t begin = std::max(sections.begin, whole.begin), end = std::min(sections.end, whole.end);
+  const int32_t *table = args.block_tables + s * args.table_stride,
+                *other_table = args.block_tables + other * args.table_stride;
+  int64_t block = begin * kSectionKeys / args.block_size;
+  while (block * args.block_size < end * kSectionKeys && table[block] == other_table[block]) ++block;
+  return {begin, std::min(end, block * args.block_size / kSectionKeys)};
+}
+
+// The item's share of sections [begin, end).
+AttentionItem part_of(const AttentionArgs& args, const AttentionItem& item, int64_t begin, int64_t end) {
+  AttentionItem part = item;
+  part.section_begin = begin;
+  part.section_end = end;
+  part.state += (begin - item.section_begin) * state_floats(args, item.state_rows);
+  part.cost = item.cost * (end - begin) / (item.section_end - item.section_begin);
+  return part;
+}
+
+// All sections of the keys that tokens [begin, end) of sequence s see.
+AttentionItem whole_item(const AttentionArgs& args, int64_t s, int64_t begin, int64_t end) {
+  const int64_t position = context_len(args, s) - args.query_start[s];  // of token t: this and t
+  const int64_t first_key = first_visible(args, position + begin), last_key = position + end - 1;
+  const int64_t rows = (end - begin) * (args.num_heads / args.num_kv_heads);
+  return {.seq = s,
+          .kv_head = 0,
+          .token_begin = begin,
+          .token_end = end,
+          .section_begin = first_key / kSectionKeys,
+          .section_end = last_key / kSectionKeys + 1,
+          .state = -1,
+          .state_rows = rows,
+          .state_row = 0,
+          .cost = rows * (last_key + 1 - first_key)};
+}
+
+// For sequences [begin, end), the `shared` sections in items of their own, for all of their tokens together.
+void add_sharing_items(const AttentionArgs& args, int64_t begin, int64_t end, Sections shared, int64_t tokens_per_item,
+                       int64_t kv_head, Plan& plan) {
   const int64_t group = args.num_heads / args.num_kv_heads;
-  for (int64_t s = 0; s < args.num_seqs; ++s) {
-    const int64_t begin = args.query_start[s], end = args.query_start[s + 1];
-    const int64_t context = args.seq_lens[s] - end;  // token t is at position context + t
-    for (int64_t t = begin; t < end; t += tokens_per_item) {
-      const int64_t token_end = std::min(end, t + tokens_per_item);
-      const int64_t first_key = first_visible(args, context + t), last_key = context + token_end - 1;
-      const int64_t cost = (token_end - t) * group * (last_key + 1 - first_key);
-      for (int64_t head = 0; head < args.num_kv_heads; ++head) {
-        plan.items.push_back(
-            {s, head, t, token_end, first_key / kSectionKeys, last_key / kSectionKeys + 1, nullptr, cost});
-        plan.work += cost;
+  const int64_t first_token = args.query_start[begin], last_token = args.query_start[end];
+  std::vector<AttentionItem> wholes;
+  Sections all = shared;
+  for (int64_t s = begin; s < end; ++s) {
+    wholes.push_back(whole_item(args, s, args.query_start[s], args.query_start[s + 1]));
+    all = {std::min(all.begin, wholes.back().section_begin), std::max(all.end, wholes.back().section_end)};
+  }
+  AttentionItem together = wholes.front();
+  together.kv_head = kv_head;
+  together.state = plan.partial_floats;
+  together.state_rows = (last_token - first_token) * group;
+  together.section_begin = all.begin;
+  together.section_end = all.end;
+  plan.partial_floats += all.count() * state_floats(args, together.state_rows);
+  const auto add = [&](AttentionItem item, Sections sections) {
+    if (sections.count() == 0) return;
+    item = part_of(args, item, sections.begin, sections.end);
+    plan.items.push_back(item);
+    plan.work += item.cost;
+  };
+  for (int64_t t = first_token; t < last_token; t += tokens_per_item) {
+    AttentionItem item = together;
+    item.token_begin = t;
+    item.token_end = std::min(last_token, t + tokens_per_item);
+    while (args.query_start[item.seq + 1] <= t) ++item.seq;
+    item.state_row = (t - first_token) * group;
+    item.cost = (item.token_end - t) * group * all.count() * kSectionKeys;
+    add(item, shared);
+  }
+  for (AttentionItem item : wholes) {
+    const Sections own = {item.section_begin, item.section_end};
+    item.kv_head = kv_head;
+    item.state = together.state + (own.begin - all.begin) * state_floats(args, together.state_rows);
+    item.state_rows = together.state_rows;
+    item.state_row = (item.token_begin - first_token) * group;
+    plan.split.push_back(item);
+    add(item, {own.begin, shared.begin});
+    add(item, {shared.end, own.end});
+  }
+}
+
+// One item per query tile and key/value head, all sections in it, but for sections that neighbours share.
+void make_items(const AttentionArgs& args, int64_t tokens_per_item, Plan& plan) {
+  int64_t next = 0;
+  for (int64_t s = 0; s < args.num_seqs; s = next) {
+    const auto is_short = [&](int64_t i) { return query_len(args, i) > 0 && query_len(args, i) <= tokens_per_item; };
+    next = s + 1;
+    Sections shared = whole_sections(args, s);
+    for (; is_short(s) && next < args.num_seqs && is_short(next); ++next) {
+      const Sections with_next = shared_sections(args, s, next, shared);
+      // Sections that are not read, thanks to sharing: would there be fewer of them?
+      if (with_next.count() <= 0 || (next - s) * with_next.count() < (next - s - 1) * shared.count()) break;
+      shared = with_next;
+    }
+    for (int64_t head = 0; head < args.num_kv_heads; ++head) {
+      if (next - s > 1) {
+        add_sharing_items(args, s, next, shared, tokens_per_item, head, plan);
+        continue;
+      }
+      for (int64_t t = args.query_start[s]; t < args.query_start[s + 1]; t += tokens_per_item) {
+        AttentionItem item = whole_item(args, s, t, std::min<int64_t>(args.query_start[s + 1], t + tokens_per_item));
+        item.kv_head = head;
+        plan.items.push_back(item);
+        plan.work += item.cost;
       }
     }
   }
@@ -140,39 +252,25 @@ void make_items(const AttentionArgs& args, int64_t tokens_per_item, Plan& plan) 
 
 // Spread the sections of items that are a large part of the whole over several items.
 void split_items(const AttentionArgs& args, int64_t limit, Plan& plan) {
-  const int64_t group = args.num_heads / args.num_kv_heads;
-  const auto state_floats = [&](const AttentionItem& item) {
-    return (item.token_end - item.token_begin) * group * args.row_stride;
-  };
-  const auto is_large = [&](const AttentionItem& item) {
-    return item.cost > limit && item.section_end - item.section_begin > 1;
-  };
-  int64_t floats = 0;
-  for (const AttentionItem& item : plan.items) {
-    if (is_large(item)) floats += (item.section_end - item.section_begin) * state_floats(item);
-  }
-  if (floats == 0) return;
-  float* partials = plan.partials.reserve(floats);
   for (size_t i = 0, count = plan.items.size(); i < count; ++i) {
-    AttentionItem whole = plan.items[i];
-    if (!is_large(whole)) continue;
-    whole.partials = partials;
-    plan.split.push_back(whole);
-    const int64_t sections = whole.section_end - whole.section_begin;
-    const int64_t pieces = std::min(sections, (whole.cost + limit - 1) / limit);
+    AttentionItem item = plan.items[i];
+    const int64_t sections = item.section_end - item.section_begin;
+    const int64_t pieces = std::min(sections, (item.cost + limit - 1) / limit);
+    if (pieces <= 1) continue;
+    if (item.state < 0) {
+      item.state = plan.partial_floats;
+      plan.partial_floats += sections * state_floats(args, item.state_rows);
+      plan.split.push_back(item);
+    }
     for (int64_t p = 0; p < pieces; ++p) {
-      AttentionItem piece = whole;
-      piece.section_begin = whole.section_begin + sections * p / pieces;
-      piece.section_end = whole.section_begin + sections * (p + 1) / pieces;
-      piece.partials = partials + (piece.section_begin - whole.section_begin) * state_floats(whole);
-      piece.cost = whole.cost / pieces;
+      const AttentionItem piece = part_of(args, item, item.section_begin + sections * p / pieces,
+                                          item.section_begin + sections * (p + 1) / pieces);
       if (p == 0) {
         plan.items[i] = piece;
       } else {
         plan.items.push_back(piece);
       }
     }
-    partials += sections * state_floats(whole);
   }
 }
 
@@ -183,28 +281,31 @@ void paged_attention(DType dtype, const AttentionArgs& args) {
   check(args);
   plan.items.clear();
   plan.split.clear();
-  plan.work = 0;
+  plan.partial_floats = plan.work = 0;
   const int64_t group = args.num_heads / args.num_kv_heads;
   const int64_t tokens_per_item = std::max<int64_t>(1, kItemRows / group);
   make_items(args, tokens_per_item, plan);
 
   const int64_t threads = num_threads(), rows = tokens_per_item * group;
   const AttentionTable& table = kernels().attention;
-  const auto for_each = [&](const std::vector<AttentionItem>& items, auto kernel) {
-    auto task = [&](int64_t i, int) { kernel(args, items[static_cast<size_t>(i)], thread_scratch(dtype, args, rows)); };
-    if (threads == 1 || 2 * plan.work * args.head_dim < kInlineWork) {
-      for (size_t i = 0; i < items.size(); ++i) task(static_cast<int64_t>(i), 0);
-    } else {
-      parallel_for(static_cast<int64_t>(items.size()), task);
-    }
-  };
-  if (threads > 1) {
+  const bool is_small = threads == 1 || 2 * plan.work * args.head_dim < kInlineWork;
+  if (!is_small) {
     split_items(args, std::max<int64_t>(1, plan.work / (kItemsPerThread * threads)), plan);
     std::stable_sort(plan.items.begin(), plan.items.end(),
                      [](const AttentionItem& a, const AttentionItem& b) { return a.cost > b.cost; });
   }
-  for_each(plan.items, args.int8_cache ? table.int8_item[dtype] : table.item[dtype]);
-  for_each(plan.split, table.finish[dtype]);
+  float* partials = plan.partials.reserve(plan.partial_floats);
+  const auto run = [&](const std::vector<AttentionItem>& items, AttentionTable::Kernel kernel) {
+    const int64_t count = static_cast<int64_t>(items.size());
+    const int64_t tasks = is_small ? std::min<int64_t>(count, 1) : std::min(count, kTasksPerThread * threads);
+    auto task = [&](int64_t i, int) {
+      const int64_t begin = count * i / tasks, end = count * (i + 1) / tasks;
+      kernel(args, items.data() + begin, end - begin, thread_scratch(dtype, args, rows, partials));
+    };
+    parallel_for(tasks, task);
+  };
+  run(plan.items, args.int8_cache ? table.int8_items[dtype] : table.items[dtype]);
+  run(plan.split, table.finish[dtype]);
 }
 
 }  // namespace quire

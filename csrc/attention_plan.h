@@ -7,15 +7,15 @@
 
 namespace quire {
 
-// Keys are visited in tiles that start at absolute positions 0, 64, 128, ...: one online-softmax update per tile.
-constexpr int64_t kTileKeys = 64;
+// Keys are visited in tiles that start at absolute positions 0, 128, 256, ...: one online-softmax update per tile.
+constexpr int64_t kTileKeys = 128;
 // Every 512 positions a fresh softmax state begins, and the sections' states are merged in order. This is done always,
 // so that one long context can be spread over threads without changing a bit.
 constexpr int64_t kSectionKeys = 512;
 // Query rows (tokens times heads of one group) that share one pass over the keys.
-constexpr int64_t kItemRows = 48;
-// Most rows a micro kernel of any instruction set takes at once.
-constexpr int64_t kMaxBlockRows = 16;
+constexpr int64_t kItemRows = 96;
+// Most of them that any instruction set takes through a tile together.
+constexpr int64_t kPassRows = 32;
 
 struct AttentionArgs {
   const void* query;  // [num_tokens, num_heads, head_dim]
@@ -40,42 +40,54 @@ struct AttentionArgs {
   int64_t sliding_window;  // positions a token sees, itself included; INT64_MAX sees all
   float scale;
   void* out;  // [num_tokens, num_heads, head_dim], contiguous
-  // Floats of one row of a softmax state: the output, padded to whole vectors of any instruction set, and 16 more,
-  // which begin with the maximum and the sum.
+  // Floats of one row of a softmax state, beside its maximum: the output, padded to whole vectors of any instruction
+  // set, and one more vector of sums.
   int64_t row_stride;
 };
 
-// Work of one thread: query tokens [token_begin, token_end) of one sequence, the query heads of one key/value head, the
-// keys of sections [section_begin, section_end).
+// Work of one thread: query tokens [token_begin, token_end), the query heads of one key/value head, the keys of sections
+// [section_begin, section_end). Tokens may go on into following sequences that have the same blocks there; all of these
+// tokens see all of these keys.
 struct AttentionItem {
-  int64_t seq;
+  int64_t seq;  // of token_begin
   int64_t kv_head;
   int64_t token_begin;
   int64_t token_end;
   int64_t section_begin;
   int64_t section_end;
-  float* partials;  // null: the item sees all its sections and writes the output; else one state per section goes here
-  int64_t cost;     // estimate, for scheduling only
+  // Where the state of the first section goes, in floats from `partials`: the item's rows are those from state_row on of
+  // state_rows, and the next section's state follows. -1: the item sees all its sections and writes the output.
+  int64_t state;
+  int64_t state_rows;
+  int64_t state_row;
+  int64_t cost;  // estimate, for scheduling only
 };
 
 // What one thread needs beside its item.
 struct AttentionScratch {
-  float* total;            // [rows, row_stride]
-  float* part;             // [rows, row_stride]
-  float* scores;           // [kMaxBlockRows, kTileKeys]
-  float* packed_keys;      // [2, lanes of a key, kTileKeys] four-byte lanes
-  float* query_scales;     // [rows]
-  int16_t* int16_queries;  // [rows, head_dim]
-  const void** queries;    // [rows]
-  int64_t* positions;      // [rows]
+  float* partials;      // softmax states, of all threads
+  float* total;         // [rows * (row_stride + 1)]
+  float* part;          // [rows * (row_stride + 1)]
+  float* scores;        // [kPassRows, kTileKeys]
+  float* values;        // [kTileKeys, row_stride] four-byte lanes
+  float* packed_keys;   // [lanes of a key, kTileKeys] four-byte lanes
+  float* queries;       // [rows, head_dim] of float, bf16 or int16
+  float* query_scales;  // [rows], as what follows
+  float* references;
+  float* decay;
+  float* steps;
+  int64_t* positions;
 };
 
 struct AttentionTable {
-  // Computes an item: its output, or its sections' states where it has `partials`.
-  void (*item[kNumDTypes])(const AttentionArgs& args, const AttentionItem& item, const AttentionScratch& scratch);
-  void (*int8_item[kNumDTypes])(const AttentionArgs& args, const AttentionItem& item, const AttentionScratch& scratch);
-  // Merges the states of the item's sections in order and writes its output.
-  void (*finish[kNumDTypes])(const AttentionArgs& args, const AttentionItem& item, const AttentionScratch& scratch);
+  // Of some items, which one thread takes in order.
+  using Kernel = void (*)(const AttentionArgs& args, const AttentionItem* items, int64_t count,
+                          const AttentionScratch& scratch);
+  // Compute the output, or the sections' states where an item has a `state`.
+  Kernel items[kNumDTypes];
+  Kernel int8_items[kNumDTypes];
+  // Merge the states of each item's sections in order and write its output.
+  Kernel finish[kNumDTypes];
 };
 
 // Checks what is cheap to check and computes attention on the thread pool. Throws std::invalid_argument.

@@ -5,6 +5,7 @@
 
 #include "attention_plan.h"
 #include "int8_lanes.h"
+#include "rows.h"
 #include "simd.h"
 
 namespace quire::QUIRE_ISA {
@@ -19,6 +20,7 @@ constexpr int kAttentionRows = 6, kMostAttentionRows = 8;
 #else
 constexpr int kAttentionRows = 4, kMostAttentionRows = 4;
 #endif
+constexpr int64_t kPassBlocks = 4;  // blocks of rows whose scores of a tile stay in the first-level cache
 template <int R>
 constexpr int kAttentionVectors = W == 16 && R <= 6 ? 4 : 2;
 
@@ -33,6 +35,9 @@ struct KeyTile {
   const C* vectors[kVectors];  // W keys each, their first lane
   int64_t lane_stride;         // elements from one lane of a key to its next
   const C* values[kTileKeys];
+  // What is fetched beside each vector: the same of one that comes later, W values in a row.
+  const C* later_keys[kVectors];
+  const C* later_values[kVectors];
 };
 
 // The four-byte lane of the key layout: one float, a pair of bf16, or four int8, where keys have two more lanes.
@@ -80,11 +85,36 @@ struct KeyLane<int8_t> {
   }
 };
 
-// scores[r][key] = scales[r] * (queries[r] . key) for R rows and the V vectors of keys from `vector` on. Meanwhile the
-// same vectors of the tile `next` (may be null) are fetched.
+// e^v becomes 2^(v log2 e): the scale of scores takes the factor.
+constexpr float kLog2E = 1.44269504f;
+
+// 2^v for v <= 0, within 2 ulp, exactly 1 for 0. 0 below -126 (no denormals) and for NaN.
+QUIRE_INLINE f32 exp2_negative(f32 v) {
+  const f32 lowest = set1(-126.0f);
+#if defined(QUIRE_SIMD_AVX512)
+  const f32 power = _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), r = v - power;
+#else
+  const f32 shifter = set1(12582912.0f), inside = max(v, lowest);  // 1.5 * 2^23: its sum's low bits are an integer
+  const f32 shifted = inside + shifter, r = inside - (shifted - shifter);
+#endif
+  f32 p = set1(0.00132647f);
+  p = fma(p, r, set1(0.00967151f));
+  p = fma(p, r, set1(0.05550734f));
+  p = fma(p, r, set1(0.24022242f));
+  p = fma(p, r, set1(0.69314698f));
+  p = fma(p, r, set1(1.0f));
+#if defined(QUIRE_SIMD_AVX512)
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(v, lowest, _CMP_GT_OQ), p, power);
+#else
+  return as_float((as_int(p) + (as_int(shifted) << 23)) & (v > lowest));
+#endif
+}
+
+// scores[r][key] = scales[r] * (queries[r] . key) for R rows, head_dim apart, and the V vectors of keys from `vector`
+// on. With `fetches` the keys that come later are fetched meanwhile.
 template <int V, typename C, int R>
-static inline void score_keys(const KeyTile<C>& tile, const KeyTile<C>* next, int64_t vector, int64_t head_dim,
-                              const void* const* queries, const float* scales, float* scores) {
+static inline void score_keys(const KeyTile<C>& tile, bool fetches, int64_t vector, int64_t head_dim,
+                              const typename KeyLane<C>::Query* queries, const float* scales, float* scores) {
   using Lane = KeyLane<C>;
   typename Lane::Sum acc[R][V];
   QUIRE_UNROLL
@@ -97,19 +127,19 @@ static inline void score_keys(const KeyTile<C>& tile, const KeyTile<C>* next, in
     typename Lane::Vector key[V];
     QUIRE_UNROLL
     for (int v = 0; v < V; ++v) key[v] = Lane::load(tile.vectors[vector + v] + i * tile.lane_stride);
-    if (next) {
+    if (fetches) {
       QUIRE_UNROLL
-      for (int v = 0; v < V; ++v) prefetch(next->vectors[vector + v] + i * next->lane_stride);
+      for (int v = 0; v < V; ++v) prefetch(tile.later_keys[vector + v] + i * tile.lane_stride);
     }
     QUIRE_UNROLL
     for (int r = 0; r < R; ++r) {
-      const auto query = Lane::broadcast(static_cast<const typename Lane::Query*>(queries[r]) + i * Lane::kPack);
+      const auto query = Lane::broadcast(queries + r * head_dim + i * Lane::kPack);
       QUIRE_UNROLL
       for (int v = 0; v < V; ++v) acc[r][v] = Lane::dot(acc[r][v], key[v], query);
     }
   }
-  for (int64_t i = lanes; next && i < lanes + Lane::kScaleLanes; ++i) {
-    for (int v = 0; v < V; ++v) prefetch(next->vectors[vector + v] + i * next->lane_stride);
+  for (int64_t i = lanes; fetches && i < lanes + Lane::kScaleLanes; ++i) {
+    for (int v = 0; v < V; ++v) prefetch(tile.later_keys[vector + v] + i * tile.lane_stride);
   }
   QUIRE_UNROLL
   for (int r = 0; r < R; ++r) {
@@ -121,97 +151,116 @@ static inline void score_keys(const KeyTile<C>& tile, const KeyTile<C>* next, in
   }
 }
 
-// Turn R rows of scores into probabilities relative to each row's new maximum; decay[r] is what the row's sums so far
-// shrink by. A row that sees no key of the tile has only -inf: its probabilities are 0, its decay is 1.
-template <int R>
-static inline void softmax_rows(float* scores, float* const* maxima, float* const* sums, float* decay) {
-  constexpr int kVectors = kTileKeys / W;
-  alignas(64) float new_max[kMaxBlockRows], change[kMaxBlockRows] = {}, shrink[kMaxBlockRows];
-  for (int r = 0; r < R; ++r) {
-    f32 largest = load(scores + r * kTileKeys);
-    QUIRE_UNROLL
-    for (int v = 1; v < kVectors; ++v) largest = max(largest, load(scores + r * kTileKeys + v * W));
-    const float tile_max = reduce_max(largest), old_max = *maxima[r];
-    new_max[r] = tile_max > old_max ? tile_max : old_max;
-    change[r] = old_max == new_max[r] ? 0.0f : old_max - new_max[r];
+// Four-byte lanes in which values are multiplied, each a dimension of kKeys keys, and probabilities to match: a float of
+// one key, or a pair of int16 of two. `make` makes kVectors of them, `n` dimensions and zeros.
+template <typename C>
+struct ValueLane {
+  using Prob = float;
+  using Vector = f32;
+  using Sum = f32;
+  static constexpr int64_t kKeys = 1, kVectors = 1;
+  QUIRE_INLINE void make(const C* const* values, int64_t dim, int64_t n, Vector* out) {
+    out[0] = load_some(values[0] + dim, n);
   }
-  for (int r = 0; r < kMaxBlockRows; r += W) store(shrink + r, exp_negative(load(change + r)));
-  for (int r = 0; r < R; ++r) {
-    const f32 reference = set1(new_max[r] == -kInfinity ? 0.0f : new_max[r]);
-    f32 sum = set1(0.0f);
-    QUIRE_UNROLL
-    for (int v = 0; v < kVectors; ++v) {
-      float* score = scores + r * kTileKeys + v * W;
-      const f32 prob = exp_negative(load(score) - reference);
-      store(score, prob);
-      sum = sum + prob;
-    }
-    *sums[r] = *sums[r] * shrink[r] + reduce_add(sum);
-    *maxima[r] = new_max[r];
-    decay[r] = shrink[r];
+  QUIRE_INLINE void store(float* p, Vector v) { quire::QUIRE_ISA::store(p, v); }
+  QUIRE_INLINE Vector load(const float* p) { return quire::QUIRE_ISA::load(p); }
+  QUIRE_INLINE Vector broadcast(const float* p) { return set1(*p); }
+  QUIRE_INLINE f32 begin(f32 before) { return before; }
+  QUIRE_INLINE f32 dot(f32 acc, Vector value, Vector prob) { return fma(prob, value, acc); }
+  QUIRE_INLINE f32 end(f32 acc, f32, f32) { return acc; }
+};
+
+template <>
+struct ValueLane<int8_t> {
+  using Prob = float;  // and then int16
+  using Vector = i32;
+  using Sum = i32;
+  static constexpr int64_t kKeys = 2, kVectors = 2;
+  QUIRE_INLINE void make(const int8_t* const* values, int64_t dim, int64_t n, Vector* out) {
+    pair_rows(values[0] + dim, values[1] + dim, n, out[0], out[1]);
+    in_order(out[0], out[1]);
+  }
+  QUIRE_INLINE void store(float* p, Vector v) { quire::QUIRE_ISA::store(p, as_float(v)); }
+  QUIRE_INLINE Vector load(const float* p) { return as_int(quire::QUIRE_ISA::load(p)); }
+  QUIRE_INLINE Vector broadcast(const float* p) { return set1_int16_pair(reinterpret_cast<const int16_t*>(p)); }
+  QUIRE_INLINE i32 begin(f32) { return i32{}; }
+  QUIRE_INLINE i32 dot(i32 acc, Vector value, Vector prob) { return add_pairs(acc, value, prob); }
+  QUIRE_INLINE f32 end(i32 acc, f32 before, f32 step) {
+    return fma(__builtin_convertvector(acc, f32), step, before);
+  }
+};
+
+// staged[i][dim], rows `stride` apart: lane i of the values, for keys [first, last); what pads head_dim becomes 0.
+template <typename C>
+static inline void stage_values(const KeyTile<C>& tile, int64_t first, int64_t last, int64_t head_dim, int64_t stride,
+                                float* staged) {
+  using Lane = ValueLane<C>;
+  constexpr int64_t kDims = Lane::kVectors * W;
+  for (int64_t i = first / Lane::kKeys; i * Lane::kKeys < last; ++i) {
+    const auto stage = [&](int64_t dim, int64_t n) {
+      typename Lane::Vector value[Lane::kVectors];
+      Lane::make(tile.values + i * Lane::kKeys, dim, n, value);
+      for (int64_t v = 0; v < Lane::kVectors; ++v) Lane::store(staged + i * stride + dim + v * W, value[v]);
+    };
+    int64_t dim = 0;
+    for (; dim + kDims <= head_dim; dim += kDims) stage(dim, kDims);
+    if (dim < head_dim) stage(dim, head_dim - dim);
   }
 }
 
-// out[r][0:N * W] = out[r] * decay[r] + sum of probs[r][key] * value[key][dim:dim + N * W], key from first to last in
-// order. `out` points at dimension `dim` of its first row. Meanwhile the same values of the tile `next` are fetched.
-template <int N, typename C, int R>
-static inline void add_values(const KeyTile<C>& tile, const KeyTile<C>* next, int64_t dim, int64_t first, int64_t last,
-                              const float* probs, const float* decay, float* out, int64_t row_stride) {
-  f32 acc[R][N];
-  QUIRE_UNROLL
-  for (int r = 0; r < R; ++r) {
-    QUIRE_UNROLL
-    for (int v = 0; v < N; ++v) acc[r][v] = load(out + r * row_stride + v * W) * set1(decay[r]);
-  }
-  for (int64_t key = first; key < last; ++key) {
-    f32 value[N];
-    QUIRE_UNROLL
-    for (int v = 0; v < N; ++v) value[v] = load(tile.values[key] + dim + v * W);
-    if (next) {
-      constexpr int64_t kLine = 64 / sizeof(C);
-      QUIRE_UNROLL
-      for (int64_t i = 0; i < N * W; i += kLine) prefetch(next->values[key] + dim + i);
-    }
-    QUIRE_UNROLL
-    for (int r = 0; r < R; ++r) {
-      const f32 prob = set1(probs[r * kTileKeys + key]);
-      QUIRE_UNROLL
-      for (int v = 0; v < N; ++v) acc[r][v] = fma(prob, value[v], acc[r][v]);
-    }
-  }
-  QUIRE_UNROLL
-  for (int r = 0; r < R; ++r) {
-    QUIRE_UNROLL
-    for (int v = 0; v < N; ++v) store(out + r * row_stride + v * W, acc[r][v]);
+// Scores of vectors [vector, end) of a row become -inf but for keys [first, last).
+QUIRE_INLINE void mask_scores(float* scores, int64_t vector, int64_t end, int64_t first, int64_t last) {
+  alignas(64) static const int32_t kLanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  i32 lanes;
+  std::memcpy(&lanes, kLanes, sizeof lanes);
+  for (int64_t v = vector; v < end; ++v) {
+    const i32 key = lanes + int32_t(v * W);
+    const i32 is_visible = (key >= int32_t(first)) & (key < int32_t(last));
+    store(scores + v * W, select(is_visible, load(scores + v * W), set1(-kInfinity)));
   }
 }
 
-// The same for the last head_dim % W dimensions; the rest of the vector stays zero.
-template <typename C, int R>
-static inline void add_values_tail(const KeyTile<C>& tile, int64_t dim, int64_t count, int64_t first, int64_t last,
-                                   const float* probs, const float* decay, float* out, int64_t row_stride) {
-  f32 acc[R];
-  QUIRE_UNROLL
-  for (int r = 0; r < R; ++r) acc[r] = load(out + r * row_stride) * set1(decay[r]);
-  for (int64_t key = first; key < last; ++key) {
-    const f32 value = load_n(tile.values[key] + dim, count);
-    QUIRE_UNROLL
-    for (int r = 0; r < R; ++r) acc[r] = fma(set1(probs[r * kTileKeys + key]), value, acc[r]);
-  }
-  QUIRE_UNROLL
-  for (int r = 0; r < R; ++r) store(out + r * row_stride, acc[r]);
+// The largest of vectors [vector, end) of a row of scores.
+QUIRE_INLINE float largest_score(const float* scores, int64_t vector, int64_t end) {
+  f32 largest = load(scores + vector * W);
+  for (int64_t v = vector + 1; v < end; ++v) largest = max(largest, load(scores + v * W));
+  return reduce_max(largest);
 }
 
-// Turn R rows of probabilities, times the scales of their keys' values, into int16 multiples of steps[r].
-template <int R>
-static inline void quantize_probs(const KeyTile<int8_t>& tile, int64_t head_dim, float* scores, float* steps) {
-  constexpr int kVectors = kTileKeys / W;
+// With the maxima of rows over the keys so far, and over a tile in `references`: the new maxima, what scores of the
+// tile are relative to, and what sums so far shrink by. The sums of a row that has seen no key, only -inf, shrink by 1.
+static inline void update_maxima(int64_t rows, float* maxima, float* references, float* decay) {
+  for_parts(rows, [&](int64_t r, int64_t n) {
+    const f32 before = load_some(maxima + r, n), now = max(before, load_some(references + r, n));
+    const f32 none = set1(0.0f);
+    store_some(maxima + r, now, n);
+    store_some(references + r, select(now > set1(-kInfinity), now, none), n);
+    store_some(decay + r, exp2_negative(select(now > before, before - now, none)), n);
+  });
+}
+
+// Turn vectors [vector, end) of a row of scores into probabilities relative to `reference`, in place but as narrow as
+// Prob; sums = sums * decay + all of them.
+template <typename Prob>
+QUIRE_INLINE void softmax_row(float* scores, int64_t vector, int64_t end, float reference, float decay, float* sums) {
+  f32 sum = load(sums) * set1(decay);
+  for (int64_t v = vector; v < end; ++v) {
+    const f32 prob = exp2_negative(load(scores + v * W) - set1(reference));
+    store(reinterpret_cast<Prob*>(scores) + v * W, prob);
+    sum = sum + prob;
+  }
+  store(sums, sum);
+}
+
+// Turn vectors [vector, end) of rows of probabilities, times the scales of their keys' values, into int16 multiples
+// of steps[r].
+static inline void quantize_probs(const KeyTile<int8_t>& tile, int64_t head_dim, int64_t rows, float* scores,
+                                  int64_t vector, int64_t end, float* steps) {
   constexpr float kLevels = 32767.0f;
   const int64_t offset = (head_dim / KeyLane<int8_t>::kPack + 1) * tile.lane_stride;
-  for (int r = 0; r < R; ++r) {
-    f32 weights[kVectors], largest = set1(0.0f);
-    QUIRE_UNROLL
-    for (int v = 0; v < kVectors; ++v) {
+  for (int64_t r = 0; r < rows; ++r) {
+    f32 weights[kTileKeys / W], largest = set1(0.0f);
+    for (int64_t v = vector; v < end; ++v) {
       const f32 prob = load(scores + r * kTileKeys + v * W);
       const f32 scale = load(reinterpret_cast<const float*>(tile.vectors[v] + offset));
       weights[v] = select(prob > 0.0f, prob * scale, set1(0.0f));  // a slot never written may hold any scale
@@ -221,41 +270,59 @@ static inline void quantize_probs(const KeyTile<int8_t>& tile, int64_t head_dim,
     const f32 inverse = set1(most > kTiny ? kLevels / most : 0.0f);
     steps[r] = most / kLevels;
     auto* levels = reinterpret_cast<int16_t*>(scores + r * kTileKeys);
-    QUIRE_UNROLL
-    for (int v = 0; v < kVectors; ++v) {
+    for (int64_t v = vector; v < end; ++v) {
       store(levels + v * W, __builtin_convertvector(weights[v] * inverse + set1(0.5f), i32));
     }
   }
 }
 
-// As add_values after quantize_probs, for `count` <= 2 W dimensions from `dim` on.
-template <int R>
-static inline void add_int8_values(const KeyTile<int8_t>& tile, const KeyTile<int8_t>* next, int64_t dim, int64_t count,
-                                   int64_t first, int64_t last, const float* probs, const float* steps,
-                                   const float* decay, float* out, int64_t row_stride) {
-  i32 acc[R][2];
+// out[r] = out[r] * decay[r] + steps[r] * sum of probs[r] * values over the lanes of keys [first, last) in order, for V
+// vectors of dimensions from `dim` on of R rows. Without staged values (null) these must be whole vectors of the tile's.
+// With `fetches` the values that come later are fetched meanwhile.
+template <int V, typename C, int R, bool kStaged>
+static inline void add_values(const float* staged, const KeyTile<C>& tile, bool fetches, int64_t head_dim, int64_t dim,
+                              int64_t first, int64_t last, const float* probs, const float* decay, const float* steps,
+                              float* out, int64_t row_stride) {
+  using Lane = ValueLane<C>;
+  constexpr int64_t kLine = 64 / sizeof(C);
+  if (V * W < kLine && dim % kLine != 0) fetches = false;
+  typename Lane::Sum acc[R][V];
   QUIRE_UNROLL
-  for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = i32{};
-  for (int64_t key = first / 2 * 2; key < last; key += 2) {
-    i32 low, high;
-    pair_rows(tile.values[key] + dim, tile.values[key + 1] + dim, count, low, high);
-    if (next) {
-      prefetch(next->values[key] + dim);
-      prefetch(next->values[key + 1] + dim);
+  for (int r = 0; r < R; ++r) {
+    QUIRE_UNROLL
+    for (int v = 0; v < V; ++v) acc[r][v] = Lane::begin(load(out + r * row_stride + dim + v * W) * set1(decay[r]));
+  }
+  for (int64_t i = first / Lane::kKeys; i * Lane::kKeys < last; ++i) {
+    typename Lane::Vector value[V];
+    if constexpr (kStaged) {
+      QUIRE_UNROLL
+      for (int v = 0; v < V; ++v) value[v] = Lane::load(staged + i * row_stride + dim + v * W);
+    } else {
+      QUIRE_UNROLL
+      for (int v = 0; v < V; v += Lane::kVectors) {
+        Lane::make(tile.values + i * Lane::kKeys, dim + v * W, Lane::kVectors * W, value + v);
+      }
+    }
+    if (fetches) {
+      const int64_t key = i * Lane::kKeys;
+      const C* later = tile.later_values[key / W] + key % W * head_dim + dim;
+      for (int64_t k = 0; k < Lane::kKeys; ++k) {
+        for (int64_t at = 0; at < V * W; at += kLine) prefetch(later + k * head_dim + at);
+      }
     }
     QUIRE_UNROLL
     for (int r = 0; r < R; ++r) {
-      const i32 prob = set1_int16_pair(reinterpret_cast<const int16_t*>(probs + r * kTileKeys) + key);
-      acc[r][0] = add_pairs(acc[r][0], low, prob);
-      acc[r][1] = add_pairs(acc[r][1], high, prob);
+      const auto prob = Lane::broadcast(probs + r * kTileKeys + i);
+      QUIRE_UNROLL
+      for (int v = 0; v < V; ++v) acc[r][v] = Lane::dot(acc[r][v], value[v], prob);
     }
   }
   QUIRE_UNROLL
   for (int r = 0; r < R; ++r) {
-    in_order(acc[r][0], acc[r][1]);
-    for (int v = 0; v < 2 && v * W < count; ++v) {
-      float* to = out + r * row_stride + v * W;
-      store(to, fma(__builtin_convertvector(acc[r][v], f32), set1(steps[r]), load(to) * set1(decay[r])));
+    QUIRE_UNROLL
+    for (int v = 0; v < V; ++v) {
+      float* to = out + r * row_stride + dim + v * W;
+      store(to, Lane::end(acc[r][v], load(to) * set1(decay[r]), set1(steps[r])));
     }
   }
 }

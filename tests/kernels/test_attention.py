@@ -127,6 +127,53 @@ def test_bits_do_not_depend_on_batch_chunks_blocks_or_threads(
             done = [end for _, end in spans]
 
 
+@st.composite
+def families(draw: st.DrawFn) -> list[tuple[int, int, int, int]]:
+    """Per sequence: the one it continues, how many tokens they share, how many it adds, and its query's length."""
+    sequences, lens = [], list[int]()
+    for s in range(draw(st.integers(2, 7))):
+        parent = draw(st.integers(max(0, s - 2), max(0, s - 1)))
+        query_len = draw(st.sampled_from([0, 1, 1, 1, 3, 40, 130]))
+        shared = draw(st.integers(0, lens[parent])) if s else 0
+        added = query_len + draw(st.one_of(st.integers(1, 40), st.integers(500, 1200)))
+        sequences.append((parent, shared, added, query_len))
+        lens.append(shared + added - query_len)  # what others may share is in the cache
+    return sequences
+
+
+@needs_native
+@pytest.mark.parametrize("isa", ISAS)
+@settings(max_examples=25, deadline=None)
+@given(
+    family=families(),
+    group=st.sampled_from([1, 3, 7]),
+    storage=st.sampled_from(STORAGE),
+    block_size=st.sampled_from([8, 16, 20, 48]),
+    window=st.sampled_from([None, None, 300, 900]),
+    num_threads=st.integers(1, 3),
+)
+def test_bits_do_not_depend_on_which_sequences_share_blocks(
+    isa, family, group, storage, block_size, window, num_threads
+):
+    heads, streams = Heads(2 * group, 2, 16, *storage), list[Stream]()
+    for s, (parent, shared, added, _) in enumerate(family):
+        own = make_stream(heads, shared + added, seed=s)
+        for mine, inherited in ((own.key, streams[parent].key), (own.value, streams[parent].value)) if s else ():
+            mine[:shared] = inherited[:shared]
+        streams.append(own)
+    spans = [(len(stream) - query_len, len(stream)) for stream, (*_, query_len) in zip(streams, family, strict=True)]
+    with using(isa, num_threads):
+        batch = PagedBatch(heads, streams, block_size)
+        batch.inputs([(0, begin) for begin, _ in spans])
+        alone = batch.attend(spans, window)
+        for s, (parent, shared, *_) in enumerate(family):
+            blocks = shared // block_size
+            freed = batch.block_tables[s, :blocks].clone() if s else batch.block_tables[s, :0]
+            batch.block_tables[s, : len(freed)] = batch.block_tables[parent, : len(freed)]
+            batch.buffer.view(len(batch.k_cache), -1)[freed.long()] = 255  # NaN
+        assert all(map(same_bits, batch.attend(spans, window), alone))
+
+
 @needs_native
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("dtype", "cache_dtype"), STORAGE)
