@@ -13,13 +13,16 @@ constexpr int64_t kStageBytes =
     24 * 1024;                        // one block of rows of x, for one block of k: stays in the first-level cache
 constexpr int64_t kBlockUnits = 512;  // most units of k per block when blocks are used again: those of kTaskPanels
                                       // panels are then 512 KiB in all and stay in the second-level cache
-constexpr int64_t kScratchBytes = kTaskRows * kTaskPanels * kPanelColumns * 4 + 128 * 1024;
-
 // Up to so many rows, panels pass through all of them while they are near (small tiles read no faster than they
 // multiply).
 constexpr int64_t kSharedRows = kTileRows * (kTileRows > 8 ? 4 : 1);
 constexpr int64_t kSharedPanels = 2;       // at a time
 constexpr int64_t kSharedTaskPanels = 32;  // rows of x are staged once for so many
+static_assert(kSharedRows * kSharedTaskPanels <= kTaskRows * kTaskPanels);
+
+// A task's sums, and its rows of x for one block of k.
+constexpr int64_t kScratchBytes =
+    kTaskRows * kTaskPanels * kPanelColumns * 4 + kStageBytes + kSharedRows * (kBlockUnits * 8 + 64);
 
 QUIRE_INLINE bool is_shared(int64_t rows) { return rows > kTileRows && rows <= kSharedRows; }
 
