@@ -6,7 +6,10 @@
 
 namespace quire::QUIRE_ISA {
 
-QUIRE_INLINE f32 sigmoid(f32 v) { return 1.0f / (1.0f + exp(-v)); }
+QUIRE_INLINE f32 sigmoid(f32 v) {
+  const f32 power = exp_negative(-abs(v));  // at most 1, which is cheaper than any
+  return select(v < set1(0), power, set1(1)) / (1.0f + power);
+}
 
 // erfc(v) for v >= 0 within 4e-7 of its value: e^(-v^2) u q(u) for u = 1 / (1 + 0.4 v), q being the polynomial of
 // degree 8 with the least relative error.

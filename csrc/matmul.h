@@ -13,13 +13,16 @@ constexpr int64_t kStageBytes =
     24 * 1024;                        // one block of rows of x, for one block of k: stays in the first-level cache
 constexpr int64_t kBlockUnits = 512;  // most units of k per block when blocks are used again: those of kTaskPanels
                                       // panels are then 512 KiB in all and stay in the second-level cache
-constexpr int64_t kScratchBytes = kTaskRows * kTaskPanels * kPanelColumns * 4 + 128 * 1024;
-
 // Up to so many rows, panels pass through all of them while they are near (small tiles read no faster than they
 // multiply).
 constexpr int64_t kSharedRows = kTileRows * (kTileRows > 8 ? 4 : 1);
 constexpr int64_t kSharedPanels = 2;       // at a time
 constexpr int64_t kSharedTaskPanels = 32;  // rows of x are staged once for so many
+static_assert(kSharedRows * kSharedTaskPanels <= kTaskRows * kTaskPanels);
+
+// A task's sums, and its rows of x for one block of k.
+constexpr int64_t kScratchBytes =
+    kTaskRows * kTaskPanels * kPanelColumns * 4 + kStageBytes + kSharedRows * (kBlockUnits * 8 + 64);
 
 QUIRE_INLINE bool is_shared(int64_t rows) { return rows > kTileRows && rows <= kSharedRows; }
 
@@ -28,11 +31,11 @@ QUIRE_INLINE int64_t next_rows(int64_t left) {
   return left % kTileRows > kTileRows / 2 ? smaller(kTileRows, left) : ceil_div(left, ceil_div(left, kTileRows));
 }
 
-// What a tile asks for ahead: in each unit a line for each vector, `vector_gap` apart, and in the next unit `step`
-// further on. May be beyond what there is.
+// What a tile asks for ahead, in each unit a line for each vector: those of a panel are `vector_gap` apart, panels
+// `panel_gap`, units `step`. May be beyond what there is.
 struct Prefetch {
   const char* at;
-  int64_t vector_gap, step;
+  int64_t panel_gap, vector_gap, step;
 };
 
 // What the inner loop reads x as: pairs where the ISA multiplies pairs, else float32.
@@ -52,10 +55,11 @@ using Staged = typename StagedAs<T>::Type;
 
 // One unit of k: acc[r][g] += x[r] * w[g] for the tile's rows and vectors of columns.
 template <int R, int G>
-QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const float* x, int64_t x_stride, const char* weight, const float*) {
+QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const float* x, int64_t x_stride, const char* const (&panels)[G],
+                                int64_t offset, const float*) {
   f32 w[G];
   QUIRE_UNROLL
-  for (int g = 0; g < G; ++g) w[g] = load(reinterpret_cast<const float*>(weight + g * W * kUnitBytes));
+  for (int g = 0; g < G; ++g) w[g] = load(reinterpret_cast<const float*>(panels[g] + offset));
   QUIRE_UNROLL
   for (int r = 0; r < R; ++r) {
     const f32 value = set1(x[r * x_stride]);
@@ -66,10 +70,11 @@ QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const float* x, int64_t x_stri
 
 #if defined(__AVX512BF16__)
 template <int R, int G>
-QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const bf16* x, int64_t x_stride, const char* weight, const bf16*) {
+QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const bf16* x, int64_t x_stride, const char* const (&panels)[G],
+                                int64_t offset, const bf16*) {
   pairs w[G];
   QUIRE_UNROLL
-  for (int g = 0; g < G; ++g) w[g] = load_pairs(reinterpret_cast<const bf16*>(weight + g * W * kUnitBytes));
+  for (int g = 0; g < G; ++g) w[g] = load_pairs(reinterpret_cast<const bf16*>(panels[g] + offset));
   QUIRE_UNROLL
   for (int r = 0; r < R; ++r) {
     const pairs value = set1_pair(x + r * x_stride);
@@ -79,11 +84,12 @@ QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const bf16* x, int64_t x_strid
 }
 #else
 template <int R, int G>
-QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const float* x, int64_t x_stride, const char* weight, const bf16*) {
+QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const float* x, int64_t x_stride, const char* const (&panels)[G],
+                                int64_t offset, const bf16*) {
   f32 first[G], second[G];
   QUIRE_UNROLL
   for (int g = 0; g < G; ++g) {
-    const pairs w = load_pairs(reinterpret_cast<const bf16*>(weight + g * W * kUnitBytes));
+    const pairs w = load_pairs(reinterpret_cast<const bf16*>(panels[g] + offset));
     first[g] = lower(w);
     second[g] = upper(w);
   }
@@ -101,24 +107,31 @@ QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const float* x, int64_t x_stri
 // Runs R rows of x through `units` units of k of G vectors of columns: from zero, or on from the parked sums.
 template <typename T>
 struct PackedTile {
+  static constexpr int kMost = kMaxVectors;
+
   template <int R, int G>
-  static void run(const Staged<T>* x, int64_t x_stride, const char* weight, int64_t units, float* parked,
-                  int64_t parked_stride, bool from_zero, Prefetch prefetch) {
+  static void run(const Staged<T>* x, int64_t x_stride, const char* weight, int64_t panel_bytes, int64_t units,
+                  float* parked, int64_t parked_stride, bool from_zero, Prefetch prefetch) {
+    const char* panels[G];
     f32 acc[R][G];
     QUIRE_UNROLL
     for (int g = 0; g < G; ++g) {
+      panels[g] = weight + g / kVectorsPerPanel * panel_bytes + g % kVectorsPerPanel * W * kUnitBytes;
       QUIRE_UNROLL
       for (int r = 0; r < R; ++r) acc[r][g] = from_zero ? set1(0) : load(parked + r * parked_stride + g * W);
     }
     for (int64_t unit = 0; unit < units; ++unit) {
       if constexpr (R > kUnfetchedRows) {
         QUIRE_UNROLL
-        for (int g = 0; g < G; ++g) __builtin_prefetch(prefetch.at + g * prefetch.vector_gap, 0, 2);
+        for (int g = 0; g < G; ++g) {
+          __builtin_prefetch(
+              prefetch.at + g / kVectorsPerPanel * prefetch.panel_gap + g % kVectorsPerPanel * prefetch.vector_gap, 0,
+              2);
+        }
         prefetch.at += prefetch.step;
       }
-      multiply_unit<R, G>(acc, x, x_stride, weight, static_cast<const T*>(nullptr));
+      multiply_unit<R, G>(acc, x, x_stride, panels, unit * kUnitRowBytes, static_cast<const T*>(nullptr));
       x += kPerUnit<T>;
-      weight += kUnitRowBytes;
     }
     QUIRE_UNROLL
     for (int g = 0; g < G; ++g) {
@@ -170,21 +183,24 @@ struct TaskPart {
 // are near, its share of the next group's panels where panels pass through all rows, else of the next rows of x.
 template <typename T>
 QUIRE_INLINE Prefetch ahead(const MatmulArgs& args, const ProductTask& task, const TaskPart& part, const char* weight,
-                            int64_t vector) {
+                            int64_t vector, int64_t width) {
   const int64_t units = ceil_div(args.weight.k, kPerUnit<T>), panel_bytes = units * kUnitRowBytes;
   if (is_shared(task.rows)) {
     const bool is_last = part.panel + part.panels == task.panels && part.unit + part.units < units;
     const char* next =
         is_last ? weight - part.panel * panel_bytes + part.units * kUnitRowBytes : weight + part.panels * panel_bytes;
     const int64_t step = kUnitRowBytes / kVectorsPerPanel * part.rows / task.rows, gap = part.units * step;
-    return {next + part.units * kUnitRowBytes * part.row / task.rows + vector % kVectorsPerPanel * gap, gap, step};
+    return {next + part.units * kUnitRowBytes * part.row / task.rows + vector % kVectorsPerPanel * gap, panel_bytes,
+            gap, step};
   }
   if (part.row == 0) {
-    return {weight + vector % kVectorsPerPanel * W * kUnitBytes + kBytesAhead, W * kUnitBytes, kUnitRowBytes};
+    const int64_t first = vector % kVectorsPerPanel * W * kUnitBytes;
+    return {weight + first + kBytesAhead * kVectorsPerPanel / (width < kVectorsPerPanel ? kVectorsPerPanel : width),
+            panel_bytes, W * kUnitBytes, kUnitRowBytes};
   }
   const int64_t row = task.row + part.row + part.rows + vector % part.rows;
   return {reinterpret_cast<const char*>(static_cast<const T*>(args.x) + row * args.x_stride + part.unit * kPerUnit<T>),
-          args.x_stride * int64_t(sizeof(T)), kUnitBytes};
+          0, args.x_stride * int64_t(sizeof(T)), kUnitBytes};
 }
 
 // Adds the product of one part, its rows of x being `x`, to the parked sums.
@@ -193,12 +209,12 @@ static void run_part(const MatmulArgs& args, const ProductTask& task, const Task
                      int64_t x_stride, float* sums, int64_t sums_stride) {
   const int64_t panel_bytes = ceil_div(args.weight.k, kPerUnit<T>) * kUnitRowBytes;
   const char* weight = args.weight.data + (task.panel + part.panel) * panel_bytes + part.unit * kUnitRowBytes;
-  for_tiles(part.rows, part.panels, [&](int64_t vector, int64_t width) {
+  for_tiles<PackedTile<T>>(part.rows, part.panels, [&](int64_t vector, int64_t width) {
     expect_out(args.to, task.row + part.row, part.rows, (task.panel + part.panel) * kPanelColumns + vector * W);
     const char* panel = weight + vector / kVectorsPerPanel * panel_bytes;
     tile_function<PackedTile<T>>(part.rows, width)(x, x_stride, panel + vector % kVectorsPerPanel * W * kUnitBytes,
-                                                   part.units, sums + vector * W, sums_stride, part.unit == 0,
-                                                   ahead<T>(args, task, part, panel, vector));
+                                                   panel_bytes, part.units, sums + vector * W, sums_stride,
+                                                   part.unit == 0, ahead<T>(args, task, part, panel, vector, width));
   });
 }
 

@@ -17,7 +17,11 @@ constexpr float kQuantizedZero = 1e-30f;
 constexpr int64_t kMostQuantizedRows = 512;
 
 // So few rows, and int4 weights, are read as fast as the processor's own prefetchers go.
+#if defined(__AVX512VNNI__)
 constexpr int kUnfetchedQuantizedRows = 4;
+#else
+constexpr int kUnfetchedQuantizedRows = 1;
+#endif
 
 // A row of x as the tiles read it: its values, then of each group the scale, then of each group what the sum of the
 // products has too much because weights lie shifted by Format::kZero.
@@ -89,6 +93,8 @@ QUIRE_INLINE void multiply_quads(i32 (&acc)[R][G], const XValue* x, int64_t x_st
 
 template <typename Format>
 struct QuantizedTile {
+  static constexpr int kMost = kPanelVectors;
+
   // Sums of one group for R rows of x, x_stride values apart, and G vectors of columns. The halves of an int4 unit are
   // two units, the second half a group further on.
   template <int R, int G>
@@ -173,7 +179,7 @@ template <typename Format>
 static void run_quantized_task(const QuantizedMatmulArgs& args, const ProductTask& task) {
   const QuantizedRow<Format> layout{{args.to.n, args.k}};
   const int64_t row_blocks = ceil_div(task.rows, kTileRows), row_bytes = layout.bytes();
-  for_tiles(ceil_div(task.rows, row_blocks), task.panels, [&](int64_t vector, int64_t width) {
+  for_tiles<QuantizedTile<Format>>(ceil_div(task.rows, row_blocks), task.panels, [&](int64_t vector, int64_t width) {
     const int64_t first_vector = task.panel * kVectorsPerPanel + vector;
     for (int64_t block = 0; block < row_blocks; ++block) {
       const int64_t first = task.row + block * task.rows / row_blocks;

@@ -11,17 +11,19 @@ namespace quire::QUIRE_ISA {
 
 constexpr int64_t kVectorsPerPanel = kPanelColumns / W;
 
-// The largest tile of accumulators, kTileRows x kTileVectors, fills the registers; fewer rows take more columns, but no
-// more than a panel, which is read at once: processors fetch one stream ahead better than two.
-#if defined(QUIRE_SIMD_AVX512)
+// The largest tile of accumulators, kTileRows x kTileVectors, fills the registers; fewer rows take more columns, where
+// that hides latency: within a panel at best, since processors fetch one stream ahead better than two.
+#if defined(__AVX512BF16__)
 constexpr int kTileRows = 12, kTileVectors = 2, kMaxVectors = 2;
+#elif defined(QUIRE_SIMD_AVX512)
+constexpr int kTileRows = 12, kTileVectors = 2, kMaxVectors = 8;
 #elif defined(__aarch64__)
 constexpr int kTileRows = 5, kTileVectors = 4, kMaxVectors = 4;
 #else
 constexpr int kTileRows = 4, kTileVectors = 2, kMaxVectors = 4;
 #endif
 constexpr int kAccumulators = kTileRows * kTileVectors;
-static_assert(kMaxVectors <= kVectorsPerPanel);
+constexpr int kPanelVectors = kMaxVectors < kVectorsPerPanel ? kMaxVectors : int(kVectorsPerPanel);
 
 constexpr int64_t kTaskPanels = 8;
 constexpr int64_t kTaskRows = 16 * kTileRows;
@@ -30,38 +32,42 @@ constexpr int64_t kInlineProducts = 128 * 1024;  // done before a sleeping worke
 QUIRE_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 QUIRE_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Vectors of columns a tile of `rows` rows takes: the largest power of two that fits the registers.
-constexpr int tile_vectors(int rows) {
+// Vectors of columns a tile of `rows` rows takes: the largest power of two, up to `most`, that fits the registers.
+constexpr int tile_vectors(int rows, int most) {
   int vectors = kTileVectors;
-  while (vectors * 2 <= kMaxVectors && vectors * 2 * rows <= kAccumulators) vectors *= 2;
+  while (vectors * 2 <= most && vectors * 2 * rows <= kAccumulators) vectors *= 2;
   return vectors;
 }
 
-// Tile::run<R, G> for so many rows and vectors; at most tile_vectors(rows) vectors.
+// Tile::run<R, G> for so many rows and vectors; at most tile_vectors(rows, Tile::kMost) vectors.
 template <typename Tile, int R = 1>
 static auto tile_function(int64_t rows, int64_t vectors) {
   if constexpr (R < kTileRows) {
     if (rows > R) return tile_function<Tile, R + 1>(rows, vectors);
   }
-  if constexpr (tile_vectors(R) >= 4) {
+  if constexpr (tile_vectors(R, Tile::kMost) >= 8) {
+    if (vectors >= 8) return &Tile::template run<R, 8>;
+  }
+  if constexpr (tile_vectors(R, Tile::kMost) >= 4) {
     if (vectors >= 4) return &Tile::template run<R, 4>;
   }
   return &Tile::template run<R, 2>;
 }
 
-// Calls tile(vector, width) for tiles of up to tile_vectors(rows) vectors that together cover `panels` panels.
-template <typename Call>
-QUIRE_INLINE void for_tiles(int64_t rows, int64_t panels, const Call& tile) {
+// Calls call(vector, width) for tiles of up to tile_vectors(rows, Tile::kMost) vectors that together cover `panels`
+// panels.
+template <typename Tile, typename Call>
+QUIRE_INLINE void for_tiles(int64_t rows, int64_t panels, const Call& call) {
   const int64_t vectors = panels * kVectorsPerPanel;
-  int64_t width = tile_vectors(int(rows));
+  int64_t width = tile_vectors(int(rows), Tile::kMost);
   for (int64_t vector = 0; vector < vectors; vector += width) {
     while (width > vectors - vector) width /= 2;
-    tile(vector, width);
+    call(vector, width);
   }
 }
 
 constexpr int kUnfetchedRows = 2;      // few rows are read as fast as the processor's own prefetchers go
-constexpr int64_t kBytesAhead = 8192;  // of weights
+constexpr int64_t kBytesAhead = 8192;  // of weights, in all panels of a tile together
 
 // Where a product goes: sums of rows from `row` and of `width` columns from `column` on (but those beyond the last),
 // plus bias, rounded. The sums' rows are `stride` apart.
