@@ -1,9 +1,9 @@
 // Paged attention over one item of a plan (attention_plan.h): Kwon et al. 2023, with the online softmax of Milakov and
 // Gimelshein 2018. Every (token, head) row is computed in an order that depends on its position and window alone: tiles
-// of 128 keys and sections of 512 at absolute positions, one chain of fused multiply-adds per score and per output. What
-// else is in the batch, how the prompt was cut, block size and placement, and the thread count do not change its bits.
-// Over an int8 cache the sums of a tile are exact integers: queries and probabilities become int16, each row by itself.
-// Values of keys that some row of a tile sees must be finite: rows that do not see them multiply them by zero.
+// of 128 keys and sections of 512 at absolute positions, one chain of fused multiply-adds per score and per output.
+// What else is in the batch, how the prompt was cut, block size and placement, and the thread count do not change its
+// bits. Over an int8 cache the sums of a tile are exact integers: queries and probabilities become int16, each row by
+// itself. Values of keys that some row of a tile sees must be finite: rows that do not see them multiply them by zero.
 #pragma once
 
 #include <cstring>
@@ -219,7 +219,8 @@ class AttentionTask {
       } else if (!is_seen) {
         tile.vectors[v] = tile.vectors[first / W];
       }
-      const BlockSlot<C> later = is_seen && in_place ? cursor.next() : BlockSlot<C>{tile.vectors[v], tile.values[v * W]};
+      const BlockSlot<C> later =
+          is_seen && in_place ? cursor.next() : BlockSlot<C>{tile.vectors[v], tile.values[v * W]};
       tile.later_keys[v] = later.keys;
       tile.later_values[v] = later.values;
     }
@@ -232,8 +233,8 @@ class AttentionTask {
     }
   }
 
-  // Let all rows see one tile. Beside the work on few rows, what comes later is fetched; many rows leave the processor's
-  // own prefetchers time enough.
+  // Let all rows see one tile. Beside the work on few rows, what comes later is fetched; many rows leave the
+  // processor's own prefetchers time enough.
   void run_tile(const KeyTile<C>& tile, const State& state) const {
     const int64_t blocks = rows_ <= kMostAttentionRows ? 1 : (rows_ + kAttentionRows - 1) / kAttentionRows;
     for (int64_t r = 0; r < rows_; ++r) s_.references[r] = -kInfinity;
@@ -243,8 +244,7 @@ class AttentionTask {
   }
 
   // One step for all rows of blocks [begin, end) before the next: then the rows' chains of operations overlap.
-  void run_blocks(const KeyTile<C>& tile, int64_t begin, int64_t end, int64_t blocks,
-                  const State& state) const {
+  void run_blocks(const KeyTile<C>& tile, int64_t begin, int64_t end, int64_t blocks, const State& state) const {
     const int64_t begin_row = rows_ * begin / blocks, end_row = rows_ * end / blocks;
     const auto scores = [&](int64_t r) { return s_.scores + (r - begin_row) * kTileKeys; };
     const auto for_blocks = [&](const auto& call) {  // call(row, rows, first, last): rows that see keys [first, last)
@@ -266,7 +266,8 @@ class AttentionTask {
       });
       const int64_t vector = first / W, vectors_end = (last + W - 1) / W;
       for (int64_t r = row; r < row + rows; ++r) {
-        const int64_t first_seen = first_key(a_, s_.positions[r]) - tile.start, seen_end = s_.positions[r] + 1 - tile.start;
+        const int64_t first_seen = first_key(a_, s_.positions[r]) - tile.start,
+                      seen_end = s_.positions[r] + 1 - tile.start;
         if (first_seen > vector * W || seen_end < vectors_end * W) {
           mask_scores(scores(r), vector, vectors_end, first_seen, seen_end);
         }

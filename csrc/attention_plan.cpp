@@ -79,6 +79,7 @@ AttentionScratch thread_scratch(DType dtype, const AttentionArgs& args, int64_t 
 struct Plan {
   std::vector<AttentionItem> items;
   std::vector<AttentionItem> split;  // the items whose sections were spread over several others
+  std::vector<int64_t> tasks;        // first item of each task, and the number of items
   FloatBuffer partials;
   int64_t partial_floats = 0;
   int64_t work = 0;  // sum of the items' costs
@@ -161,20 +162,18 @@ AttentionItem part_of(const AttentionArgs& args, const AttentionItem& item, int6
 }
 
 // All sections of the keys that tokens [begin, end) of sequence s see.
-AttentionItem whole_item(const AttentionArgs& args, int64_t s, int64_t begin, int64_t end) {
+AttentionItem whole_item(const AttentionArgs& args, int64_t s, int64_t kv_head, int64_t begin, int64_t end) {
   const int64_t position = context_len(args, s) - args.query_start[s];  // of token t: this and t
   const int64_t first_key = first_visible(args, position + begin), last_key = position + end - 1;
   const int64_t rows = (end - begin) * (args.num_heads / args.num_kv_heads);
-  return {.seq = s,
-          .kv_head = 0,
-          .token_begin = begin,
-          .token_end = end,
-          .section_begin = first_key / kSectionKeys,
-          .section_end = last_key / kSectionKeys + 1,
-          .state = -1,
-          .state_rows = rows,
-          .state_row = 0,
-          .cost = rows * (last_key + 1 - first_key)};
+  const int64_t section_begin = first_key / kSectionKeys, section_end = last_key / kSectionKeys + 1;
+  return {s, kv_head, begin, end, section_begin, section_end, -1, rows, 0, rows * (last_key + 1 - first_key)};
+}
+
+void add_item(const AttentionItem& item, Plan& plan) {
+  if (item.section_begin == item.section_end) return;
+  plan.items.push_back(item);
+  plan.work += item.cost;
 }
 
 // For sequences [begin, end), the `shared` sections in items of their own, for all of their tokens together.
@@ -182,43 +181,24 @@ void add_sharing_items(const AttentionArgs& args, int64_t begin, int64_t end, Se
                        int64_t kv_head, Plan& plan) {
   const int64_t group = args.num_heads / args.num_kv_heads;
   const int64_t first_token = args.query_start[begin], last_token = args.query_start[end];
-  std::vector<AttentionItem> wholes;
-  Sections all = shared;
+  const int64_t rows = (last_token - first_token) * group, states = plan.partial_floats;
   for (int64_t s = begin; s < end; ++s) {
-    wholes.push_back(whole_item(args, s, args.query_start[s], args.query_start[s + 1]));
-    all = {std::min(all.begin, wholes.back().section_begin), std::max(all.end, wholes.back().section_end)};
-  }
-  AttentionItem together = wholes.front();
-  together.kv_head = kv_head;
-  together.state = plan.partial_floats;
-  together.state_rows = (last_token - first_token) * group;
-  together.section_begin = all.begin;
-  together.section_end = all.end;
-  plan.partial_floats += all.count() * state_floats(args, together.state_rows);
-  const auto add = [&](AttentionItem item, Sections sections) {
-    if (sections.count() == 0) return;
-    item = part_of(args, item, sections.begin, sections.end);
-    plan.items.push_back(item);
-    plan.work += item.cost;
-  };
-  for (int64_t t = first_token; t < last_token; t += tokens_per_item) {
-    AttentionItem item = together;
-    item.token_begin = t;
-    item.token_end = std::min(last_token, t + tokens_per_item);
-    while (args.query_start[item.seq + 1] <= t) ++item.seq;
-    item.state_row = (t - first_token) * group;
-    item.cost = (item.token_end - t) * group * all.count() * kSectionKeys;
-    add(item, shared);
-  }
-  for (AttentionItem item : wholes) {
-    const Sections own = {item.section_begin, item.section_end};
-    item.kv_head = kv_head;
-    item.state = together.state + (own.begin - all.begin) * state_floats(args, together.state_rows);
-    item.state_rows = together.state_rows;
+    AttentionItem item = whole_item(args, s, kv_head, args.query_start[s], args.query_start[s + 1]);
+    item.state = states + item.section_begin * state_floats(args, rows);
+    item.state_rows = rows;
     item.state_row = (item.token_begin - first_token) * group;
     plan.split.push_back(item);
-    add(item, {own.begin, shared.begin});
-    add(item, {shared.end, own.end});
+    plan.partial_floats = std::max(plan.partial_floats, states + item.section_end * state_floats(args, rows));
+    add_item(part_of(args, item, item.section_begin, shared.begin), plan);
+    add_item(part_of(args, item, shared.end, item.section_end), plan);
+  }
+  for (int64_t t = first_token, s = begin; t < last_token; t += tokens_per_item) {
+    while (args.query_start[s + 1] <= t) ++s;
+    const int64_t token_end = std::min(last_token, t + tokens_per_item);
+    const int64_t cost = (token_end - t) * group * shared.count() * kSectionKeys;
+    add_item({s, kv_head, t, token_end, shared.begin, shared.end, states + shared.begin * state_floats(args, rows),
+              rows, (t - first_token) * group, cost},
+             plan);
   }
 }
 
@@ -241,10 +221,8 @@ void make_items(const AttentionArgs& args, int64_t tokens_per_item, Plan& plan) 
         continue;
       }
       for (int64_t t = args.query_start[s]; t < args.query_start[s + 1]; t += tokens_per_item) {
-        AttentionItem item = whole_item(args, s, t, std::min<int64_t>(args.query_start[s + 1], t + tokens_per_item));
-        item.kv_head = head;
-        plan.items.push_back(item);
-        plan.work += item.cost;
+        const int64_t token_end = std::min<int64_t>(args.query_start[s + 1], t + tokens_per_item);
+        add_item(whole_item(args, s, head, t, token_end), plan);
       }
     }
   }
@@ -262,15 +240,12 @@ void split_items(const AttentionArgs& args, int64_t limit, Plan& plan) {
       plan.partial_floats += sections * state_floats(args, item.state_rows);
       plan.split.push_back(item);
     }
-    for (int64_t p = 0; p < pieces; ++p) {
-      const AttentionItem piece = part_of(args, item, item.section_begin + sections * p / pieces,
-                                          item.section_begin + sections * (p + 1) / pieces);
-      if (p == 0) {
-        plan.items[i] = piece;
-      } else {
-        plan.items.push_back(piece);
-      }
-    }
+    const auto piece = [&](int64_t p) {
+      return part_of(args, item, item.section_begin + sections * p / pieces,
+                     item.section_begin + sections * (p + 1) / pieces);
+    };
+    plan.items[i] = piece(0);
+    for (int64_t p = 1; p < pieces; ++p) plan.items.push_back(piece(p));
   }
 }
 
@@ -295,14 +270,22 @@ void paged_attention(DType dtype, const AttentionArgs& args) {
                      [](const AttentionItem& a, const AttentionItem& b) { return a.cost > b.cost; });
   }
   float* partials = plan.partials.reserve(plan.partial_floats);
+  const int64_t task_cost = is_small ? INT64_MAX : plan.work / (kTasksPerThread * threads);
   const auto run = [&](const std::vector<AttentionItem>& items, AttentionTable::Kernel kernel) {
-    const int64_t count = static_cast<int64_t>(items.size());
-    const int64_t tasks = is_small ? std::min<int64_t>(count, 1) : std::min(count, kTasksPerThread * threads);
+    plan.tasks.clear();
+    for (int64_t i = 0, count = int64_t(items.size()), cost = task_cost; i < count; ++i) {
+      if (cost >= task_cost) {
+        plan.tasks.push_back(i);
+        cost = 0;
+      }
+      cost += items[size_t(i)].cost;
+    }
+    plan.tasks.push_back(int64_t(items.size()));
+    const int64_t* tasks = plan.tasks.data();  // on another thread, `plan` is another
     auto task = [&](int64_t i, int) {
-      const int64_t begin = count * i / tasks, end = count * (i + 1) / tasks;
-      kernel(args, items.data() + begin, end - begin, thread_scratch(dtype, args, rows, partials));
+      kernel(args, items.data() + tasks[i], tasks[i + 1] - tasks[i], thread_scratch(dtype, args, rows, partials));
     };
-    parallel_for(tasks, task);
+    parallel_for(int64_t(plan.tasks.size()) - 1, task);
   };
   run(plan.items, args.int8_cache ? table.int8_items[dtype] : table.items[dtype]);
   run(plan.split, table.finish[dtype]);

@@ -45,9 +45,9 @@ struct AttentionArgs {
   int64_t row_stride;
 };
 
-// Work of one thread: query tokens [token_begin, token_end), the query heads of one key/value head, the keys of sections
-// [section_begin, section_end). Tokens may go on into following sequences that have the same blocks there; all of these
-// tokens see all of these keys.
+// Work of one thread: query tokens [token_begin, token_end), the query heads of one key/value head, the keys of
+// sections [section_begin, section_end). Tokens may go on into following sequences that have the same blocks there; all
+// of these tokens see all of these keys.
 struct AttentionItem {
   int64_t seq;  // of token_begin
   int64_t kv_head;
@@ -55,8 +55,8 @@ struct AttentionItem {
   int64_t token_end;
   int64_t section_begin;
   int64_t section_end;
-  // Where the state of the first section goes, in floats from `partials`: the item's rows are those from state_row on of
-  // state_rows, and the next section's state follows. -1: the item sees all its sections and writes the output.
+  // Where the state of the first section goes, in floats from `partials`: the item's rows are those from state_row on
+  // of state_rows, and the next section's state follows. -1: the item sees all its sections and writes the output.
   int64_t state;
   int64_t state_rows;
   int64_t state_row;

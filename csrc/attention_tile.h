@@ -151,8 +151,8 @@ static inline void score_keys(const KeyTile<C>& tile, bool fetches, int64_t vect
   }
 }
 
-// Four-byte lanes in which values are multiplied, each a dimension of kKeys keys, and probabilities to match: a float of
-// one key, or a pair of int16 of two. `make` makes kVectors of them, `n` dimensions and zeros.
+// Four-byte lanes in which values are multiplied, each a dimension of kKeys keys, and probabilities to match: a float
+// of one key, or a pair of int16 of two. `make` makes kVectors of them, `n` dimensions and zeros.
 template <typename C>
 struct ValueLane {
   using Prob = float;
@@ -185,9 +185,7 @@ struct ValueLane<int8_t> {
   QUIRE_INLINE Vector broadcast(const float* p) { return set1_int16_pair(reinterpret_cast<const int16_t*>(p)); }
   QUIRE_INLINE i32 begin(f32) { return i32{}; }
   QUIRE_INLINE i32 dot(i32 acc, Vector value, Vector prob) { return add_pairs(acc, value, prob); }
-  QUIRE_INLINE f32 end(i32 acc, f32 before, f32 step) {
-    return fma(__builtin_convertvector(acc, f32), step, before);
-  }
+  QUIRE_INLINE f32 end(i32 acc, f32 before, f32 step) { return fma(__builtin_convertvector(acc, f32), step, before); }
 };
 
 // staged[i][dim], rows `stride` apart: lane i of the values, for keys [first, last); what pads head_dim becomes 0.
@@ -277,8 +275,8 @@ static inline void quantize_probs(const KeyTile<int8_t>& tile, int64_t head_dim,
 }
 
 // out[r] = out[r] * decay[r] + steps[r] * sum of probs[r] * values over the lanes of keys [first, last) in order, for V
-// vectors of dimensions from `dim` on of R rows. Without staged values (null) these must be whole vectors of the tile's.
-// With `fetches` the values that come later are fetched meanwhile.
+// vectors of dimensions from `dim` on of R rows. Without staged values (null) these must be whole vectors of the
+// tile's. With `fetches` the values that come later are fetched meanwhile.
 template <int V, typename C, int R, bool kStaged>
 static inline void add_values(const float* staged, const KeyTile<C>& tile, bool fetches, int64_t head_dim, int64_t dim,
                               int64_t first, int64_t last, const float* probs, const float* decay, const float* steps,
