@@ -170,6 +170,23 @@ struct ValueLane {
   QUIRE_INLINE f32 end(f32 acc, f32, f32) { return acc; }
 };
 
+#if defined(__AVX512BF16__)
+// A pair of bf16: probabilities are rounded to it too, as in FlashAttention (Dao et al. 2022), which halves the work.
+template <>
+struct ValueLane<bf16> : ValueLane<float> {
+  using Prob = bf16;
+  using Vector = pairs;
+  static constexpr int64_t kKeys = 2, kVectors = 2;
+  QUIRE_INLINE void make(const bf16* const* values, int64_t dim, int64_t n, Vector* out) {
+    pair_rows(values[0] + dim, values[1] + dim, n, out[0], out[1]);
+  }
+  QUIRE_INLINE void store(float* p, Vector v) { _mm512_storeu_si512(p, v); }
+  QUIRE_INLINE Vector load(const float* p) { return _mm512_loadu_si512(p); }
+  QUIRE_INLINE Vector broadcast(const float* p) { return set1_pair(reinterpret_cast<const bf16*>(p)); }
+  QUIRE_INLINE f32 dot(f32 acc, Vector value, Vector prob) { return dot2(acc, value, prob); }
+};
+#endif
+
 template <>
 struct ValueLane<int8_t> {
   using Prob = float;  // and then int16

@@ -57,6 +57,16 @@ QUIRE_INLINE void in_order(i32& low, i32& high) {
   low = (i32)_mm512_permutex2var_epi32(a, first, b);
   high = (i32)_mm512_permutex2var_epi32(a, second, b);
 }
+#if defined(__AVX512BF16__)
+// Of bf16, already in order.
+QUIRE_INLINE void pair_rows(const bf16* a, const bf16* b, int64_t n, pairs& low, pairs& high) {
+  const __mmask32 mask = n >= 32 ? ~0u : (1u << n) - 1;
+  const __m512i row_a = _mm512_maskz_loadu_epi16(mask, a), row_b = _mm512_maskz_loadu_epi16(mask, b);
+  const i32 first = i32{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} * 0x10001 + 0x200000;
+  low = _mm512_permutex2var_epi16(row_a, (__m512i)first, row_b);
+  high = _mm512_permutex2var_epi16(row_a, (__m512i)(first + 0x100010), row_b);
+}
+#endif
 #elif defined(QUIRE_SIMD_AVX2)
 QUIRE_INLINE __m256i widen_bytes(const int8_t* p, int64_t n) {
   if (n == 16) return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));

@@ -2,9 +2,10 @@
 
 The reference rounds once, on the way out; so do the native kernels, after summing in another order. A bfloat16 result
 may therefore fall on the neighbouring value (relative 2^-7), and near zero differ by what float32 sums differ by.
-Inputs are of order 1, and so are products. Torch computes gelu as x / 2 * (1 + erf), which leaves
-small results few digits. Over an int8 KV cache the native kernel rounds queries and probabilities to 2^-16 of the
-largest, the reference does not.
+Inputs are of order 1, and so are products. Torch computes gelu as x / 2 * (1 + erf), which leaves small results few
+digits. Where the CPU multiplies pairs of bfloat16, attention over a bfloat16 cache rounds probabilities to it: the error
+is up to 2^-9 of the values they weigh. Over an int8 KV cache the native kernel rounds queries and probabilities to 2^-16
+of the largest, the reference does not.
 """
 
 import torch
@@ -30,7 +31,7 @@ TOLERANCES: dict[tuple[str, torch.dtype], tuple[float, float]] = {
     ("embedding", torch.float32): (0.0, 0.0),
     ("embedding", torch.bfloat16): (0.0, 0.0),
     ("paged_attention", torch.float32): (1e-5, 1e-5),
-    ("paged_attention", torch.bfloat16): (2**-7, 1e-5),
+    ("paged_attention", torch.bfloat16): (2**-7, 2**-8),
     ("paged_attention_int8", torch.float32): (1e-4, 3e-4),
     ("paged_attention_int8", torch.bfloat16): (2**-7, 3e-4),
 }
