@@ -67,7 +67,7 @@ QUIRE_INLINE void for_tiles(int64_t rows, int64_t panels, const Call& call) {
 }
 
 constexpr int kUnfetchedRows = 2;      // few rows are read as fast as the processor's own prefetchers go
-constexpr int64_t kBytesAhead = 8192;  // of weights, in all panels of a tile together
+constexpr int64_t kBytesAhead = 6144;  // of weights, in all panels of a tile together
 
 // Where a product goes: sums of rows from `row` and of `width` columns from `column` on (but those beyond the last),
 // plus bias, rounded. The sums' rows are `stride` apart.
