@@ -3,9 +3,9 @@
 The reference rounds once, on the way out; so do the native kernels, after summing in another order. A bfloat16 result
 may therefore fall on the neighbouring value (relative 2^-7), and near zero differ by what float32 sums differ by.
 Inputs are of order 1, and so are products. Torch computes gelu as x / 2 * (1 + erf), which leaves small results few
-digits. Where the CPU multiplies pairs of bfloat16, attention over a bfloat16 cache rounds probabilities to it: the error
-is up to 2^-9 of the values they weigh. Over an int8 KV cache the native kernel rounds queries and probabilities to 2^-16
-of the largest, the reference does not.
+digits. Where the CPU multiplies pairs of bfloat16, attention over a bfloat16 cache rounds probabilities to it: the
+error is up to 2^-9 of the values they weigh. Over an int8 KV cache the native kernel rounds queries and probabilities
+to 2^-16 of the largest, the reference does not.
 """
 
 import torch
