@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from quire.kv.content_hash import NO_KEY, ContentKey
 from quire.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
@@ -25,23 +25,12 @@ class SequenceStatus(Enum):
     FINISHED_ABORTED = "abort"
     FINISHED_IGNORED = "ignored"
 
-    @property
-    def is_finished(self) -> bool:
-        """No more tokens will come."""
-        return self in _FINISH_REASONS
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """As outputs name it; None while unfinished."""
-        return _FINISH_REASONS.get(self)
-
-
-_FINISH_REASONS: dict[SequenceStatus, FinishReason] = {
-    SequenceStatus.FINISHED_STOPPED: "stop",
-    SequenceStatus.FINISHED_LENGTH_CAPPED: "length",
-    SequenceStatus.FINISHED_ABORTED: "abort",
-    SequenceStatus.FINISHED_IGNORED: "ignored",
-}
+    def __init__(self, label: str) -> None:
+        # Attributes, since they are read for every sequence in every step.
+        self.finish_reason: FinishReason | None = next((r for r in get_args(FinishReason) if r == label), None)
+        """as outputs name it; None while unfinished"""
+        self.is_finished = self.finish_reason is not None
+        """no more tokens will come"""
 
 
 class SequenceStage(Enum):
