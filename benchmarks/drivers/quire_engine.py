@@ -4,6 +4,7 @@ import json
 import statistics
 import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -16,7 +17,7 @@ _WARM_UP_STEPS = 2
 
 def load() -> Mapping[str, Handler]:
     """Load the engine."""
-    from quire import LLM, SamplingParams, kernels
+    from quire import LLM, SamplingParams
     from quire.batch import Batch, Draw, ScheduledSequence
     from quire.cli.bench.limits import Limits
 
@@ -48,41 +49,44 @@ def load() -> Mapping[str, Handler]:
         kv_bytes = num_seqs * context * plan.kv_cache.block_bytes * plan.kv_cache.num_tensors / block_size
         return {"step_s": statistics.median(times[_WARM_UP_STEPS:]), "kv_bytes": kv_bytes}
 
-    def rest(num_seqs: int, num_steps: int) -> dict[str, Any]:
-        """Decode steps of streaming requests, as a server runs them, and how long of each the model takes."""
-        engine, replay, in_model = llm.engine, kernels.KernelGraph.replay, [0.0]
-
-        def timed_replay(graph: kernels.KernelGraph) -> None:
-            in_model[0] += timed(lambda: replay(graph))
-
-        params = SamplingParams(
-            temperature=0.8, top_k=50, top_p=0.9, seed=1, max_tokens=None, ignore_eos=True, output_kind="delta"
-        )
-        ids = [f"rest-{i}" for i in range(num_seqs)]
-        for request_id, prompt in zip(ids, random_prompts(num_seqs, 64), strict=True):
-            engine.add_request(request_id, prompt, params)
-        while engine.stats().num_generated_tokens == 0 or engine.stats().num_waiting:
-            engine.step()
-        engine.step()  # records the step
-        steps = []
-        with patch.object(kernels.KernelGraph, "replay", timed_replay):
-            for _ in range(num_steps):
-                in_model[0] = 0.0
-                steps.append((timed(engine.step), in_model[0]))
-        for request_id in ids:
-            engine.abort_request(request_id)
-        return {
-            "step_s": statistics.median(step for step, _ in steps),
-            "rest_s": statistics.median(step - model for step, model in steps),
-        }
-
     return {
         "generate": generate,
-        "rest": rest,
+        "rest": partial(_rest, llm),
         "limits": limits,
         "decode": decode,
         "weights": lambda: {"weight_bytes": plan.weight_bytes},
         "fill_cache": lambda: _take_pages(executor),
+    }
+
+
+def _rest(llm: Any, num_seqs: int, num_steps: int) -> dict[str, Any]:
+    """Decode steps of streaming requests, as a server runs them, and how long of each the model takes."""
+    from quire import SamplingParams, kernels
+
+    engine, replay, in_model = llm.engine, kernels.KernelGraph.replay, [0.0]
+
+    def timed_replay(graph: kernels.KernelGraph) -> None:
+        in_model[0] += timed(lambda: replay(graph))
+
+    params = SamplingParams(
+        temperature=0.8, top_k=50, top_p=0.9, seed=1, max_tokens=None, ignore_eos=True, output_kind="delta"
+    )
+    ids = [f"rest-{i}" for i in range(num_seqs)]
+    for request_id, prompt in zip(ids, random_prompts(num_seqs, 64), strict=True):
+        engine.add_request(request_id, prompt, params)
+    while engine.stats().num_generated_tokens == 0 or engine.stats().num_waiting:
+        engine.step()
+    engine.step()  # records the step
+    steps = []
+    with patch.object(kernels.KernelGraph, "replay", timed_replay):
+        for _ in range(num_steps):
+            in_model[0] = 0.0
+            steps.append((timed(engine.step), in_model[0]))
+    for request_id in ids:
+        engine.abort_request(request_id)
+    return {
+        "step_s": statistics.median(step for step, _ in steps),
+        "rest_s": statistics.median(step - model for step, model in steps),
     }
 
 

@@ -86,7 +86,7 @@ def test_a_replay_computes_from_what_is_in_place_now():
 @needs_native
 @pytest.mark.parametrize(
     "compute",
-    [lambda x: x + 1, lambda x: x.add_(1), lambda x: x.T.contiguous(), lambda x: torch.zeros(3), lambda x: x.sum()],
+    [lambda x: x + 1, lambda x: x.add_(1), lambda x: x.T.contiguous(), lambda x: torch.empty(3), lambda x: x.sum()],
 )
 def test_what_a_replay_would_miss_is_refused(compute):
     graph = kernels.KernelGraph()
@@ -101,8 +101,14 @@ def test_what_a_replay_would_miss_is_refused(compute):
 def test_a_replay_that_fails_says_why():
     graph = kernels.KernelGraph()
     table, ids = torch.randn(5, 4), torch.tensor([1, 2])
-    with graph.record():
+    with kernels.Workspace().recording(), graph.record():
         kernels.embedding(ids, table)
     ids[1] = 5
     with pytest.raises(KernelError, match=r"token id 5 is not in \[0, 5\)"):
         graph.replay()
+
+
+@needs_native
+def test_outputs_that_no_workspace_keeps_are_refused():
+    with pytest.raises(KernelError, match="no Workspace"), kernels.KernelGraph().record():
+        kernels.activation(torch.randn(3, 6), "relu")

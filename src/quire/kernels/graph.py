@@ -17,8 +17,8 @@ class KernelGraph:
     """Kernel calls with their arguments, as CUDA graphs keep them.
 
     A replay makes the same calls on the same addresses: the caller keeps the inputs in place and writes the new ones
-    there, and keeps what was put out in a Workspace. Only kernels are recorded, so nothing but kernels and views may
-    compute in between; anything else raises KernelError.
+    there, and what is put out goes into a Workspace, which must be `recording()`. Only kernels are recorded, so nothing
+    but kernels and views may run in between; anything else raises KernelError.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class KernelGraph:
 
 
 class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses what torch would compute."""
+    """Refuses what torch would compute, and memory that may be another's at the replay."""
 
     def __torch_dispatch__(
         self,
@@ -56,7 +56,7 @@ class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.empty.memory_format:
+        if func is torch.ops.aten.empty.memory_format and out.numel() == 0:
             return out
         first = out[0] if isinstance(out, list | tuple) else out
         if (
@@ -64,5 +64,8 @@ class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
             or not isinstance(first, Tensor)
             or first.untyped_storage().data_ptr() != args[0].untyped_storage().data_ptr()
         ):
-            raise KernelError(f"{func} computes while kernels are recorded: it would be missing in the replay")
+            raise KernelError(
+                f"{func} computes, or takes memory that no Workspace keeps, while kernels are recorded: it would "
+                "be missing in the replay"
+            )
         return out
