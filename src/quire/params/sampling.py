@@ -1,11 +1,12 @@
-"""What a caller may ask of a request."""
+"""How tokens are chosen, and when to stop."""
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
 from quire.errors import InvalidParamsError
+from quire.params.checks import check_int, check_number
 
 OutputKind = Literal["cumulative", "delta", "final_only"]
 OUTPUT_KINDS: tuple[OutputKind, ...] = ("cumulative", "delta", "final_only")
@@ -54,21 +55,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """whose request it is, for the scheduling policy `fair`"""
 
     def __post_init__(self) -> None:
-        _check_int("n", self.n, 1, MAX_SAMPLES, f"1 to {MAX_SAMPLES}")
-        _check_int("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY, "a 32-bit integer")
+        check_int("n", self.n, 1, MAX_SAMPLES, f"1 to {MAX_SAMPLES}")
+        check_int("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY, "a 32-bit integer")
         if self.output_kind not in OUTPUT_KINDS:
             raise InvalidParamsError(f"output_kind={self.output_kind!r}: must be one of {', '.join(OUTPUT_KINDS)}")
         if not isinstance(self.tenant, str) or len(self.tenant) > MAX_TENANT_LEN:
             raise InvalidParamsError(f"tenant must be a string of at most {MAX_TENANT_LEN} characters")
-        _check_number("temperature", self.temperature, 0.0, math.inf, "0 for greedy, or a positive number")
-        _check_number("top_p", self.top_p, 0.0, 1.0, "more than 0 and at most 1", lowest_excluded=True)
-        _check_int("top_k", self.top_k, -1, None, "-1 or 0 for all tokens, or a count")
+        check_number("temperature", self.temperature, 0.0, math.inf, "0 for greedy, or a positive number")
+        check_number("top_p", self.top_p, 0.0, 1.0, "more than 0 and at most 1", lowest_excluded=True)
+        check_int("top_k", self.top_k, -1, None, "-1 or 0 for all tokens, or a count")
         if self.seed is not None:
-            _check_int("seed", self.seed, -MAX_SEED, MAX_SEED, "a 64-bit integer")
+            check_int("seed", self.seed, -MAX_SEED, MAX_SEED, "a 64-bit integer")
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1, None, "at least 1, or None for what the context holds")
+            check_int("max_tokens", self.max_tokens, 1, None, "at least 1, or None for what the context holds")
         for token_id in self.stop_token_ids or ():
-            _check_int("stop_token_ids", token_id, 0, None, "token ids, 0 or larger")
+            check_int("stop_token_ids", token_id, 0, None, "token ids, 0 or larger")
         self._check_stop()
 
     def _check_stop(self) -> None:
@@ -86,17 +87,3 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
-
-def _check_number(
-    name: str, value: Any, low: float, high: float, allowed: str, *, lowest_excluded: bool = False
-) -> None:
-    ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not ok or value < low or value > high or (lowest_excluded and value == low):
-        raise InvalidParamsError(f"{name}={value!r}: must be {allowed}")
-
-
-def _check_int(name: str, value: Any, low: int, high: int | None, allowed: str) -> None:
-    ok = isinstance(value, int) and not isinstance(value, bool)
-    if not ok or value < low or (high is not None and value > high):
-        raise InvalidParamsError(f"{name}={value!r}: must be {allowed}")
