@@ -183,7 +183,7 @@ class LlamaCpp(Engine):
     """llama.cpp through llama-cpp-python, which is compiled for this machine when it is installed."""
 
     name, environment, module = "llama.cpp", "llama-cpp", "llama_cpp"
-    _formats: ClassVar[Mapping[str, str]] = {"bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
+    _formats: ClassVar[Mapping[str, str]] = {"bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_K_M"}
 
     def _install(self) -> None:
         self._pip("llama-cpp-python", "gguf", "numpy")
