@@ -6,6 +6,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+import numpy as np
 import torch
 
 from quire import kernels
@@ -60,7 +61,9 @@ def _calls(
     block_bytes = _BLOCK_SIZE * spec.bytes_per_token
     blocks_per_call = -(-context // _BLOCK_SIZE) * num_seqs
     num_blocks = max(1, COLD_BYTES // (block_bytes * blocks_per_call)) * blocks_per_call
-    buffer = torch.zeros(num_blocks * block_bytes, dtype=torch.uint8)
+    memory = np.zeros(num_blocks * block_bytes + 64, np.uint8)  # in huge pages, as the engine has it
+    start = -memory.ctypes.data % 64
+    buffer = torch.from_numpy(memory[start : start + num_blocks * block_bytes])
     cache_dtype = getattr(torch, spec.dtype)
     k_cache, v_cache = kernels.make_layer_cache(buffer, num_blocks, _BLOCK_SIZE, num_kv_heads, head_dim, cache_dtype)
     for slots in torch.arange(num_blocks * _BLOCK_SIZE).tensor_split(-(-num_blocks // 256)):  # takes the pages
