@@ -60,24 +60,21 @@ static inline BlockSlot<C> find_slot(const AttentionArgs& args, int64_t seq, int
               (kv_head * args.block_size + offset) * args.head_dim};
 }
 
-// Walks over the tiles of a run of items, one ahead of the work, and fetches what lies there into the second-level
-// cache: in the order of memory, block by block, since that is what the processor's own prefetchers recognize and help
-// with.
+// Walks over the tiles of a run of items, up to two ahead of the work, and fetches what lies there into the
+// second-level cache: in the order of memory, block by block, since that is what the processor's own prefetchers
+// recognize and help with.
 template <typename C>
 class LookAhead {
  public:
   LookAhead(const AttentionArgs& args, const AttentionItem* items, int64_t count)
       : a_(args), item_(items), end_(items + count) {
-    enter();
+    enter_item();
+    lead_ = 1;
   }
 
-  // The work begins a tile: the one after it is what is fetched from now on.
+  // The work begins the next tile: those up to it need not be fetched any more.
   void begin_tile() {
-    start_ += kTileKeys;
-    if (start_ >= last_ && ++item_ < end_) enter();
-    next_ = piece_end_ = nullptr;
-    key_ = item_ < end_ && a_.block_size % W == 0 ? start_ / piece_keys() * piece_keys() : INT64_MAX;
-    row_ = 0;
+    if (--lead_ == 0) next_tile();
   }
 
   // The next kBytes, where the i-th call is one of many that ask for as much.
@@ -93,10 +90,19 @@ class LookAhead {
   }
 
  private:
-  void enter() {
+  void enter_item() {
     const KeyRange keys = key_range(a_, *item_);
     start_ = keys.first / kTileKeys * kTileKeys;
     last_ = keys.last;
+  }
+
+  void next_tile() {
+    ++lead_;
+    start_ += kTileKeys;
+    if (start_ >= last_ && item_ < end_ && ++item_ < end_) enter_item();
+    next_ = piece_end_ = nullptr;
+    key_ = start_ / piece_keys() * piece_keys();
+    row_ = 0;
   }
 
   // A block's keys lie in one piece, and so do its values. Of larger blocks each lane of the keys has a piece.
@@ -104,7 +110,8 @@ class LookAhead {
   int64_t piece_keys() const { return min_of(a_.block_size, kTileKeys); }
 
   bool next_piece() {
-    if (key_ >= min_of(start_ + kTileKeys, last_)) return false;
+    if (key_ >= min_of(start_ + kTileKeys, last_) && lead_ < 2) next_tile();
+    if (key_ >= min_of(start_ + kTileKeys, last_) || item_ == end_ || a_.block_size % W != 0) return false;
     const int64_t heads = item_->num_kv_heads, lanes = heads * key_lanes<C>(a_);
     const int64_t key_rows = is_in_lanes() ? lanes : 1, value_rows = is_in_lanes() ? heads : 1;
     const BlockSlot<C> slot = find_slot<C>(a_, item_->seq, item_->kv_head, key_);
@@ -126,6 +133,7 @@ class LookAhead {
   const AttentionItem* item_;
   const AttentionItem* end_;
   int64_t start_, last_;  // of the tile that is fetched, and of its item
+  int64_t lead_;          // so many tiles after the one that is worked on
   int64_t key_, row_;     // of the piece that is fetched next
   const char *next_ = nullptr, *piece_end_ = nullptr;
 };

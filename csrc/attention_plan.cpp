@@ -21,9 +21,9 @@ constexpr int64_t kInlineWork = 1 << 20;
 // More items than threads, so that the last ones to finish do not leave the other threads idle for long.
 constexpr int64_t kItemsPerThread = 4;
 // Runs of items, in each of which the first keys of an item are fetched during the one before.
-constexpr int64_t kTasksPerThread = 16;
-// Keys and values of a tile, with those fetched for the next one: half of a common second-level cache.
-constexpr int64_t kTileBytes = 256 * 1024;
+constexpr int64_t kTasksPerThread = 6;
+// Keys and values of a tile: with those fetched for the next two they fit into a common second-level cache.
+constexpr int64_t kTileBytes = 128 * 1024;
 
 // A cache-line aligned array of floats that only grows.
 class FloatBuffer {
