@@ -39,6 +39,11 @@ static inline KeyRange key_range(const AttentionArgs& args, const AttentionItem&
           min_of(context + item.token_end, item.section_end * kSectionKeys)};
 }
 
+template <typename C>
+QUIRE_INLINE int64_t key_lanes(const AttentionArgs& args) {
+  return args.head_dim / KeyLane<C>::kPack + KeyLane<C>::kScaleLanes;
+}
+
 // Keys and values from slot `offset` of a block of one head on.
 template <typename C>
 struct BlockSlot {
@@ -46,47 +51,91 @@ struct BlockSlot {
 };
 
 template <typename C>
-static inline BlockSlot<C> find_slot(const AttentionArgs& args, const AttentionItem& item, int64_t key) {
-  const int64_t lanes = args.head_dim / KeyLane<C>::kPack + KeyLane<C>::kScaleLanes, offset = key % args.block_size;
-  const int64_t block = args.block_tables[item.seq * args.table_stride + key / args.block_size];
+static inline BlockSlot<C> find_slot(const AttentionArgs& args, int64_t seq, int64_t kv_head, int64_t key) {
+  const int64_t block = args.block_tables[seq * args.table_stride + key / args.block_size];
+  const int64_t offset = key % args.block_size;
   return {static_cast<const C*>(args.k_cache) + block * args.k_block_stride +
-              (item.kv_head * args.block_size * lanes + offset) * KeyLane<C>::kPack,
+              (kv_head * args.block_size * key_lanes<C>(args) + offset) * KeyLane<C>::kPack,
           static_cast<const C*>(args.v_cache) + block * args.v_block_stride +
-              (item.kv_head * args.block_size + offset) * args.head_dim};
+              (kv_head * args.block_size + offset) * args.head_dim};
 }
 
-// Walks over the vectors of keys of a run of items, a tile's worth ahead of the work, to say what to fetch.
+// Walks over the tiles of a run of items, up to two ahead of the work, and fetches what lies there into the
+// second-level cache: in the order of memory, block by block, since that is what the processor's own prefetchers
+// recognize and help with.
 template <typename C>
-class KeyCursor {
+class LookAhead {
  public:
-  KeyCursor(const AttentionArgs& args, const AttentionItem* items, int64_t count)
+  LookAhead(const AttentionArgs& args, const AttentionItem* items, int64_t count)
       : a_(args), item_(items), end_(items + count) {
-    enter();
-    for (int64_t i = 0; i < KeyTile<C>::kVectors; ++i) next();
+    enter_item();
+    lead_ = 1;
   }
 
-  // The next vector's slot; of the last one again where none follows.
-  BlockSlot<C> next() {
-    if (key_ < last_) {
-      slot_ = find_slot<C>(a_, *item_, key_);
-      key_ += W;
-      if (key_ >= last_ && ++item_ < end_) enter();
-    }
-    return slot_;
+  // The work begins the next tile: those up to it need not be fetched any more.
+  void begin_tile() {
+    if (--lead_ == 0) next_tile();
+  }
+
+  // The next kBytes, where the i-th call is one of many that ask for as much.
+  template <int kBytes>
+  void fetch(int64_t i) {
+    constexpr int kLines = kBytes < 64 ? 1 : kBytes / 64;
+    if (kBytes < 64 && i % (64 / kBytes) != 0) return;
+    if (next_ >= piece_end_ && !next_piece()) return;
+    const char* line = next_;
+    next_ += kLines * 64;
+    QUIRE_UNROLL
+    for (int l = 0; l < kLines; ++l) prefetch(line + l * 64);
   }
 
  private:
-  void enter() {
+  void enter_item() {
     const KeyRange keys = key_range(a_, *item_);
-    key_ = keys.first / W * W;
+    start_ = keys.first / kTileKeys * kTileKeys;
     last_ = keys.last;
+  }
+
+  void next_tile() {
+    ++lead_;
+    start_ += kTileKeys;
+    if (start_ >= last_ && item_ < end_ && ++item_ < end_) enter_item();
+    next_ = piece_end_ = nullptr;
+    key_ = start_ / piece_keys() * piece_keys();
+    row_ = 0;
+  }
+
+  // A block's keys lie in one piece, and so do its values. Of larger blocks each lane of the keys has a piece.
+  bool is_in_lanes() const { return a_.block_size > kTileKeys; }
+  int64_t piece_keys() const { return min_of(a_.block_size, kTileKeys); }
+
+  bool next_piece() {
+    if (key_ >= min_of(start_ + kTileKeys, last_) && lead_ < 2) next_tile();
+    if (key_ >= min_of(start_ + kTileKeys, last_) || item_ == end_ || a_.block_size % W != 0) return false;
+    const int64_t heads = item_->num_kv_heads, lanes = heads * key_lanes<C>(a_);
+    const int64_t key_rows = is_in_lanes() ? lanes : 1, value_rows = is_in_lanes() ? heads : 1;
+    const BlockSlot<C> slot = find_slot<C>(a_, item_->seq, item_->kv_head, key_);
+    if (row_ < key_rows) {
+      next_ = reinterpret_cast<const char*>(slot.keys) + row_ * a_.block_size * 4;
+      piece_end_ = next_ + piece_keys() * 4 * lanes / key_rows;
+    } else {
+      next_ = reinterpret_cast<const char*>(slot.values + (row_ - key_rows) * a_.block_size * a_.head_dim);
+      piece_end_ = next_ + piece_keys() * a_.head_dim * int64_t(sizeof(C)) * heads / value_rows;
+    }
+    if (++row_ == key_rows + value_rows) {
+      row_ = 0;
+      key_ += piece_keys();
+    }
+    return true;
   }
 
   const AttentionArgs& a_;
   const AttentionItem* item_;
   const AttentionItem* end_;
-  int64_t key_, last_;
-  BlockSlot<C> slot_;
+  int64_t start_, last_;  // of the tile that is fetched, and of its item
+  int64_t lead_;          // so many tiles after the one that is worked on
+  int64_t key_, row_;     // of the piece that is fetched next
+  const char *next_ = nullptr, *piece_end_ = nullptr;
 };
 
 // T: what queries and outputs are made of; C: the cache.
@@ -100,10 +149,12 @@ class AttentionTask {
   AttentionTask(const AttentionArgs& args, const AttentionItem& item, const AttentionScratch& scratch)
       : a_(args), item_(item), s_(scratch) {
     group_ = a_.num_heads / a_.num_kv_heads;
-    rows_ = (item_.token_end - item_.token_begin) * group_;
+    token_rows_ = group_ * item_.num_kv_heads;
+    rows_ = (item_.token_end - item_.token_begin) * token_rows_;
+    head_rows_ = rows_ / item_.num_kv_heads;
   }
 
-  void run(KeyCursor<C>& cursor) {
+  void run(LookAhead<C>& ahead) {
     stage_queries();
     KeyTile<C> tile;
     const KeyRange keys = key_range(a_, item_);
@@ -115,9 +166,12 @@ class AttentionTask {
       clear(state);
       for (; start < min_of(keys.last, (section + 1) * kSectionKeys); start += kTileKeys) {
         const int64_t first = max_of(keys.first - start, 0), last = min_of(keys.last - start, kTileKeys);
-        locate(start, first, last, cursor, tile);
-        if (stages()) stage_values(tile, first, last, a_.head_dim, a_.row_stride, s_.values);
-        run_tile(tile, state);
+        ahead.begin_tile();
+        for (int64_t head = 0; head < item_.num_kv_heads; ++head) {
+          locate(start, first, last, item_.kv_head + head, tile);
+          if (stages()) stage_values(tile, first, last, a_.head_dim, a_.row_stride, s_.values);
+          run_tile(tile, head * head_rows_, state, ahead);
+        }
       }
       if (item_.state < 0 && !is_first) merge(state);
     }
@@ -147,9 +201,7 @@ class AttentionTask {
   float* row_sums(const State& state, int64_t r) const { return state.rows + (r + 1) * a_.row_stride - 16; }
 
   // Whether values are made into lanes once for all rows, not by each block of rows for itself.
-  bool stages() const { return rows_ > kMostAttentionRows || a_.head_dim % (4 * W) != 0; }
-
-  int64_t key_lanes() const { return a_.head_dim / Lane::kPack + Lane::kScaleLanes; }
+  bool stages() const { return head_rows_ > kMostAttentionRows || a_.head_dim % (4 * W) != 0; }
 
   typename Lane::Query* query(int64_t r) const {
     return reinterpret_cast<typename Lane::Query*>(s_.queries) + r * a_.head_dim;
@@ -157,7 +209,7 @@ class AttentionTask {
 
   void stage_queries() const {
     for (int64_t r = 0; r < rows_; ++r) {
-      const int64_t token = item_.token_begin + r / group_, head = item_.kv_head * group_ + r % group_;
+      const int64_t token = item_.token_begin + r / token_rows_, head = item_.kv_head * group_ + r % token_rows_;
       const T* from = static_cast<const T*>(a_.query) + token * a_.query_stride + head * a_.head_dim;
       s_.query_scales[r] = a_.scale * kLog2E;
       s_.steps[r] = 1.0f;
@@ -193,7 +245,7 @@ class AttentionTask {
   }
 
   // Find keys [first, last) of the tile at `start`, packing them into the scratch if vectors would straddle blocks.
-  void locate(int64_t start, int64_t first, int64_t last, KeyCursor<C>& cursor, KeyTile<C>& tile) const {
+  void locate(int64_t start, int64_t first, int64_t last, int64_t kv_head, KeyTile<C>& tile) const {
     constexpr int64_t kPack = Lane::kPack;
     const bool in_place = a_.block_size % W == 0;
     C* packed = reinterpret_cast<C*>(s_.packed_keys);
@@ -201,7 +253,7 @@ class AttentionTask {
     tile.lane_stride = kPack * (in_place ? a_.block_size : kTileKeys);
     for (int64_t key = first; key < last;) {
       const int64_t run = min_of(last - key, a_.block_size - (start + key) % a_.block_size);
-      const BlockSlot<C> slot = find_slot<C>(a_, item_, start + key);
+      const BlockSlot<C> slot = find_slot<C>(a_, item_.seq, kv_head, start + key);
       for (int64_t i = 0; i < run; ++i) tile.values[key + i] = slot.values + i * a_.head_dim;
       if (in_place) {
         for (int64_t v = key / W; v * W < key + run; ++v) tile.vectors[v] = slot.keys + (v * W - key) * kPack;
@@ -219,49 +271,48 @@ class AttentionTask {
       } else if (!is_seen) {
         tile.vectors[v] = tile.vectors[first / W];
       }
-      const BlockSlot<C> later =
-          is_seen && in_place ? cursor.next() : BlockSlot<C>{tile.vectors[v], tile.values[v * W]};
-      tile.later_keys[v] = later.keys;
-      tile.later_values[v] = later.values;
     }
   }
 
   void pack_keys(const C* from, int64_t run, C* to) const {
     constexpr int64_t kPack = Lane::kPack;
-    for (int64_t lane = 0; lane < key_lanes(); ++lane) {
+    for (int64_t lane = 0; lane < key_lanes<C>(a_); ++lane) {
       std::memcpy(to + lane * kTileKeys * kPack, from + lane * a_.block_size * kPack, static_cast<size_t>(run) * 4);
     }
   }
 
-  // Let all rows see one tile. Beside the work on few rows, what comes later is fetched; many rows leave the
-  // processor's own prefetchers time enough.
-  void run_tile(const KeyTile<C>& tile, const State& state) const {
-    const int64_t blocks = rows_ <= kMostAttentionRows ? 1 : (rows_ + kAttentionRows - 1) / kAttentionRows;
-    for (int64_t r = 0; r < rows_; ++r) s_.references[r] = -kInfinity;
+  // Let the head's rows, from `row` on, see one tile. Beside the work on few rows, what comes later is fetched; many
+  // rows leave the processor's own prefetchers time enough.
+  void run_tile(const KeyTile<C>& tile, int64_t row, const State& state, LookAhead<C>& ahead) const {
+    const int64_t blocks = head_rows_ <= kMostAttentionRows ? 1 : (head_rows_ + kAttentionRows - 1) / kAttentionRows;
+    for (int64_t r = row; r < row + head_rows_; ++r) s_.references[r] = -kInfinity;
     for (int64_t block = 0; block < blocks; block += kPassBlocks) {
-      run_blocks(tile, block, min_of(block + kPassBlocks, blocks), blocks, state);
+      run_blocks(
+          tile, block, min_of(block + kPassBlocks, blocks), [&](int64_t b) { return row + head_rows_ * b / blocks; },
+          state, blocks <= 2 ? &ahead : nullptr);
     }
   }
 
   // One step for all rows of blocks [begin, end) before the next: then the rows' chains of operations overlap.
-  void run_blocks(const KeyTile<C>& tile, int64_t begin, int64_t end, int64_t blocks, const State& state) const {
-    const int64_t begin_row = rows_ * begin / blocks, end_row = rows_ * end / blocks;
+  template <typename RowOf>
+  void run_blocks(const KeyTile<C>& tile, int64_t begin, int64_t end, const RowOf& row_of, const State& state,
+                  LookAhead<C>* ahead) const {
+    const int64_t begin_row = row_of(begin), end_row = row_of(end);
     const auto scores = [&](int64_t r) { return s_.scores + (r - begin_row) * kTileKeys; };
     const auto for_blocks = [&](const auto& call) {  // call(row, rows, first, last): rows that see keys [first, last)
       for (int64_t b = begin; b < end; ++b) {
-        const int64_t row = rows_ * b / blocks, after = rows_ * (b + 1) / blocks;
+        const int64_t row = row_of(b), after = row_of(b + 1);
         const int64_t first = max_of(first_key(a_, s_.positions[row]) - tile.start, 0);
         const int64_t last = min_of(s_.positions[after - 1] + 1 - tile.start, kTileKeys);
         if (first < last) call(row, after - row, first, last);
       }
     };
-    const auto fetches = [&](int64_t row) { return row == 0 && blocks <= 2; };
+    const auto fetch = [&](int64_t row) { return row == begin_row ? ahead : nullptr; };
     for_blocks([&](int64_t row, int64_t rows, int64_t first, int64_t last) {
       with_rows<kMostAttentionRows>(rows, [&]<int R>() {
         constexpr int kVectors = kAttentionVectors<R>;
         for (int64_t v = first / W / kVectors * kVectors; v * W < last; v += kVectors) {
-          score_keys<kVectors, C, R>(tile, fetches(row), v, a_.head_dim, query(row), s_.query_scales + row,
-                                     scores(row));
+          score_keys<kVectors, C, R>(tile, fetch(row), v, a_.head_dim, query(row), s_.query_scales + row, scores(row));
         }
       });
       const int64_t vector = first / W, vectors_end = (last + W - 1) / W;
@@ -287,8 +338,8 @@ class AttentionTask {
       with_rows<kMostAttentionRows>(rows, [&]<int R>() {
         constexpr int kVectors = kAttentionVectors<R>;
         const auto add = [&]<int V, bool kStaged>(int64_t dim) {
-          add_values<V, C, R, kStaged>(s_.values, tile, fetches(row), a_.head_dim, dim, first, last, scores(row),
-                                       s_.decay + row, s_.steps + row, state.rows + row * a_.row_stride, a_.row_stride);
+          add_values<V, C, R, kStaged>(s_.values, tile, fetch(row), dim, first, last, scores(row), s_.decay + row,
+                                       s_.steps + row, state.rows + row * a_.row_stride, a_.row_stride);
         };
         int64_t dim = 0;
         for (; !stages() && dim < a_.head_dim; dim += kVectors * W) add.template operator()<kVectors, false>(dim);
@@ -324,7 +375,7 @@ class AttentionTask {
 
   void write_output() {
     for (int64_t r = 0; r < rows_; ++r) {
-      const int64_t token = item_.token_begin + r / group_, head = item_.kv_head * group_ + r % group_;
+      const int64_t token = item_.token_begin + r / token_rows_, head = item_.kv_head * group_ + r % token_rows_;
       T* out = static_cast<T*>(a_.out) + (token * a_.num_heads + head) * a_.head_dim;
       const float* from = total().rows + r * a_.row_stride;
       const f32 inverse = set1(1.0f / reduce_add(load(row_sums(total(), r))));
@@ -338,15 +389,17 @@ class AttentionTask {
   const AttentionArgs& a_;
   const AttentionItem& item_;
   const AttentionScratch& s_;
-  int64_t group_;
-  int64_t rows_;
+  int64_t group_;       // query heads of a key/value head
+  int64_t token_rows_;  // of one token
+  int64_t rows_;        // of all; several key/value heads are of one token, so that a head's lie side by side
+  int64_t head_rows_;
 };
 
 template <typename T, typename C = T>
 static void attention_items(const AttentionArgs& args, const AttentionItem* items, int64_t count,
                             const AttentionScratch& scratch) {
-  KeyCursor<C> cursor(args, items, count);
-  for (int64_t i = 0; i < count; ++i) AttentionTask<T, C>(args, items[i], scratch).run(cursor);
+  LookAhead<C> ahead(args, items, count);
+  for (int64_t i = 0; i < count; ++i) AttentionTask<T, C>(args, items[i], scratch).run(ahead);
 }
 
 template <typename T>

@@ -21,7 +21,9 @@ constexpr int64_t kInlineWork = 1 << 20;
 // More items than threads, so that the last ones to finish do not leave the other threads idle for long.
 constexpr int64_t kItemsPerThread = 4;
 // Runs of items, in each of which the first keys of an item are fetched during the one before.
-constexpr int64_t kTasksPerThread = 16;
+constexpr int64_t kTasksPerThread = 6;
+// Keys and values of a tile: with those fetched for the next two they fit into a common second-level cache.
+constexpr int64_t kTileBytes = 128 * 1024;
 
 // A cache-line aligned array of floats that only grows.
 class FloatBuffer {
@@ -161,13 +163,30 @@ AttentionItem part_of(const AttentionArgs& args, const AttentionItem& item, int6
   return part;
 }
 
-// All sections of the keys that tokens [begin, end) of sequence s see.
-AttentionItem whole_item(const AttentionArgs& args, int64_t s, int64_t kv_head, int64_t begin, int64_t end) {
+// All sections of the keys that tokens [begin, end) of sequence s see, for `heads` key/value heads.
+AttentionItem whole_item(const AttentionArgs& args, int64_t s, int64_t kv_head, int64_t heads, int64_t begin,
+                         int64_t end) {
   const int64_t position = context_len(args, s) - args.query_start[s];  // of token t: this and t
   const int64_t first_key = first_visible(args, position + begin), last_key = position + end - 1;
-  const int64_t rows = (end - begin) * (args.num_heads / args.num_kv_heads);
+  const int64_t rows = (end - begin) * (args.num_heads / args.num_kv_heads) * heads;
   const int64_t section_begin = first_key / kSectionKeys, section_end = last_key / kSectionKeys + 1;
-  return {s, kv_head, begin, end, section_begin, section_end, -1, rows, 0, rows * (last_key + 1 - first_key)};
+  return {s, kv_head, heads, begin, end, section_begin, section_end, -1, rows, 0, rows * (last_key + 1 - first_key)};
+}
+
+// How many key/value heads an item of a single token may have, as long as there are enough items for all threads.
+int64_t heads_per_item(DType dtype, const AttentionArgs& args) {
+  const int64_t element = args.int8_cache ? 1 : dtype == kBFloat16 ? 2 : 4;
+  const int64_t most =
+      std::min(kTileBytes / (2 * kTileKeys * args.head_dim * element), kItemRows * args.num_kv_heads / args.num_heads);
+  int64_t sections = 0;
+  for (int64_t s = 0; s < args.num_seqs; ++s) sections += (args.seq_lens[s] + kSectionKeys - 1) / kSectionKeys;
+  const int64_t wanted = kItemsPerThread * num_threads();
+  for (int64_t heads = args.num_kv_heads; heads > 1; --heads) {
+    if (args.num_kv_heads % heads == 0 && heads <= most && sections * (args.num_kv_heads / heads) >= wanted) {
+      return heads;
+    }
+  }
+  return 1;
 }
 
 void add_item(const AttentionItem& item, Plan& plan) {
@@ -183,7 +202,7 @@ void add_sharing_items(const AttentionArgs& args, int64_t begin, int64_t end, Se
   const int64_t first_token = args.query_start[begin], last_token = args.query_start[end];
   const int64_t rows = (last_token - first_token) * group, states = plan.partial_floats;
   for (int64_t s = begin; s < end; ++s) {
-    AttentionItem item = whole_item(args, s, kv_head, args.query_start[s], args.query_start[s + 1]);
+    AttentionItem item = whole_item(args, s, kv_head, 1, args.query_start[s], args.query_start[s + 1]);
     item.state = states + item.section_begin * state_floats(args, rows);
     item.state_rows = rows;
     item.state_row = (item.token_begin - first_token) * group;
@@ -196,14 +215,15 @@ void add_sharing_items(const AttentionArgs& args, int64_t begin, int64_t end, Se
     while (args.query_start[s + 1] <= t) ++s;
     const int64_t token_end = std::min(last_token, t + tokens_per_item);
     const int64_t cost = (token_end - t) * group * shared.count() * kSectionKeys;
-    add_item({s, kv_head, t, token_end, shared.begin, shared.end, states + shared.begin * state_floats(args, rows),
+    add_item({s, kv_head, 1, t, token_end, shared.begin, shared.end, states + shared.begin * state_floats(args, rows),
               rows, (t - first_token) * group, cost},
              plan);
   }
 }
 
-// One item per query tile and key/value head, all sections in it, but for sections that neighbours share.
-void make_items(const AttentionArgs& args, int64_t tokens_per_item, Plan& plan) {
+// One item per query tile and key/value head (or several heads), all sections in it, but for sections that neighbours
+// share.
+void make_items(const AttentionArgs& args, int64_t tokens_per_item, int64_t heads_of_token, Plan& plan) {
   int64_t next = 0;
   for (int64_t s = 0; s < args.num_seqs; s = next) {
     const auto is_short = [&](int64_t i) { return query_len(args, i) > 0 && query_len(args, i) <= tokens_per_item; };
@@ -215,14 +235,15 @@ void make_items(const AttentionArgs& args, int64_t tokens_per_item, Plan& plan) 
       if (with_next.count() <= 0 || (next - s) * with_next.count() < (next - s - 1) * shared.count()) break;
       shared = with_next;
     }
-    for (int64_t head = 0; head < args.num_kv_heads; ++head) {
+    const int64_t heads = next - s == 1 && query_len(args, s) == 1 ? heads_of_token : 1;
+    for (int64_t head = 0; head < args.num_kv_heads; head += heads) {
       if (next - s > 1) {
         add_sharing_items(args, s, next, shared, tokens_per_item, head, plan);
         continue;
       }
       for (int64_t t = args.query_start[s]; t < args.query_start[s + 1]; t += tokens_per_item) {
         const int64_t token_end = std::min<int64_t>(args.query_start[s + 1], t + tokens_per_item);
-        add_item(whole_item(args, s, head, t, token_end), plan);
+        add_item(whole_item(args, s, head, heads, t, token_end), plan);
       }
     }
   }
@@ -259,9 +280,9 @@ void paged_attention(DType dtype, const AttentionArgs& args) {
   plan.partial_floats = plan.work = 0;
   const int64_t group = args.num_heads / args.num_kv_heads;
   const int64_t tokens_per_item = std::max<int64_t>(1, kItemRows / group);
-  make_items(args, tokens_per_item, plan);
+  make_items(args, tokens_per_item, heads_per_item(dtype, args), plan);
 
-  const int64_t threads = num_threads(), rows = tokens_per_item * group;
+  const int64_t threads = num_threads(), rows = std::max(tokens_per_item * group, kItemRows);
   const AttentionTable& table = kernels().attention;
   const bool is_small = threads == 1 || 2 * plan.work * args.head_dim < kInlineWork;
   if (!is_small) {

@@ -45,12 +45,14 @@ struct AttentionArgs {
   int64_t row_stride;
 };
 
-// Work of one thread: query tokens [token_begin, token_end), the query heads of one key/value head, the keys of
+// Work of one thread: query tokens [token_begin, token_end), the query heads of some key/value heads, the keys of
 // sections [section_begin, section_end). Tokens may go on into following sequences that have the same blocks there; all
-// of these tokens see all of these keys.
+// of these tokens see all of these keys. Several key/value heads are for a single token: memory is read fastest in long
+// pieces, and a block's heads lie side by side.
 struct AttentionItem {
   int64_t seq;  // of token_begin
   int64_t kv_head;
+  int64_t num_kv_heads;
   int64_t token_begin;
   int64_t token_end;
   int64_t section_begin;

@@ -35,9 +35,6 @@ struct KeyTile {
   const C* vectors[kVectors];  // W keys each, their first lane
   int64_t lane_stride;         // elements from one lane of a key to its next
   const C* values[kTileKeys];
-  // What is fetched beside each vector: the same of one that comes later, W values in a row.
-  const C* later_keys[kVectors];
-  const C* later_values[kVectors];
 };
 
 // The four-byte lane of the key layout: one float, a pair of bf16, or four int8, where keys have two more lanes.
@@ -111,9 +108,9 @@ QUIRE_INLINE f32 exp2_negative(f32 v) {
 }
 
 // scores[r][key] = scales[r] * (queries[r] . key) for R rows, head_dim apart, and the V vectors of keys from `vector`
-// on. With `fetches` the keys that come later are fetched meanwhile.
-template <int V, typename C, int R>
-static inline void score_keys(const KeyTile<C>& tile, bool fetches, int64_t vector, int64_t head_dim,
+// on. As many lines as are read are fetched ahead meanwhile, if `ahead` is not null.
+template <int V, typename C, int R, typename Ahead>
+static inline void score_keys(const KeyTile<C>& tile, Ahead* ahead, int64_t vector, int64_t head_dim,
                               const typename KeyLane<C>::Query* queries, const float* scales, float* scores) {
   using Lane = KeyLane<C>;
   typename Lane::Sum acc[R][V];
@@ -127,10 +124,7 @@ static inline void score_keys(const KeyTile<C>& tile, bool fetches, int64_t vect
     typename Lane::Vector key[V];
     QUIRE_UNROLL
     for (int v = 0; v < V; ++v) key[v] = Lane::load(tile.vectors[vector + v] + i * tile.lane_stride);
-    if (fetches) {
-      QUIRE_UNROLL
-      for (int v = 0; v < V; ++v) prefetch(tile.later_keys[vector + v] + i * tile.lane_stride);
-    }
+    if (ahead != nullptr) ahead->template fetch<V * W * 4>(i);
     QUIRE_UNROLL
     for (int r = 0; r < R; ++r) {
       const auto query = Lane::broadcast(queries + r * head_dim + i * Lane::kPack);
@@ -138,9 +132,7 @@ static inline void score_keys(const KeyTile<C>& tile, bool fetches, int64_t vect
       for (int v = 0; v < V; ++v) acc[r][v] = Lane::dot(acc[r][v], key[v], query);
     }
   }
-  for (int64_t i = lanes; fetches && i < lanes + Lane::kScaleLanes; ++i) {
-    for (int v = 0; v < V; ++v) prefetch(tile.later_keys[vector + v] + i * tile.lane_stride);
-  }
+  for (int64_t i = 0; ahead != nullptr && i < Lane::kScaleLanes; ++i) ahead->template fetch<V * W * 4>(i);
   QUIRE_UNROLL
   for (int r = 0; r < R; ++r) {
     QUIRE_UNROLL
@@ -293,14 +285,12 @@ static inline void quantize_probs(const KeyTile<int8_t>& tile, int64_t head_dim,
 
 // out[r] = out[r] * decay[r] + steps[r] * sum of probs[r] * values over the lanes of keys [first, last) in order, for V
 // vectors of dimensions from `dim` on of R rows. Without staged values (null) these must be whole vectors of the
-// tile's. With `fetches` the values that come later are fetched meanwhile.
-template <int V, typename C, int R, bool kStaged>
-static inline void add_values(const float* staged, const KeyTile<C>& tile, bool fetches, int64_t head_dim, int64_t dim,
-                              int64_t first, int64_t last, const float* probs, const float* decay, const float* steps,
-                              float* out, int64_t row_stride) {
+// tile's. As many lines as are read are fetched ahead meanwhile, if `ahead` is not null.
+template <int V, typename C, int R, bool kStaged, typename Ahead>
+static inline void add_values(const float* staged, const KeyTile<C>& tile, Ahead* ahead, int64_t dim, int64_t first,
+                              int64_t last, const float* probs, const float* decay, const float* steps, float* out,
+                              int64_t row_stride) {
   using Lane = ValueLane<C>;
-  constexpr int64_t kLine = 64 / sizeof(C);
-  if (V * W < kLine && dim % kLine != 0) fetches = false;
   typename Lane::Sum acc[R][V];
   QUIRE_UNROLL
   for (int r = 0; r < R; ++r) {
@@ -318,13 +308,7 @@ static inline void add_values(const float* staged, const KeyTile<C>& tile, bool 
         Lane::make(tile.values + i * Lane::kKeys, dim + v * W, Lane::kVectors * W, value + v);
       }
     }
-    if (fetches) {
-      const int64_t key = i * Lane::kKeys;
-      const C* later = tile.later_values[key / W] + key % W * head_dim + dim;
-      for (int64_t k = 0; k < Lane::kKeys; ++k) {
-        for (int64_t at = 0; at < V * W; at += kLine) prefetch(later + k * head_dim + at);
-      }
-    }
+    if (ahead != nullptr) ahead->template fetch<V * W * Lane::kKeys* int(sizeof(C))>(i);
     QUIRE_UNROLL
     for (int r = 0; r < R; ++r) {
       const auto prob = Lane::broadcast(probs + r * kTileKeys + i);
