@@ -70,9 +70,8 @@ void check(const SampleArgs& args) {
     };
     check_index("mask_of", changes.mask_of[row], changes.num_masks);
     check_index("history_of", changes.history_of[row], changes.histories.num_lists);
-    if (!(changes.repetition_penalty[row] > 0.0f)) {
-      refuse(row, "repetition_penalty", changes.repetition_penalty[row], "more than 0");
-    }
+    const float repetition = changes.penalties[3 * row];
+    if (!(repetition > 0.0f)) refuse(row, "repetition_penalty", repetition, "more than 0");
   }
 }
 
@@ -89,9 +88,7 @@ struct Changes {
                .history_of = pointer<int32_t>(at[7]),
                .histories = {pointer<int64_t>(at[8]), pointer<int32_t>(at[9]), num_histories},
                .num_prompt_tokens = pointer<int64_t>(at[10]),
-               .repetition_penalty = pointer<float>(at[11]),
-               .frequency_penalty = pointer<float>(at[12]),
-               .presence_penalty = pointer<float>(at[13])} {
+               .penalties = pointer<float>(at[11])} {
     check_ids("banned", values.banned, num_banned, vocab);
     check_ids("biased", values.biased, num_biased, vocab);
     check_ids("histories", values.histories, num_past, vocab);

@@ -28,9 +28,7 @@ struct LogitChanges {
   const int32_t* history_of;         // [num_rows]; -1: none, and no penalties
   TokenLists histories;              // prompt and output
   const int64_t* num_prompt_tokens;  // [num_histories]
-  const float* repetition_penalty;   // [num_rows] each
-  const float* frequency_penalty;
-  const float* presence_penalty;
+  const float* penalties;            // [num_rows, 3]: repetition, frequency, presence
 };
 
 struct SampleArgs {

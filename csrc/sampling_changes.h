@@ -31,8 +31,8 @@ static inline void penalize(const LogitChanges& changes, int64_t row, float* log
   const int64_t begin = changes.histories.starts[history], end = changes.histories.starts[history + 1];
   const int64_t output = begin + changes.num_prompt_tokens[history];
   const int32_t* ids = changes.histories.ids;
-  const float repetition = changes.repetition_penalty[row], frequency = changes.frequency_penalty[row];
-  const float presence = changes.presence_penalty[row];
+  const float* penalties = changes.penalties + 3 * row;
+  const float repetition = penalties[0], frequency = penalties[1], presence = penalties[2];
   for (int64_t i = output; i < end; ++i) ++counts[ids[i]];
   for (int64_t i = begin; i < end; ++i) {
     int32_t& count = counts[ids[i]];

@@ -14,6 +14,7 @@ from quire.errors import KernelError
 from quire.kernels import LogitChanges, SamplingTensors, TokenLists
 from quire.kernels import reference_sampling as reference
 from tests.kernels.isas import ISAS, using
+from tests.kernels.tolerances import assert_close
 
 
 def drawing(
@@ -56,9 +57,8 @@ def make_changes(rows: list[dict[str, Any]], vocab: int) -> LogitChanges:
         has = torch.tensor([name in row for row in rows])
         return torch.where(has, has.cumsum(0) - 1, -1).int()
 
-    def penalties(name: str, otherwise: float) -> Tensor:
-        return torch.tensor([row.get(name, otherwise) for row in rows], dtype=torch.float32)
-
+    neutral = {"repetition": 1.0, "frequency": 0.0, "presence": 0.0}
+    penalties = [[row.get(name, otherwise) for name, otherwise in neutral.items()] for row in rows]
     return LogitChanges(
         numbered("mask"),
         torch.from_numpy(packed.reshape(len(masks), -(-vocab // 32))),
@@ -68,9 +68,7 @@ def make_changes(rows: list[dict[str, Any]], vocab: int) -> LogitChanges:
         numbered("history"),
         lists(*(prompt + output for prompt, output in histories)),
         torch.tensor([len(prompt) for prompt, _ in histories], dtype=torch.int64),
-        penalties("repetition", 1.0),
-        penalties("frequency", 0.0),
-        penalties("presence", 0.0),
+        torch.tensor(penalties, dtype=torch.float32),
     )
 
 
@@ -313,7 +311,7 @@ def test_logprobs_are_those_of_the_reference(isa, vocab, spread, step, num_top, 
     ids, logprobs, ranks = reference.top_logprobs(logits[rows], token_ids, num_top, normalized)
     assert torch.equal(results[0], ids)
     assert torch.equal(results[2], ranks)
-    torch.testing.assert_close(results[1], logprobs, rtol=1e-6, atol=1e-6)
+    assert_close("top_logprobs", results[1], logprobs)
 
 
 def test_the_bits_of_logprobs_are_those_of_every_other_instruction_set():
@@ -358,7 +356,8 @@ class TestRefusals:
             {"banned": lists([1])},
             {"bias": torch.zeros(1)},
             {"num_prompt_tokens": torch.zeros(1, dtype=torch.int64)},
-            {"repetition_penalty": torch.ones(2).double()},
+            {"penalties": torch.ones(2, 3).double()},
+            {"histories": TokenLists(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int32))},
         ],
     )
     def test_wrong_shapes_strides_and_dtypes(self, given):
@@ -383,15 +382,18 @@ class TestRefusals:
             ("mask_of", -2),
             ("history_of", 2),
             ("num_prompt_tokens", 3),
-            ("repetition_penalty", 0.0),
         ],
     )
     def test_values_out_of_range(self, name, value):
-        types = {"top_k": torch.int64, "num_prompt_tokens": torch.int64, "repetition_penalty": torch.float32}
+        types = {"top_k": torch.int64, "num_prompt_tokens": torch.int64}
         dtype = torch.int32 if name.endswith("_of") else types.get(name, torch.float64)
-        given = torch.tensor([1, value] if name == "repetition_penalty" else [0, value], dtype=dtype)
         with pytest.raises(KernelError, match=name):
-            self.call(**{name: given})
+            self.call(**{name: torch.tensor([0, value], dtype=dtype)})
+
+    @pytest.mark.parametrize("value", [0.0, -1.0, torch.nan])
+    def test_a_repetition_penalty_that_is_not_positive(self, value):
+        with pytest.raises(KernelError, match="repetition_penalty"):
+            self.call(penalties=torch.tensor([[1.0, 0.0, 0.0], [value, 0.0, 0.0]]))
 
     @pytest.mark.parametrize("name", ["banned", "biased", "histories"])
     @pytest.mark.parametrize("token_id", [-1, 5])

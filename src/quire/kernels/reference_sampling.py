@@ -120,12 +120,12 @@ def _penalized(x: Tensor, changes: LogitChanges, row: int) -> Tensor:
     history = int(changes.history_of[row])
     token_ids = changes.histories[history].long()
     counts = token_ids[int(changes.num_prompt_tokens[history]) :].bincount(minlength=len(x))
-    repetition = changes.repetition_penalty[row]
+    repetition, frequency, presence = changes.penalties[row]
     seen = torch.zeros(len(x), dtype=torch.bool)
     seen[token_ids] = True
     x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
-    x = torch.where(counts > 0, x - changes.frequency_penalty[row] * counts.float(), x)
-    return torch.where(counts > 0, x - changes.presence_penalty[row], x)
+    x = torch.where(counts > 0, x - frequency * counts.float(), x)
+    return torch.where(counts > 0, x - presence, x)
 
 
 def _likeliest_allowed(logits: Tensor, changes: LogitChanges | None, row: int) -> int:

@@ -132,7 +132,7 @@ def _check_ranges(how: SamplingTensors, vocab: int) -> None:
     if (c := how.changes) is not None:
         allowed["mask_of"] = (c.mask_of >= -1) & (c.mask_of < len(c.masks))
         allowed["history_of"] = (c.history_of >= -1) & (c.history_of < len(c.histories))
-        allowed["repetition_penalty"] = c.repetition_penalty > 0
+        allowed["repetition_penalty"] = c.penalties[:, 0] > 0
         lists = {"banned": c.banned, "biased": c.biased, "histories": c.histories}
         for name, given in lists.items():
             allowed[f"the starts of {name}"] = torch.cat((given.starts[:1] == 0, given.starts.diff() >= 0))

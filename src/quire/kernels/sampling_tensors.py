@@ -21,6 +21,11 @@ class TokenLists:
     def __getitem__(self, index: int) -> Tensor:
         return self.ids[self.starts[index] : self.starts[index + 1]]
 
+    def fits(self) -> bool:
+        """Whether shapes, strides, dtypes and devices are as stated."""
+        starts, ids = self.starts, self.ids
+        return _is(starts, (max(1, starts.numel()),), torch.int64) and _is(ids, (ids.numel(),), torch.int32)
+
 
 @dataclass(frozen=True, slots=True)
 class LogitChanges:
@@ -42,53 +47,27 @@ class LogitChanges:
     """the tokens of prompt and output"""
     num_prompt_tokens: Tensor
     """[num_histories] int64: so many of each history are the prompt"""
-    repetition_penalty: Tensor
-    """[num_rows] float32: logits of tokens in the history are divided by it where positive, else multiplied"""
-    frequency_penalty: Tensor
-    """[num_rows] float32: subtracted from a token's logit as often as the output has it"""
-    presence_penalty: Tensor
-    """[num_rows] float32: subtracted once, if the output has it"""
+    penalties: Tensor
+    """[num_rows, 3] float32. Repetition: logits of tokens in the history are divided by it where positive, else
+    multiplied. Frequency: subtracted from a token's logit as often as the output has it. Presence: subtracted once"""
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All of them, in the order of the native struct."""
-        return (
-            self.mask_of,
-            self.masks,
-            self.banned.starts,
-            self.banned.ids,
-            self.biased.starts,
-            self.biased.ids,
-            self.bias,
-            self.history_of,
-            self.histories.starts,
-            self.histories.ids,
-            self.num_prompt_tokens,
-            self.repetition_penalty,
-            self.frequency_penalty,
-            self.presence_penalty,
-        )
+        banned, biased, histories = ((lists.starts, lists.ids) for lists in (self.banned, self.biased, self.histories))
+        past = (self.history_of, *histories, self.num_prompt_tokens)
+        return (self.mask_of, self.masks, *banned, *biased, self.bias, *past, self.penalties)
 
     def fits(self, num_rows: int, vocab: int) -> bool:
         """Whether shapes, strides, dtypes and devices are as stated."""
-        i32, i64, f32, rows = torch.int32, torch.int64, torch.float32, (num_rows,)
-        starts, num_histories = (num_rows + 1,), len(self.histories)
-        expected = (
-            (rows, i32),
-            ((self.masks.shape[0], -(-vocab // 32)), i32),
-            (starts, i64),
-            (self.banned.ids.shape[:1], i32),
-            (starts, i64),
-            (self.biased.ids.shape[:1], i32),
-            (self.biased.ids.shape[:1], f32),
-            (rows, i32),
-            ((num_histories + 1,), i64),
-            (self.histories.ids.shape[:1], i32),
-            ((num_histories,), i64),
-            (rows, f32),
-            (rows, f32),
-            (rows, f32),
+        return (
+            all(_is(t, (num_rows,), torch.int32) for t in (self.mask_of, self.history_of))
+            and _is(self.masks, (self.masks.shape[0], -(-vocab // 32)), torch.int32)
+            and all(lists.fits() for lists in (self.banned, self.biased, self.histories))
+            and len(self.banned) == len(self.biased) == num_rows
+            and _is(self.bias, self.biased.ids.shape, torch.float32)
+            and _is(self.num_prompt_tokens, (len(self.histories),), torch.int64)
+            and _is(self.penalties, (num_rows, 3), torch.float32)
         )
-        return all(_is(t, shape, dtype) for t, (shape, dtype) in zip(self.tensors(), expected, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -35,16 +36,9 @@ class DrawTensors:
         self._banning = {row: _Banning.of(d) for row, d in enumerate(draws) if d.bad_words or d.min_tokens}
         words = {ids: _allowed_words(ids, vocab) for ids in {d.allowed_token_ids for d in draws} if ids is not None}
         self._allowed = [None if d.allowed_token_ids is None else words[d.allowed_token_ids] for d in draws]
-        self._biased = _token_lists([[token_id for token_id, _ in d.logit_bias] for d in draws])
-        self._bias = torch.tensor([bias for d in draws for _, bias in d.logit_bias], dtype=torch.float32)
         self._penalized = [row for row, draw in enumerate(draws) if _is_penalized(draw)]
-        self._penalties = (
-            torch.tensor([d.repetition_penalty for d in draws], dtype=torch.float32),
-            torch.tensor([d.frequency_penalty for d in draws], dtype=torch.float32),
-            torch.tensor([d.presence_penalty for d in draws], dtype=torch.float32),
-        )
         self._words: Words | None = None
-        self._is_changed = bool(len(self._bias) or self._penalized or words)
+        self._is_changed = bool(self._penalized or words or any(d.logit_bias for d in draws))
 
     def at(self, sequences: Sequence[ScheduledSequence]) -> SamplingTensors:
         """For the next token of these, which the draws are of."""
@@ -72,6 +66,17 @@ class DrawTensors:
         banning = self._banning.get(row)
         return [] if banning is None else banning.token_ids(owner)
 
+    @cached_property
+    def _biases(self) -> tuple[TokenLists, Tensor]:
+        biases = [d.logit_bias for d in self.draws]
+        values = [value for bias in biases for _, value in bias]
+        return _token_lists([[i for i, _ in bias] for bias in biases]), torch.tensor(values, dtype=torch.float32)
+
+    @cached_property
+    def _penalties(self) -> Tensor:
+        penalties = [(d.repetition_penalty, d.frequency_penalty, d.presence_penalty) for d in self.draws]
+        return torch.tensor(penalties, dtype=torch.float32)
+
     def _changes(self, owners: list[ScheduledSequence]) -> LogitChanges | None:
         """`owners`: the sequence of each row."""
         masks, mask_of = self._masks(owners)
@@ -88,12 +93,11 @@ class DrawTensors:
             torch.tensor(mask_of, dtype=torch.int32),
             torch.from_numpy(masks),
             _token_lists(banned),
-            self._biased,
-            self._bias,
+            *self._biases,
             history_of,
             _token_lists(histories),
             torch.tensor(num_prompt_tokens, dtype=torch.int64),
-            *self._penalties,
+            self._penalties,
         )
 
     def _masks(self, owners: list[ScheduledSequence]) -> tuple[npt.NDArray[np.int32], list[int]]:
