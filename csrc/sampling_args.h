@@ -10,6 +10,27 @@ constexpr int64_t kMaxChunks = 1024;
 constexpr int kHistograms = 4;
 constexpr int kMaxRadixBins = 2048;
 
+// List i is ids[starts[i]] to ids[starts[i + 1]].
+struct TokenLists {
+  const int64_t* starts;
+  const int32_t* ids;
+  int64_t num_lists;
+};
+
+// What is done to logits before a token is drawn, in this order.
+struct LogitChanges {
+  const int32_t* mask_of;  // [num_rows]; -1: none
+  const uint32_t* masks;   // [num_masks, num_words]: bit t % 32 of word t / 32 tells whether token t may be drawn
+  int64_t num_masks;
+  TokenLists banned;  // one list per row
+  TokenLists biased;  // one list per row
+  const float* bias;
+  const int32_t* history_of;         // [num_rows]; -1: none, and no penalties
+  TokenLists histories;              // prompt and output
+  const int64_t* num_prompt_tokens;  // [num_histories]
+  const float* penalties;            // [num_rows, 3]: repetition, frequency, presence
+};
+
 struct SampleArgs {
   const float* logits;  // [num_rows, vocab]
   int64_t row_stride;
@@ -18,21 +39,43 @@ struct SampleArgs {
   const double* temperature;  // [num_rows] each
   const int64_t* top_k;
   const double* top_p;
+  const double* min_p;
   const double* uniform;
-  int64_t* out;
+  const LogitChanges* changes;  // null: none
 };
 
-// What one thread needs.
+struct LogprobArgs {
+  const float* logits;  // [.., vocab]
+  int64_t row_stride;
+  int64_t vocab;
+  const int64_t* rows;       // [num_rows]: of the logits
+  const int64_t* token_ids;  // [num_rows]
+  int64_t num_rows;
+  int64_t num_top;
+  bool normalized;
+  int32_t* out_ids;  // [num_rows, 1 + num_top]
+  float* out;        // [num_rows, 1 + num_top]
+  int32_t* ranks;    // [num_rows]
+};
+
+// What one thread needs: [vocab] each, but where it says otherwise.
 struct SampleScratch {
   float* chunk_max;   // [kMaxChunks]
   double* histogram;  // [kHistograms, kMaxRadixBins]
-  double* weights;    // [vocab] each: the candidates
+  double* weights;    // the candidates
   float* logits;
   int32_t* ids;
+  int32_t* members;  // of one bin of the histogram
+  float* row;        // a row's changed logits
+  int32_t* counts;   // how often a token came; all 0 between rows
 };
 
 struct SamplingTable {
   int64_t (*sample_row)(const SampleArgs& args, int64_t row, const SampleScratch& scratch);
+  // out [vocab]: the logits that the draw is made from, divided by the temperature; -inf where they were cut.
+  void (*process_row)(const SampleArgs& args, int64_t row, float* out, const SampleScratch& scratch);
+  // Writes row `row` of the results, the likeliest tokens in the order of their ids.
+  void (*logprob_row)(const LogprobArgs& args, int64_t row, const SampleScratch& scratch);
 };
 
 }  // namespace quire

@@ -9,7 +9,7 @@
 #include "probe.h"
 #include "quantize.h"
 #include "rotary.h"
-#include "sampling.h"
+#include "sampling_logprobs.h"
 
 #define QUIRE_NAME_OF(isa) #isa
 #define QUIRE_NAME(isa) QUIRE_NAME_OF(isa)

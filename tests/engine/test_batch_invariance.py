@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire import LLM, SamplingParams
-from quire.runner import model_runner
+from quire.sampling.sampler import Sampler
 
 
 def make_prompts(num_prompts: int, vocab_size: int, longest: int) -> list[list[int]]:
@@ -147,14 +147,14 @@ def test_requests_with_one_new_prefix_compute_it_once(budget):
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 def test_logits_are_bitwise_the_same_in_any_chunking_and_block_size(monkeypatch, kv_cache_dtype):
     """Not only the tokens: every logit of every drawn position."""
-    original = model_runner.sample
+    original = Sampler.sample
 
-    def record(logits, params):
-        tokens = original(logits, params)
+    def record(sampler, logits, sequences):
+        result = original(sampler, logits, sequences)
         rows.append(logits.clone())
-        return tokens
+        return result
 
-    monkeypatch.setattr(model_runner, "sample", record)
+    monkeypatch.setattr(Sampler, "sample", record)
     prompts = make_prompts(6, 8192, 50)
     params = [SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)] * len(prompts)
     results = []

@@ -1,3 +1,8 @@
+import dataclasses
+import random
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -6,67 +11,141 @@ from torch import Tensor
 
 from quire import kernels
 from quire.errors import KernelError
-from quire.kernels import reference
+from quire.kernels import LogitChanges, SamplingTensors, TokenLists
+from quire.kernels import reference_sampling as reference
 from tests.kernels.isas import ISAS, using
+from tests.kernels.tolerances import assert_close
 
 
-def draw(logits: Tensor, uniform: Tensor | float, temperature=1.0, top_k=0, top_p=1.0) -> Tensor:
-    """Every row with the same parameters, and every row with each of `uniform`, if that is a tensor."""
+def drawing(
+    num_rows: int,
+    uniform: Tensor | float = 0.0,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    changes: LogitChanges | None = None,
+) -> SamplingTensors:
+    """Every row with the same parameters."""
+    full = torch.ones(num_rows, dtype=torch.float64)
+    cuts = (full * temperature, (full * top_k).long(), full * top_p, full * min_p)
+    return SamplingTensors(*cuts, full * uniform, changes)
+
+
+def draw(logits: Tensor, uniform: Tensor | float, *args: float, **kwargs: float) -> Tensor:
+    """Every row, with each of `uniform` if that is a tensor."""
     if isinstance(uniform, Tensor):
         logits = logits.expand(len(uniform), -1)
-    num_rows = len(logits)
-    full = torch.full((num_rows,), 1.0, dtype=torch.float64)
-    return kernels.sample(
-        logits, full * temperature, torch.full((num_rows,), top_k, dtype=torch.int64), full * top_p, full * uniform
+    return kernels.sample(logits, drawing(len(logits), uniform, *args, **kwargs))
+
+
+def lists(*token_ids: list[int]) -> TokenLists:
+    starts = torch.tensor([0, *(len(ids) for ids in token_ids)]).cumsum(0)
+    return TokenLists(starts, torch.tensor([i for ids in token_ids for i in ids], dtype=torch.int32))
+
+
+def make_changes(rows: list[dict[str, Any]], vocab: int) -> LogitChanges:
+    """Of each row: mask (allowed ids), banned, bias, history (prompt, output), repetition, frequency, presence."""
+    masks = [row["mask"] for row in rows if "mask" in row]
+    words = torch.zeros(len(masks), -(-vocab // 32) * 32, dtype=torch.bool)
+    for i, mask in enumerate(masks):
+        words[i, mask] = True
+    packed = np.packbits(words.numpy(), axis=1, bitorder="little").view(np.int32)
+    histories = [row["history"] for row in rows if "history" in row]
+
+    def numbered(name: str) -> Tensor:
+        has = torch.tensor([name in row for row in rows])
+        return torch.where(has, has.cumsum(0) - 1, -1).int()
+
+    neutral = {"repetition": 1.0, "frequency": 0.0, "presence": 0.0}
+    penalties = [[row.get(name, otherwise) for name, otherwise in neutral.items()] for row in rows]
+    return LogitChanges(
+        numbered("mask"),
+        torch.from_numpy(packed.reshape(len(masks), -(-vocab // 32))),
+        lists(*(row.get("banned", []) for row in rows)),
+        lists(*(list(row.get("bias", {})) for row in rows)),
+        torch.tensor([b for row in rows for b in row.get("bias", {}).values()], dtype=torch.float32),
+        numbered("history"),
+        lists(*(prompt + output for prompt, output in histories)),
+        torch.tensor([len(prompt) for prompt, _ in histories], dtype=torch.int64),
+        torch.tensor(penalties, dtype=torch.float32),
     )
 
 
-def distribution(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
+def random_row(rng: random.Random, vocab: int) -> dict[str, Any]:
+    """Some of the changes, none now and then."""
+
+    def some(count: int) -> list[int]:
+        return [rng.randrange(vocab) for _ in range(rng.randint(1, count))]
+
+    everything = {
+        "mask": some(2 * vocab),
+        "banned": some(3),
+        "bias": {i: rng.choice([-100.0, -0.3, 0.1, 2.5, 100.0]) for i in some(4)},
+        "history": (some(50), some(50) if rng.random() < 0.8 else []),
+        "repetition": rng.choice([0.5, 1.0, 1.1, 1.7]),
+        "frequency": rng.choice([-0.5, 0.0, 0.3]),
+        "presence": rng.choice([-0.7, 0.0, 1.3]),
+    }
+    return {name: value for name, value in everything.items() if rng.random() < 0.5}
+
+
+def distribution(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float = 0.0) -> Tensor:
     """The probability of each token of one row, by sorting."""
     ordered, ids = logits.double().sort(descending=True, stable=True)
     probs = (ordered / temperature).softmax(-1)
     probs[top_k or len(probs) :] = 0
+    probs[probs < min_p * probs[0]] = 0
     probs /= probs.sum()
     probs[1:][probs.cumsum(0)[:-1] >= top_p] = 0
     return torch.zeros_like(probs).scatter(0, ids, probs / probs.sum())
 
 
-def is_decided(logits: Tensor, temperature: float, top_k: int, top_p: float, uniform: float) -> bool:
+def is_decided(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, uniform: float) -> bool:
     """Whether no decision of this row hangs on less than 1e-9 of the probability."""
-    top = distribution(logits, temperature, top_k, 1.0)
+    if temperature == 0 or logits.max() == -torch.inf:
+        return True
+    top = distribution(logits, temperature, top_k, 1.0, min_p)
     before_cut = top.sort(descending=True).values.cumsum(0)
-    kept = distribution(logits, temperature, top_k, top_p).cumsum(0)
+    kept = distribution(logits, temperature, top_k, top_p, min_p).cumsum(0)
     cut_margin = (before_cut[:-1] - top_p).abs().min() if top_p < 1 and len(top) > 1 else torch.tensor(1.0)
     return bool(cut_margin > 1e-9) and bool((kept[:-1] - uniform).abs().amin() > 1e-9 if len(kept) > 1 else True)
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
-    vocab=st.sampled_from([1, 2, 17, 300, 5000]),
+    vocab=st.sampled_from([1, 2, 17, 32, 300, 5000]),
     spread=st.sampled_from([0.1, 1.0, 5.0, 50.0]),
     step=st.sampled_from([0.0, 0.5]),
     temperature=st.sampled_from([0.0, 0.05, 0.7, 1.0, 3.0]),
     top_k=st.sampled_from([0, 1, 5, 50, 2000, 99_999]),
     top_p=st.sampled_from([1.0, 0.99, 0.9, 0.5, 1e-6]),
+    min_p=st.sampled_from([0.0, 0.0, 1e-3, 0.2, 1.0]),
     uniform=st.floats(0, 1, exclude_max=True),
     seed=st.integers(0, 10_000),
 )
-def test_tokens_are_those_of_the_reference(isa, vocab, spread, step, temperature, top_k, top_p, uniform, seed):
-    logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(seed)) * spread
+def test_tokens_and_processed_logits_are_those_of_the_reference(
+    isa, vocab, spread, step, temperature, top_k, top_p, min_p, uniform, seed
+):
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    logits = torch.randn(3, vocab, generator=generator) * spread
     if step:
         logits = (logits / step).round() * step  # many ties
-    rows = [row for row in logits if temperature == 0 or is_decided(row, temperature, top_k, top_p, uniform)]
-    if not rows:
-        return
-    logits = torch.stack(rows)
-    full = torch.ones(len(rows), dtype=torch.float64)
-    parameters = (full * temperature, (full * top_k).long(), full * top_p, full * uniform)
+    changes = make_changes([random_row(rng, vocab) for _ in logits], vocab) if rng.random() < 0.7 else None
+    how = drawing(3, uniform, temperature, top_k, top_p, min_p, changes)
     before = logits.clone()
     with using(isa):
-        tokens = kernels.sample(logits, *parameters)
-    assert tokens.tolist() == reference.sample(logits, *parameters).tolist()
+        tokens = kernels.sample(logits, how)
+        processed = kernels.processed_logits(logits, how, torch.tensor([2, 0, 1]))[[1, 2, 0]]
     assert torch.equal(logits, before)
+    expected_tokens = reference.sample(logits, how)
+    expected = reference.processed_logits(logits, how, torch.arange(3))
+    for row in range(3):
+        changed = reference.changed_logits(logits, changes, row)
+        if is_decided(changed, temperature, top_k, top_p, min_p, uniform):
+            assert tokens[row] == expected_tokens[row]
+            assert torch.equal(processed[row], expected[row])
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -145,25 +224,56 @@ class TestEdges:
             for temperature, top_k, top_p in [(0.0, 0, 1.0), (1.0, 1, 1.0), (1.0, 0, 0.1)]:
                 assert draw(torch.tensor([[-3.0]]), 0.5, temperature, top_k, top_p).item() == 0
 
-    @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (50, 1.0), (0, 0.9), (5000, 0.95)])
-    def test_a_large_vocabulary(self, isa, top_k, top_p):
-        logits = torch.randn(3, 151_936, generator=torch.Generator().manual_seed(1)) * 3
-        full = torch.ones(3, dtype=torch.float64)
-        parameters = (full * 0.8, (full * top_k).long(), full * top_p, full * 0.37)
+    @pytest.mark.parametrize(
+        ("top_k", "top_p", "min_p"), [(0, 1.0, 0.0), (50, 1.0, 0.0), (0, 0.9, 0.0), (5000, 0.95, 0.0), (0, 0.9, 1e-4)]
+    )
+    @pytest.mark.parametrize("spread", [3.0, 0.1])
+    def test_a_large_vocabulary(self, isa, top_k, top_p, min_p, spread):
+        logits = torch.randn(3, 151_936, generator=torch.Generator().manual_seed(1)) * spread
+        how = drawing(3, 0.37, 0.8, top_k, top_p, min_p)
         with using(isa):
-            tokens = kernels.sample(logits, *parameters)
-        assert tokens.tolist() == reference.sample(logits, *parameters).tolist()
+            tokens = kernels.sample(logits, how)
+        assert tokens.tolist() == reference.sample(logits, how).tolist()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+class TestMasks:
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    def test_the_likeliest_allowed_token_comes_where_nothing_is_left(self, isa, temperature):
+        logits = torch.arange(100.0).repeat(4, 1)
+        logits[2] = torch.nan
+        rows = [
+            {"mask": [7, 70, 40], "banned": [7, 70, 40]},
+            {"banned": list(range(100))},
+            {"mask": [33, 50], "banned": [33]},
+            {"mask": [99, 3], "banned": [99]},
+        ]
+        with using(isa):
+            tokens = kernels.sample(logits, drawing(4, 0.9, temperature, changes=make_changes(rows, 100)))
+        assert tokens.tolist() == [70, 0, 33, 3]
+
+    def test_bits_beyond_the_vocabulary_mean_nothing(self, isa):
+        changes = make_changes([{"mask": [5]}], 33)
+        changes.masks[0, 1] = -2
+        with using(isa):
+            assert draw(torch.zeros(1, 33), 0.99, changes=changes).item() == 5
 
 
 def test_rows_with_their_own_parameters_and_a_stride_do_not_disturb_each_other():
     wide = torch.randn(6, 1200)
     logits = wide[:, :1000]
-    temperature = torch.tensor([0.0, 1.0, 0.5, 0.0, 2.0, 1.0])
-    top_k = torch.tensor([0, 0, 10, 5, 0, 1], dtype=torch.int32)
-    top_p, uniform = torch.tensor([1.0, 0.9, 1.0, 0.5, 0.99, 0.3]), torch.rand(6)
-    together = kernels.sample(logits, temperature, top_k, top_p, uniform)
+    rng = random.Random(2)
+    rows = [random_row(rng, 1000) for _ in range(6)]
+    temperature = torch.tensor([0.0, 1.0, 0.5, 0.0, 2.0, 1.0]).double()
+    top_k = torch.tensor([0, 0, 10, 5, 0, 1])
+    top_p, uniform = torch.tensor([1.0, 0.9, 1.0, 0.5, 0.99, 0.3]).double(), torch.rand(6).double()
+    min_p = torch.tensor([0.0, 0.1, 0.0, 0.0, 0.01, 0.5]).double()
+    per_row = (temperature, top_k, top_p, min_p, uniform)
+    together = kernels.sample(logits, SamplingTensors(*per_row, make_changes(rows, 1000)))
     alone = [
-        kernels.sample(logits[i : i + 1], *(t[i : i + 1] for t in (temperature, top_k, top_p, uniform))).item()
+        kernels.sample(
+            logits[i : i + 1], SamplingTensors(*(t[i : i + 1] for t in per_row), make_changes(rows[i : i + 1], 1000))
+        ).item()
         for i in range(6)
     ]
     assert together.tolist() == alone
@@ -173,33 +283,86 @@ def test_no_rows_give_no_tokens():
     assert draw(torch.empty(0, 10), 0.5).shape == (0,)
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@settings(max_examples=60, deadline=None)
+@given(
+    vocab=st.sampled_from([1, 2, 17, 300, 5000]),
+    spread=st.sampled_from([0.1, 5.0, 50.0]),
+    step=st.sampled_from([0.0, 0.5]),
+    num_top=st.sampled_from([0, 1, 5, 2000]),
+    normalized=st.booleans(),
+    num_holes=st.sampled_from([0, 1, 9999]),
+    seed=st.integers(0, 10_000),
+)
+def test_logprobs_are_those_of_the_reference(isa, vocab, spread, step, num_top, normalized, num_holes, seed):
+    generator = torch.Generator().manual_seed(seed)
+    wide = torch.randn(5, vocab + 7, generator=generator) * spread
+    logits = ((wide / step).round() * step if step else wide)[:, :vocab]
+    logits[:, torch.randperm(vocab, generator=generator)[:num_holes]] = [torch.nan, -torch.inf][seed % 2]
+    logits[4, seed % vocab] = torch.inf
+    rows = torch.tensor([3, 0, 0, 4])
+    token_ids = torch.randint(vocab, (4,), generator=generator)
+    num_top = min(num_top, vocab)
+    with using(isa):
+        results = kernels.top_logprobs(logits, token_ids, num_top, rows=rows, normalized=normalized)
+        alone = kernels.top_logprobs(logits[:1].contiguous(), token_ids[1:2], num_top, normalized=normalized)
+    for result, single in zip(results, alone, strict=True):
+        assert torch.equal(result[1:2], single)
+    ids, logprobs, ranks = reference.top_logprobs(logits[rows], token_ids, num_top, normalized)
+    assert torch.equal(results[0], ids)
+    assert torch.equal(results[2], ranks)
+    assert_close("top_logprobs", results[1], logprobs)
+
+
+def test_the_bits_of_logprobs_are_those_of_every_other_instruction_set():
+    logits = torch.randn(9, 20_011, generator=torch.Generator().manual_seed(0)) * 4
+    results = []
+    for isa in ISAS:
+        with using(isa):
+            results.append(kernels.top_logprobs(logits, torch.arange(9), 20_011))
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+
+
 class TestRefusals:
-    def call(self, **changes: Tensor) -> Tensor:
-        arguments = {
-            "logits": torch.zeros(2, 5),
-            "temperature": torch.ones(2),
-            "top_k": torch.zeros(2, dtype=torch.int64),
-            "top_p": torch.ones(2),
-            "uniform": torch.zeros(2),
-        }
-        return kernels.sample(**(arguments | changes))
+    def call(self, **given: Any) -> Tensor:
+        logits = given.pop("logits", torch.zeros(2, 5))
+        changes = make_changes([{"history": ([1], [2]), "banned": [3], "bias": {4: 1.0}, "mask": [0]}] * 2, 5)
+        names = changes.__dataclass_fields__
+        changes = dataclasses.replace(changes, **{n: v for n, v in given.items() if n in names})
+        how = dataclasses.replace(drawing(2, changes=changes), **{n: v for n, v in given.items() if n not in names})
+        return kernels.sample(logits, how)
+
+    def test_nothing_where_all_is_well(self):
+        assert self.call().tolist() == [0, 0]
 
     @pytest.mark.parametrize(
-        "changes",
+        "logits", [torch.zeros(2, 5).bfloat16(), torch.zeros(5, 2).T, torch.zeros(2, 0), torch.zeros(2)]
+    )
+    def test_wrong_logits(self, logits):
+        with pytest.raises(KernelError, match=r"sample takes float32 logits .*; got logits: "):
+            self.call(logits=logits)
+
+    @pytest.mark.parametrize(
+        "given",
         [
-            {"logits": torch.zeros(2, 5).bfloat16()},
-            {"logits": torch.zeros(5, 2).T},
-            {"logits": torch.zeros(2, 0)},
-            {"logits": torch.zeros(2)},
-            {"temperature": torch.ones(3)},
-            {"top_k": torch.ones(2)},
-            {"top_p": torch.ones(2, dtype=torch.int64)},
-            {"uniform": torch.ones(2, 1)},
+            {"temperature": torch.ones(3).double()},
+            {"top_k": torch.ones(2).double()},
+            {"top_p": torch.ones(2)},
+            {"min_p": torch.ones(4).double()[::2]},
+            {"uniform": torch.ones(2, 1).double()},
+            {"mask_of": torch.zeros(2)},
+            {"masks": torch.zeros(2, 2, dtype=torch.int32)},
+            {"banned": lists([1])},
+            {"bias": torch.zeros(1)},
+            {"num_prompt_tokens": torch.zeros(1, dtype=torch.int64)},
+            {"penalties": torch.ones(2, 3).double()},
+            {"histories": TokenLists(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int32))},
         ],
     )
-    def test_wrong_shapes_strides_and_dtypes(self, changes):
-        with pytest.raises(KernelError, match=r"sample takes float32 logits .*; got logits: "):
-            self.call(**changes)
+    def test_wrong_shapes_strides_and_dtypes(self, given):
+        with pytest.raises(KernelError, match=r"sample takes tensors as SamplingTensors .*; got temperature: "):
+            self.call(**given)
 
     @pytest.mark.parametrize(
         ("name", "value"),
@@ -209,13 +372,54 @@ class TestRefusals:
             ("top_p", -0.1),
             ("top_p", 1.1),
             ("top_p", torch.nan),
+            ("min_p", -0.1),
+            ("min_p", 1.1),
             ("uniform", 1.0),
             ("uniform", -0.1),
             ("uniform", torch.nan),
             ("top_k", -1),
+            ("mask_of", 2),
+            ("mask_of", -2),
+            ("history_of", 2),
+            ("num_prompt_tokens", 3),
         ],
     )
     def test_values_out_of_range(self, name, value):
-        dtype = torch.int64 if name == "top_k" else torch.float64
+        types = {"top_k": torch.int64, "num_prompt_tokens": torch.int64}
+        dtype = torch.int32 if name.endswith("_of") else types.get(name, torch.float64)
         with pytest.raises(KernelError, match=name):
             self.call(**{name: torch.tensor([0, value], dtype=dtype)})
+
+    @pytest.mark.parametrize("value", [0.0, -1.0, torch.nan])
+    def test_a_repetition_penalty_that_is_not_positive(self, value):
+        with pytest.raises(KernelError, match="repetition_penalty"):
+            self.call(penalties=torch.tensor([[1.0, 0.0, 0.0], [value, 0.0, 0.0]]))
+
+    @pytest.mark.parametrize("name", ["banned", "biased", "histories"])
+    @pytest.mark.parametrize("token_id", [-1, 5])
+    def test_token_ids_beyond_the_vocabulary(self, name, token_id):
+        bias = {"bias": torch.zeros(3)}
+        with pytest.raises(KernelError, match=rf"{name} has token id {token_id}"):
+            self.call(**{name: lists([1], [token_id, 2]), **(bias if name == "biased" else {})})
+
+    @pytest.mark.parametrize("starts", [[0, 2, 1], [1, 1, 2], [0, 1, 3]])
+    def test_lists_that_reach_out_of_their_ids(self, starts):
+        with pytest.raises(KernelError, match="starts of banned"):
+            self.call(banned=TokenLists(torch.tensor(starts), torch.zeros(2, dtype=torch.int32)))
+
+    def test_rows_of_processed_logits(self):
+        with pytest.raises(KernelError, match="row 2 is not in"):
+            kernels.processed_logits(torch.zeros(2, 5), drawing(2), torch.tensor([2]))
+
+    @pytest.mark.parametrize(
+        ("rows", "token_ids", "num_top", "message"),
+        [
+            ([0, 2], [0, 0], 1, "row 2 is not in"),
+            ([0, 1], [5, 0], 1, "token id 5 is not in"),
+            ([0, 1], [0], 1, "of one length"),
+            ([0, 1], [0, 0], 6, "up to vocab; got .*num_top: 6"),
+        ],
+    )
+    def test_logprobs(self, rows, token_ids, num_top, message):
+        with pytest.raises(KernelError, match=message):
+            kernels.top_logprobs(torch.zeros(2, 5), torch.tensor(token_ids), num_top, rows=torch.tensor(rows))

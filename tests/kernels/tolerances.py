@@ -35,6 +35,7 @@ TOLERANCES: dict[tuple[str, torch.dtype], tuple[float, float]] = {
     ("paged_attention_pairs", torch.bfloat16): (2**-7, 2**-8),
     ("paged_attention_int8", torch.float32): (1e-4, 3e-4),
     ("paged_attention_int8", torch.bfloat16): (2**-7, 3e-4),
+    ("top_logprobs", torch.float32): (1e-6, 1e-6),
 }
 
 

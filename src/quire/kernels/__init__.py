@@ -10,14 +10,18 @@ from quire.kernels.matmul import PackedWeight, matmul, pack_weight, unpack_weigh
 from quire.kernels.norm import add, add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from quire.kernels.quantized import QUANTIZED_FORMATS, QuantizedWeight, mapped_weight, quantize_weight, quantized_bytes
 from quire.kernels.rotary import rotary_embedding
-from quire.kernels.sampling import sample
+from quire.kernels.sampling import processed_logits, sample, top_logprobs
+from quire.kernels.sampling_tensors import LogitChanges, SamplingTensors, TokenLists
 from quire.kernels.workspace import Workspace, borrowed
 
 __all__ = [
     "QUANTIZED_FORMATS",
     "KernelGraph",
+    "LogitChanges",
     "PackedWeight",
     "QuantizedWeight",
+    "SamplingTensors",
+    "TokenLists",
     "Workspace",
     "activation",
     "add",
@@ -37,12 +41,14 @@ __all__ = [
     "num_threads",
     "pack_weight",
     "paged_attention",
+    "processed_logits",
     "quantize_weight",
     "quantized_bytes",
     "rms_norm",
     "rotary_embedding",
     "sample",
     "set_num_threads",
+    "top_logprobs",
     "unpack_weight",
     "write_kv",
 ]

@@ -267,31 +267,3 @@ def copy_slots(k_cache: Tensor, v_cache: Tensor, src_slots: Tensor, dst_slots: T
     (src, src_at), (dst, dst_at) = ((s.long() // block_size, s.long() % block_size) for s in (src_slots, dst_slots))
     k_cache[dst, :, :, dst_at] = k_cache[src, :, :, src_at]
     v_cache[dst, :, dst_at] = v_cache[src, :, src_at]
-
-
-def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
-    """Draw one token per row: logits [num_rows, vocab] float32 -> token ids [num_rows] int64. Per row:
-
-    temperature 0 takes the largest logit (the lowest id of equals). Otherwise tokens are ordered by logit, the lower id
-    first among equals; the first top_k stay (0: all); of those, the shortest run whose probability reaches top_p of
-    theirs (at least one token); then, over the kept tokens in id order, the first whose cumulative probability exceeds
-    uniform [0, 1) times the kept total. NaN counts as -inf; where nothing is larger than -inf, the token is 0.
-    """
-    tokens = []
-    for row in range(logits.shape[0]):
-        scores = logits[row].double().nan_to_num(-torch.inf, torch.inf, -torch.inf)
-        if temperature[row] == 0 or scores.max() == -torch.inf:
-            tokens.append(int(scores.argmax()))
-            continue
-        ordered, ids = scores.sort(descending=True, stable=True)
-        probs = ((ordered - ordered[0]) / temperature[row].double()).exp().where(ordered < ordered[0], 1.0)
-        keep = int(top_k[row]) or len(probs)
-        probs, ids = probs[:keep], ids[:keep]
-        mass_before = probs.cumsum(0) - probs
-        kept = mass_before < float(top_p[row]) * probs.sum()
-        kept[0] = True
-        ids, order = ids[kept].sort()
-        cumulative = probs[kept][order].cumsum(0)
-        index = int(torch.searchsorted(cumulative, float(uniform[row]) * cumulative[-1], right=True))
-        tokens.append(int(ids[min(index, len(ids) - 1)]))
-    return torch.tensor(tokens, dtype=torch.int64)

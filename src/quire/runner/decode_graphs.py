@@ -55,7 +55,7 @@ class DecodeGraphs:
         return (
             kernels.isa() != "reference"
             and len(sequences) <= MAX_SEQS
-            and all(len(s.token_ids) == 1 and len(s.draws) == 1 for s in sequences)
+            and all(len(s.token_ids) == 1 and len(s.draws) == 1 and s.scored is None for s in sequences)
         )
 
     def logits(self, sequences: Sequence[ScheduledSequence]) -> Tensor:

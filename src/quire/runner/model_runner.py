@@ -1,47 +1,65 @@
 """A Batch's plain values to tensors, through the model, to tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from quire import kernels
-from quire.batch import Batch, Draw, ScheduledSequence
+from quire.batch import Batch, ScheduledSequence, StepResult, TokenLogprobs
 from quire.layers.batch_tensors import BatchTensors, GroupTensors, LayerKVCache
 from quire.models.base import CausalLM
 from quire.runner.decode_graphs import DecodeGraphs
-from quire.sampling.sampler import SamplingTensors, sample
+from quire.sampling.sampler import LogprobsMode, Sampler
+from quire.sampling.scoring import score
 
 
 class ModelRunner:
     """Has the model and the layers' caches; keeps nothing of a step after it but the memory it computed in."""
 
-    def __init__(self, model: CausalLM, kv: Sequence[LayerKVCache], block_size: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        kv: Sequence[LayerKVCache],
+        block_size: int,
+        max_model_len: int,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
+    ) -> None:
         self.model = model
         self.kv = kv
         self.block_size = block_size
         self._workspace = kernels.Workspace()
         self._graphs = DecodeGraphs(model, kv, block_size, -(-max_model_len // block_size), self._workspace)
+        self._sampler = Sampler(logprobs_mode)
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> tuple[int, ...]:
-        """The tokens drawn, one for each draw, in batch order."""
-        if not batch.sequences:
-            return ()
+    def run(self, batch: Batch) -> StepResult:
+        """The tokens drawn, one for each draw, in batch order, and the log-probabilities wanted."""
+        sequences = batch.sequences
+        if not sequences:
+            return StepResult(())
+        scored: Mapping[int, TokenLogprobs] = {}
         with self._workspace:
-            take = self._graphs.logits if self._graphs.take(batch.sequences) else self._logits
-            logits = take(batch.sequences)
-        return () if logits is None else tuple(sample(logits, _sampling_tensors(batch.sequences)))
+            if self._graphs.take(sequences):
+                logits: Tensor | None = self._graphs.logits(sequences)
+            else:
+                logits, scored = self._logits(sequences)
+        token_ids, logprobs = ((), {}) if logits is None else self._sampler.sample(logits, sequences)
+        return StepResult(token_ids, logprobs, scored)
 
-    def _logits(self, sequences: Sequence[ScheduledSequence]) -> Tensor | None:
-        """[num_draws, vocab] float32, or None where nothing is drawn."""
+    def _logits(self, sequences: Sequence[ScheduledSequence]) -> tuple[Tensor | None, Mapping[int, TokenLogprobs]]:
+        """Of the draws: [num_draws, vocab] float32, or None where nothing is drawn. And what is scored."""
         tensors = build_tensors(sequences, self.block_size)
         hidden = self.model(tensors, self.kv)  # [num_tokens, hidden]
-        if len(tensors.logit_rows) == 0:
-            return None
-        # Rows are gathered by our own kernel: torch's indexing would wake a second pool of threads on the same cores.
-        return self.model.compute_logits(kernels.embedding(tensors.logit_rows, hidden))
+
+        def compute_logits(rows: Tensor) -> Tensor:
+            # Rows are gathered by our own kernel: torch's indexing would wake a second pool of threads on the same
+            # cores.
+            return self.model.compute_logits(kernels.embedding(rows, hidden))
+
+        scored = score(sequences, tensors.query_start.tolist(), compute_logits)
+        return compute_logits(tensors.logit_rows) if len(tensors.logit_rows) else None, scored
 
 
 def build_tensors(sequences: Sequence[ScheduledSequence], block_size: int) -> BatchTensors:
@@ -77,14 +95,3 @@ def _group_tensors(
 def _logit_rows(sequences: Sequence[ScheduledSequence], query_start: np.ndarray) -> Tensor:
     """The last token of every sequence, as often as it draws."""
     return torch.tensor([query_start[i + 1] - 1 for i, s in enumerate(sequences) for _ in s.draws], dtype=torch.int64)
-
-
-def _sampling_tensors(sequences: Sequence[ScheduledSequence]) -> SamplingTensors:
-    draws: list[tuple[Draw, int]] = [(draw, s.end) for s in sequences for draw in s.draws]
-    return SamplingTensors.build(
-        temperature=[draw.temperature for draw, _ in draws],
-        top_k=[draw.top_k for draw, _ in draws],
-        top_p=[draw.top_p for draw, _ in draws],
-        keys=[draw.random_key for draw, _ in draws],
-        positions=[position for _, position in draws],
-    )

@@ -8,20 +8,29 @@ from quire.config.parallel import ParallelConfig
 from quire.models.loader import load_model
 from quire.runner.cache_engine import CacheEngine
 from quire.runner.model_runner import ModelRunner
+from quire.sampling.sampler import LogprobsMode
 
 
 class Worker:
     """Executes batches in this process."""
 
-    def __init__(self, model: ModelConfig, kv_cache: KVCacheConfig, parallel: ParallelConfig) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        kv_cache: KVCacheConfig,
+        parallel: ParallelConfig,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
+    ) -> None:
         if num_threads := parallel.num_threads or len(parallel.cpus):
             kernels.set_num_threads(num_threads, parallel.cpus)
         self.cache_engine = CacheEngine(kv_cache)
-        self.runner = ModelRunner(load_model(model), self.cache_engine.layers, kv_cache.block_size, model.max_model_len)
+        self.runner = ModelRunner(
+            load_model(model), self.cache_engine.layers, kv_cache.block_size, model.max_model_len, logprobs_mode
+        )
 
     def execute(self, batch: Batch) -> StepResult:
         """Move blocks, run the model, draw tokens."""
         self.cache_engine.swap_out(batch.swap_out)
         self.cache_engine.swap_in(batch.swap_in)
         self.cache_engine.copy_slots(batch.copies)
-        return StepResult(self.runner.run(batch))
+        return self.runner.run(batch)

@@ -1,46 +1,77 @@
-"""Draws the next token of every row that wants one."""
+"""From logits to tokens and their log-probabilities."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from quire import kernels
-from quire.sampling.random import uniform
+from quire.batch import ScheduledSequence, TokenLogprobs
+from quire.errors import ConfigError, nearest_name
+from quire.kernels import SamplingTensors
+from quire.sampling.draw_tensors import DrawTensors
+from quire.sampling.processors import run_processors
+
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
+"""raw: of the model's own logits; processed: of what the token was drawn from; logits: without the softmax"""
+LOGPROBS_MODES: tuple[LogprobsMode, ...] = get_args(LogprobsMode)
+
+MAX_LOGITS_ROWS = 64
+"""rows of [rows, vocab] that are made at once beside the logits of the draws"""
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingTensors:
-    """One entry per row of logits."""
+class Sampler:
+    """Draws the tokens of a step. Keeps the tensors of the latest draws, which the next step most often has too."""
 
-    temperature: Tensor  # [num_rows] float32
-    top_k: Tensor  # [num_rows] int32, 0: all
-    top_p: Tensor  # [num_rows] float32
-    uniform: Tensor  # [num_rows] float64
+    def __init__(self, logprobs_mode: LogprobsMode = "raw_logprobs") -> None:
+        if logprobs_mode not in LOGPROBS_MODES:
+            raise ConfigError(
+                f"logprobs_mode={logprobs_mode!r} is not one of {', '.join(LOGPROBS_MODES)}"
+                f"{nearest_name(logprobs_mode, LOGPROBS_MODES)}"
+            )
+        self._is_processed = logprobs_mode.startswith("processed")
+        self._is_normalized = logprobs_mode.endswith("logprobs")
+        self._draws = DrawTensors((), 1)
+        self._workspace = kernels.Workspace()  # not the model's: that may give away the logits of a decode graph
 
-    @classmethod
-    def build(
-        cls,
-        temperature: Sequence[float],
-        top_k: Sequence[int],
-        top_p: Sequence[float],
-        keys: Sequence[bytes],
-        positions: Sequence[int],
-    ) -> "SamplingTensors":
-        """From plain values; `positions` are those of the tokens to be drawn."""
-        draws = [uniform(k, p) if t > 0 else 0.0 for t, k, p in zip(temperature, keys, positions, strict=True)]
-        return cls(
-            torch.tensor(temperature, dtype=torch.float32),
-            torch.tensor(top_k, dtype=torch.int32),
-            torch.tensor(top_p, dtype=torch.float32),
-            torch.tensor(draws, dtype=torch.float64),
-        )
+    def sample(
+        self, logits: Tensor, sequences: Sequence[ScheduledSequence]
+    ) -> tuple[tuple[int, ...], Mapping[int, TokenLogprobs]]:
+        """The token of each draw, for logits [num_draws, vocab] float32, and log-probabilities by place of the draw.
+
+        A row's outcome depends on that row alone. The logits stay as they are.
+        """
+        draws = tuple([draw for s in sequences for draw in s.draws])
+        if draws != self._draws.draws or logits.shape[1] != self._draws.vocab:
+            self._draws = DrawTensors(draws, logits.shape[1])
+        with self._workspace:
+            changed = logits
+            if self._draws.processed_rows:
+                changed = run_processors(logits, self._draws, [s for s in sequences for _ in s.draws])
+            how = self._draws.at(sequences)
+            token_ids = kernels.sample(changed, how)
+            logprobs = self._logprobs(changed if self._is_processed else logits, how, token_ids)
+        return tuple(token_ids.tolist()), logprobs
+
+    def _logprobs(self, logits: Tensor, how: SamplingTensors, token_ids: Tensor) -> dict[int, TokenLogprobs]:
+        results = {}
+        for num_top, all_rows in self._draws.logprob_rows.items():
+            for rows in torch.split(all_rows, MAX_LOGITS_ROWS):
+                source, at = logits, rows
+                if self._is_processed:
+                    source, at = kernels.processed_logits(logits, how, rows), torch.arange(len(rows))
+                result = top_logprobs(source, at, token_ids[rows], num_top, self._is_normalized)
+                for i, row in enumerate(rows.tolist()):
+                    part = slice(i, i + 1)
+                    results[row] = TokenLogprobs(result.token_ids[part], result.logprobs[part], result.ranks[part])
+        return results
 
 
-def sample(logits: Tensor, params: SamplingTensors) -> list[int]:
-    """Token ids for logits [num_rows, vocab] float32; each row's outcome depends on that row alone."""
-    token_ids: list[int] = kernels.sample(
-        logits, params.temperature, params.top_k, params.top_p, params.uniform
-    ).tolist()
-    return token_ids
+def top_logprobs(
+    logits: Tensor, rows: Tensor, token_ids: Tensor, num_top: int, normalized: bool = True
+) -> TokenLogprobs:
+    """One row for each of `rows` [count] int64 of the logits, with its token in token_ids [count]."""
+    num_top = min(num_top, logits.shape[1])
+    ids, logprobs, ranks = kernels.top_logprobs(logits, token_ids, num_top, rows=rows, normalized=normalized)
+    return TokenLogprobs(ids.numpy(), logprobs.numpy(), ranks.numpy())

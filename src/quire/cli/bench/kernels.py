@@ -59,9 +59,11 @@ def _row_kernels(rows: int, dtype: torch.dtype) -> Iterator[tuple[str, float, Ca
 
 
 def _draws(rows: int) -> Iterator[tuple[str, float, Callable[[], object]]]:
-    """Sampling from logits peaked as a language model's."""
+    """Sampling, and log-probabilities, from logits peaked as a language model's."""
     logits, full = torch.randn(rows, _VOCAB) * 3, torch.ones(rows, dtype=torch.float64)
     for temperature, top_k, top_p in _DRAWS:
-        how = (full * temperature, (full * top_k).long(), full * top_p, torch.rand(rows).double())
+        cuts = ((full * top_k).long(), full * top_p, full * 0)
+        how = kernels.SamplingTensors(full * temperature, *cuts, torch.rand(rows).double())
         name = f"sample temperature={temperature} top_k={top_k} top_p={top_p}"
-        yield name, logits.nbytes, partial(kernels.sample, logits, *how)
+        yield name, logits.nbytes, partial(kernels.sample, logits, how)
+    yield "top_logprobs 5", logits.nbytes, partial(kernels.top_logprobs, logits, torch.zeros(rows).long(), 5)

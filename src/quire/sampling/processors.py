@@ -1,0 +1,41 @@
+"""Running the callers' own logits processors."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.batch import LogitsProcessor, ScheduledSequence
+from quire.errors import InvalidParamsError
+from quire.kernels.workspace import empty
+from quire.sampling.draw_tensors import DrawTensors, past_of
+
+
+def run_processors(logits: Tensor, draws: DrawTensors, owners: list[ScheduledSequence]) -> Tensor:
+    """logits [num_rows, vocab], `owners` the sequence of each row -> a copy with the rows changed that have processors.
+
+    A processor sees its row as mask and bad words leave it. What it allows again stays forbidden.
+    """
+    changed = empty(logits.shape, torch.float32)
+    changed.copy_(logits)
+    vocab = logits.shape[1]
+    for row in draws.processed_rows:
+        owner = owners[row]
+        own = logits[row].clone()
+        words = np.empty(-(-vocab // 32), np.int32)
+        if draws.fill_allowed(row, owner, words):
+            allowed = np.unpackbits(words.view(np.uint8), count=vocab, bitorder="little").view(np.bool_)
+            own.masked_fill_(~torch.from_numpy(allowed), -torch.inf)
+        own[draws.banned(row, owner)] = -torch.inf
+        output_token_ids = past_of(owner)[owner.num_prompt_tokens :].tolist()
+        for processor in draws.draws[row].processors:
+            own = _checked(processor, processor(list(output_token_ids), own), vocab)
+        changed[row] = own
+    return changed
+
+
+def _checked(processor: LogitsProcessor, result: object, vocab: int) -> Tensor:
+    if isinstance(result, Tensor) and result.shape == (vocab,):
+        return result
+    name = getattr(processor, "__qualname__", None) or type(processor).__qualname__
+    got = f"shape {list(result.shape)}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
+    raise InvalidParamsError(f"the logits processor {name} returned {got}; it must return a tensor of shape [{vocab}]")

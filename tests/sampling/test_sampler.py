@@ -1,0 +1,244 @@
+"""From scheduled sequences and logits to tokens and log-probabilities."""
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire import kernels
+from quire.batch import Draw, TokenLogprobs
+from quire.errors import ConfigError, InvalidParamsError
+from quire.sampling.draw_tensors import DrawTensors
+from quire.sampling.random import random_key
+from quire.sampling.sampler import LOGPROBS_MODES, Sampler
+from tests.kernels.isas import ISAS, using
+from tests.sampling.plain import Mask, changed, probabilities, sequence
+
+VOCAB = 45
+GREEDY = Draw(0.0, 0, 1.0, b"")
+
+
+def random_draw(rng: random.Random) -> Draw:
+    """Any of what a request can ask for, most of it not at once."""
+
+    def some(highest: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, highest)))
+
+    everything = {
+        "temperature": rng.choice([0.0, 0.4, 1.7]),
+        "top_k": rng.choice([1, 5, 40, 100]),
+        "top_p": rng.choice([0.3, 0.9]),
+        "min_p": rng.choice([0.01, 0.3]),
+        "presence_penalty": rng.choice([-1.0, 0.6]),
+        "frequency_penalty": rng.choice([-0.3, 0.9]),
+        "repetition_penalty": rng.choice([0.7, 1.2]),
+        "logit_bias": tuple((i, rng.uniform(-3, 3)) for i in set(some(5))),
+        "allowed_token_ids": some(60),
+        "bad_words": tuple(some(3) for _ in range(4)),
+        "min_tokens": rng.randrange(12),
+        "stop_token_ids": some(3),
+        "logprobs": rng.choice([0, 3]),
+        "processors": (lambda output, logits: logits + len(output) % 3 - torch.arange(len(logits)) / 20,),
+    }
+    chosen = {name: value for name, value in everything.items() if rng.random() < 0.3}
+    return dataclasses.replace(Draw(1.0, 0, 1.0, random_key(rng.randrange(99), 0)), **chosen)
+
+
+def random_sequence(rng: random.Random, seq_id: int):
+    draws = tuple(random_draw(rng) for _ in range(rng.choice([1, 1, 1, 2, 3])))
+    prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))]
+    output = [rng.randrange(VOCAB) for _ in range(rng.choice([0, 5, 30]))]
+    mask = Mask(rng.sample(range(VOCAB), 20)) if rng.random() < 0.3 else None
+    return sequence(draws, prompt, output, mask=mask, seq_id=seq_id)
+
+
+def bits(logprobs: TokenLogprobs) -> tuple:
+    return tuple(a.tobytes() for a in (logprobs.token_ids, logprobs.logprobs, logprobs.ranks))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32), num_seqs=st.integers(1, 12), mode=st.sampled_from(LOGPROBS_MODES))
+def test_a_row_in_a_batch_is_what_it_is_alone(isa, seed, num_seqs, mode):
+    rng = random.Random(seed)
+    sequences = [random_sequence(rng, i) for i in range(num_seqs)]
+    num_rows = sum(len(s.draws) for s in sequences)
+    logits = torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+    before = logits.clone()
+    with using(isa):
+        token_ids, logprobs = Sampler(mode).sample(logits, sequences)
+    assert torch.equal(logits, before)
+    row = 0
+    for s in sequences:
+        for draw in s.draws:
+            alone = type(s)(*(getattr(s, f) if f != "draws" else (draw,) for f in s.__struct_fields__))
+            with using(ISAS[seed % len(ISAS)], 1):
+                tokens, own = Sampler(mode).sample(logits[row : row + 1], [alone])
+            assert tokens == token_ids[row : row + 1]
+            assert (0 in own) == (row in logprobs) == (draw.logprobs is not None)
+            if own:
+                assert bits(own[0]) == bits(logprobs[row])
+            row += 1
+    assert len(token_ids) == num_rows
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_processed_logits_are_those_of_the_plain_definition(seed):
+    rng = random.Random(seed)
+    draw = dataclasses.replace(random_draw(rng), processors=())
+    prompt, output = [[rng.randrange(VOCAB) for _ in range(n)] for n in (6, rng.choice([0, 5, 30]))]
+    mask = Mask(rng.sample(range(VOCAB), 20)) if rng.random() < 0.4 else None
+    if mask is not None and draw.allowed_token_ids is not None:
+        mask = Mask([*mask.allowed, *draw.allowed_token_ids])
+    s = sequence(draw, prompt, output, mask=mask)
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(seed))
+    how = DrawTensors(s.draws, VOCAB).at([s])
+    processed = kernels.processed_logits(logits, how, torch.tensor([0]))[0]
+    expected = changed(logits[0], draw, prompt, output, mask)
+    if draw.temperature == 0 or expected.max() == -torch.inf:
+        assert torch.equal(processed, expected)
+    else:
+        probs = probabilities(expected, draw)
+        assert torch.equal(processed > -torch.inf, probs > 0)
+        kept = probs > 0
+        assert torch.equal(processed[kept], (expected.double() / draw.temperature).float()[kept])
+        torch.testing.assert_close(processed.double().softmax(0), probs, rtol=1e-5, atol=1e-12)
+
+
+class TestBans:
+    """All logits are equal, so that greedy takes the lowest id that is not banned."""
+
+    def token(self, prompt, output=(), mask=None, **changes) -> int:
+        s = sequence(dataclasses.replace(GREEDY, **changes), prompt, output, mask=mask)
+        return Sampler().sample(torch.zeros(1, VOCAB), [s])[0][0]
+
+    def test_bad_words_end_in_the_output_only(self):
+        words = ((0,), (7, 8, 1), (9, 2))
+        assert self.token([7, 8], bad_words=words) == 1
+        assert self.token([7], [8], bad_words=words) == 1
+        assert self.token([5], [7, 8], bad_words=words) == 2
+        assert self.token([5], [7, 8], bad_words=(*words, (8, 2), (8, 3))) == 4
+        assert self.token([5], [9], bad_words=((0,), (1,), (9, 2))) == 3
+
+    def test_stop_tokens_wait_for_min_tokens(self):
+        assert self.token([5], [1, 2], min_tokens=3, stop_token_ids=(0, 1)) == 2
+        assert self.token([5], [1, 2, 4], min_tokens=3, stop_token_ids=(0, 1)) == 0
+
+    def test_only_what_grammar_and_allowed_token_ids_have_in_common_is_drawn(self):
+        assert self.token([5], mask=Mask([3, 40, 44]), allowed_token_ids=(1, 2, 40)) == 40
+
+    def test_the_grammar_wins_over_what_contradicts_it(self):
+        assert self.token([5], mask=Mask([3, 44]), allowed_token_ids=(1, 2)) == 3
+        assert self.token([5], mask=Mask([3, 44]), min_tokens=5, stop_token_ids=(3, 44)) == 3
+
+    def test_draws_that_change_from_step_to_step(self):
+        sampler, logits = Sampler(), torch.zeros(1, VOCAB)
+        for banned in (((0,),), ((1,),), ((0,), (1,)), ()):
+            s = sequence(dataclasses.replace(GREEDY, bad_words=banned), [5])
+            expected = next(i for i in range(VOCAB) if (i,) not in banned)
+            assert sampler.sample(logits, [s])[0] == (expected,)
+        assert sampler.sample(torch.zeros(1, 7), [s])[0] == (0,)
+
+
+class TestProcessors:
+    def test_they_see_output_and_masked_logits_and_run_in_turn(self):
+        seen = []
+
+        def first(output, logits):
+            seen.append((output, logits.clone()))
+            logits[30] = 50.0
+            return logits
+
+        draw = dataclasses.replace(
+            GREEDY,
+            processors=(first, lambda _, x: x * torch.tensor([1.0] * 30 + [-1.0] + [1.0] * 14)),
+            allowed_token_ids=tuple(range(20, VOCAB)),
+            bad_words=((25,),),
+        )
+        logits = torch.arange(45.0)[None].clone()
+        s = sequence(draw, [4, 5], [6, 7])
+        before = logits.clone()
+        assert Sampler().sample(logits, [s])[0] == (44,)
+        assert torch.equal(logits, before)
+        ((output, masked),) = seen
+        assert output == [6, 7]
+        assert masked.isinf().nonzero().flatten().tolist() == [*range(20), 25]
+
+    def test_they_cannot_allow_what_the_grammar_forbids(self):
+        draw = dataclasses.replace(GREEDY, processors=(lambda _, x: torch.zeros_like(x),))
+        assert Sampler().sample(torch.zeros(1, VOCAB), [sequence(draw, [1], mask=Mask([9]))])[0] == (9,)
+
+    @pytest.mark.parametrize(
+        ("processor", "message"),
+        [
+            (lambda _, x: x[1:], r"<lambda> returned shape \[44\]; it must return a tensor of shape \[45\]"),
+            (lambda _, x: None, "<lambda> returned a NoneType"),
+        ],
+    )
+    def test_a_wrong_result_is_refused(self, processor, message):
+        s = sequence(dataclasses.replace(GREEDY, processors=(processor,)), [1])
+        with pytest.raises(InvalidParamsError, match=message):
+            Sampler().sample(torch.zeros(1, VOCAB), [s])
+
+    def test_others_are_not_touched(self):
+        s = [
+            sequence(GREEDY, [1]),
+            sequence(dataclasses.replace(GREEDY, processors=(lambda _, x: -x,), logprobs=1), [1]),
+            sequence(dataclasses.replace(GREEDY, logprobs=1), [1]),
+        ]
+        logits = torch.arange(45.0).repeat(3, 1)
+        token_ids, logprobs = Sampler("processed_logits").sample(logits, s)
+        assert token_ids == (44, 0, 44)
+        assert [logprobs[row].logprobs[0, 0] for row in (1, 2)] == [0.0, 44.0]
+
+
+class TestLogprobs:
+    logits = torch.tensor([[1.0, 4.0, 3.0, 3.0, -2.0, 0.0]])
+
+    def logprobs(self, mode: str, **changes) -> TokenLogprobs:
+        s = sequence(dataclasses.replace(GREEDY, logprobs=3, **changes), [0])
+        return Sampler(mode).sample(self.logits, [s])[1][0]
+
+    def test_raw_ones_are_of_the_models_own_logits(self):
+        result = self.logprobs("raw_logprobs", logit_bias=((5, 100.0),))
+        assert result.token_ids.tolist() == [[5, 1, 2, 3]]
+        assert result.ranks.tolist() == [5]
+        expected = self.logits[0].double().log_softmax(0)[[5, 1, 2, 3]].float().numpy()
+        assert np.abs(result.logprobs[0] - expected).max() < 1e-6
+
+    def test_processed_ones_are_of_what_was_drawn_from(self):
+        result = self.logprobs("processed_logprobs", temperature=0.5, top_k=2)
+        assert result.token_ids[0, 1:].tolist() == [1, 2, 0]
+        expected = torch.tensor([8.0, 6.0]).log_softmax(0).tolist()
+        assert result.logprobs[0, 1:].tolist() == pytest.approx([*expected, -np.inf], rel=1e-6)
+
+    def test_greedy_ones_are_neither_divided_nor_cut(self):
+        assert self.logprobs("processed_logits", top_k=1).logprobs.tolist() == [[4.0, 4.0, 3.0, 3.0]]
+
+    def test_logits_are_not_normalized(self):
+        assert self.logprobs("raw_logits").logprobs.tolist() == [[4.0, 4.0, 3.0, 3.0]]
+        assert self.logprobs("processed_logits", logit_bias=((2, 4.0),)).logprobs.tolist() == [[7.0, 7.0, 4.0, 3.0]]
+
+    def test_more_than_the_vocabulary_has_are_all(self):
+        s = sequence(dataclasses.replace(GREEDY, logprobs=99), [0])
+        assert Sampler().sample(self.logits, [s])[1][0].token_ids.shape == (1, 7)
+
+    def test_more_rows_than_are_taken_at_once(self):
+        sequences = [sequence(dataclasses.replace(GREEDY, logprobs=i % 2), [0], seq_id=i) for i in range(200)]
+        logits = torch.randn(200, VOCAB, generator=torch.Generator().manual_seed(3))
+        _, logprobs = Sampler("processed_logprobs").sample(logits, sequences)
+        assert sorted(logprobs) == list(range(200))
+        for row in (0, 63, 64, 199):
+            alone = Sampler("processed_logprobs").sample(logits[row : row + 1], [sequences[row]])[1][0]
+            assert bits(alone) == bits(logprobs[row])
+
+    def test_an_unknown_mode_is_refused(self):
+        with pytest.raises(
+            ConfigError, match=r"logprobs_mode='raw_logprob' is not one of .*did you mean 'raw_logprobs'"
+        ):
+            Sampler("raw_logprob")

@@ -1,0 +1,102 @@
+"""How long the sampler takes for a step: from the draws and the tokens so far to the tokens drawn.
+
+    python tools/bench_sampling.py [--rows 64] [--vocab 152000] [--history 1000] [--threads 0] [--seconds 0.5]
+
+Prints a table of milliseconds per step, the shortest of several runs: building the tensors, and all of it.
+Logits are normal, of two spreads: 3 is about as peaked as a language model's, 0.3 nearly flat.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire import kernels
+from quire.batch import Draw, ScheduledSequence
+from quire.sampling.draw_tensors import DrawTensors
+from quire.sampling.sampler import Sampler
+
+SPREADS = (3.0, 0.3)
+PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1}
+SETTINGS: dict[str, dict[str, float | int]] = {
+    "greedy": {"temperature": 0.0},
+    "temperature": {},
+    "top-p 0.9": {"top_p": 0.9},
+    "top-k 50": {"top_k": 50},
+    "top-k 50, top-p 0.9": {"top_k": 50, "top_p": 0.9},
+    "top-k 50, top-p 0.9, penalties": {"top_k": 50, "top_p": 0.9, **PENALTIES},
+    "top-k 50, top-p 0.9, penalties, mask": {"top_k": 50, "top_p": 0.9, **PENALTIES},
+    "top-p 0.9, penalties": {"top_p": 0.9, **PENALTIES},
+    "min-p 0.1": {"min_p": 0.1},
+    "min-p 0.1, penalties": {"min_p": 0.1, **PENALTIES},
+    "mask": {},
+    "greedy, 5 logprobs": {"temperature": 0.0, "logprobs": 5},
+}
+
+
+@dataclass(frozen=True)
+class HalfMask:
+    """Allows a random half of the vocabulary."""
+
+    words: npt.NDArray[np.int32]
+
+    def fill(self, words: npt.NDArray[np.int32]) -> None:
+        """Copy them."""
+        words[:] = self.words
+
+
+def main() -> None:
+    """Measure every setting."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--vocab", type=int, default=152_000)
+    parser.add_argument("--history", type=int, default=1000, help="tokens of prompt and output, half each")
+    parser.add_argument("--threads", type=int, default=0, help="0: all")
+    parser.add_argument("--seconds", type=float, default=0.5, help="for each row of the table and half of it")
+    options = parser.parse_args()
+    kernels.set_num_threads(options.threads or kernels.num_threads())
+    torch.set_num_threads(1)
+    print(f"{options.rows} rows of {options.vocab}, {kernels.num_threads()} threads, {kernels.isa()}; ms per step")
+    print(f"{'':40}{'tensors':>10}" + "".join(f"{f'N(0, {spread:g})':>12}" for spread in SPREADS))
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(options.rows, options.vocab, generator=generator)
+    for name, setting in SETTINGS.items():
+        sequences = make_sequences(name, setting, options.rows, options.vocab, options.history)
+        tensors = DrawTensors(tuple(draw for s in sequences for draw in s.draws), options.vocab)
+        times = [shortest_ms(lambda s=sequences, t=tensors: t.at(s), options.seconds)]  # type: ignore[misc]
+        for spread in SPREADS:
+            scaled, sampler = logits * spread, Sampler()
+            times.append(shortest_ms(lambda: sampler.sample(scaled, sequences), options.seconds))  # noqa: B023
+        print(f"{name:40}{times[0]:10.3f}" + "".join(f"{ms:12.2f}" for ms in times[1:]), flush=True)
+
+
+def make_sequences(
+    name: str, setting: dict[str, float | int], num_rows: int, vocab: int, num_tokens: int
+) -> list[ScheduledSequence]:
+    """Decoding sequences, each with a past and a mask of its own where they are needed."""
+    rng = np.random.default_rng(0)
+    sequences = []
+    for row in range(num_rows):
+        draw = Draw(**{"temperature": 1.0, "top_k": 0, "top_p": 1.0, "random_key": bytes([row % 256]), **setting})  # type: ignore[arg-type]
+        past = rng.integers(0, vocab, num_tokens, dtype=np.int32)
+        mask = HalfMask(rng.integers(-(2**31), 2**31, -(-vocab // 32), dtype=np.int32)) if "mask" in name else None
+        kept = past if draw.needs_past else None
+        sequences.append(ScheduledSequence(row, (0,), num_tokens - 1, (), (draw,), num_tokens // 2, kept, mask))
+    return sequences
+
+
+def shortest_ms(call: Callable[[], object], seconds: float) -> float:
+    """Of as many calls as fit."""
+    best, end = float("inf"), time.perf_counter() + seconds
+    while (start := time.perf_counter()) < end:
+        call()
+        best = min(best, time.perf_counter() - start)
+    return best * 1000
+
+
+if __name__ == "__main__":
+    main()
