@@ -168,8 +168,8 @@ def test_what_is_no_prompt_at_all_is_refused(llm: LLM, prompts: Any) -> None:
 
 def test_a_prompt_the_engine_gives_up_on_raises_alone_and_is_ignored_in_a_list() -> None:
     llm, _ = scripted_llm(num_gpu_blocks_override=2, max_model_len=32)
-    engine = llm.engine
-    engine.model_config = dataclasses.replace(engine.model_config, max_model_len=999)  # what the plan would never allow
+    inputs = llm.engine.inputs
+    inputs.model = dataclasses.replace(inputs.model, max_model_len=999)  # what the plan would never allow
     good, bad = generate(llm, [[5] * 4, [5] * 100])
     assert good.outputs[0].finish_reason == "stop"
     assert bad.outputs[0].finish_reason == "ignored"

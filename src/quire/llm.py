@@ -13,7 +13,8 @@ from msgspec.structs import replace
 from tqdm import tqdm
 
 from quire.config.args import EngineArgs
-from quire.engine.llm_engine import LLMEngine, Prompt
+from quire.engine.input_processor import Prompt
+from quire.engine.llm_engine import LLMEngine
 from quire.errors import InvalidParamsError, InvalidPromptError, RequestError
 from quire.kv.pins import PinnedPrefix
 from quire.log import logger
