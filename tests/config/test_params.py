@@ -29,7 +29,6 @@ from quire.params import SamplingParams
         ("stop", ""),
         ("stop", ["a", ""]),
         ("stop", [1]),
-        ("stop", ["x"] * 65),
         ("stop_token_ids", [-1]),
         ("stop_token_ids", ["a"]),
         ("output_kind", "all"),
