@@ -328,5 +328,5 @@ def test_requests_of_different_salts_share_nothing(llm: LLM) -> None:
         return llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens
 
     assert [cached("a"), cached("b"), cached("a"), cached("b")] == [0, 0, 39, 39]
-    with pytest.raises(InvalidPromptError, match="cache_salt must be a string"):
+    with pytest.raises(InvalidPromptError, match="cache_salt=3: must be a Unicode string"):
         llm.generate({"prompt": "Hi", "cache_salt": 3})

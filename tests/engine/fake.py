@@ -122,7 +122,7 @@ class Harness:
 
     def add(self, prompt: list[int], max_tokens: int = 8, key: ContentKey = NO_KEY, **params: object) -> SequenceGroup:
         settings = SamplingParams(temperature=0, max_tokens=max_tokens, detokenize=False, **params)
-        draws = tuple(Draw(0.0, 0, 1.0, b"", index) for index in range(settings.n))
+        draws = tuple(Draw(0.0, 0, 1.0, b"", index) for index in range(settings.num_samples))
         seq = Sequence(self.scheduler.new_seq_id(), prompt, draws)
         group = SequenceGroup(str(len(self.groups)), None, seq, settings, float(self.scheduler.num_steps), key)
         self.groups.append(group)

@@ -8,7 +8,7 @@ from quire.config.args import EngineArgs
 from quire.config.model import ModelConfig
 from quire.engine.commit import Committer
 from quire.engine.executor import Executor
-from quire.engine.input_processor import InputProcessor, Prompt
+from quire.engine.input_processor import InputProcessor, Prompt, recommended_params
 from quire.engine.scheduler import Scheduler
 from quire.engine.sequence import SequenceGroup, SequenceStatus
 from quire.errors import RequestError
@@ -21,6 +21,7 @@ from quire.runner.memory_plan import MemoryPlan, plan_memory
 from quire.runner.worker import Worker
 from quire.tokenizer.tokenizer import Tokenizer
 
+_SCORING = SamplingParams(detokenize=False, output_kind="final_only")
 _COPY_BYTES_PER_S = 5e9
 """a cautious guess at how fast blocks are copied between the tiers, all threads together"""
 
@@ -65,14 +66,30 @@ class LLMEngine:
         self, request_id: str, prompt: Prompt, params: SamplingParams, *, arrival_time: float | None = None
     ) -> None:
         """Queue a request. Raises a RequestError, and queues nothing, if it can never run."""
-        if request_id in self._groups:
-            raise RequestError(f"request id {request_id!r} is in use by an unfinished request; choose another")
-        text, token_ids, key = self.inputs.prompt(prompt)
+        self._check_request_id(request_id)
+        text, token_ids, key = self.inputs.prompt(prompt, params)
         self.inputs.check_params(params)
         seq = self.inputs.sequence(self.scheduler.new_seq_id(), token_ids, params)
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
-        group = SequenceGroup(request_id, text, seq, params, arrival_time, key)
-        self._groups[request_id] = group
+        self._add(SequenceGroup(request_id, text, seq, params, arrival_time, key))
+
+    def add_scoring_request(self, request_id: str, context: Prompt, continuation: Prompt | None) -> None:
+        """Queue a request that generates nothing: it ends, with `prompt_logprobs` of the continuation's tokens, once
+        they are scored; None scores the context itself. Raises a RequestError, and queues nothing, if it can never
+        run."""
+        self._check_request_id(request_id)
+        token_ids, first, key = self.inputs.continuation(context, continuation)
+        seq = self.inputs.scored_sequence(self.scheduler.new_seq_id(), token_ids, first)
+        group = SequenceGroup(request_id, None, seq, _SCORING, time.monotonic(), key)
+        group.prompt_token_ids = token_ids
+        self._add(group)
+
+    def _check_request_id(self, request_id: str) -> None:
+        if request_id in self._groups:
+            raise RequestError(f"request id {request_id!r} is in use by an unfinished request; choose another")
+
+    def _add(self, group: SequenceGroup) -> None:
+        self._groups[group.request_id] = group
         self.scheduler.add(group)
 
     def step(self) -> list[RequestOutput]:
@@ -120,11 +137,7 @@ class LLMEngine:
 
     def default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json recommends, over SamplingParams' own defaults."""
-        names = ("temperature", "top_p", "top_k")
-        given = {n: v for n in names if (v := self.model_config.generation_config.get(n)) is not None}
-        if self.model_config.generation_config.get("do_sample") is False:
-            given = {"temperature": 0.0}
-        return SamplingParams(**given)
+        return recommended_params(self.model_config.generation_config)
 
     def stats(self) -> EngineStats:
         """The engine now."""
