@@ -92,7 +92,8 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
     """How many answers come out, and what is told of them."""
     group = parser.add_argument_group("samples and log-probabilities (with --json)")
     for name, text in _SAMPLES:
-        group.add_argument("--" + name.replace("_", "-"), type=int, metavar="N", help=text)
+        flag = "-n" if name == "n" else "--" + name.replace("_", "-")
+        group.add_argument(flag, type=int, metavar="N", help=text)
 
 
 def sampling_params(options: argparse.Namespace, llm: LLM) -> SamplingParams:

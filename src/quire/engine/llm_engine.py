@@ -60,7 +60,9 @@ class LLMEngine:
         plan = plan_memory(args)
         logger.info("%s", plan)
         tokenizer = Tokenizer.from_path(plan.config.model.tokenizer_path)
-        return cls(plan, Worker(plan.config.model, plan.kv_cache, plan.config.parallel), tokenizer)
+        config = plan.config
+        worker = Worker(config.model, plan.kv_cache, config.parallel, logprobs_mode=config.logprobs_mode)
+        return cls(plan, worker, tokenizer)
 
     def add_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams, *, arrival_time: float | None = None
