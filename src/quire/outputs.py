@@ -113,7 +113,8 @@ class EngineStats:
     num_swapped_blocks: int
     """blocks copied to the host tier or back"""
     num_prefix_queried_tokens: int
-    """prompt tokens looked up in the prefix cache: all but the last of each prompt, which is always computed"""
+    """prompt tokens looked up in the prefix cache: all but the last of each prompt, which is always computed, and
+    those that must be computed for log-probabilities"""
     num_prefix_hit_tokens: int
     """of those, found"""
     num_pinned_blocks: int
