@@ -4,7 +4,7 @@ import contextlib
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import InvalidParamsError
@@ -93,6 +93,7 @@ def test_what_only_looks_like_a_contradiction_is_allowed():
     assert SamplingParams(stop=[], detokenize=False).stop_strings == ()
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.sampled_from(SamplingParams.__struct_fields__), st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3), st.binary(max_size=3),
     st.lists(st.integers() | st.text(max_size=2) | st.none(), max_size=3),
