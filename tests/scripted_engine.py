@@ -1,9 +1,11 @@
 """The real engine over a model that recites: a door can be tested without weights and without arithmetic."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from quire import LLM, EngineArgs, LLMEngine
-from quire.batch import Batch, StepResult
+from quire.batch import Batch, StepResult, TokenLogprobs
 from quire.runner.memory_plan import plan_memory
 from quire.tokenizer.tokenizer import Tokenizer
 
@@ -18,18 +20,44 @@ class RecitingExecutor:
         self.tokenizer = tokenizer
         self.prompt_lens: dict[int, int] = {}
         self.num_steps = 0
+        self.batches: list[Batch] = []
         self.before_step: Callable[[int], object] = lambda step: None
 
     def execute(self, batch: Batch) -> StepResult:
         self.num_steps += 1
         self.before_step(self.num_steps)
-        drawing = [sequence for sequence in batch.sequences for _ in sequence.draws]
-        return StepResult(tuple(self._next_token(sequence.seq_id, sequence.end) for sequence in drawing))
+        self.batches.append(batch)
+        drawing = [(sequence, draw) for sequence in batch.sequences for draw in sequence.draws]
+        tokens = tuple(self._next_token(sequence.seq_id, sequence.end) for sequence, _ in drawing)
+        return StepResult(
+            tokens,
+            {
+                i: logprobs([tokens[i]], draw.logprobs, draw.index)
+                for i, (_, draw) in enumerate(drawing)
+                if draw.logprobs is not None
+            },
+            {
+                i: logprobs(sequence.scored.token_ids, sequence.scored.num_top)
+                for i, sequence in enumerate(batch.sequences)
+                if sequence.scored is not None
+            },
+        )
 
     def _next_token(self, seq_id: int, num_tokens: int) -> int:
         prompt_len = self.prompt_lens.setdefault(seq_id, num_tokens)  # a forked sample counts from its first own token
         reply = [*self.tokenizer.encode(recital(prompt_len)), self.tokenizer.eos_token_id]
         return reply[(num_tokens - prompt_len) % len(reply)]
+
+
+def logprobs(token_ids: Sequence[int], num_top: int, sample: int = 0) -> TokenLogprobs:
+    """Every token has the logarithm of 1/2 or, in a later sample, 1/3 and so on, and rank 7; the likeliest are 0, 1, 2
+    and so on with -1, -2, -3."""
+    top = range(num_top)
+    return TokenLogprobs(
+        np.array([[token_id, *top] for token_id in token_ids], np.int32),
+        np.array([[-np.log(2 + sample), *(-1.0 - i for i in top)]] * len(token_ids), np.float32),
+        np.full(len(token_ids), 7, np.int32),
+    )
 
 
 def recital(prompt_len: int) -> str:

@@ -168,8 +168,8 @@ def test_what_is_no_prompt_at_all_is_refused(llm: LLM, prompts: Any) -> None:
 
 def test_a_prompt_the_engine_gives_up_on_raises_alone_and_is_ignored_in_a_list() -> None:
     llm, _ = scripted_llm(num_gpu_blocks_override=2, max_model_len=32)
-    engine = llm.engine
-    engine.model_config = dataclasses.replace(engine.model_config, max_model_len=999)  # what the plan would never allow
+    inputs = llm.engine.inputs
+    inputs.model = dataclasses.replace(inputs.model, max_model_len=999)  # what the plan would never allow
     good, bad = generate(llm, [[5] * 4, [5] * 100])
     assert good.outputs[0].finish_reason == "stop"
     assert bad.outputs[0].finish_reason == "ignored"
@@ -328,5 +328,5 @@ def test_requests_of_different_salts_share_nothing(llm: LLM) -> None:
         return llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens
 
     assert [cached("a"), cached("b"), cached("a"), cached("b")] == [0, 0, 39, 39]
-    with pytest.raises(InvalidPromptError, match="cache_salt must be a string"):
+    with pytest.raises(InvalidPromptError, match="cache_salt=3: must be a Unicode string"):
         llm.generate({"prompt": "Hi", "cache_salt": 3})

@@ -1,24 +1,13 @@
 """What the embedded checkpoints were measured at when they were trained, reproduced by Quire."""
 
-import dataclasses
 import json
-import math
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
 from quire import LLM, SamplingParams
-from quire.batch import ScheduledSequence
-from quire.config.kv_layout import kv_cache_config
-from quire.config.model import ModelConfig
-from quire.models.loader import load_model
-from quire.runner.cache_engine import CacheEngine
-from quire.runner.model_runner import build_tensors
 
 DATA = Path(__file__).parent / "data"
-BLOCK_SIZE = 16
 MEASURED_EXACT = 281
 
 
@@ -42,20 +31,19 @@ def test_quire_tiny_answers_as_many_questions_exactly_as_measured(arguments: dic
 
 @pytest.mark.parametrize(
     ("quantization", "kv_cache_dtype", "within"),
-    [(None, "float32", 1e-3), (None, "int8", 1e-2), ("int8", "float32", 1e-2), ("int4", "float32", 5e-2)],
+    [(None, "auto", 1e-3), (None, "int8", 1e-2), ("int8", "auto", 1e-2), ("int4", "auto", 5e-2)],
 )
 @pytest.mark.parametrize("name", ["quire-tiny", "quire-draft"])
 def test_perplexity_on_source_code(name: str, quantization: str | None, kv_cache_dtype: str, within: float) -> None:
     data = json.loads((DATA / "decoder_tokens.json").read_text(encoding="utf-8"))
-    token_ids = torch.tensor(data["token_ids"])
-    config = ModelConfig.resolve(name, dtype="float32", quantization=quantization)
-    model = load_model(config)
-    specs = [dataclasses.replace(spec, dtype=kv_cache_dtype) for spec in model.kv_cache_specs(config)]
-    kv_cache = kv_cache_config(specs, BLOCK_SIZE, num_blocks=len(token_ids) // BLOCK_SIZE)
-    table = np.arange(kv_cache.num_blocks, dtype=np.int32)
-    whole_text = ScheduledSequence(0, tuple(data["token_ids"]), start=0, block_tables=(table,), draws=())
-    with torch.inference_mode():
-        hidden = model(build_tensors([whole_text], BLOCK_SIZE), CacheEngine(kv_cache).layers)
-        logits = model.compute_logits(hidden[:-1])
-    perplexity = math.exp(torch.nn.functional.cross_entropy(logits, token_ids[1:]).item())
+    length = len(data["token_ids"])
+    llm = LLM(
+        name,
+        dtype="float32",
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
+        max_model_len=length,
+        kv_cache_memory="32MiB",
+    )
+    (perplexity,) = llm.perplexity(data["token_ids"], use_tqdm=False)
     assert perplexity == pytest.approx(data["perplexity"][name], rel=within)

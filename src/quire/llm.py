@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -13,11 +14,12 @@ from msgspec.structs import replace
 from tqdm import tqdm
 
 from quire.config.args import EngineArgs
-from quire.engine.llm_engine import LLMEngine, Prompt
+from quire.engine.input_processor import Prompt
+from quire.engine.llm_engine import LLMEngine
 from quire.errors import InvalidParamsError, InvalidPromptError, RequestError
 from quire.kv.pins import PinnedPrefix
 from quire.log import logger
-from quire.outputs import CompletionOutput, EngineStats, RequestOutput
+from quire.outputs import CompletionOutput, EngineStats, RequestOutput, TokenScores
 from quire.params import SamplingParams
 from quire.tokenizer.tokenizer import Tokenizer
 
@@ -60,10 +62,9 @@ class LLM:
         A wrong prompt given alone raises its RequestError. In a list it comes back finished, with `error` set and the
         finish reason `ignored`, and the others run. If an exception escapes, all requests of this call are aborted.
         """
-        alone = isinstance(prompts, str | Mapping) or _is_token_ids(prompts)
-        listed: list[Any] = [prompts] if alone else _as_list(prompts)
+        listed, alone = _listed(prompts)
         params = self._params_per_prompt(sampling_params, len(listed))
-        return self._run(listed, params, alone, use_tqdm)
+        return self._generate(listed, params, alone, use_tqdm)
 
     def chat(
         self,
@@ -99,13 +100,40 @@ class LLM:
                 )
             except RequestError as error:
                 prompts.append(error)
-        return self._run(prompts, params, alone, use_tqdm)
+        return self._generate(prompts, params, alone, use_tqdm)
 
     def chat_prompt(self, messages: Conversation, **template_arguments: Any) -> dict[str, Any]:
         """The prompt of a conversation, as `generate` takes it; the arguments are Tokenizer.apply_chat_template's."""
         tokenizer = self.get_tokenizer()
         text = tokenizer.apply_chat_template(messages, **template_arguments)
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+    def score_tokens(
+        self, prompts: Prompt | Sequence[Prompt], continuations: Prompt | Sequence[Prompt], *, use_tqdm: bool = True
+    ) -> list[TokenScores]:
+        """How likely each continuation is after its prompt, token by token; nothing is generated.
+
+        One prompt for all continuations, or as many as there are; all in one batch, so that the common beginnings of
+        prompts are computed once. Two texts are encoded as one: what is scored are the tokens that the prompt alone
+        would not have. These are log-probabilities of the model's own logits, whatever logprobs_mode is. Raises
+        RequestError if any pair is wrong, and runs none of them.
+        """
+        contexts, texts = (_listed(given)[0] for given in (prompts, continuations))
+        contexts = contexts * len(texts) if len(contexts) == 1 else contexts
+        if len(contexts) != len(texts):
+            raise InvalidPromptError(
+                f"{len(contexts)} prompts for {len(texts)} continuations: give one for all, or one for each"
+            )
+        add = self.engine.add_scoring_request
+        outputs = self._run(contexts, lambda request_id, i: add(request_id, contexts[i], texts[i]), True, use_tqdm)
+        return [_token_scores(output) for output in outputs]
+
+    def perplexity(self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True) -> list[float]:
+        """For each prompt, exp of the mean negative log-probability of its tokens, the first one left out."""
+        listed, add = _listed(prompts)[0], self.engine.add_scoring_request
+        outputs = self._run(listed, lambda request_id, i: add(request_id, listed[i], None), True, use_tqdm)
+        scores = [_token_scores(output) for output in outputs]
+        return [math.exp(-score.sum_logprob / len(score.logprobs)) for score in scores]
 
     def pin_prefix(self, prompt: Prompt) -> PinnedPrefix:
         """Compute a prompt if need be and keep its KV cache blocks, whatever else is needed, until `unpin_prefix`.
@@ -141,20 +169,32 @@ class LLM:
             )
         return listed
 
-    def _run(
+    def _generate(
         self, prompts: Sequence[Prompt | RequestError], params: Sequence[SamplingParams], alone: bool, use_tqdm: bool
     ) -> list[RequestOutput]:
-        """Run all prompts to their end. A prompt may be the error that making it raised."""
+        """A prompt may be the error that making it raised."""
+
+        def add(request_id: str, place: int) -> None:
+            prompt = prompts[place]
+            if isinstance(prompt, RequestError):
+                raise prompt
+            self.engine.add_request(request_id, prompt, replace(params[place], output_kind="final_only"))
+
+        return self._run(prompts, add, alone, use_tqdm)
+
+    def _run(
+        self, prompts: Sequence[Any], add: Callable[[str, int], None], alone: bool, use_tqdm: bool
+    ) -> list[RequestOutput]:
+        """Run all requests to their end; `add` queues the one at a place under the id given. What is wrong with one of
+        them raises if it is `alone`, or all are to be right."""
         outputs: list[RequestOutput | None] = [None] * len(prompts)
         places: dict[str, int] = {}
         with _Progress(self.engine, len(prompts), use_tqdm) as progress:
             try:
-                for i, (prompt, its_params) in enumerate(zip(prompts, params, strict=True)):
+                for i, prompt in enumerate(prompts):
                     request_id = next(self._request_ids)
                     try:
-                        if isinstance(prompt, RequestError):
-                            raise prompt
-                        self.engine.add_request(request_id, prompt, replace(its_params, output_kind="final_only"))
+                        add(request_id, i)
                         places[request_id] = i
                     except RequestError as error:
                         if alone:
@@ -235,6 +275,27 @@ def interrupt_deferred() -> Iterator[None]:
 
 def _request_ids() -> Iterator[str]:
     return (f"llm-{i}" for i in itertools.count())
+
+
+def _listed(prompts: Any) -> tuple[list[Any], bool]:
+    """Prompts as a list, and whether it was one alone."""
+    if isinstance(prompts, str | Mapping) or _is_token_ids(prompts):
+        return [prompts], True
+    return _as_list(prompts), False
+
+
+def _token_scores(output: RequestOutput) -> TokenScores:
+    if output.error is not None:
+        raise RequestError(output.error)
+    pairs = zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=True)
+    scored = [(token_id, known) for token_id, known in pairs if known is not None]
+    entries = [known[token_id] for token_id, known in scored]
+    return TokenScores(
+        token_ids=[token_id for token_id, _ in scored],
+        logprobs=[entry.logprob for entry in entries],
+        ranks=[entry.rank or 0 for entry in entries],
+        num_cached_tokens=output.num_cached_tokens,
+    )
 
 
 def _is_token_ids(prompts: Any) -> bool:

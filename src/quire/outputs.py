@@ -1,9 +1,22 @@
 """What comes out: per request, per sequence, per engine. Attribute names as in vLLM."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "ignored"]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """How likely a token was at its place."""
+
+    logprob: float
+    """natural logarithm; -inf for what could not be drawn. EngineArgs.logprobs_mode says of what"""
+    rank: int | None = None
+    """among all tokens, from 1"""
+    decoded_token: str | None = None
+    """its text alone; None without detokenize"""
 
 
 @dataclass(slots=True)
@@ -18,6 +31,10 @@ class CompletionOutput:
     """None while it runs; `ignored`: the prompt was never run, see RequestOutput.error"""
     stop_reason: int | str | None = None
     """the stop token id or stop string that ended it; None for the end-of-sequence token"""
+    cumulative_logprob: float | None = None
+    """sum over all its tokens, where log-probabilities were asked for or decided which samples come out"""
+    logprobs: list[dict[int, Logprob]] | None = None
+    """for each of `token_ids`, by token id: the token itself first, then the likeliest, as many as were asked for"""
 
     @property
     def finished(self) -> bool:
@@ -50,6 +67,33 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     error: str | None = None
     """why the request could not be run, if it could not"""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """for each prompt token, if asked for; None where nothing stands before it to predict it. As far as the prompt is
+    computed; the first delta alone has them"""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """How likely a model finds a given continuation of a context: what `LLM.score_tokens` returns for each pair."""
+
+    token_ids: list[int]
+    """the continuation's"""
+    logprobs: list[float]
+    """of each, after all before it"""
+    ranks: list[int]
+    """of each among all tokens, from 1"""
+    num_cached_tokens: int
+    """tokens of the context whose keys and values came from the prefix cache"""
+
+    @property
+    def sum_logprob(self) -> float:
+        """Of the continuation as a whole."""
+        return math.fsum(self.logprobs)
+
+    @property
+    def is_greedy(self) -> list[bool]:
+        """Of each, whether greedy decoding would have chosen it."""
+        return [rank == 1 for rank in self.ranks]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +113,8 @@ class EngineStats:
     num_swapped_blocks: int
     """blocks copied to the host tier or back"""
     num_prefix_queried_tokens: int
-    """prompt tokens looked up in the prefix cache: all but the last of each prompt, which is always computed"""
+    """prompt tokens looked up in the prefix cache: all but the last of each prompt, which is always computed, and
+    those that must be computed for log-probabilities"""
     num_prefix_hit_tokens: int
     """of those, found"""
     num_pinned_blocks: int

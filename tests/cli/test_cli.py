@@ -1,6 +1,7 @@
 """The command line: what is printed where, with which exit status."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -17,6 +18,7 @@ from quire.batch import Batch, StepResult
 from quire.cli import chat, demo, generate, main, options
 from quire.cli.bench import latency, throughput
 from quire.kernels import isa
+from quire.outputs import Logprob
 
 from ..scripted_engine import RecitingExecutor, recital, scripted_llm
 
@@ -145,6 +147,32 @@ def test_a_file_of_json_lines(run: Run, loaded: dict[str, Any], tmp_path: Path) 
     assert status == 1, "some prompts were refused"
 
 
+def test_json_lines_tell_all_samples_and_their_logprobs(run: Run, loaded: dict[str, Any]) -> None:
+    arguments = ["-n", "2", "--logprobs", "1", "--prompt-logprobs", "0", "--max-tokens", "2", "--raw", "--json"]
+    _, out, _ = run("generate", "--prompt", "one two", *arguments)
+    row = json.loads(out)
+    first, second = row["outputs"]
+    assert {name: row[name] for name in first} == first
+    assert first["cumulative_logprob"] > second["cumulative_logprob"], "as the executor has it"
+    token, likeliest = first["logprobs"][0]
+    assert token == {
+        "token_id": row["token_ids"][0],
+        "logprob": pytest.approx(-0.693, abs=1e-3),
+        "rank": 7,
+        "token": loaded["llm"].get_tokenizer().decode(row["token_ids"][:1]),
+    }
+    assert likeliest["rank"] == 1
+    assert row["prompt_logprobs"][0] is None
+    assert [len(entries) for entries in row["prompt_logprobs"][1:]] == [1] * (row["num_prompt_tokens"] - 1)
+    _, out, _ = run("generate", "--prompt", "one two", "--json")
+    assert not {"outputs", "logprobs", "prompt_logprobs", "cumulative_logprob"} & json.loads(out).keys()
+
+
+def test_json_has_no_infinity() -> None:
+    (entry,) = generate._logprobs({5: Logprob(-math.inf, 9, "x")})
+    assert entry["logprob"] is None
+
+
 def test_a_file_of_lines(run: Run, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("One\r\n\nTwo {\n")
     _, out, _ = run("generate", "--prompts-file", str(tmp_path / "prompts.txt"))
@@ -177,6 +205,12 @@ def test_wrong_prompt_files_are_named(run: Run, tmp_path: Path, name: str, text:
         (["--temperature", "0.5", "--top-k", "4", "--top-p", "0.9"], {"temperature": 0.5, "top_k": 4, "top_p": 0.9}),
         (["--max-tokens", "3", "--stop", "a", "--stop", "b"], {"max_tokens": 3, "stop": ["a", "b"]}),
         (["--ignore-eos"], {"ignore_eos": True}),
+        (["--min-p", "0.1", "--min-tokens", "2"], {"min_p": 0.1, "min_tokens": 2}),
+        (["--presence-penalty", "1", "--frequency-penalty", "-1"], {"presence_penalty": 1, "frequency_penalty": -1}),
+        (["--repetition-penalty", "1.5", "--bad-words", "a b"], {"repetition_penalty": 1.5, "bad_words": ["a b"]}),
+        (["-n", "2", "--logprobs", "3", "--prompt-logprobs", "0"], {"n": 2, "logprobs": 3, "prompt_logprobs": 0}),
+        (["--best-of", "3", "--temperature", "1"], {"best_of": 3, "n": 1}),
+        (["--truncate-prompt-tokens", "-1"], {"truncate_prompt_tokens": -1}),
     ],
 )
 def test_sampling_options_become_sampling_params(

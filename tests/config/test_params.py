@@ -1,48 +1,107 @@
 """Sampling parameters are checked when they are made."""
 
+import contextlib
 import math
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from quire.errors import InvalidParamsError
 from quire.params import SamplingParams
+
+WRONG = {
+    "n": [0, 1025, 1.0, True, "2"],
+    "best_of": [0, 1025, 1.5, True],
+    "temperature": [-0.1, math.nan, math.inf, "hot", True, 1e7, None],
+    "top_p": [0, 1.1, math.nan, "x", True],
+    "top_k": [-2, 1.5, math.nan, None],
+    "min_p": [-0.1, 1.1, math.nan, False],
+    "presence_penalty": [-2.1, 2.1, math.inf, "x"],
+    "frequency_penalty": [-2.1, 2.1, math.nan, True],
+    "repetition_penalty": [0, -1, 0.001, 101, math.inf, None],
+    "seed": [2**63, "x", 1.0, True],
+    "max_tokens": [0, -1, 1.0, True, math.inf],
+    "min_tokens": [-1, 17, 1.5, True, None],
+    "stop": ["", ["a", ""], [1], 5, ["x"] * 10_000, "x" * 20_000, ["x" * 20] * 1000, "\ud800", b"x", {"x": 1}],
+    "stop_token_ids": [[-1], ["a"], [True], [1.0], 5, "12", [1] * 2000, {1: 2}],
+    "include_stop_str_in_output": [1, None, "yes"],
+    "ignore_eos": [1, None],
+    "logprobs": [-2, 1.5, True, "5"],
+    "prompt_logprobs": [-2, 1.5, True, math.nan],
+    "logit_bias": [{-1: 1}, {"1": 1}, {1: 101}, {1: math.nan}, {1: "x"}, {True: 1}, [1], dict.fromkeys(range(2000), 0)],
+    "bad_words": ["word", [""], [1], ["x"] * 2000, ["x" * 20_000], ["\ud800"], 5],
+    "allowed_token_ids": [[], [-1], ["a"], [True], 5, "12"],
+    "logits_processors": [5, [5], [None], print, [print] * 17],
+    "skip_special_tokens": [1, None],
+    "spaces_between_special_tokens": [0, "no"],
+    "detokenize": [1, None],
+    "truncate_prompt_tokens": [0, -2, 1.5, True, "all"],
+    "cache_salt": [5, None, "x" * 1025, "\ud800"],
+    "output_kind": ["all", None, 1],
+    "priority": [2**31 + 1, 0.5, True, None],
+    "tenant": [5, None, "x" * 257, "\udfff"],
+}
+
+
+def test_every_field_is_tried_with_wrong_values():
+    assert WRONG.keys() == set(SamplingParams.__struct_fields__)
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+def test_a_wrong_value_is_refused_and_named(name, value):
+    with pytest.raises(InvalidParamsError, match=name) as raised:
+        SamplingParams(**{name: value})
+    assert len(str(raised.value)) < 300, "however long the value is"
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("temperature", -0.1),
-        ("temperature", math.nan),
-        ("temperature", math.inf),
-        ("temperature", "hot"),
-        ("temperature", True),
-        ("top_p", 0),
-        ("top_p", 1.1),
-        ("top_p", math.nan),
-        ("top_k", -2),
-        ("top_k", 1.5),
-        ("seed", 2**63),
-        ("seed", "x"),
-        ("max_tokens", 0),
-        ("max_tokens", -1),
-        ("max_tokens", 1.0),
-        ("stop", ""),
-        ("stop", ["a", ""]),
-        ("stop", [1]),
-        ("stop", ["x"] * 65),
-        ("stop_token_ids", [-1]),
-        ("stop_token_ids", ["a"]),
-        ("output_kind", "all"),
+        ("n", 1024), ("best_of", 1024), ("temperature", 0), ("temperature", 1e6), ("top_p", 1e-9), ("top_p", 1),
+        ("top_k", -1), ("top_k", 2**70), ("min_p", 0), ("min_p", 1), ("presence_penalty", -2),
+        ("frequency_penalty", 2), ("repetition_penalty", 0.01), ("repetition_penalty", 100), ("seed", -(2**63) + 1),
+        ("max_tokens", None), ("max_tokens", 2**40), ("min_tokens", 16), ("stop", "x" * 16_384), ("stop", ()),
+        ("stop", ["x"] * 1024), ("stop_token_ids", (0,)), ("logprobs", 0), ("logprobs", -1), ("prompt_logprobs", -1),
+        ("logit_bias", {5: -100, 6: 100.0}), ("logit_bias", {}), ("bad_words", ["a b"]), ("allowed_token_ids", [0]),
+        ("logits_processors", [print]), ("truncate_prompt_tokens", -1), ("truncate_prompt_tokens", 1),
+        ("cache_salt", "s" * 1024), ("output_kind", "delta"), ("tenant", "t" * 256), ("priority", -(2**31)),
+    ],
+)  # fmt: skip
+def test_the_ends_of_every_range_are_in_it(name, value):
+    assert getattr(SamplingParams(**{name: value}), name) == value
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"n": 3, "best_of": 2}, "best_of=2: must be n=3 to"),
+        ({"best_of": 2, "temperature": 0}, "best_of=2 with temperature=0: greedy"),
+        ({"best_of": 2, "temperature": 1e-6}, "greedy"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens=5: must be an integer from 0 to max_tokens=4"),
+        ({"stop": "x", "detokenize": False}, "detokenize=False"),
     ],
 )
-def test_a_wrong_value_is_refused_and_named(name, value):
-    with pytest.raises(InvalidParamsError, match=name):
-        SamplingParams(**{name: value})
+def test_contradictions_are_refused(params, message):
+    with pytest.raises(InvalidParamsError, match=message):
+        SamplingParams(**params)
 
 
-def test_stop_strings_need_text():
-    with pytest.raises(InvalidParamsError, match="detokenize"):
-        SamplingParams(stop="x", detokenize=False)
+def test_what_only_looks_like_a_contradiction_is_allowed():
+    assert SamplingParams(n=2, best_of=2, temperature=0).ranks_samples is False
+    assert SamplingParams(min_tokens=10**6, max_tokens=None).min_tokens == 10**6
+    assert SamplingParams(stop=[], detokenize=False).stop_strings == ()
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.sampled_from(SamplingParams.__struct_fields__), st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3), st.binary(max_size=3),
+    st.lists(st.integers() | st.text(max_size=2) | st.none(), max_size=3),
+    st.dictionaries(st.integers() | st.text(max_size=2), st.floats() | st.none(), max_size=2),
+), max_size=4))  # fmt: skip
+def test_anything_at_all_is_taken_or_refused(fields):
+    with contextlib.suppress(InvalidParamsError):
+        assert SamplingParams(**fields).num_samples >= 1
 
 
 def test_the_defaults_are_vllms():

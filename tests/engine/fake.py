@@ -7,10 +7,11 @@ from hashlib import blake2b
 
 import numpy as np
 
-from quire.batch import Batch, Draw, ScheduledSequence, StepResult
+from quire.batch import Batch, Draw, ScheduledSequence, StepResult, TokenLogprobs
 from quire.config.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from quire.config.scheduler import SchedulerConfig
 from quire.engine.commit import Committer
+from quire.engine.logprobs import LogprobRows, PromptScores
 from quire.engine.scheduler import Scheduler
 from quire.engine.sequence import Sequence, SequenceGroup
 from quire.kv.block_space_manager import BlockSpaceManager
@@ -32,6 +33,35 @@ def next_token(states: list[int], windows: SequenceOf[int | None] = (None,), sam
     return blake2b(np.array([sample, *seen], np.int64).tobytes(), digest_size=4).digest()[0] % VOCAB_SIZE
 
 
+def token_logprobs(states: list[int], token_id: int, num_top: int) -> TokenLogprobs:
+    """How likely the fake model finds a token after a history: one row."""
+    seed = blake2b(np.array(states, np.int64).tobytes(), digest_size=8).digest()
+    logits = np.random.default_rng(int.from_bytes(seed, "little")).normal(size=VOCAB_SIZE)
+    logprobs = logits - np.log(np.exp(logits).sum())
+    order = np.argsort(-logprobs)
+    token_ids = np.array([token_id, *order[:num_top]], np.int32)
+    rank = np.array([1 + order.tolist().index(token_id)], np.int32)
+    return TokenLogprobs(token_ids[None], logprobs[token_ids].astype(np.float32)[None], rank)
+
+
+def joined(rows: list[TokenLogprobs]) -> TokenLogprobs:
+    """Rows of several tokens as the executor brings them: in one."""
+    return TokenLogprobs(
+        np.concatenate([row.token_ids for row in rows]),
+        np.concatenate([row.logprobs for row in rows]),
+        np.concatenate([row.ranks for row in rows]),
+    )
+
+
+def visible(groups: SequenceOf[list[int]], windows: SequenceOf[int | None], num_tokens: int) -> list[int]:
+    """What of the first tokens' states each group's window shows."""
+    return [
+        state
+        for states, window in zip(groups, windows, strict=True)
+        for state in states[0 if window is None else max(0, num_tokens - window) : num_tokens]
+    ]
+
+
 class FakeExecutor:
     """Keeps each token's state in its slot, in every group: a wrong table or a lost copy changes the answer."""
 
@@ -49,8 +79,9 @@ class FakeExecutor:
             raise RuntimeError("planted failure")
         self.batches.append(batch)
         self._move_blocks(batch)
-        tokens = []
-        for scheduled in batch.sequences:
+        tokens: list[int] = []
+        logprobs, scored = {}, {}
+        for place, scheduled in enumerate(batch.sequences):
             groups = [
                 self._write(slots, scheduled, table)
                 for slots, table in zip(self.slots, scheduled.block_tables, strict=True)
@@ -61,8 +92,25 @@ class FakeExecutor:
             ]
             assert all(states == seen[0][-len(states) :] for states in seen if len(states) <= len(seen[0]))
             flat = [state for states in seen for state in states]
-            tokens += [next_token(flat, (None,), draw.index) for draw in scheduled.draws]
-        return StepResult(tuple(tokens))
+            for draw in scheduled.draws:
+                token_id = next_token(flat, (None,), draw.index)
+                if draw.logprobs is not None:
+                    logprobs[len(tokens)] = token_logprobs(flat, token_id, draw.logprobs)
+                tokens.append(token_id)
+            if scheduled.scored is not None:
+                scored[place] = self._score(scheduled, groups)
+        return StepResult(tuple(tokens), logprobs, scored)
+
+    def _score(self, scheduled: ScheduledSequence, groups: list[list[int]]) -> TokenLogprobs:
+        """From rows that are computed in this step alone: nothing else is at hand."""
+        wanted = scheduled.scored
+        assert 0 <= wanted.row <= wanted.row + len(wanted.token_ids) <= len(scheduled.token_ids)
+        return joined(
+            [
+                token_logprobs(visible(groups, self.windows, scheduled.start + row + 1), token_id, wanted.num_top)
+                for row, token_id in enumerate(wanted.token_ids, start=wanted.row)
+            ]
+        )
 
     def _move_blocks(self, batch: Batch) -> None:
         for device, host in batch.swap_out:
@@ -121,9 +169,22 @@ class Harness:
         self.groups: list[SequenceGroup] = []
 
     def add(self, prompt: list[int], max_tokens: int = 8, key: ContentKey = NO_KEY, **params: object) -> SequenceGroup:
-        settings = SamplingParams(temperature=0, max_tokens=max_tokens, detokenize=False, **params)
-        draws = tuple(Draw(0.0, 0, 1.0, b"", index) for index in range(settings.n))
-        seq = Sequence(self.scheduler.new_seq_id(), prompt, draws)
+        settings = SamplingParams(**{"temperature": 0, "max_tokens": max_tokens, "detokenize": False} | params)
+        wanted = 0 if settings.ranks_samples and settings.logprobs is None else settings.logprobs
+        draws = tuple(Draw(0.0, 0, 1.0, b"", index, logprobs=wanted) for index in range(settings.num_samples))
+        rows = None if wanted is None else LogprobRows(None, keeps=settings.logprobs is not None)
+        scores = None
+        if settings.prompt_logprobs is not None:
+            scores = PromptScores(1, prompt[1:], settings.prompt_logprobs, None)
+        return self._add(Sequence(self.scheduler.new_seq_id(), prompt, draws, None, rows, scores), settings, key)
+
+    def add_scored(self, context: list[int], continuation: list[int], key: ContentKey = NO_KEY) -> SequenceGroup:
+        """A request that generates nothing."""
+        scores = PromptScores(len(context), continuation, 0, None)
+        seq = Sequence(self.scheduler.new_seq_id(), (context + continuation)[:-1], (), scores=scores)
+        return self._add(seq, SamplingParams(detokenize=False), key)
+
+    def _add(self, seq: Sequence, settings: SamplingParams, key: ContentKey) -> SequenceGroup:
         group = SequenceGroup(str(len(self.groups)), None, seq, settings, float(self.scheduler.num_steps), key)
         self.groups.append(group)
         self.scheduler.add(group)
@@ -183,3 +244,22 @@ def expected_output(
         output.append(next_token(states, windows, sample))
         states.append(state_after(states[-1], output[-1]))
     return output
+
+
+def history(token_ids: list[int]) -> list[int]:
+    """What the fake model keeps of these tokens."""
+    states: list[int] = []
+    for token_id in token_ids:
+        states.append(state_after(states[-1] if states else 0, token_id))
+    return states
+
+
+def expected_logprobs(
+    token_ids: list[int], first: int, num_top: int = 0, windows: SequenceOf[int | None] = (None,)
+) -> list[TokenLogprobs]:
+    """How likely the fake model finds each token from `first` on after all before it, without any engine."""
+    groups = [history(token_ids)] * len(windows)
+    return [
+        token_logprobs(visible(groups, windows, position), token_ids[position], num_top)
+        for position in range(first, len(token_ids))
+    ]

@@ -110,8 +110,8 @@ def evict_shallowest(original, self, block_id, age, depth):
     original(self, block_id, age, -depth)
 
 
-def miss_the_last_token(original, self, group, seq, token_id):
-    original(self, group, seq, token_id)
+def miss_the_last_token(original, self, group, seq, *drawn):
+    original(self, group, seq, *drawn)
     if seq.num_output_tokens == 2 and not seq.status.is_finished:
         seq.token_ids.pop()
 

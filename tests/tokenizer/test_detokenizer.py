@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.tokenizer.detokenizer import IncrementalDetokenizer
@@ -128,6 +128,41 @@ def test_special_tokens_show_only_when_asked_for() -> None:
     token_ids = [*tokenizer.encode("yes"), tokenizer.eos_token_id]
     assert feed(tokenizer, token_ids)[-1] == "yes"
     assert feed(tokenizer, token_ids, skip_special_tokens=False)[-1] == "yes<|im_end|>"
+
+
+def test_spaces_between_special_tokens_can_be_left_out() -> None:
+    """Other spaces stay; a byte table never has any between them."""
+    tokenizer = KINDS["word piece"]()
+    cat, bos, eos = (tokenizer._backend.token_to_id(token) for token in ("cat", "<s>", "</s>"))
+    token_ids = [cat, bos, eos, bos, cat]
+    options = {"skip_special_tokens": False}
+    assert feed(tokenizer, token_ids, **options)[-1] == "cat <s> </s> <s> cat"
+    texts = feed(tokenizer, token_ids, spaces_between_special_tokens=False, **options)
+    assert texts[-1] == "cat <s></s><s> cat"
+    skipped = feed(tokenizer, token_ids, spaces_between_special_tokens=False)
+    assert skipped == feed(tokenizer, token_ids)
+
+
+@settings(deadline=None)
+@given(text=st.text("ab é😀", max_size=30), stop=st.lists(st.text("ab é😀", min_size=1, max_size=4), max_size=3),
+       min_tokens=st.integers(0, 20))  # fmt: skip
+def test_stop_strings_that_end_within_min_tokens_do_not_count(text: str, stop: list[str], min_tokens: int) -> None:
+    tokenizer = embedded()
+    token_ids = tokenizer.encode(text)
+    detokenizer = IncrementalDetokenizer(tokenizer, [], stop=stop, min_tokens=min_tokens)
+    stream = tokenizer.stream([])
+    num_free = sum(len(stream.push(token_id)) for token_id in token_ids[:min_tokens])
+    ends = [(end, -len(s), s) for s in stop for end in range(num_free + 1, len(text) + 1) if text[:end].endswith(s)]
+    found, streamed = None, ""
+    for token_id in token_ids:
+        found = detokenizer.append(token_id)
+        stable = detokenizer.stable_text(found is not None)
+        assert stable.startswith(streamed)
+        streamed = stable
+        if found is not None:
+            break
+    assert found == (min(ends)[2] if ends else None)
+    assert detokenizer.text == (text[: min(ends)[0] - len(found)] if ends else text)
 
 
 @pytest.mark.parametrize("kind", ["byte level", "word piece"])

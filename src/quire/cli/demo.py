@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from quire.cli.options import add_engine_arguments, load_llm
 
 if TYPE_CHECKING:
-    from quire.engine.llm_engine import Prompt
+    from quire.engine.input_processor import Prompt
     from quire.llm import LLM
     from quire.outputs import RequestOutput
     from quire.params import SamplingParams

@@ -11,17 +11,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.options import add_engine_arguments, add_sampling_arguments, load_llm, sampling_params
+from quire.cli.options import (
+    add_engine_arguments,
+    add_sample_arguments,
+    add_sampling_arguments,
+    load_llm,
+    sampling_params,
+)
 from quire.errors import InvalidPromptError
 
 if TYPE_CHECKING:
     from quire.llm import LLM
-    from quire.outputs import RequestOutput
+    from quire.outputs import CompletionOutput, Logprob, RequestOutput
 
 _EXIT_SOME_REFUSED = 1
 
@@ -41,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form.add_argument("--raw", action="store_true", help="continue the prompts as they stand")
     parser.add_argument("--json", action="store_true", help="print one JSON object per prompt")
     add_sampling_arguments(parser)
+    add_sample_arguments(parser)
     add_engine_arguments(parser)
 
 
@@ -118,15 +126,45 @@ def _title(item: Any) -> str:
 
 
 def _to_dict(item: Any, output: RequestOutput) -> dict[str, Any]:
-    completion = output.outputs[0]
+    """The first answer's fields beside the prompt's; all answers under `outputs` where there are several."""
     given = item if isinstance(item, dict) else {"prompt": item}
-    return {
+    answers = [_answer(completion) for completion in output.outputs]
+    row = {
         **{key: given[key] for key in ("prompt", "prompt_token_ids", "messages") if key in given},
-        "text": completion.text,
-        "token_ids": completion.token_ids,
-        "finish_reason": completion.finish_reason,
-        "stop_reason": completion.stop_reason,
+        **answers[0],
         "num_prompt_tokens": len(output.prompt_token_ids),
         "num_cached_tokens": output.num_cached_tokens,
         "error": output.error,
     }
+    if len(answers) > 1:
+        row["outputs"] = answers
+    if output.prompt_logprobs is not None:
+        row["prompt_logprobs"] = [entries and _logprobs(entries) for entries in output.prompt_logprobs]
+    return row
+
+
+def _answer(completion: CompletionOutput) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+    }
+    if completion.cumulative_logprob is not None:
+        row["cumulative_logprob"] = completion.cumulative_logprob
+    if completion.logprobs is not None:
+        row["logprobs"] = [_logprobs(entries) for entries in completion.logprobs]
+    return row
+
+
+def _logprobs(entries: dict[int, Logprob]) -> list[dict[str, Any]]:
+    """The token itself first. JSON has no infinity: null is a token that could not be drawn."""
+    return [
+        {
+            "token_id": token_id,
+            "logprob": entry.logprob if math.isfinite(entry.logprob) else None,
+            "rank": entry.rank,
+            "token": entry.decoded_token,
+        }
+        for token_id, entry in entries.items()
+    ]

@@ -14,6 +14,23 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_TOKENS = 512
 
+_SAMPLING: tuple[tuple[str, type, str, str], ...] = (
+    ("top_k", int, "K", "choose among the K likeliest tokens"),
+    ("top_p", float, "P", "choose among the tokens that reach this probability"),
+    ("min_p", float, "P", "choose among the tokens at least P times as likely as the likeliest"),
+    ("presence_penalty", float, "X", "take X off the logits of tokens in the output, -2 to 2"),
+    ("frequency_penalty", float, "X", "take X off the logits of tokens for each time they are in the output"),
+    ("repetition_penalty", float, "X", "divide the logits of tokens in prompt or output by X"),
+    ("min_tokens", int, "N", "tokens to generate before anything may end the output"),
+    ("truncate_prompt_tokens", int, "N", "keep the last N tokens of a longer prompt; -1: what leaves room"),
+)
+_SAMPLES = (
+    ("n", "answers to each prompt"),
+    ("best_of", "run so many, and give the likeliest"),
+    ("logprobs", "give log-probabilities of each token and of the N likeliest"),
+    ("prompt_logprobs", "the same of the prompt's tokens"),
+)
+
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """One option for each field of EngineArgs: its name, type, help and default stand there alone."""
@@ -60,12 +77,23 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="T",
         help="0 takes the likeliest token; larger is more random (default: what the checkpoint recommends, or 0)",
     )
-    group.add_argument("--top-k", type=int, metavar="K", help="choose among the K likeliest tokens")
-    group.add_argument("--top-p", type=float, metavar="P", help="choose among the tokens that reach this probability")
+    for name, kind, metavar, text in _SAMPLING:
+        group.add_argument("--" + name.replace("_", "-"), type=kind, metavar=metavar, help=text)
     group.add_argument(
         "--stop", action="append", metavar="TEXT", help="end the output before this text; may be given several times"
     )
+    group.add_argument(
+        "--bad-words", action="append", metavar="WORD", help="never complete this word; may be given several times"
+    )
     group.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
+
+
+def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
+    """How many answers come out, and what is told of them."""
+    group = parser.add_argument_group("samples and log-probabilities (with --json)")
+    for name, text in _SAMPLES:
+        flag = "-n" if name == "n" else "--" + name.replace("_", "-")
+        group.add_argument(flag, type=int, metavar="N", help=text)
 
 
 def sampling_params(options: argparse.Namespace, llm: LLM) -> SamplingParams:
@@ -77,8 +105,9 @@ def sampling_params(options: argparse.Namespace, llm: LLM) -> SamplingParams:
     config = llm.engine.model_config.generation_config
     if not config.get("do_sample") and config.get("temperature") is None:
         changes["temperature"] = 0.0
-    for name in ("temperature", "top_k", "top_p", "stop"):
-        value = getattr(options, name)
+    names = [name for name, *_ in _SAMPLING] + [name for name, _ in _SAMPLES]
+    for name in ("temperature", "stop", "bad_words", *names):
+        value = getattr(options, name, None)
         if value is not None:
             changes[name] = value
     return type(recommended)(**msgspec.structs.asdict(recommended) | changes)

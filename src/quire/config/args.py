@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeVar, get_args
 
 from quire.config.cache import CacheConfig
 from quire.config.model import ModelConfig
@@ -14,6 +14,10 @@ from quire.config.parallel import ParallelConfig, parse_cpu_list
 from quire.config.scheduler import SchedulerConfig
 from quire.config.sizes import parse_bytes
 from quire.errors import ConfigError, nearest_name
+
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
+LOGPROBS_MODES: tuple[LogprobsMode, ...] = get_args(LogprobsMode)
+_Choice = TypeVar("_Choice", bound=str)
 
 
 def _arg(default: Any, doc: str) -> Any:
@@ -29,6 +33,9 @@ class EngineConfig:
     scheduler: SchedulerConfig
     parallel: ParallelConfig
     seed: int
+    max_logprobs: int
+    """per token, that a request may ask for; -1: any number"""
+    logprobs_mode: LogprobsMode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +80,15 @@ class EngineArgs:
     tensor_parallel_size: int = _arg(1, "only 1 so far")
     num_threads: int | None = _arg(None, "threads; none: what the CPU set and quota allow")
     cpu_list: str | None = _arg(None, "as in 0,2-3: one thread for each of these CPUs, pinned there; none: not pinned")
+    generation_config: str = _arg(
+        "auto", "auto: sampling defaults are those of the checkpoint's generation_config.json; none: Quire's own"
+    )
+    max_logprobs: int = _arg(20, "log-probabilities per token that a request may ask for; -1: any number")
+    logprobs_mode: str = _arg(
+        "raw_logprobs",
+        "raw_logprobs, processed_logprobs, raw_logits or processed_logits: of what the model gave, or of what was "
+        "drawn from",
+    )
     seed: int = _arg(0, "seed that requests without one draw theirs from")
 
     @classmethod
@@ -98,7 +114,11 @@ class EngineArgs:
         if self.kv_cache_memory is not None and self.num_gpu_blocks_override is not None:
             raise ConfigError("kv_cache_memory and num_gpu_blocks_override both set the cache's size: give one")
         return EngineConfig(
-            model=dataclasses.replace(model, max_model_len=self._wanted_model_len(model)),
+            model=dataclasses.replace(
+                model,
+                max_model_len=self._wanted_model_len(model),
+                generation_config=model.generation_config if self._uses_generation_config() else {},
+            ),
             cache=CacheConfig(
                 block_size=self.block_size,
                 kv_cache_bytes=None
@@ -127,7 +147,18 @@ class EngineArgs:
                 cpus=() if self.cpu_list is None else parse_cpu_list(self.cpu_list),
             ),
             seed=self.seed,
+            max_logprobs=self._checked_max_logprobs(),
+            logprobs_mode=_choice("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES),
         )
+
+    def _uses_generation_config(self) -> bool:
+        """vLLM calls its own defaults `vllm`. End-of-sequence tokens are the checkpoint's in any case."""
+        return _choice("generation_config", self.generation_config, ("auto", "none", "vllm")) == "auto"
+
+    def _checked_max_logprobs(self) -> int:
+        if self.max_logprobs < -1:
+            raise ConfigError(f"max_logprobs={self.max_logprobs}: must be a count from 0 on, or -1 for any number")
+        return self.max_logprobs
 
     def _swap_bytes(self) -> int:
         if not (math.isfinite(self.swap_space) and self.swap_space >= 0):
@@ -150,6 +181,13 @@ class EngineArgs:
                 f"max_model_len={length} is longer than the checkpoint's {model.max_context_len} positions"
             )
         return length
+
+
+def _choice(name: str, value: str, allowed: tuple[_Choice, ...]) -> _Choice:
+    for choice in allowed:
+        if choice == value:
+            return choice
+    raise ConfigError(f"{name}={value!r}{nearest_name(value, allowed)} (allowed: {', '.join(allowed)})")
 
 
 def _check_types(args: EngineArgs) -> None:

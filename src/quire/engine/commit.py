@@ -6,7 +6,6 @@ from collections.abc import Callable
 from quire.batch import Batch, StepResult
 from quire.engine.scheduler import Scheduler
 from quire.engine.sequence import Sequence, SequenceGroup, SequenceStatus
-from quire.params import SamplingParams
 
 
 class Committer:
@@ -28,15 +27,15 @@ class Committer:
         self.num_generated_tokens = 0
 
     def commit(self, batch: Batch, result: StepResult) -> list[SequenceGroup]:
-        """Apply a step. Returns the requests that got a token, in batch order."""
+        """Apply a step. Returns the requests that got a token or finished, in batch order."""
         blocks, policy = self.scheduler.blocks, self.scheduler.policy
         self.scheduler.settle()
         find_owner, publish, counts_tokens = self.scheduler.owner, blocks.publish, policy.counts_tokens
         changed: list[SequenceGroup] = []
         num_drawn = 0
-        for scheduled in batch.sequences:
+        for place, scheduled in enumerate(batch.sequences):
             num_draws = len(scheduled.draws)
-            token_ids = result.token_ids[num_drawn : num_drawn + num_draws]
+            draws = range(num_drawn, num_drawn + num_draws)
             num_drawn += num_draws
             owner = find_owner(scheduled.seq_id)
             if owner is None:  # aborted while the step ran
@@ -48,50 +47,68 @@ class Committer:
                 served = max(seq.num_served_tokens, scheduled.start)  # what was cached, or is computed again, is free
                 policy.charge(group, max(0, end - served))
                 seq.num_served_tokens = max(served, end)
+            if scheduled.scored is not None and seq.scores is not None:
+                seq.scores.rows.extend(result.scored[place])
             if num_draws:
                 if end == seq.num_prompt_tokens:
                     self._fork_samples(group, seq)
                 if num_draws == 1:
-                    self._append(group, seq, token_ids[0])
+                    self._append(group, seq, result, draws[0])
                 else:
-                    for sample, token_id in zip(group.seqs, token_ids, strict=True):
-                        self._append(group, sample, token_id)
+                    for sample, draw in zip(group.seqs, draws, strict=True):
+                        self._append(group, sample, result, draw)
                 if not changed or changed[-1] is not group:
                     changed.append(group)
+            elif not seq.draws and end == len(seq.token_ids):
+                self._note_prompt(group, seq)
+                self._finish(group, seq, SequenceStatus.FINISHED_LENGTH_CAPPED)
+                changed.append(group)
         return changed
 
     def _fork_samples(self, group: SequenceGroup, seq: Sequence) -> None:
         """The prompt is computed: its samples go their own ways now."""
-        if group.metrics.first_token_time is None:
-            group.metrics.first_token_time = self.clock()
-            self.num_prompt_tokens += seq.num_prompt_tokens
+        self._note_prompt(group, seq)
         self.scheduler.blocks.publish_tail(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
         group.seqs += [self.scheduler.fork(group, seq, draw) for draw in seq.draws[1:]]
         seq.draws = seq.draws[:1]
 
-    def _append(self, group: SequenceGroup, seq: Sequence, token_id: int) -> None:
+    def _note_prompt(self, group: SequenceGroup, seq: Sequence) -> None:
+        if group.metrics.first_token_time is None:
+            group.metrics.first_token_time = self.clock()
+            self.num_prompt_tokens += seq.num_prompt_tokens
+
+    def _append(self, group: SequenceGroup, seq: Sequence, result: StepResult, draw: int) -> None:
+        """The token that was drawn at this place of the result."""
+        token_id = result.token_ids[draw]
         seq.token_ids.append(token_id)
         self.num_generated_tokens += 1
-        matched = seq.detokenizer.append(token_id) if seq.detokenizer is not None else None
-        if self._check_stop(group.params, seq, token_id, matched):
-            if group.is_finished:
-                group.metrics.finished_time = self.clock()
-            self.scheduler.finish(group, seq)
+        if seq.logprobs is not None:
+            seq.logprobs.extend(result.logprobs[draw])
+        status = self._stop(group, seq, token_id)
+        if status is not None:
+            self._finish(group, seq, status)
 
-    def _check_stop(self, params: SamplingParams, seq: Sequence, token_id: int, matched: str | None) -> bool:
-        """Whether the sequence has finished with this token."""
-        num_tokens = len(seq.token_ids)
-        if token_id in self.eos_token_ids and not params.ignore_eos:
-            seq.status = SequenceStatus.FINISHED_STOPPED
-        elif params.stop_token_ids and token_id in params.stop_token_ids:
-            seq.status, seq.stop_reason = SequenceStatus.FINISHED_STOPPED, token_id
-        elif matched is not None:
-            seq.status, seq.stop_reason = SequenceStatus.FINISHED_STOPPED, matched
-        elif num_tokens - seq.num_prompt_tokens == params.max_tokens or num_tokens >= self.max_model_len:
-            seq.status = SequenceStatus.FINISHED_LENGTH_CAPPED
-        else:
-            return False
-        return True
+    def _stop(self, group: SequenceGroup, seq: Sequence, token_id: int) -> SequenceStatus | None:
+        """How the sequence has finished with this token, if it has. Its text goes on, but for the stop token's."""
+        params, num_tokens = group.params, len(seq.token_ids)
+        num_output_tokens = num_tokens - seq.num_prompt_tokens
+        is_eos = token_id in self.eos_token_ids and not params.ignore_eos
+        is_stop = (is_eos or token_id in group.stop_token_ids) and num_output_tokens > params.min_tokens
+        matched = None
+        if seq.detokenizer is not None and (not is_stop or params.include_stop_str_in_output):
+            matched = seq.detokenizer.append(token_id)
+        if is_stop or matched is not None:
+            seq.stop_reason = matched if not is_stop else None if is_eos else token_id
+            return SequenceStatus.FINISHED_STOPPED
+        if num_output_tokens == params.max_tokens or num_tokens >= self.max_model_len:
+            return SequenceStatus.FINISHED_LENGTH_CAPPED
+        return None
+
+    def _finish(self, group: SequenceGroup, seq: Sequence, status: SequenceStatus) -> None:
+        seq.status = status
+        if group.is_finished:
+            group.metrics.finished_time = self.clock()
+        self.scheduler.finish(group, seq)
 
     def replace_beam(self, group: SequenceGroup, loser: Sequence, parent: Sequence, last_token_id: int) -> None:
         """Another running sequence's past, but for the last token, takes the place of the loser's."""

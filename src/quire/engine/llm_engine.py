@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from collections.abc import Sequence as SequenceOf
-from typing import TypeAlias
 
-from quire.batch import Draw
 from quire.config.args import EngineArgs
 from quire.config.model import ModelConfig
 from quire.engine.commit import Committer
 from quire.engine.executor import Executor
+from quire.engine.input_processor import InputProcessor, Prompt, recommended_params
 from quire.engine.scheduler import Scheduler
-from quire.engine.sequence import Sequence, SequenceGroup, SequenceStatus
-from quire.errors import InvalidParamsError, InvalidPromptError, PromptTooLongError, RequestError
+from quire.engine.sequence import SequenceGroup, SequenceStatus
+from quire.errors import RequestError
 from quire.kv.block_space_manager import BlockSpaceManager
-from quire.kv.content_hash import ContentKey
 from quire.kv.pins import PinnedPrefix
 from quire.log import logger, show_messages
 from quire.outputs import EngineStats, RequestOutput
 from quire.params import SamplingParams
 from quire.runner.memory_plan import MemoryPlan, plan_memory
 from quire.runner.worker import Worker
-from quire.sampling.random import random_key, uniform_bits
-from quire.tokenizer.detokenizer import IncrementalDetokenizer
 from quire.tokenizer.tokenizer import Tokenizer
 
-Prompt: TypeAlias = str | SequenceOf[int] | Mapping[str, object]
-"""text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`; in a dict also `cache_salt`"""
-
-_MAX_SALT_LEN = 1024
+_SCORING = SamplingParams(detokenize=False, output_kind="final_only")
 _COPY_BYTES_PER_S = 5e9
 """a cautious guess at how fast blocks are copied between the tiers, all threads together"""
 
@@ -59,8 +50,8 @@ class LLMEngine:
         self.committer = Committer(
             self.scheduler, max_model_len=config.model.max_model_len, eos_token_ids=config.model.eos_token_ids
         )
+        self.inputs = InputProcessor(config, tokenizer)
         self._groups: dict[str, SequenceGroup] = {}
-        self._num_requests = 0
 
     @classmethod
     def from_args(cls, args: EngineArgs) -> LLMEngine:
@@ -69,23 +60,38 @@ class LLMEngine:
         plan = plan_memory(args)
         logger.info("%s", plan)
         tokenizer = Tokenizer.from_path(plan.config.model.tokenizer_path)
-        return cls(plan, Worker(plan.config.model, plan.kv_cache, plan.config.parallel), tokenizer)
+        config = plan.config
+        worker = Worker(config.model, plan.kv_cache, config.parallel, logprobs_mode=config.logprobs_mode)
+        return cls(plan, worker, tokenizer)
 
     def add_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams, *, arrival_time: float | None = None
     ) -> None:
         """Queue a request. Raises a RequestError, and queues nothing, if it can never run."""
+        self._check_request_id(request_id)
+        text, token_ids, key = self.inputs.prompt(prompt, params)
+        self.inputs.check_params(params)
+        seq = self.inputs.sequence(self.scheduler.new_seq_id(), token_ids, params)
+        arrival_time = time.monotonic() if arrival_time is None else arrival_time
+        self._add(SequenceGroup(request_id, text, seq, params, arrival_time, key))
+
+    def add_scoring_request(self, request_id: str, context: Prompt, continuation: Prompt | None) -> None:
+        """Queue a request that generates nothing: it ends, with `prompt_logprobs` of the continuation's tokens, once
+        they are scored; None scores the context itself. Raises a RequestError, and queues nothing, if it can never
+        run."""
+        self._check_request_id(request_id)
+        token_ids, first, key = self.inputs.continuation(context, continuation)
+        seq = self.inputs.scored_sequence(self.scheduler.new_seq_id(), token_ids, first)
+        group = SequenceGroup(request_id, None, seq, _SCORING, time.monotonic(), key)
+        group.prompt_token_ids = token_ids
+        self._add(group)
+
+    def _check_request_id(self, request_id: str) -> None:
         if request_id in self._groups:
             raise RequestError(f"request id {request_id!r} is in use by an unfinished request; choose another")
-        text, token_ids, key = self._prompt_tokens(prompt)
-        self._check_params(params)
-        seq = Sequence(
-            self.scheduler.new_seq_id(), token_ids, self._draws(params), self._detokenizer(token_ids, params)
-        )
-        self._num_requests += 1
-        arrival_time = time.monotonic() if arrival_time is None else arrival_time
-        group = SequenceGroup(request_id, text, seq, params, arrival_time, key)
-        self._groups[request_id] = group
+
+    def _add(self, group: SequenceGroup) -> None:
+        self._groups[group.request_id] = group
         self.scheduler.add(group)
 
     def step(self) -> list[RequestOutput]:
@@ -115,12 +121,12 @@ class LLMEngine:
 
     def check_pin(self, prompt: Prompt) -> None:
         """Raise a RequestError if the prompt is wrong, or larger than what may still be pinned."""
-        _, token_ids, key = self._prompt_tokens(prompt)
+        _, token_ids, key = self.inputs.prompt(prompt)
         self.blocks.check_pin(token_ids, key)
 
     def pin_prefix(self, prompt: Prompt) -> PinnedPrefix:
         """Keep what the cache holds of a prompt until `unpin_prefix`; computes nothing. Raises RequestError."""
-        _, token_ids, key = self._prompt_tokens(prompt)
+        _, token_ids, key = self.inputs.prompt(prompt)
         return self.blocks.pin(token_ids, key)
 
     def unpin_prefix(self, pin: PinnedPrefix) -> None:
@@ -133,11 +139,7 @@ class LLMEngine:
 
     def default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json recommends, over SamplingParams' own defaults."""
-        names = ("temperature", "top_p", "top_k")
-        given = {n: v for n in names if (v := self.model_config.generation_config.get(n)) is not None}
-        if self.model_config.generation_config.get("do_sample") is False:
-            given = {"temperature": 0.0}
-        return SamplingParams(**given)
+        return recommended_params(self.model_config.generation_config)
 
     def stats(self) -> EngineStats:
         """The engine now."""
@@ -163,77 +165,3 @@ class LLMEngine:
         if group.is_finished:
             del self._groups[group.request_id]
         return group.to_output()
-
-    def _prompt_tokens(self, prompt: Prompt) -> tuple[str | None, list[int], ContentKey]:
-        text, token_ids, cache_salt = self._parse_prompt(prompt)
-        if token_ids is None:
-            assert text is not None
-            token_ids = self.tokenizer.encode(text)
-        vocab_size, limit = self.model_config.vocab_size, self.model_config.max_model_len
-        if not token_ids:
-            raise InvalidPromptError("the prompt is empty: give at least one token")
-        for token_id in token_ids:
-            if type(token_id) is not int or not 0 <= token_id < vocab_size:
-                raise InvalidPromptError(f"token id {token_id!r} is not one of this model's, 0 to {vocab_size - 1}")
-        if len(token_ids) >= limit:
-            raise PromptTooLongError(
-                f"the prompt has {len(token_ids)} tokens, and the context holds {limit}, one of them for the output: "
-                "shorten the prompt or raise max_model_len"
-            )
-        return text, token_ids, ContentKey(cache_salt=cache_salt)
-
-    def _parse_prompt(self, prompt: Prompt) -> tuple[str | None, list[int] | None, str]:
-        """(text, token ids, salt): one of the first two given by the caller, or both."""
-        cache_salt: object = ""
-        if isinstance(prompt, Mapping):
-            unknown = prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}
-            if unknown or not prompt:
-                raise InvalidPromptError(
-                    "a prompt given as a dict has 'prompt' or 'prompt_token_ids', and 'cache_salt' if you like, "
-                    f"not {sorted(map(str, prompt))}"
-                )
-            text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-            cache_salt = prompt.get("cache_salt", "")
-        else:
-            text, token_ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
-        if not isinstance(cache_salt, str) or len(cache_salt) > _MAX_SALT_LEN:
-            raise InvalidPromptError(f"cache_salt must be a string of at most {_MAX_SALT_LEN} characters")
-        if text is not None and not isinstance(text, str):
-            raise InvalidPromptError(f"the prompt's text must be a string, not {type(text).__name__}")
-        if token_ids is not None and (isinstance(token_ids, str | bytes) or not isinstance(token_ids, SequenceOf)):
-            raise InvalidPromptError(
-                f"the prompt's token ids must be a list of integers, not {type(token_ids).__name__}"
-            )
-        if text is None and token_ids is None:
-            raise InvalidPromptError("the prompt has neither text nor token ids")
-        return text, None if token_ids is None else list(token_ids), cache_salt
-
-    def _check_params(self, params: SamplingParams) -> None:
-        """What only this model and this engine can refuse."""
-        max_num_seqs = self.plan.config.scheduler.max_num_seqs
-        if params.n > max_num_seqs:
-            raise InvalidParamsError(f"n={params.n}: this engine runs at most max_num_seqs={max_num_seqs} at once")
-        for token_id in params.stop_token_ids or ():
-            if token_id >= self.model_config.vocab_size:
-                raise InvalidParamsError(
-                    f"stop_token_ids has {token_id}: this model's token ids end at {self.model_config.vocab_size - 1}"
-                )
-
-    def _draws(self, params: SamplingParams) -> tuple[Draw, ...]:
-        """One for each sample, with the request's own seed or one drawn from the engine's by order of arrival."""
-        seed = params.seed
-        if seed is None:
-            seed = uniform_bits(random_key(self.plan.config.seed, 0), self._num_requests)
-        how = (params.temperature, max(0, params.top_k), params.top_p)
-        return tuple(Draw(*how, random_key(seed, index), index) for index in range(params.n))
-
-    def _detokenizer(self, token_ids: list[int], params: SamplingParams) -> IncrementalDetokenizer | None:
-        if not params.detokenize:
-            return None
-        return IncrementalDetokenizer(
-            self.tokenizer,
-            token_ids,
-            skip_special_tokens=params.skip_special_tokens,
-            stop=params.stop_strings,
-            include_stop_str_in_output=params.include_stop_str_in_output,
-        )

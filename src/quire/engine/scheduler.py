@@ -122,8 +122,12 @@ class Scheduler:
         return len(self.policy) - len(self.swapped)
 
     def _num_cached_tokens(self, group: SequenceGroup) -> int:
-        seq = group.unfinished_seqs[0]
-        return self.blocks.look_up(seq.seq_id, seq.token_ids, group.content_key).num_blocks * self.blocks.block_size
+        return self._look_up(group, group.unfinished_seqs[0]).num_blocks * self.blocks.block_size
+
+    def _look_up(self, group: SequenceGroup, seq: Sequence) -> PrefixHit:
+        """The longest prefix in the cache that leaves to compute what is to be scored."""
+        max_tokens = None if seq.scores is None else seq.scores.max_cached_tokens
+        return self.blocks.look_up(seq.seq_id, seq.token_ids, group.content_key, max_tokens)
 
     # The plan
 
@@ -156,7 +160,7 @@ class Scheduler:
             for seq in group.seqs:
                 if seq.status is running:
                     num_decodes += len(seq.token_ids) - seq.num_computed_tokens == 1
-                    num_seqs += len(seq.draws)
+                    num_seqs += len(seq.draws) or 1
                 elif seq.status is SequenceStatus.WAITING:
                     num_seqs += 1
         limit = budget
@@ -175,6 +179,9 @@ class Scheduler:
             start,
             self.blocks.block_tables(seq.seq_id),
             seq.draws if is_last else (),
+            seq.num_prompt_tokens,
+            past=seq.past() if is_last and seq.needs_past else None,
+            scored=None if seq.scores is None else seq.scores.due(start, end),
         )
 
     def _place(self, group: SequenceGroup) -> tuple[float, int]:
@@ -291,7 +298,7 @@ class Scheduler:
         """A sequence that gave way to the others of its request."""
         if plan.preempted or plan.chunk(seq) <= 0:
             return
-        hit = self.blocks.look_up(seq.seq_id, seq.token_ids, group.content_key)
+        hit = self._look_up(group, seq)
         status = self.blocks.can_allocate(hit)
         if status is AllocStatus.OK and not hit.is_awaited:
             self._begin(group, seq, hit, plan)
@@ -316,7 +323,7 @@ class Scheduler:
         False if it has to wait for blocks: then nobody overtakes it.
         """
         seq, *others = group.seqs_in(SequenceStatus.WAITING)
-        hit = self.blocks.look_up(seq.seq_id, seq.token_ids, group.content_key)
+        hit = self._look_up(group, seq)
         if hit.is_awaited:
             return True
         status = self.blocks.can_allocate(hit)

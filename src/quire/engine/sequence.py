@@ -5,11 +5,15 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING, get_args
 
+import numpy as np
+import numpy.typing as npt
+
 from quire.kv.content_hash import NO_KEY, ContentKey
 from quire.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
 
 if TYPE_CHECKING:
     from quire.batch import Draw
+    from quire.engine.logprobs import LogprobRows, PromptScores
     from quire.params import SamplingParams
     from quire.tokenizer.detokenizer import IncrementalDetokenizer
 
@@ -48,14 +52,19 @@ class Sequence:
     """
 
     __slots__ = (
+        "_num_past",
+        "_past",
         "detokenizer",
         "draws",
         "has_told_end",
         "index",
+        "logprobs",
+        "needs_past",
         "num_computed_tokens",
         "num_prompt_tokens",
         "num_served_tokens",
         "num_told",
+        "scores",
         "seq_id",
         "status",
         "stop_reason",
@@ -68,9 +77,11 @@ class Sequence:
         prompt_token_ids: list[int],
         draws: tuple[Draw, ...],
         detokenizer: IncrementalDetokenizer | None = None,
+        logprobs: LogprobRows | None = None,
+        scores: PromptScores | None = None,
     ) -> None:
         self.seq_id = seq_id
-        self.index = draws[0].index
+        self.index = draws[0].index if draws else 0
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_computed_tokens = 0
@@ -79,8 +90,17 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.stop_reason: int | str | None = None
         self.draws = draws
-        """what its next token is drawn with; more than one while it stands for all samples of a prompt"""
+        """what its next token is drawn with; more than one while it stands for all samples of a prompt, none if it
+        is only to be scored"""
+        self.needs_past = any(draw.needs_past for draw in draws)
+        self._past: npt.NDArray[np.int32] | None = None
+        self._num_past = 0
+        """of its tokens, those that `past` has taken over"""
         self.detokenizer = detokenizer
+        self.logprobs = logprobs
+        """of its output tokens, where they are wanted"""
+        self.scores = scores
+        """of its prompt tokens, where they are wanted"""
         self.num_told = (0, 0)
         """output tokens, and characters of text, that deltas have brought"""
         self.has_told_end = False
@@ -89,12 +109,24 @@ class Sequence:
     def fork(self, seq_id: int, draw: Draw) -> Sequence:
         """A sequence that has the same past and goes on with a draw of its own."""
         detokenizer = None if self.detokenizer is None else self.detokenizer.fork()
-        other = Sequence(seq_id, self.token_ids, (draw,), detokenizer)
+        logprobs = None if self.logprobs is None else self.logprobs.fork()
+        other = Sequence(seq_id, self.token_ids, (draw,), detokenizer, logprobs)
         other.num_prompt_tokens = self.num_prompt_tokens
         other.num_computed_tokens = self.num_computed_tokens
         other.num_served_tokens = self.num_served_tokens
         other.status = self.status
         return other
+
+    def past(self) -> npt.NDArray[np.int32]:
+        """[num_tokens]: all its tokens, for its draws to read: a view of memory that grows by doubling."""
+        num_tokens, num_known = len(self.token_ids), self._num_past
+        if self._past is None or len(self._past) < num_tokens:
+            known, self._past = self._past, np.empty(2 * num_tokens, np.int32)
+            if known is not None:
+                self._past[:num_known] = known[:num_known]
+        self._past[num_known:num_tokens] = self.token_ids[num_known:]
+        self._num_past = num_tokens
+        return self._past[:num_tokens]
 
     @property
     def num_tokens(self) -> int:
@@ -129,6 +161,8 @@ class Sequence:
             token_ids=self.token_ids[self.num_prompt_tokens + num_tokens :],
             finish_reason=self.status.finish_reason,
             stop_reason=self.stop_reason,
+            cumulative_logprob=None if self.logprobs is None else self.logprobs.total,
+            logprobs=None if self.logprobs is None else self.logprobs.to_dicts(num_tokens),
         )
 
 
@@ -138,6 +172,7 @@ class SequenceGroup:
     __slots__ = (
         "content_key",
         "error",
+        "has_told_prompt",
         "metrics",
         "num_cached_tokens",
         "order",
@@ -145,7 +180,9 @@ class SequenceGroup:
         "prompt",
         "prompt_token_ids",
         "request_id",
+        "scores",
         "seqs",
+        "stop_token_ids",
         "tenant",
     )
 
@@ -167,6 +204,10 @@ class SequenceGroup:
         self.tenant = params.tenant
         self.content_key = content_key
         self.prompt_token_ids = list(seq.token_ids)
+        self.stop_token_ids = frozenset(params.stop_token_ids or ())
+        self.scores = seq.scores
+        self.has_told_prompt = False
+        """a delta has brought the prompt's log-probabilities"""
         self.metrics = RequestMetrics(arrival_time)
         self.num_cached_tokens = 0
         self.error: str | None = None
@@ -183,7 +224,7 @@ class SequenceGroup:
     @property
     def num_wanted_seqs(self) -> int:
         """Sequences it runs with, now or once its prompt is computed."""
-        return sum(len(seq.draws) for seq in self.unfinished_seqs)
+        return sum(len(seq.draws) or 1 for seq in self.unfinished_seqs)
 
     @property
     def is_finished(self) -> bool:
@@ -198,16 +239,30 @@ class SequenceGroup:
     def to_output(self) -> RequestOutput | None:
         """What the caller is told after a step that changed it: of the kind that was asked for; None is nothing."""
         kind, finished = self.params.output_kind, self.is_finished
-        if kind == "final_only" and not finished:
+        if (kind == "final_only" or self.params.ranks_samples) and not finished:
             return None
         is_delta = kind == "delta"
+        prompt_logprobs = None
+        if self.scores is not None and not (is_delta and self.has_told_prompt):
+            prompt_logprobs, self.has_told_prompt = self.scores.to_dicts(), True
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            outputs=[seq.to_output(delta=is_delta) for seq in self.seqs if not (is_delta and seq.has_told_end)],
+            outputs=self._best() if self.params.ranks_samples else self._outputs(is_delta),
             finished=finished,
             num_cached_tokens=self.num_cached_tokens,
             metrics=self.metrics,
             error=self.error,
+            prompt_logprobs=prompt_logprobs,
         )
+
+    def _outputs(self, is_delta: bool) -> list[CompletionOutput]:
+        return [seq.to_output(delta=is_delta) for seq in self.seqs if not (is_delta and seq.has_told_end)]
+
+    def _best(self) -> list[CompletionOutput]:
+        """The `n` likeliest samples, best first, numbered in this order."""
+        outputs = sorted(self._outputs(False), key=lambda output: -(output.cumulative_logprob or 0.0))
+        for place, output in enumerate(outputs):
+            output.index = place
+        return outputs[: self.params.n]

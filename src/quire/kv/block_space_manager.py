@@ -82,16 +82,20 @@ class BlockSpaceManager:
 
     # New sequences
 
-    def look_up(self, seq_id: int, token_ids: Sequence[int], key: ContentKey = NO_KEY) -> PrefixHit:
-        """The longest prefix in the cache; at least one token is left, since its logits are what comes next."""
+    def look_up(
+        self, seq_id: int, token_ids: Sequence[int], key: ContentKey = NO_KEY, max_tokens: int | None = None
+    ) -> PrefixHit:
+        """The longest prefix in the cache; at least one token is left, since its logits are what comes next, and all
+        behind the first `max_tokens`."""
+        max_tokens = len(token_ids) - 1 if max_tokens is None else min(max_tokens, len(token_ids) - 1)
         if self.cache is None:
             places: tuple[list[int], ...] = ([],) * self.num_groups
-            return PrefixHit(seq_id, token_ids, first=(0,) * self.num_groups, places=places)
+            return PrefixHit(seq_id, token_ids, max_tokens, first=(0,) * self.num_groups, places=places)
         chain = self._chains.get(seq_id)
         if chain is None:
             chain = self._chains[seq_id] = self.lookup.chain(token_ids, key)
         chain.extend(len(token_ids) // self.block_size, token_ids)
-        return self.lookup.find(seq_id, chain, token_ids, (len(token_ids) - 1) // self.block_size)
+        return self.lookup.find(seq_id, chain, token_ids, max_tokens)
 
     def can_allocate(self, hit: PrefixHit) -> AllocStatus:
         """Whether the sequence has room for all its tokens, besides a reserve for those that run."""
@@ -153,7 +157,7 @@ class BlockSpaceManager:
         """
         assert self.cache is not None
         chain, start, num_tokens = self._chains[hit.seq_id], hit.num_blocks * self.block_size, len(hit.token_ids)
-        wanted = chain.content(start, min(start + self.block_size, num_tokens - 1), hit.token_ids)
+        wanted = chain.content(start, min(start + self.block_size, hit.max_tokens), hit.token_ids)
         sources = self.lookup.find_tails(chain, hit.num_blocks, wanted)
         missing = self.config.blocks_to_hold(num_tokens) - sum(len(table.ids()) for table in blocks.tables)
         unheld = sum(self.pool.ref_counts[block_id] == 0 for block_id, _ in sources)
@@ -169,7 +173,7 @@ class BlockSpaceManager:
 
     def _count(self, hit: PrefixHit, num_tail_tokens: int) -> None:
         """What was found and missed, the first time a sequence is looked up."""
-        chain, num_queried = self._chains[hit.seq_id], len(hit.token_ids) - 1
+        chain, num_queried = self._chains[hit.seq_id], hit.max_tokens
         if chain.looked_up:
             return
         chain.looked_up = True

@@ -61,7 +61,7 @@ class Pins:
         num_new_blocks = self._num_new_blocks(token_ids, lookup, hit)
         assert self._cache is not None
         while hit.needs_step:  # a shorter prefix may need other blocks of a window
-            hit = lookup.find(-1, chain, token_ids, hit.num_ready_blocks)
+            hit = lookup.find(-1, chain, token_ids, hit.num_ready_blocks * self._config.block_size)
         start = hit.num_blocks * self._config.block_size
         wanted = chain.content(start, min(start + self._config.block_size, len(token_ids)), token_ids)
         tails = lookup.find_tails(chain, hit.num_blocks, wanted)
@@ -88,9 +88,8 @@ class Pins:
     def _find(self, token_ids: Sequence[int], key: ContentKey) -> tuple[PrefixLookup, PrefixHit, HashChain]:
         if self._lookup is None:
             raise RequestError("prefixes can be pinned only with enable_prefix_caching")
-        num_full = len(token_ids) // self._config.block_size
         chain = self._lookup.chain(token_ids, key)
-        return self._lookup, self._lookup.find(-1, chain, token_ids, num_full), chain
+        return self._lookup, self._lookup.find(-1, chain, token_ids, len(token_ids)), chain
 
     def _num_new_blocks(self, token_ids: Sequence[int], lookup: PrefixLookup, hit: PrefixHit) -> int:
         """All blocks of the prefix, once it is computed, but for those that are pinned already."""

@@ -18,6 +18,8 @@ class PrefixHit:
 
     seq_id: int
     token_ids: Sequence[int]
+    max_tokens: int
+    """so many were looked for"""
     num_blocks: int = 0
     """whole blocks found"""
     num_ready_blocks: int = 0
@@ -63,12 +65,12 @@ class PrefixLookup:
         chain.extend(len(token_ids) // self._config.block_size, token_ids)
         return chain
 
-    def find(self, seq_id: int, chain: HashChain, token_ids: Sequence[int], max_blocks: int) -> PrefixHit:
-        """The longest prefix of at most `max_blocks` blocks, all of them hashed in `chain`.
+    def find(self, seq_id: int, chain: HashChain, token_ids: Sequence[int], max_tokens: int) -> PrefixHit:
+        """The longest prefix of whole blocks within `max_tokens` tokens, all of them hashed in `chain`.
 
         Groups of full attention need every block of it, a group with a window the last ones, as far as it reaches back.
         """
-        groups = range(len(self._windows))
+        groups, max_blocks = range(len(self._windows)), max_tokens // self._config.block_size
         places: list[dict[int, int]] = [{} for _ in groups]
         unready: dict[int, HitSource] = {}
         num_blocks = max_blocks
@@ -90,6 +92,7 @@ class PrefixLookup:
         return PrefixHit(
             seq_id,
             token_ids,
+            max_tokens,
             num_blocks,
             num_ready_blocks=min(unready, default=num_blocks),
             first=first,

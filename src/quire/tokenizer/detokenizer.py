@@ -19,7 +19,7 @@ class IncrementalDetokenizer:
     a character that the prompt left unfinished is completed. After no prompt it is `tokenizer.decode(output)`.
     """
 
-    __slots__ = ("_held_back", "_include_stop", "_pieces", "_state", "_stopped", "_stops", "_stream")
+    __slots__ = ("_held_back", "_include_stop", "_num_free", "_pieces", "_state", "_stopped", "_stops", "_stream")
 
     def __init__(
         self,
@@ -29,8 +29,16 @@ class IncrementalDetokenizer:
         skip_special_tokens: bool = True,
         stop: Sequence[str] = (),
         include_stop_str_in_output: bool = False,
+        min_tokens: int = 0,
+        spaces_between_special_tokens: bool = True,
     ) -> None:
-        self._stream = tokenizer.stream(prompt_token_ids, skip_special_tokens=skip_special_tokens)
+        """A stop string does not count where it ends within the first `min_tokens` tokens."""
+        self._stream = tokenizer.stream(
+            prompt_token_ids,
+            skip_special_tokens=skip_special_tokens,
+            spaces_between_special_tokens=spaces_between_special_tokens,
+        )
+        self._num_free = min_tokens  # tokens from here on that cannot stop
         self._stops = stop_strings(tuple(stop)) if stop else None
         self._include_stop = include_stop_str_in_output
         self._pieces: list[str] = []
@@ -51,10 +59,16 @@ class IncrementalDetokenizer:
         """
         assert not self._stopped, "the sequence has ended with a stop string"
         piece = self._stream.push(token_id)
+        is_free, self._num_free = self._num_free > 0, self._num_free - 1
         if not piece:
             return None
         if self._stops is None:
             self._pieces.append(piece)
+            return None
+        if is_free:
+            self._pieces.append(piece)
+            self._state = self._stops.skip(self._state, piece)
+            self._held_back = self._stops.held_back(self._state)
             return None
         self._state, num_read, found = self._stops.read(self._state, piece)
         self._pieces.append(piece[:num_read])

@@ -37,6 +37,12 @@ class StopStrings:
                 return state, position, found
         return state, len(text), None
 
+    def skip(self, state: int, text: str) -> int:
+        """The state after `text`, whatever stop strings end in it."""
+        for char in text:
+            state = self._advance(state, char)
+        return state
+
     def _advance(self, state: int, char: str) -> int:
         while state and char not in self._edges[state]:
             state = self._fallback[state]
@@ -67,7 +73,7 @@ class StopStrings:
                 waiting.append(child)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def stop_strings(strings: tuple[str, ...]) -> StopStrings:
     """The automaton for `strings`, shared by the requests of a batch."""
     return StopStrings(strings)

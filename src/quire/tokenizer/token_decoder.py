@@ -65,14 +65,21 @@ class TokenDecoder:
         text = "".join(map(stream.push, token_ids))
         return text + stream.pending()
 
-    def stream(self, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> TextStream:
-        """What tokens after the prompt add to its text."""
-        kind = _WindowStream if self._rule is None else _ByteStream
-        return kind(self, prompt_token_ids, skip_special_tokens)
+    def stream(
+        self, prompt_token_ids: Sequence[int], skip_special_tokens: bool, spaces_between_special_tokens: bool = True
+    ) -> TextStream:
+        """What tokens after the prompt add to its text. A table of bytes puts no spaces between special tokens."""
+        if self._rule is None:
+            return _WindowStream(self, prompt_token_ids, skip_special_tokens, spaces_between_special_tokens)
+        return _ByteStream(self, prompt_token_ids, skip_special_tokens)
 
     def is_skipped(self, token_id: int, skip_special_tokens: bool) -> bool:
         """Whether this token is left out of the text."""
         return skip_special_tokens and token_id in self._special_ids
+
+    def special_text(self, token_id: int) -> str | None:
+        """How a special token is spelled; None for any other."""
+        return self._backend.id_to_token(token_id) if token_id in self._special_ids else None
 
     def is_known(self, token_id: int) -> bool:
         """Whether a token has this id."""
@@ -137,9 +144,12 @@ class _WindowStream(TextStream):
     Exact as far as a token's text depends on no more than the token before it and on being first or not.
     """
 
-    def __init__(self, decoder: TokenDecoder, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> None:
+    def __init__(
+        self, decoder: TokenDecoder, prompt_token_ids: Sequence[int], skip_special_tokens: bool, spaces: bool
+    ) -> None:
         self._decoder = decoder
         self._skip = skip_special_tokens
+        self._spaces = spaces
         with_text = (token_id for token_id in reversed(prompt_token_ids) if self._has_text(token_id))
         self._window = list(itertools.islice(with_text, _WINDOW_TOKENS))[::-1]
         self._num_held = 0
@@ -151,6 +161,8 @@ class _WindowStream(TextStream):
         self._window.append(token_id)
         self._num_held += 1
         text = self._added()
+        if not self._spaces and len(self._window) > 1 and self._decoder.special_text(self._window[-2]) is not None:
+            text = self._decoder.special_text(token_id) or text
         if text.endswith("\ufffd") and self._num_held < _MAX_HELD_TOKENS:
             return ""
         self._settle()

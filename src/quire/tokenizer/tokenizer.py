@@ -17,6 +17,7 @@ class Tokenizer:
     def __init__(self, files: TokenizerFiles, source: str) -> None:
         self._backend = files.backend
         self._chat_templates = files.chat_templates
+        self._token_texts: dict[int, str] = {}
         self.source = source
         """where it was read from, for messages"""
         self.special_tokens: Mapping[str, str] = files.special_tokens
@@ -55,9 +56,22 @@ class Tokenizer:
         """Text of `token_ids`. Bytes that are no UTF-8 show as U+FFFD; ids without a token show as nothing."""
         return self._decoder.decode(token_ids, skip_special_tokens)
 
-    def stream(self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> TextStream:
+    def decode_token(self, token_id: int) -> str:
+        """One token's text alone, special or not; kept, since the likeliest tokens are mostly the same."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return text
+
+    def stream(
+        self,
+        prompt_token_ids: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ) -> TextStream:
         """The text that tokens add to the prompt's, one token at a time."""
-        return self._decoder.stream(prompt_token_ids, skip_special_tokens)
+        return self._decoder.stream(prompt_token_ids, skip_special_tokens, spaces_between_special_tokens)
 
     @property
     def has_chat_template(self) -> bool:
