@@ -18,6 +18,8 @@ class CompletionOutput:
     """None while it runs; `ignored`: the prompt was never run, see RequestOutput.error"""
     stop_reason: int | str | None = None
     """the stop token id or stop string that ended it; None for the end-of-sequence token"""
+    cumulative_logprob: float | None = None
+    """sum of the log-probabilities of its tokens, where they were asked for"""
 
     @property
     def finished(self) -> bool:
@@ -85,3 +87,27 @@ class EngineStats:
     def prefix_hit_rate(self) -> float:
         """Share of looked-up tokens found in the prefix cache."""
         return self.num_prefix_hit_tokens / max(1, self.num_prefix_queried_tokens)
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One of the outputs of a beam search."""
+
+    tokens: list[int]
+    """the prompt's and the output's; the token that ended it only with include_stop_str_in_output"""
+    cum_logprob: float
+    """sum of the log-probabilities of the output, with that of the token that ended it"""
+    text: str | None = None
+    """of all `tokens`"""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """What a beam search over one prompt has found."""
+
+    sequences: list[BeamSearchSequence]
+    """the best first: by cum_logprob over the output's length to the power of length_penalty"""
+    error: str | None = None
+    """why the search could not be run, or not to its end"""

@@ -10,6 +10,7 @@ from typing import TypeAlias
 from quire.batch import Draw
 from quire.config.args import EngineArgs
 from quire.config.model import ModelConfig
+from quire.engine.beam_search import BeamSearch
 from quire.engine.commit import Committer
 from quire.engine.executor import Executor
 from quire.engine.scheduler import Scheduler
@@ -20,7 +21,7 @@ from quire.kv.content_hash import ContentKey
 from quire.kv.pins import PinnedPrefix
 from quire.log import logger, show_messages
 from quire.outputs import EngineStats, RequestOutput
-from quire.params import SamplingParams
+from quire.params import BeamSearchParams, SamplingParams
 from quire.runner.memory_plan import MemoryPlan, plan_memory
 from quire.runner.worker import Worker
 from quire.sampling.random import random_key, uniform_bits
@@ -72,19 +73,30 @@ class LLMEngine:
         return cls(plan, Worker(plan.config.model, plan.kv_cache, plan.config.parallel), tokenizer)
 
     def add_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, *, arrival_time: float | None = None
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams,
+        *,
+        arrival_time: float | None = None,
     ) -> None:
         """Queue a request. Raises a RequestError, and queues nothing, if it can never run."""
         if request_id in self._groups:
             raise RequestError(f"request id {request_id!r} is in use by an unfinished request; choose another")
         text, token_ids, key = self._prompt_tokens(prompt)
+        search = None
+        if isinstance(params, BeamSearchParams):
+            search = BeamSearch(params, self.model_config, self.plan.config.scheduler.max_num_seqs)
+            params = params.sampling_params()
         self._check_params(params)
         seq = Sequence(
             self.scheduler.new_seq_id(), token_ids, self._draws(params), self._detokenizer(token_ids, params)
         )
         self._num_requests += 1
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
-        group = SequenceGroup(request_id, text, seq, params, arrival_time, key)
+        if search is not None:
+            search.start(seq)
+        group = SequenceGroup(request_id, text, seq, params, arrival_time, key, search)
         self._groups[request_id] = group
         self.scheduler.add(group)
 

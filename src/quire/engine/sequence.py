@@ -9,7 +9,8 @@ from quire.kv.content_hash import NO_KEY, ContentKey
 from quire.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
 
 if TYPE_CHECKING:
-    from quire.batch import Draw
+    from quire.batch import Draw, TokenLogprobs
+    from quire.engine.beam_search import BeamSelector
     from quire.params import SamplingParams
     from quire.tokenizer.detokenizer import IncrementalDetokenizer
 
@@ -51,6 +52,7 @@ class Sequence:
         "detokenizer",
         "draws",
         "has_told_end",
+        "held",
         "index",
         "num_computed_tokens",
         "num_prompt_tokens",
@@ -85,6 +87,8 @@ class Sequence:
         """output tokens, and characters of text, that deltas have brought"""
         self.has_told_end = False
         """a delta has brought the finish reason"""
+        self.held: TokenLogprobs | None = None
+        """of a beam: what may come next, while the other beams of its request have yet to find out"""
 
     def fork(self, seq_id: int, draw: Draw) -> Sequence:
         """A sequence that has the same past and goes on with a draw of its own."""
@@ -145,6 +149,7 @@ class SequenceGroup:
         "prompt",
         "prompt_token_ids",
         "request_id",
+        "search",
         "seqs",
         "tenant",
     )
@@ -157,6 +162,7 @@ class SequenceGroup:
         params: SamplingParams,
         arrival_time: float,
         content_key: ContentKey = NO_KEY,
+        search: BeamSelector | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -166,6 +172,8 @@ class SequenceGroup:
         self.params = params
         self.tenant = params.tenant
         self.content_key = content_key
+        self.search = search
+        """decides how its sequences go on, if they are beams"""
         self.prompt_token_ids = list(seq.token_ids)
         self.metrics = RequestMetrics(arrival_time)
         self.num_cached_tokens = 0
@@ -201,11 +209,12 @@ class SequenceGroup:
         if kind == "final_only" and not finished:
             return None
         is_delta = kind == "delta"
+        seqs = [seq for seq in self.seqs if not (is_delta and seq.has_told_end)]
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            outputs=[seq.to_output(delta=is_delta) for seq in self.seqs if not (is_delta and seq.has_told_end)],
+            outputs=self.search.outputs(seqs) if self.search else [seq.to_output(delta=is_delta) for seq in seqs],
             finished=finished,
             num_cached_tokens=self.num_cached_tokens,
             metrics=self.metrics,
