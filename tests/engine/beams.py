@@ -70,8 +70,11 @@ class BeamExecutor(FakeExecutor):
     """The fake model, with the log-probabilities that a draw asks for."""
 
     grain = 0.0
+    held: Callable[[int], object]
+    """what a sequence holds that is scheduled"""
 
     def execute(self, batch: Batch) -> StepResult:
+        assert all(self.held(scheduled.seq_id) is None for scheduled in batch.sequences), "computed again for nothing"
         self.seen: dict[int, list[int]] = {}
         result = super().execute(batch)
         logprobs, place = {}, 0
@@ -100,6 +103,7 @@ class BeamHarness(Harness):
         super().__init__(**options)
         self.executor = BeamExecutor(self.executor.config)
         self.executor.grain = grain
+        self.executor.held = lambda seq_id: self.scheduler.owner(seq_id)[1].held
         self.committer.max_model_len = 1000
 
     def add_beams(self, prompt: list[int], width: int, max_tokens: int = 8, **params: object) -> SequenceGroup:

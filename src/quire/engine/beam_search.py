@@ -109,17 +109,13 @@ class BeamSearch:
         self._detokenizer, seq.detokenizer = seq.detokenizer, None
         self.max_tokens = min(self.max_tokens, self._max_model_len - seq.num_tokens)
         temperature = self.params.temperature if self.params.temperature != 1 else 0.0
-        seq.draws = tuple(
-            [
-                replace(
-                    draw,
-                    temperature=temperature,
-                    logprobs=self.num_candidates,
-                    logprobs_mode="processed_logprobs",
-                )
-                for draw in seq.draws
-            ]
+        draw = replace(
+            seq.draws[0],
+            temperature=temperature,
+            logprobs=self.num_candidates,
+            logprobs_mode="processed_logprobs",
         )
+        seq.draws = (draw,) * self.params.beam_width
 
     def select(self, beams: list[Sequence]) -> list[tuple[int, int]]:
         """One step of the search. Empty once no beam can come among the best any more, as early_stopping says."""
