@@ -40,7 +40,8 @@ def main() -> None:
     for width in args.widths:
         samples = SamplingParams(n=width, max_tokens=args.max_tokens, ignore_eos=True, seed=1)
         beams = BeamSearchParams(width, args.max_tokens, ignore_eos=True)
-        samples_s, beams_s = (min(step_s(llm, params, width) for _ in range(3)) for params in (samples, beams))
+        times = [(step_s(llm, samples, width), step_s(llm, beams, width)) for _ in range(3)]
+        samples_s, beams_s = map(min, zip(*times, strict=True))
         row = {"beam_width": width, "samples_ms": samples_s * 1e3, "beams_ms": beams_s * 1e3}
         print(json.dumps({k: round(v, 3) for k, v in {**row, "ratio": beams_s / samples_s}.items()}), flush=True)
 

@@ -81,7 +81,7 @@ class LLM:
 
     def _beam_search_output(self, output: RequestOutput, params: BeamSearchParams) -> BeamSearchOutput:
         """With the prompt in front of each sequence, as vLLM has it."""
-        found = [beam for beam in output.outputs if beam.cumulative_logprob is not None]
+        found = [beam for beam in output.outputs if beam.finish_reason != "ignored"]
         sequences = [
             BeamSearchSequence(
                 output.prompt_token_ids + beam.token_ids,

@@ -1,12 +1,13 @@
-"""Every output of a beam search, and its score: transformers' in float32."""
+"""Beam search through the real model: every output, and its score, is transformers' in float32."""
 
 import pytest
 import torch
 
-from quire import LLM, BeamSearchParams
+from quire import LLM, BeamSearchParams, InvalidParamsError, RequestError, SamplingParams
 from quire.batch import StepResult, TokenLogprobs
 from quire.runner import model_runner
 from quire.runner.worker import Worker
+from tests.engine.beams import plain_beam_search
 
 TOLERANCE = 2e-4
 PROMPTS = [[5, 9, 2], [17], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3]]
@@ -132,3 +133,94 @@ def test_the_embedded_model():
     for search in SEARCHES[4:7]:
         lengths |= check(llm, oracle, prompts, 16, eos, **search)
     assert len(lengths) > 1
+
+
+@torch.inference_mode()
+def test_a_temperature_divides_the_logits(save_checkpoint):
+    folder, oracle = save_checkpoint("LlamaForCausalLM", **SHAPE, **MODELS["LlamaForCausalLM"])
+    llm = LLM(str(folder), tokenizer="quire-tiny", dtype="float32", block_size=4, max_model_len=100)
+    found = {}
+    for temperature in (0.0, 1.0, 0.5, 4.0):
+
+        def next_logprobs(output, divisor=temperature or 1.0):
+            logits = oracle(torch.tensor([PROMPTS[0] + output])).logits[0, -1]
+            return (logits / divisor).log_softmax(-1).numpy()
+
+        params = BeamSearchParams(3, 6, ignore_eos=True, temperature=temperature, length_penalty=0.0)
+        (output,) = llm.beam_search([PROMPTS[0]], params)
+        expected = plain_beam_search(next_logprobs, params, 6, frozenset())
+        found[temperature] = [sequence.tokens[3:] for sequence in output.sequences]
+        assert found[temperature] == [tokens for tokens, _, _ in expected]
+        for sequence, (_, cum_logprob, _) in zip(output.sequences, expected, strict=True):
+            assert sequence.cum_logprob == pytest.approx(cum_logprob, rel=TOLERANCE)
+    assert found[0.0] == found[1.0]
+    assert found[0.5] != found[4.0]
+
+
+def test_what_comes_out():
+    llm = LLM(dtype="float32", max_model_len=200)
+    tokenizer = llm.get_tokenizer()
+    params = BeamSearchParams(beam_width=4, max_tokens=12, n=2, ignore_eos=True)
+    text = TEXTS[0]
+    outputs = llm.beam_search([text, [], {"prompt": text}, [10**6]], params)
+    first, empty, same, unknown = outputs
+    assert first == same
+    assert [len(output.sequences) for output in outputs] == [2, 0, 2, 0]
+    assert "empty" in empty.error
+    assert "1000000" in unknown.error
+    for sequence in first.sequences:
+        assert sequence.tokens[: len(tokenizer.encode(text))] == tokenizer.encode(text)
+        assert sequence.text == tokenizer.decode(sequence.tokens)
+        assert sequence.text.startswith(text)
+    scores = [sequence.cum_logprob for sequence in first.sequences]
+    assert scores == sorted(scores, reverse=True)
+    with pytest.raises(RequestError, match="empty"):
+        llm.beam_search({"prompt_token_ids": []}, params)
+    assert llm.beam_search([], params) == []
+    with pytest.raises(InvalidParamsError, match="must be BeamSearchParams, not SamplingParams"):
+        llm.beam_search(text, SamplingParams())
+
+
+def test_a_search_is_a_request_of_the_engine_like_any_other():
+    """Bit for bit what it gives alone, beside samples and preempted before every step; nothing is told before the
+    end."""
+    engine_of = {"dtype": "float32", "max_model_len": 96, "max_num_seqs": 8, "num_gpu_blocks_override": 16}
+    requests = [
+        (TEXTS[0], BeamSearchParams(4, 16, length_penalty=0.5)),
+        (TEXTS[1], SamplingParams(n=3, seed=1, max_tokens=12)),
+        (TEXTS[2], BeamSearchParams(3, 10, early_stopping=True, detokenize=False)),
+    ]
+    solo = LLM(**engine_of | {"num_gpu_blocks_override": 200}, enable_prefix_caching=False)
+    (alone,) = solo.beam_search(TEXTS[0], requests[0][1])
+    for mode in ("recompute", "swap"):
+        engine = LLM(**engine_of, swap_space=0.01, preemption_mode=mode).engine
+        for i, (prompt, params) in enumerate(requests):
+            engine.add_request(str(i), prompt, params)
+        done = {}
+        while engine.has_unfinished_requests():
+            if running := engine.scheduler.running:
+                engine.scheduler.preempt(running[engine.scheduler.num_steps % len(running)])
+            for output in engine.step():
+                assert output.finished or output.request_id == "1"
+                done[output.request_id] = output
+            engine.blocks.check_integrity()
+        assert engine.blocks.num_used_blocks == 0
+        outputs = done["0"].outputs
+        assert [output.cumulative_logprob for output in outputs] == [s.cum_logprob for s in alone.sequences]
+        prompt_len = len(done["0"].prompt_token_ids)
+        assert [output.token_ids for output in outputs] == [s.tokens[prompt_len:] for s in alone.sequences]
+        assert [TEXTS[0] + output.text for output in outputs] == [s.text for s in alone.sequences]
+        assert [output.index for output in outputs] == [0, 1, 2, 3]
+        assert {output.text for output in done["2"].outputs} == {""}
+        assert done["0"].metrics.finished_time is not None
+
+
+def test_an_aborted_search_tells_how_far_it_came():
+    engine = LLM(dtype="float32", max_model_len=96).engine
+    engine.add_request("a", TEXTS[0], BeamSearchParams(3, 20, ignore_eos=True))
+    for _ in range(5):
+        engine.step()
+    output = engine.abort_request("a")
+    assert [(len(o.token_ids), o.finish_reason) for o in output.outputs] == [(5, "abort")] * 3
+    assert engine.blocks.num_used_blocks == 0
+    assert not engine.has_unfinished_requests()
