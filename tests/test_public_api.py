@@ -11,7 +11,7 @@ PUBLIC = {
     "LLM", "LLMEngine", "EngineArgs", "SamplingParams", "RequestOutput", "CompletionOutput", "RequestMetrics",
     "EngineStats", "PinnedPrefix", "QuireError", "ConfigError", "CheckpointError", "UnsupportedModelError",
     "TokenizerError", "OutOfMemoryError", "RequestError", "InvalidParamsError", "InvalidPromptError",
-    "PromptTooLongError", "KernelError", "__version__",
+    "PromptTooLongError", "KernelError", "BeamSearchParams", "BeamSearchOutput", "BeamSearchSequence", "__version__",
 }  # fmt: skip
 
 

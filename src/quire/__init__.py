@@ -28,11 +28,21 @@ if TYPE_CHECKING:
     )
     from quire.kv.pins import PinnedPrefix
     from quire.llm import LLM
-    from quire.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
-    from quire.params import SamplingParams
+    from quire.outputs import (
+        BeamSearchOutput,
+        BeamSearchSequence,
+        CompletionOutput,
+        EngineStats,
+        RequestMetrics,
+        RequestOutput,
+    )
+    from quire.params import BeamSearchParams, SamplingParams
 
 __all__ = [
     "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CheckpointError",
     "CompletionOutput",
     "ConfigError",
@@ -59,9 +69,19 @@ _HOMES = {
     "LLM": "quire.llm",
     "LLMEngine": "quire.engine.llm_engine",
     "EngineArgs": "quire.config.args",
-    "SamplingParams": "quire.params",
+    **dict.fromkeys(("BeamSearchParams", "SamplingParams"), "quire.params"),
     "PinnedPrefix": "quire.kv.pins",
-    **dict.fromkeys(("CompletionOutput", "EngineStats", "RequestMetrics", "RequestOutput"), "quire.outputs"),
+    **dict.fromkeys(
+        (
+            "BeamSearchOutput",
+            "BeamSearchSequence",
+            "CompletionOutput",
+            "EngineStats",
+            "RequestMetrics",
+            "RequestOutput",
+        ),
+        "quire.outputs",
+    ),
     **{name: "quire.errors" for name in __all__ if name.endswith("Error")},
 }
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -11,6 +11,9 @@ import numpy.typing as npt
 BlockIds = npt.NDArray[np.int32]
 """a block table: logical block index -> block_id"""
 
+
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
+"""of the model's own logits, or of what is left of them when all but the draw itself has been done to them"""
 
 BlockPairs = tuple[tuple[int, int], ...]
 """(source block, destination block), each in its own tier"""
@@ -69,6 +72,8 @@ class Draw:
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     """log-probabilities wanted: of the token drawn and of so many of the likeliest; None: of none"""
+    logprobs_mode: LogprobsMode | None = None
+    """which ones; None: those that the engine was told to give"""
     processors: tuple[LogitsProcessor, ...] = ()
 
     @property

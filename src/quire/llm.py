@@ -19,8 +19,15 @@ from quire.engine.llm_engine import LLMEngine
 from quire.errors import InvalidParamsError, InvalidPromptError, RequestError
 from quire.kv.pins import PinnedPrefix
 from quire.log import logger
-from quire.outputs import CompletionOutput, EngineStats, RequestOutput, TokenScores
-from quire.params import SamplingParams
+from quire.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    CompletionOutput,
+    EngineStats,
+    RequestOutput,
+    TokenScores,
+)
+from quire.params import BeamSearchParams, SamplingParams
 from quire.tokenizer.tokenizer import Tokenizer
 
 Conversation: TypeAlias = Sequence[Mapping[str, Any]]
@@ -65,6 +72,35 @@ class LLM:
         listed, alone = _listed(prompts)
         params = self._params_per_prompt(sampling_params, len(listed))
         return self._generate(listed, params, alone, use_tqdm)
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
+        """The likeliest outputs for each prompt, as far as a search of this width finds them; see docs/beam-search.md.
+
+        Prompts, their order and wrong ones are treated as by `generate`.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidParamsError(f"params must be BeamSearchParams, not {type(params).__name__}")
+        listed, alone = _listed(prompts)
+        outputs = self._generate(listed, [params] * len(listed), alone, use_tqdm)
+        return [self._beam_search_output(output, params) for output in outputs]
+
+    def _beam_search_output(self, output: RequestOutput, params: BeamSearchParams) -> BeamSearchOutput:
+        """With the prompt in front of each sequence, as vLLM has it."""
+        found = [beam for beam in output.outputs if beam.finish_reason != "ignored"]
+        sequences = [
+            BeamSearchSequence(
+                output.prompt_token_ids + beam.token_ids,
+                beam.cumulative_logprob or 0.0,
+                finish_reason=beam.finish_reason,
+                stop_reason=beam.stop_reason,
+            )
+            for beam in found
+        ]
+        for sequence in sequences if params.detokenize else ():
+            sequence.text = self.get_tokenizer().decode(sequence.tokens, params.skip_special_tokens)
+        return BeamSearchOutput(sequences, output.error)
 
     def chat(
         self,
@@ -158,7 +194,7 @@ class LLM:
 
     def _params_per_prompt(self, given: Any, num_prompts: int) -> list[SamplingParams]:
         if given is None or isinstance(given, SamplingParams):
-            return [given or self.default_sampling_params()] * num_prompts
+            return [replace(given or self.default_sampling_params(), output_kind="final_only")] * num_prompts
         listed = list(given) if isinstance(given, Sequence) else [given]
         for params in listed:
             if not isinstance(params, SamplingParams):
@@ -167,10 +203,14 @@ class LLM:
             raise InvalidParamsError(
                 f"{len(listed)} sampling_params for {num_prompts} prompts: give one for all, or one for each"
             )
-        return listed
+        return [replace(params, output_kind="final_only") for params in listed]
 
     def _generate(
-        self, prompts: Sequence[Prompt | RequestError], params: Sequence[SamplingParams], alone: bool, use_tqdm: bool
+        self,
+        prompts: Sequence[Prompt | RequestError],
+        params: Sequence[SamplingParams | BeamSearchParams],
+        alone: bool,
+        use_tqdm: bool,
     ) -> list[RequestOutput]:
         """A prompt may be the error that making it raised."""
 
@@ -178,7 +218,7 @@ class LLM:
             prompt = prompts[place]
             if isinstance(prompt, RequestError):
                 raise prompt
-            self.engine.add_request(request_id, prompt, replace(params[place], output_kind="final_only"))
+            self.engine.add_request(request_id, prompt, params[place])
 
         return self._run(prompts, add, alone, use_tqdm)
 

@@ -130,3 +130,27 @@ class EngineStats:
     def prefix_hit_rate(self) -> float:
         """Share of looked-up tokens found in the prefix cache."""
         return self.num_prefix_hit_tokens / max(1, self.num_prefix_queried_tokens)
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One of the outputs of a beam search."""
+
+    tokens: list[int]
+    """the prompt's and the output's; the token that ended it only with include_stop_str_in_output"""
+    cum_logprob: float
+    """sum of the log-probabilities of the output, with that of the token that ended it"""
+    text: str | None = None
+    """of all `tokens`"""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """What a beam search over one prompt has found."""
+
+    sequences: list[BeamSearchSequence]
+    """the best first: by cum_logprob over the output's length to the power of length_penalty"""
+    error: str | None = None
+    """why the search could not be run, or not to its end"""

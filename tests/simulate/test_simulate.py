@@ -196,10 +196,12 @@ def test_more_sequences_than_run_at_once_are_refused_alone(wide):
     assert (figures["requests"], figures["ignored"], figures["output_tokens"]) == (1, 1, 20)
 
 
-def test_beams_that_have_no_room_together_are_refused_and_samples_take_turns():
-    samples, beams = TraceRequest(0.0, 8, 24, n=3), TraceRequest(0.0, 8, 24, beam_width=3)
-    figures = simulate([samples, beams], num_blocks=18, block_size=4)
-    assert (figures["requests"], figures["ignored"]) == (1, 1)
+def test_samples_and_beams_that_have_no_room_together_take_turns():
+    trace = [TraceRequest(0.0, 8, 24, n=3), TraceRequest(0.0, 8, 24, beam_width=3)]
+    figures = simulate(trace, num_blocks=10, block_size=4)
+    assert (figures["requests"], figures["ignored"]) == (2, 0)
+    assert figures["preemptions"]["recompute"] > 0
+    assert figures["outputs_digest"] == simulate(trace)["outputs_digest"]
 
 
 def test_a_latency_target_shortens_the_gaps_between_tokens():

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 
 from quire.batch import Batch, StepResult
+from quire.engine.beam_search import advance_beams
 from quire.engine.scheduler import Scheduler
 from quire.engine.sequence import Sequence, SequenceGroup, SequenceStatus
 
@@ -52,7 +53,11 @@ class Committer:
             if num_draws:
                 if end == seq.num_prompt_tokens:
                     self._fork_samples(group, seq)
-                if num_draws == 1:
+                if group.search is not None:
+                    seq.held = result.logprobs[draws[0]]
+                    self.num_generated_tokens += 1
+                    self._advance_beams(group)
+                elif num_draws == 1:
                     self._append(group, seq, result, draws[0])
                 else:
                     for sample, draw in zip(group.seqs, draws, strict=True):
@@ -69,7 +74,8 @@ class Committer:
         """The prompt is computed: its samples go their own ways now."""
         self._note_prompt(group, seq)
         self.scheduler.blocks.publish_tail(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
-        group.seqs += [self.scheduler.fork(group, seq, draw) for draw in seq.draws[1:]]
+        if group.search is None:  # beams are forked where they part
+            group.seqs += [self.scheduler.fork(group, seq, draw) for draw in seq.draws[1:]]
         seq.draws = seq.draws[:1]
 
     def _note_prompt(self, group: SequenceGroup, seq: Sequence) -> None:
@@ -110,9 +116,7 @@ class Committer:
             group.metrics.finished_time = self.clock()
         self.scheduler.finish(group, seq)
 
-    def replace_beam(self, group: SequenceGroup, loser: Sequence, parent: Sequence, last_token_id: int) -> None:
-        """Another running sequence's past, but for the last token, takes the place of the loser's."""
-        child = self.scheduler.fork(group, parent, loser.draws[0])
-        child.token_ids[-1] = last_token_id
-        group.seqs[group.seqs.index(loser)] = child
-        self.scheduler.finish(group, loser)
+    def _advance_beams(self, group: SequenceGroup) -> None:
+        advance_beams(self.scheduler, group)
+        if group.is_finished:
+            group.metrics.finished_time = self.clock()

@@ -6,6 +6,7 @@ import time
 
 from quire.config.args import EngineArgs
 from quire.config.model import ModelConfig
+from quire.engine.beam_search import BeamSearch
 from quire.engine.commit import Committer
 from quire.engine.executor import Executor
 from quire.engine.input_processor import InputProcessor, Prompt, recommended_params
@@ -16,7 +17,7 @@ from quire.kv.block_space_manager import BlockSpaceManager
 from quire.kv.pins import PinnedPrefix
 from quire.log import logger, show_messages
 from quire.outputs import EngineStats, RequestOutput
-from quire.params import SamplingParams
+from quire.params import BeamSearchParams, SamplingParams
 from quire.runner.memory_plan import MemoryPlan, plan_memory
 from quire.runner.worker import Worker
 from quire.tokenizer.tokenizer import Tokenizer
@@ -65,15 +66,26 @@ class LLMEngine:
         return cls(plan, worker, tokenizer)
 
     def add_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, *, arrival_time: float | None = None
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams,
+        *,
+        arrival_time: float | None = None,
     ) -> None:
         """Queue a request. Raises a RequestError, and queues nothing, if it can never run."""
         self._check_request_id(request_id)
+        search = None
+        if isinstance(params, BeamSearchParams):
+            search = BeamSearch(params, self.model_config, self.plan.config.scheduler.max_num_seqs)
+            params = params.sampling_params()
         text, token_ids, key = self.inputs.prompt(prompt, params)
         self.inputs.check_params(params)
         seq = self.inputs.sequence(self.scheduler.new_seq_id(), token_ids, params)
+        if search is not None:
+            search.start(seq)
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
-        self._add(SequenceGroup(request_id, text, seq, params, arrival_time, key))
+        self._add(SequenceGroup(request_id, text, seq, params, arrival_time, key, search))
 
     def add_scoring_request(self, request_id: str, context: Prompt, continuation: Prompt | None) -> None:
         """Queue a request that generates nothing: it ends, with `prompt_logprobs` of the continuation's tokens, once

@@ -77,9 +77,10 @@ class Scheduler:
         return self._owners.get(seq_id)
 
     def fork(self, group: SequenceGroup, parent: Sequence, draw: Draw) -> Sequence:
-        """A new sequence with the same past as a running one; it shares its blocks. The caller finds it a place."""
+        """A new sequence with the same past as another; it shares its blocks. The caller finds it a place."""
         child = parent.fork(self.new_seq_id(), draw)
-        self.blocks.fork(parent.seq_id, child.seq_id)
+        if parent.seq_id in self.blocks:
+            self.blocks.fork(parent.seq_id, child.seq_id)
         self._owners[child.seq_id] = (group, child)
         return child
 
@@ -205,7 +206,7 @@ class Scheduler:
                     else:
                         self._advance(index, group, seq, plan)
                 elif seq.status is SequenceStatus.WAITING:
-                    self._restart(group, seq, plan)
+                    self._restart(group, seq, plan, index)
                 if index >= len(self.running) or self.running[index] is not group:
                     break  # it gave way itself
             else:
@@ -227,13 +228,10 @@ class Scheduler:
         """Preempt requests behind this one until the sequence can grow; False if it had to give way itself."""
         while not self.blocks.can_append(seq.seq_id, seq.num_computed_tokens, num_tokens):
             plan.preempted = True
-            running = SequenceStatus.RUNNING
-            behind, own = [g for g in self.running[index + 1 :] if g.seqs_in(running)], group.seqs_in(running)
-            if behind:
-                worst = max(self.policy.rank(other) for other in behind)
-                victims = [other for other in behind if self.policy.rank(other) == worst]
-                self._preempt(self._cost.cheapest(victims))
-            elif own[-1] is not seq:
+            own = group.seqs_in(SequenceStatus.RUNNING)
+            if self._preempt_behind(index):
+                continue
+            if own[-1] is not seq:
                 self._park(own[-1])
             else:
                 if own[0] is not seq:
@@ -244,6 +242,14 @@ class Scheduler:
                     self._give_up(group, seq)
                 return False
         return True
+
+    def _preempt_behind(self, index: int) -> bool:
+        """Preempt one of the requests behind this one, if any has blocks."""
+        behind = [group for group in self.running[index + 1 :] if group.seqs_in(SequenceStatus.RUNNING)]
+        if behind:
+            worst = max(self.policy.rank(other) for other in behind)
+            self._preempt(self._cost.cheapest([other for other in behind if self.policy.rank(other) == worst]))
+        return bool(behind)
 
     def preempt(self, group: SequenceGroup) -> None:
         """Take a running request's blocks away before the next step; it goes on later where it was."""
@@ -289,21 +295,30 @@ class Scheduler:
             f"stopped after {seq.num_output_tokens} tokens: {seq.num_tokens} tokens and one more do not fit into the "
             f"{pool.num_blocks} blocks of the KV cache, of which {pins.num_blocks} are pinned"
         )
-        seq.status = SequenceStatus.FINISHED_LENGTH_CAPPED
-        self.finish(group, seq)
+        for ended in [seq] if group.search is None else group.unfinished_seqs:  # a search ends as a whole
+            ended.status = SequenceStatus.FINISHED_LENGTH_CAPPED
+            self.finish(group, ended)
         if group.is_finished:
             self._report(group)
 
-    def _restart(self, group: SequenceGroup, seq: Sequence, plan: StepPlan) -> None:
-        """A sequence that gave way to the others of its request."""
-        if plan.preempted or plan.chunk(seq) <= 0:
+    def _restart(self, group: SequenceGroup, seq: Sequence, plan: StepPlan, index: int) -> None:
+        """A sequence that gave way to the others of its request, number `index` of those that run."""
+        if plan.preempted or plan.chunk(seq) <= 0 or seq.held is not None:
             return
         hit = self._look_up(group, seq)
         status = self.blocks.can_allocate(hit)
+        beams = [] if group.search is None else group.seqs_in(SequenceStatus.RUNNING)
+        idle = [beam for beam in beams if not beam.num_uncomputed_tokens]
         if status is AllocStatus.OK and not hit.is_awaited:
             self._begin(group, seq, hit, plan)
-        elif status is AllocStatus.NEVER:  # pinned meanwhile
+        elif status is AllocStatus.NEVER and len(idle) == len(beams):  # pinned meanwhile
             self._give_up(group, seq)
+        elif (
+            status is AllocStatus.LATER and group.search is not None
+        ):  # no room comes of waiting: the beams wait for it
+            plan.preempted = True
+            if not self._preempt_behind(index) and idle:
+                self._park(idle[-1])
 
     # The queue
 
@@ -322,7 +337,7 @@ class Scheduler:
 
         False if it has to wait for blocks: then nobody overtakes it.
         """
-        seq, *others = group.seqs_in(SequenceStatus.WAITING)
+        seq, *others = [seq for seq in group.seqs_in(SequenceStatus.WAITING) if seq.held is None]
         hit = self._look_up(group, seq)
         if hit.is_awaited:
             return True
@@ -335,7 +350,7 @@ class Scheduler:
         self.policy.remove(group)
         self._begin(group, seq, hit, plan)
         for other in others:
-            self._restart(group, other, plan)
+            self._restart(group, other, plan, len(self.running))
         plan.num_seqs += group.num_wanted_seqs
         insort(self.running, group, key=self._place)
         return True

@@ -12,7 +12,8 @@ from quire.kv.content_hash import NO_KEY, ContentKey
 from quire.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
 
 if TYPE_CHECKING:
-    from quire.batch import Draw
+    from quire.batch import Draw, TokenLogprobs
+    from quire.engine.beam_search import BeamSelector
     from quire.engine.logprobs import LogprobRows, PromptScores
     from quire.params import SamplingParams
     from quire.tokenizer.detokenizer import IncrementalDetokenizer
@@ -57,6 +58,7 @@ class Sequence:
         "detokenizer",
         "draws",
         "has_told_end",
+        "held",
         "index",
         "logprobs",
         "needs_past",
@@ -105,6 +107,8 @@ class Sequence:
         """output tokens, and characters of text, that deltas have brought"""
         self.has_told_end = False
         """a delta has brought the finish reason"""
+        self.held: TokenLogprobs | None = None
+        """of a beam: what may come next, while the other beams of its request have yet to find out"""
 
     def fork(self, seq_id: int, draw: Draw) -> Sequence:
         """A sequence that has the same past and goes on with a draw of its own."""
@@ -181,6 +185,7 @@ class SequenceGroup:
         "prompt_token_ids",
         "request_id",
         "scores",
+        "search",
         "seqs",
         "stop_token_ids",
         "tenant",
@@ -194,6 +199,7 @@ class SequenceGroup:
         params: SamplingParams,
         arrival_time: float,
         content_key: ContentKey = NO_KEY,
+        search: BeamSelector | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -203,6 +209,8 @@ class SequenceGroup:
         self.params = params
         self.tenant = params.tenant
         self.content_key = content_key
+        self.search = search
+        """decides how its sequences go on, if they are beams"""
         self.prompt_token_ids = list(seq.token_ids)
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
         self.scores = seq.scores
@@ -249,7 +257,7 @@ class SequenceGroup:
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            outputs=self._best() if self.params.ranks_samples else self._outputs(is_delta),
+            outputs=self._outputs(is_delta) if self.search is None else self.search.outputs(self.seqs),
             finished=finished,
             num_cached_tokens=self.num_cached_tokens,
             metrics=self.metrics,
@@ -258,11 +266,13 @@ class SequenceGroup:
         )
 
     def _outputs(self, is_delta: bool) -> list[CompletionOutput]:
+        if self.params.ranks_samples:
+            return self._best()
         return [seq.to_output(delta=is_delta) for seq in self.seqs if not (is_delta and seq.has_told_end)]
 
     def _best(self) -> list[CompletionOutput]:
         """The `n` likeliest samples, best first, numbered in this order."""
-        outputs = sorted(self._outputs(False), key=lambda output: -(output.cumulative_logprob or 0.0))
+        outputs = sorted((seq.to_output() for seq in self.seqs), key=lambda output: -(output.cumulative_logprob or 0.0))
         for place, output in enumerate(outputs):
             output.index = place
         return outputs[: self.params.n]

@@ -5,10 +5,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from quire.batch import Batch, ScheduledSequence, StepResult
-from quire.simulate.trace import VOCAB_SIZE
+import numpy as np
 
-_INDEX_STEP = 7919
+from quire.batch import Batch, ScheduledSequence, StepResult, TokenLogprobs
+from quire.simulate.beams import INDEX_STEP
+from quire.simulate.trace import VOCAB_SIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +44,19 @@ class FakeModel:
         self._states: dict[int, tuple[int, blake2b]] = {}
 
     def execute(self, batch: Batch) -> StepResult:
-        """A token for each draw."""
-        tokens = []
+        """A token for each draw, as sure as can be."""
+        tokens: list[int] = []
+        logprobs: dict[int, TokenLogprobs] = {}
         for scheduled in batch.sequences:
             state = self._advance(scheduled)
             if scheduled.draws:
                 value = int.from_bytes(state.digest(), "little")
-                tokens += [(value + _INDEX_STEP * draw.index) % VOCAB_SIZE for draw in scheduled.draws]
-        return StepResult(tuple(tokens))
+                for draw in scheduled.draws:
+                    token_id = (value + INDEX_STEP * draw.index) % VOCAB_SIZE
+                    if draw.logprobs is not None:
+                        logprobs[len(tokens)] = _certain(token_id)
+                    tokens.append(token_id)
+        return StepResult(tuple(tokens), logprobs)
 
     def _advance(self, scheduled: ScheduledSequence) -> blake2b:
         """The hash of all tokens up to the end of these."""
@@ -65,3 +71,8 @@ class FakeModel:
     def forget(self, seq_id: int) -> None:
         """The sequence has ended."""
         self._states.pop(seq_id, None)
+
+
+def _certain(token_id: int) -> TokenLogprobs:
+    token_ids = np.array([[token_id, token_id]], np.int32)
+    return TokenLogprobs(token_ids, np.zeros((1, 2), np.float32), np.ones(1, np.int32))

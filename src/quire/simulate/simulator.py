@@ -12,12 +12,13 @@ from quire.engine.sequence import Sequence, SequenceGroup
 from quire.kv.block_space_manager import BlockSpaceManager
 from quire.params import SamplingParams
 from quire.simulate.arrivals import Arrivals
-from quire.simulate.beams import BeamChurn, BeamSelection
+from quire.simulate.beams import BeamChurn, ChurningBeams
 from quire.simulate.fake_model import CostModel, FakeModel
 from quire.simulate.record import Record
 from quire.simulate.trace import MAX_WIDTH, TraceRequest
 
 _DRAWS = tuple(Draw(0.0, 0, 1.0, b"", index) for index in range(MAX_WIDTH))
+_BEAM_DRAWS = (Draw(0.0, 0, 1.0, b"", logprobs=1),) * MAX_WIDTH
 
 
 class Simulator:
@@ -42,7 +43,7 @@ class Simulator:
             self.scheduler, max_model_len=kv_cache.max_tokens, eos_token_ids=frozenset(), clock=lambda: self.now_s
         )
         self.model = FakeModel(lambda seq_id: self._owner(seq_id)[1].token_ids)
-        self.beams = BeamSelection(churn or BeamChurn(), self.committer)
+        self.churn = churn or BeamChurn()
         self.record = Record()
         self.arrivals = Arrivals(())
         self._requests: dict[str, tuple[TraceRequest, SequenceGroup]] = {}  # submitted and not ended
@@ -75,7 +76,6 @@ class Simulator:
         for group in changed:
             if group.is_finished:
                 self._finish(group)
-        self.beams.advance(changed)
         for request_id in batch.ignored:
             self._ignore(self._requests[request_id][1])
         self.record.look(self.now_s, self.scheduler, self.blocks)
@@ -91,25 +91,18 @@ class Simulator:
             tenant=request.tenant,
         )
         prompt = history + request.prompt_token_ids(index)
-        seq = Sequence(self.scheduler.new_seq_id(), prompt, _DRAWS[: params.n])
-        group = SequenceGroup(str(index), None, seq, params, submitted_s)
+        search, draws = None, _DRAWS
+        if request.beam_width > 1:
+            search, draws = ChurningBeams(self.churn, index, request.beam_width, request.output_len), _BEAM_DRAWS
+        seq = Sequence(self.scheduler.new_seq_id(), prompt, draws[: params.n])
+        group = SequenceGroup(str(index), None, seq, params, submitted_s, search=search)
         self._requests[group.request_id] = (request, group)
-        if not self._can_run(request, group):
+        if params.n > self.scheduler.config.max_num_seqs:
             self._ignore(group)
             return
-        if request.beam_width > 1:
-            self.beams.add(group)
         self._new[group.request_id] = len(history)
         self._backlog[request.tenant] += 1
         self.scheduler.add(group)
-
-    def _can_run(self, request: TraceRequest, group: SequenceGroup) -> bool:
-        """Beams wait for each other, so all of them must have room at once, even if they come to share nothing."""
-        if group.params.n > self.scheduler.config.max_num_seqs:
-            return False
-        num_tokens = group.seqs[0].num_tokens + request.output_len
-        needed = request.beam_width * self.blocks.config.blocks_to_hold(num_tokens) + self.blocks.watermark_blocks
-        return request.beam_width == 1 or needed <= self.blocks.pool.num_blocks
 
     def _owner(self, seq_id: int) -> tuple[SequenceGroup, Sequence]:
         owner = self.scheduler.owner(seq_id)
@@ -155,7 +148,6 @@ class Simulator:
         self.arrivals.ended(request, self.now_s)
 
     def _end(self, group: SequenceGroup) -> TraceRequest:
-        self.beams.remove(group)
         for seq in group.seqs:
             self.model.forget(seq.seq_id)
         return self._requests.pop(group.request_id)[0]
