@@ -45,7 +45,7 @@ def test_kernels_reach_a_share_of_the_limit(rows: Rows, monkeypatch: pytest.Monk
     found = rows("kernels", "--rows", "2", "--seconds", "0", "--dtype", "float32")
     assert {row["kernel"].split()[0] for row in found} == {
         "matmul", "rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "gelu", "gated", "rotary_embedding",
-        "sample", "copy_blocks",
+        "sample", "top_logprobs", "copy_blocks",
     }  # fmt: skip
     for row in found:
         assert row["us"] > 0
