@@ -2,18 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from quire.params import LogprobsMode
+
 BlockIds = npt.NDArray[np.int32]
 """a block table: logical block index -> block_id"""
-
-
-LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
-"""of the model's own logits, or of what is left of them when all but the draw itself has been done to them"""
 
 BlockPairs = tuple[tuple[int, int], ...]
 """(source block, destination block), each in its own tier"""

@@ -4,9 +4,6 @@ import pytest
 import torch
 
 from quire import LLM, BeamSearchParams, InvalidParamsError, RequestError, SamplingParams
-from quire.batch import StepResult, TokenLogprobs
-from quire.runner import model_runner
-from quire.runner.worker import Worker
 from tests.engine.beams import plain_beam_search
 
 TOLERANCE = 2e-4
@@ -25,31 +22,6 @@ SEARCHES = [
         (8, 0.6, "never"),
     ]
 ]
-
-
-@pytest.fixture(autouse=True)
-def logprobs_by_definition(monkeypatch):
-    """Log-probabilities from the logits that the real model gives, until the sampler brings them."""
-    seen = []
-
-    def sample(logits, tensors):
-        seen.append(logits.clone())
-        return drawn(logits, tensors)
-
-    def execute(worker, batch):
-        result = executed(worker, batch)
-        draws = [draw for scheduled in batch.sequences for draw in scheduled.draws]
-        logprobs = {}
-        for place, (draw, row) in enumerate(zip(draws, seen.pop() if draws else (), strict=True)):
-            if draw.logprobs is not None:
-                values, ids = (row / (draw.temperature or 1.0)).log_softmax(-1).sort(descending=True, stable=True)
-                top = [0, *range(draw.logprobs)]
-                logprobs[place] = TokenLogprobs(ids[None, top].int().numpy(), values[None, top].numpy(), None)
-        return StepResult(result.token_ids, logprobs)
-
-    drawn, executed = model_runner.sample, Worker.execute
-    monkeypatch.setattr(model_runner, "sample", sample)
-    monkeypatch.setattr(Worker, "execute", execute)
 
 
 @torch.inference_mode()

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from quire import kernels
 from quire.batch import Draw, TokenLogprobs
-from quire.errors import ConfigError, InvalidParamsError
+from quire.errors import InvalidParamsError
+from quire.params import LOGPROBS_MODES
 from quire.sampling.draw_tensors import DrawTensors
 from quire.sampling.random import random_key
-from quire.sampling.sampler import LOGPROBS_MODES, Sampler
+from quire.sampling.sampler import Sampler
 from tests.kernels.isas import ISAS, using
 from tests.sampling.plain import Mask, changed, probabilities, sequence
 
@@ -236,9 +237,3 @@ class TestLogprobs:
         for row in (0, 63, 64, 199):
             alone = Sampler("processed_logprobs").sample(logits[row : row + 1], [sequences[row]])[1][0]
             assert bits(alone) == bits(logprobs[row])
-
-    def test_an_unknown_mode_is_refused(self):
-        with pytest.raises(
-            ConfigError, match=r"logprobs_mode='raw_logprob' is not one of .*did you mean 'raw_logprobs'"
-        ):
-            Sampler("raw_logprob")

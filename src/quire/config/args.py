@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, TypeVar
 
 from quire.config.cache import CacheConfig
 from quire.config.model import ModelConfig
@@ -14,9 +14,8 @@ from quire.config.parallel import ParallelConfig, parse_cpu_list
 from quire.config.scheduler import SchedulerConfig
 from quire.config.sizes import parse_bytes
 from quire.errors import ConfigError, nearest_name
+from quire.params import LOGPROBS_MODES, LogprobsMode
 
-LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
-LOGPROBS_MODES: tuple[LogprobsMode, ...] = get_args(LogprobsMode)
 _Choice = TypeVar("_Choice", bound=str)
 
 

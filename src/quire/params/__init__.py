@@ -1,6 +1,7 @@
 """What a caller may ask of a request."""
 
 from quire.params.beam_search import BeamSearchParams
+from quire.params.logprobs_mode import LOGPROBS_MODES, LogprobsMode
 from quire.params.sampling import OUTPUT_KINDS, OutputKind, SamplingParams
 
-__all__ = ["OUTPUT_KINDS", "BeamSearchParams", "OutputKind", "SamplingParams"]
+__all__ = ["LOGPROBS_MODES", "OUTPUT_KINDS", "BeamSearchParams", "LogprobsMode", "OutputKind", "SamplingParams"]

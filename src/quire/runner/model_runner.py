@@ -10,8 +10,9 @@ from quire import kernels
 from quire.batch import Batch, ScheduledSequence, StepResult, TokenLogprobs
 from quire.layers.batch_tensors import BatchTensors, GroupTensors, LayerKVCache
 from quire.models.base import CausalLM
+from quire.params import LogprobsMode
 from quire.runner.decode_graphs import DecodeGraphs
-from quire.sampling.sampler import LogprobsMode, Sampler
+from quire.sampling.sampler import Sampler
 from quire.sampling.scoring import score
 
 

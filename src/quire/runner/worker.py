@@ -6,9 +6,9 @@ from quire.config.kv_cache import KVCacheConfig
 from quire.config.model import ModelConfig
 from quire.config.parallel import ParallelConfig
 from quire.models.loader import load_model
+from quire.params import LogprobsMode
 from quire.runner.cache_engine import CacheEngine
 from quire.runner.model_runner import ModelRunner
-from quire.sampling.sampler import LogprobsMode
 
 
 class Worker:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quire.batch import Draw, ScheduledSequence
 from quire.kernels import LogitChanges, SamplingTensors, TokenLists
+from quire.params import LogprobsMode
 from quire.sampling.random import uniform
 
 Words = npt.NDArray[np.int32]
@@ -23,8 +24,8 @@ class DrawTensors:
     def __init__(self, draws: tuple[Draw, ...], vocab: int) -> None:
         self.draws = draws
         self.vocab = vocab
-        self.logprob_rows = _rows_by_num_top(draws)
-        """number of likeliest tokens wanted -> the rows [count] int64 that want so many"""
+        self.logprob_rows = _rows_by_wish(draws)
+        """(number of likeliest tokens wanted, the draw's logprobs_mode) -> the rows [count] int64 that want so"""
         self.processed_rows = [row for row, draw in enumerate(draws) if draw.processors]
         self._cuts = (
             torch.tensor([d.temperature for d in draws], dtype=torch.float64),
@@ -158,12 +159,12 @@ def _is_penalized(draw: Draw) -> bool:
     return bool(draw.presence_penalty or draw.frequency_penalty or draw.repetition_penalty != 1.0)
 
 
-def _rows_by_num_top(draws: tuple[Draw, ...]) -> dict[int, Tensor]:
-    rows: dict[int, list[int]] = {}
+def _rows_by_wish(draws: tuple[Draw, ...]) -> dict[tuple[int, LogprobsMode | None], Tensor]:
+    rows: dict[tuple[int, LogprobsMode | None], list[int]] = {}
     for row, draw in enumerate(draws):
         if draw.logprobs is not None:
-            rows.setdefault(draw.logprobs, []).append(row)
-    return {num_top: torch.tensor(wanted) for num_top, wanted in rows.items()}
+            rows.setdefault((draw.logprobs, draw.logprobs_mode), []).append(row)
+    return {wish: torch.tensor(wanted) for wish, wanted in rows.items()}
 
 
 def _allowed_words(token_ids: tuple[int, ...], vocab: int) -> Words:

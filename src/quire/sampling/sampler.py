@@ -1,21 +1,16 @@
 """From logits to tokens and their log-probabilities."""
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from quire import kernels
 from quire.batch import ScheduledSequence, TokenLogprobs
-from quire.errors import ConfigError, nearest_name
 from quire.kernels import SamplingTensors
+from quire.params import LogprobsMode
 from quire.sampling.draw_tensors import DrawTensors
 from quire.sampling.processors import run_processors
-
-LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
-"""raw: of the model's own logits; processed: of what the token was drawn from; logits: without the softmax"""
-LOGPROBS_MODES: tuple[LogprobsMode, ...] = get_args(LogprobsMode)
 
 MAX_LOGITS_ROWS = 64
 """rows of [rows, vocab] that are made at once beside the logits of the draws"""
@@ -25,13 +20,7 @@ class Sampler:
     """Draws the tokens of a step. Keeps the tensors of the latest draws, which the next step most often has too."""
 
     def __init__(self, logprobs_mode: LogprobsMode = "raw_logprobs") -> None:
-        if logprobs_mode not in LOGPROBS_MODES:
-            raise ConfigError(
-                f"logprobs_mode={logprobs_mode!r} is not one of {', '.join(LOGPROBS_MODES)}"
-                f"{nearest_name(logprobs_mode, LOGPROBS_MODES)}"
-            )
-        self._is_processed = logprobs_mode.startswith("processed")
-        self._is_normalized = logprobs_mode.endswith("logprobs")
+        self._mode = logprobs_mode
         self._draws = DrawTensors((), 1)
         self._workspace = kernels.Workspace()  # not the model's: that may give away the logits of a decode graph
 
@@ -51,17 +40,20 @@ class Sampler:
                 changed = run_processors(logits, self._draws, [s for s in sequences for _ in s.draws])
             how = self._draws.at(sequences)
             token_ids = kernels.sample(changed, how)
-            logprobs = self._logprobs(changed if self._is_processed else logits, how, token_ids)
+            logprobs = self._logprobs(logits, changed, how, token_ids)
         return tuple(token_ids.tolist()), logprobs
 
-    def _logprobs(self, logits: Tensor, how: SamplingTensors, token_ids: Tensor) -> dict[int, TokenLogprobs]:
+    def _logprobs(
+        self, logits: Tensor, changed: Tensor, how: SamplingTensors, token_ids: Tensor
+    ) -> dict[int, TokenLogprobs]:
         results = {}
-        for num_top, all_rows in self._draws.logprob_rows.items():
+        for (num_top, own_mode), all_rows in self._draws.logprob_rows.items():
+            mode = own_mode or self._mode
             for rows in torch.split(all_rows, MAX_LOGITS_ROWS):
                 source, at = logits, rows
-                if self._is_processed:
-                    source, at = kernels.processed_logits(logits, how, rows), torch.arange(len(rows))
-                result = top_logprobs(source, at, token_ids[rows], num_top, self._is_normalized)
+                if mode.startswith("processed"):
+                    source, at = kernels.processed_logits(changed, how, rows), torch.arange(len(rows))
+                result = top_logprobs(source, at, token_ids[rows], num_top, mode.endswith("logprobs"))
                 for i, row in enumerate(rows.tolist()):
                     part = slice(i, i + 1)
                     results[row] = TokenLogprobs(result.token_ids[part], result.logprobs[part], result.ranks[part])
