@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import re
 
 import numpy as np
 import pytest
@@ -11,7 +12,6 @@ from hypothesis import strategies as st
 
 from quire import kernels
 from quire.batch import Draw, TokenLogprobs
-from quire.errors import InvalidParamsError
 from quire.params import LOGPROBS_MODES
 from quire.sampling.draw_tensors import DrawTensors
 from quire.sampling.random import random_key
@@ -71,14 +71,16 @@ def test_a_row_in_a_batch_is_what_it_is_alone(isa, seed, num_seqs, mode):
     logits = torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
     before = logits.clone()
     with using(isa):
-        token_ids, logprobs = Sampler(mode).sample(logits, sequences)
+        drawn = Sampler(mode).sample(logits, sequences)
+        token_ids, logprobs = drawn.token_ids, drawn.logprobs
     assert torch.equal(logits, before)
     row = 0
     for s in sequences:
         for draw in s.draws:
             alone = type(s)(*(getattr(s, f) if f != "draws" else (draw,) for f in s.__struct_fields__))
             with using(ISAS[seed % len(ISAS)], 1):
-                tokens, own = Sampler(mode).sample(logits[row : row + 1], [alone])
+                own_drawn = Sampler(mode).sample(logits[row : row + 1], [alone])
+                tokens, own = own_drawn.token_ids, own_drawn.logprobs
             assert tokens == token_ids[row : row + 1]
             assert (0 in own) == (row in logprobs) == (draw.logprobs is not None)
             if own:
@@ -116,7 +118,7 @@ class TestBans:
 
     def token(self, prompt, output=(), mask=None, **changes) -> int:
         s = sequence(dataclasses.replace(GREEDY, **changes), prompt, output, mask=mask)
-        return Sampler().sample(torch.zeros(1, VOCAB), [s])[0][0]
+        return Sampler().sample(torch.zeros(1, VOCAB), [s]).token_ids[0]
 
     def test_bad_words_end_in_the_output_only(self):
         words = ((0,), (7, 8, 1), (9, 2))
@@ -142,8 +144,8 @@ class TestBans:
         for banned in (((0,),), ((1,),), ((0,), (1,)), ()):
             s = sequence(dataclasses.replace(GREEDY, bad_words=banned), [5])
             expected = next(i for i in range(VOCAB) if (i,) not in banned)
-            assert sampler.sample(logits, [s])[0] == (expected,)
-        assert sampler.sample(torch.zeros(1, 7), [s])[0] == (0,)
+            assert sampler.sample(logits, [s]).token_ids == (expected,)
+        assert sampler.sample(torch.zeros(1, 7), [s]).token_ids == (0,)
 
 
 class TestProcessors:
@@ -164,7 +166,7 @@ class TestProcessors:
         logits = torch.arange(45.0)[None].clone()
         s = sequence(draw, [4, 5], [6, 7])
         before = logits.clone()
-        assert Sampler().sample(logits, [s])[0] == (44,)
+        assert Sampler().sample(logits, [s]).token_ids == (44,)
         assert torch.equal(logits, before)
         ((output, masked),) = seen
         assert output == [6, 7]
@@ -172,19 +174,22 @@ class TestProcessors:
 
     def test_they_cannot_allow_what_the_grammar_forbids(self):
         draw = dataclasses.replace(GREEDY, processors=(lambda _, x: torch.zeros_like(x),))
-        assert Sampler().sample(torch.zeros(1, VOCAB), [sequence(draw, [1], mask=Mask([9]))])[0] == (9,)
+        assert Sampler().sample(torch.zeros(1, VOCAB), [sequence(draw, [1], mask=Mask([9]))]).token_ids == (9,)
 
     @pytest.mark.parametrize(
         ("processor", "message"),
         [
-            (lambda _, x: x[1:], r"<lambda> returned shape \[44\]; it must return a tensor of shape \[45\]"),
-            (lambda _, x: None, "<lambda> returned a NoneType"),
+            (lambda _, x: x[1:], r"<lambda> failed: .*returned shape \[44\]; it must return a tensor of shape \[45\]"),
+            (lambda _, x: None, "<lambda> failed: .*returned a NoneType"),
+            (lambda _, x: x / [], "<lambda> failed: TypeError: "),
         ],
     )
-    def test_a_wrong_result_is_refused(self, processor, message):
-        s = sequence(dataclasses.replace(GREEDY, processors=(processor,)), [1])
-        with pytest.raises(InvalidParamsError, match=message):
-            Sampler().sample(torch.zeros(1, VOCAB), [s])
+    def test_what_fails_is_told_of_its_row_alone(self, processor, message):
+        failing = sequence(dataclasses.replace(GREEDY, processors=(processor,)), [1])
+        drawn = Sampler().sample(torch.arange(2.0 * VOCAB).view(2, VOCAB), [failing, sequence(GREEDY, [1])])
+        assert list(drawn.errors) == [0]
+        assert re.search(message, drawn.errors[0])
+        assert drawn.token_ids[1] == VOCAB - 1
 
     def test_others_are_not_touched(self):
         s = [
@@ -193,7 +198,8 @@ class TestProcessors:
             sequence(dataclasses.replace(GREEDY, logprobs=1), [1]),
         ]
         logits = torch.arange(45.0).repeat(3, 1)
-        token_ids, logprobs = Sampler("processed_logits").sample(logits, s)
+        drawn = Sampler("processed_logits").sample(logits, s)
+        token_ids, logprobs = drawn.token_ids, drawn.logprobs
         assert token_ids == (44, 0, 44)
         assert [logprobs[row].logprobs[0, 0] for row in (1, 2)] == [0.0, 44.0]
 
@@ -203,7 +209,7 @@ class TestLogprobs:
 
     def logprobs(self, mode: str, **changes) -> TokenLogprobs:
         s = sequence(dataclasses.replace(GREEDY, logprobs=3, **changes), [0])
-        return Sampler(mode).sample(self.logits, [s])[1][0]
+        return Sampler(mode).sample(self.logits, [s]).logprobs[0]
 
     def test_raw_ones_are_of_the_models_own_logits(self):
         result = self.logprobs("raw_logprobs", logit_bias=((5, 100.0),))
@@ -227,13 +233,13 @@ class TestLogprobs:
 
     def test_more_than_the_vocabulary_has_are_all(self):
         s = sequence(dataclasses.replace(GREEDY, logprobs=99), [0])
-        assert Sampler().sample(self.logits, [s])[1][0].token_ids.shape == (1, 7)
+        assert Sampler().sample(self.logits, [s]).logprobs[0].token_ids.shape == (1, 7)
 
     def test_more_rows_than_are_taken_at_once(self):
         sequences = [sequence(dataclasses.replace(GREEDY, logprobs=i % 2), [0], seq_id=i) for i in range(200)]
         logits = torch.randn(200, VOCAB, generator=torch.Generator().manual_seed(3))
-        _, logprobs = Sampler("processed_logprobs").sample(logits, sequences)
+        logprobs = Sampler("processed_logprobs").sample(logits, sequences).logprobs
         assert sorted(logprobs) == list(range(200))
         for row in (0, 63, 64, 199):
-            alone = Sampler("processed_logprobs").sample(logits[row : row + 1], [sequences[row]])[1][0]
+            alone = Sampler("processed_logprobs").sample(logits[row : row + 1], [sequences[row]]).logprobs[0]
             assert bits(alone) == bits(logprobs[row])

@@ -53,7 +53,9 @@ class Committer:
             if num_draws:
                 if end == seq.num_prompt_tokens:
                     self._fork_samples(group, seq)
-                if group.search is not None:
+                if result.errors and any(draw in result.errors for draw in draws):
+                    self._fail(group, next(result.errors[draw] for draw in draws if draw in result.errors))
+                elif group.search is not None:
                     seq.held = result.logprobs[draws[0]]
                     self.num_generated_tokens += 1
                     self._advance_beams(group)
@@ -77,6 +79,15 @@ class Committer:
         if group.search is None:  # beams are forked where they part
             group.seqs += [self.scheduler.fork(group, seq, draw) for draw in seq.draws[1:]]
         seq.draws = seq.draws[:1]
+
+    def _fail(self, group: SequenceGroup, error: str) -> None:
+        """The request's own code failed: it ends, and no other notices."""
+        group.error = error
+        group.metrics.finished_time = self.clock()
+        unfinished = group.unfinished_seqs
+        self.scheduler.remove(group)
+        for seq in unfinished:
+            seq.status = SequenceStatus.FINISHED_ABORTED
 
     def _note_prompt(self, group: SequenceGroup, seq: Sequence) -> None:
         if group.metrics.first_token_time is None:

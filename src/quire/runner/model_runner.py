@@ -1,6 +1,7 @@
 """A Batch's plain values to tensors, through the model, to tokens."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -46,8 +47,8 @@ class ModelRunner:
                 logits: Tensor | None = self._graphs.logits(sequences)
             else:
                 logits, scored = self._logits(sequences)
-        token_ids, logprobs = ((), {}) if logits is None else self._sampler.sample(logits, sequences)
-        return StepResult(token_ids, logprobs, scored)
+        drawn = StepResult(()) if logits is None else self._sampler.sample(logits, sequences)
+        return replace(drawn, scored=scored) if scored else drawn
 
     def _logits(self, sequences: Sequence[ScheduledSequence]) -> tuple[Tensor | None, Mapping[int, TokenLogprobs]]:
         """Of the draws: [num_draws, vocab] float32, or None where nothing is drawn. And what is scored."""

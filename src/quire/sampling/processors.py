@@ -4,17 +4,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.batch import LogitsProcessor, ScheduledSequence
+from quire.batch import ScheduledSequence
 from quire.errors import InvalidParamsError
 from quire.kernels.workspace import empty
 from quire.sampling.draw_tensors import DrawTensors, past_of
 
 
-def run_processors(logits: Tensor, draws: DrawTensors, owners: list[ScheduledSequence]) -> Tensor:
-    """logits [num_rows, vocab], `owners` the sequence of each row -> a copy with the rows changed that have processors.
+def run_processors(
+    logits: Tensor, draws: DrawTensors, owners: list[ScheduledSequence]
+) -> tuple[Tensor, dict[int, str]]:
+    """logits [num_rows, vocab], `owners` the sequence of each row -> a copy with the rows changed that have processors,
+    and by row what a processor raised or did wrong.
 
     A processor sees its row as mask and bad words leave it. What it allows again stays forbidden.
     """
+    errors: dict[int, str] = {}
     changed = empty(logits.shape, torch.float32)
     changed.copy_(logits)
     vocab = logits.shape[1]
@@ -27,15 +31,18 @@ def run_processors(logits: Tensor, draws: DrawTensors, owners: list[ScheduledSeq
             own.masked_fill_(~torch.from_numpy(allowed), -torch.inf)
         own[draws.banned(row, owner)] = -torch.inf
         output_token_ids = past_of(owner)[owner.num_prompt_tokens :].tolist()
-        for processor in draws.draws[row].processors:
-            own = _checked(processor, processor(list(output_token_ids), own), vocab)
-        changed[row] = own
-    return changed
+        try:
+            for processor in draws.draws[row].processors:
+                own = _checked(processor(list(output_token_ids), own), vocab)
+            changed[row] = own
+        except Exception as error:  # whatever a caller's code raises is that request's alone
+            name = getattr(processor, "__qualname__", None) or type(processor).__qualname__
+            errors[row] = f"the logits processor {name} failed: {type(error).__name__}: {error}"
+    return changed, errors
 
 
-def _checked(processor: LogitsProcessor, result: object, vocab: int) -> Tensor:
+def _checked(result: object, vocab: int) -> Tensor:
     if isinstance(result, Tensor) and result.shape == (vocab,):
         return result
-    name = getattr(processor, "__qualname__", None) or type(processor).__qualname__
     got = f"shape {list(result.shape)}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
-    raise InvalidParamsError(f"the logits processor {name} returned {got}; it must return a tensor of shape [{vocab}]")
+    raise InvalidParamsError(f"it returned {got}; it must return a tensor of shape [{vocab}]")

@@ -1,12 +1,12 @@
 """From logits to tokens and their log-probabilities."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from quire import kernels
-from quire.batch import ScheduledSequence, TokenLogprobs
+from quire.batch import ScheduledSequence, StepResult, TokenLogprobs
 from quire.kernels import SamplingTensors
 from quire.params import LogprobsMode
 from quire.sampling.draw_tensors import DrawTensors
@@ -24,10 +24,8 @@ class Sampler:
         self._draws = DrawTensors((), 1)
         self._workspace = kernels.Workspace()  # not the model's: that may give away the logits of a decode graph
 
-    def sample(
-        self, logits: Tensor, sequences: Sequence[ScheduledSequence]
-    ) -> tuple[tuple[int, ...], Mapping[int, TokenLogprobs]]:
-        """The token of each draw, for logits [num_draws, vocab] float32, and log-probabilities by place of the draw.
+    def sample(self, logits: Tensor, sequences: Sequence[ScheduledSequence]) -> StepResult:
+        """The token of each draw, for logits [num_draws, vocab] float32, and log-probabilities where they are wanted.
 
         A row's outcome depends on that row alone. The logits stay as they are.
         """
@@ -35,13 +33,13 @@ class Sampler:
         if draws != self._draws.draws or logits.shape[1] != self._draws.vocab:
             self._draws = DrawTensors(draws, logits.shape[1])
         with self._workspace:
-            changed = logits
+            changed, errors = logits, dict[int, str]()
             if self._draws.processed_rows:
-                changed = run_processors(logits, self._draws, [s for s in sequences for _ in s.draws])
+                changed, errors = run_processors(logits, self._draws, [s for s in sequences for _ in s.draws])
             how = self._draws.at(sequences)
             token_ids = kernels.sample(changed, how)
             logprobs = self._logprobs(logits, changed, how, token_ids)
-        return tuple(token_ids.tolist()), logprobs
+        return StepResult(tuple(token_ids.tolist()), logprobs, errors)
 
     def _logprobs(
         self, logits: Tensor, changed: Tensor, how: SamplingTensors, token_ids: Tensor
