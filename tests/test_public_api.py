@@ -10,8 +10,8 @@ import quire
 PUBLIC = {
     "LLM", "LLMEngine", "EngineArgs", "SamplingParams", "RequestOutput", "CompletionOutput", "RequestMetrics",
     "EngineStats", "PinnedPrefix", "QuireError", "ConfigError", "CheckpointError", "UnsupportedModelError",
-    "TokenizerError", "OutOfMemoryError", "RequestError", "InvalidParamsError", "InvalidPromptError",
-    "PromptTooLongError", "KernelError", "__version__",
+    "StructuredOutputsParams", "TokenizerError", "OutOfMemoryError", "RequestError", "InvalidParamsError",
+    "InvalidPromptError", "PromptTooLongError", "KernelError", "__version__",
 }  # fmt: skip
 
 

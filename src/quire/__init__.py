@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from quire.kv.pins import PinnedPrefix
     from quire.llm import LLM
     from quire.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
-    from quire.params import SamplingParams
+    from quire.params import SamplingParams, StructuredOutputsParams
 
 __all__ = [
     "LLM",
@@ -50,6 +50,7 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TokenizerError",
     "UnsupportedModelError",
     "__version__",
@@ -60,6 +61,7 @@ _HOMES = {
     "LLMEngine": "quire.engine.llm_engine",
     "EngineArgs": "quire.config.args",
     "SamplingParams": "quire.params",
+    "StructuredOutputsParams": "quire.params",
     "PinnedPrefix": "quire.kv.pins",
     **dict.fromkeys(("CompletionOutput", "EngineStats", "RequestMetrics", "RequestOutput"), "quire.outputs"),
     **{name: "quire.errors" for name in __all__ if name.endswith("Error")},

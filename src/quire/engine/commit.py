@@ -70,13 +70,44 @@ class Committer:
         seq.draws = seq.draws[:1]
 
     def _append(self, group: SequenceGroup, seq: Sequence, token_id: int) -> None:
+        grammar = seq.grammar
+        if grammar is None:
+            self._add(group, seq, token_id)
+            return
+        may_end = grammar.may_end
+        if not grammar.advance(token_id):
+            self._break_off(group, seq, may_end)
+            return
+        self._add(group, seq, token_id)
+        if not seq.status.is_finished:
+            for forced_id in grammar.forced_tokens():
+                grammar.advance(forced_id)
+                self._add(group, seq, forced_id)
+                if seq.status.is_finished:
+                    break
+
+    def _break_off(self, group: SequenceGroup, seq: Sequence, may_end: bool) -> None:
+        """The drawn token cannot be taken: the grammar has become too complex, or the params leave none that it allows.
+        It ends with the tokens before, well if they are a whole sentence."""
+        assert seq.grammar is not None
+        seq.status = SequenceStatus.FINISHED_STOPPED
+        if not may_end:
+            seq.status = SequenceStatus.FINISHED_LENGTH_CAPPED
+            reason = seq.grammar.error or "no token that the params allow goes on with the grammar"
+            group.error = f"stopped after {seq.num_output_tokens} tokens: {reason}"
+        self._finish(group, seq)
+
+    def _add(self, group: SequenceGroup, seq: Sequence, token_id: int) -> None:
         seq.token_ids.append(token_id)
         self.num_generated_tokens += 1
         matched = seq.detokenizer.append(token_id) if seq.detokenizer is not None else None
         if self._check_stop(group.params, seq, token_id, matched):
-            if group.is_finished:
-                group.metrics.finished_time = self.clock()
-            self.scheduler.finish(group, seq)
+            self._finish(group, seq)
+
+    def _finish(self, group: SequenceGroup, seq: Sequence) -> None:
+        if group.is_finished:
+            group.metrics.finished_time = self.clock()
+        self.scheduler.finish(group, seq)
 
     def _check_stop(self, params: SamplingParams, seq: Sequence, token_id: int, matched: str | None) -> bool:
         """Whether the sequence has finished with this token."""
@@ -87,6 +118,8 @@ class Committer:
             seq.status, seq.stop_reason = SequenceStatus.FINISHED_STOPPED, token_id
         elif matched is not None:
             seq.status, seq.stop_reason = SequenceStatus.FINISHED_STOPPED, matched
+        elif seq.grammar is not None and seq.grammar.is_finished:
+            seq.status = SequenceStatus.FINISHED_STOPPED
         elif num_tokens - seq.num_prompt_tokens == params.max_tokens or num_tokens >= self.max_model_len:
             seq.status = SequenceStatus.FINISHED_LENGTH_CAPPED
         else:

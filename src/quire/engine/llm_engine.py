@@ -12,9 +12,11 @@ from quire.config.args import EngineArgs
 from quire.config.model import ModelConfig
 from quire.engine.commit import Committer
 from quire.engine.executor import Executor
+from quire.engine.grammar_queue import GrammarQueue
 from quire.engine.scheduler import Scheduler
 from quire.engine.sequence import Sequence, SequenceGroup, SequenceStatus
 from quire.errors import InvalidParamsError, InvalidPromptError, PromptTooLongError, RequestError
+from quire.grammar.compiler import GrammarCompiler
 from quire.kv.block_space_manager import BlockSpaceManager
 from quire.kv.content_hash import ContentKey
 from quire.kv.pins import PinnedPrefix
@@ -31,6 +33,7 @@ Prompt: TypeAlias = str | SequenceOf[int] | Mapping[str, object]
 """text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`; in a dict also `cache_salt`"""
 
 _MAX_SALT_LEN = 1024
+_GRAMMAR_WAIT_S = 0.05
 _COPY_BYTES_PER_S = 5e9
 """a cautious guess at how fast blocks are copied between the tiers, all threads together"""
 
@@ -59,6 +62,7 @@ class LLMEngine:
         self.committer = Committer(
             self.scheduler, max_model_len=config.model.max_model_len, eos_token_ids=config.model.eos_token_ids
         )
+        self.grammars = GrammarQueue(GrammarCompiler(tokenizer, config.model.vocab_size, config.model.eos_token_ids))
         self._groups: dict[str, SequenceGroup] = {}
         self._num_requests = 0
 
@@ -86,10 +90,12 @@ class LLMEngine:
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         group = SequenceGroup(request_id, text, seq, params, arrival_time, key)
         self._groups[request_id] = group
-        self.scheduler.add(group)
+        (self.scheduler if params.structured_outputs is None else self.grammars).add(group)
 
     def step(self) -> list[RequestOutput]:
         """Schedule, execute, commit. Returns the requests that got a token or finished, as their output_kind says."""
+        if self.grammars:
+            self._admit_compiled()
         batch = self.scheduler.schedule()
         start_s = time.monotonic()
         try:
@@ -100,6 +106,7 @@ class LLMEngine:
         self.scheduler.step_time.observe(batch.num_tokens, time.monotonic() - start_s)
         changed = self.committer.commit(batch, result)
         changed += [self._groups[request_id] for request_id in batch.ignored if request_id in self._groups]
+        changed += self.grammars.take_failed()
         return [output for group in changed if (output := self._output(group)) is not None]
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
@@ -107,7 +114,7 @@ class LLMEngine:
         group = self._groups.get(request_id)
         if group is None:
             return None
-        if not group.is_finished:  # else in a step that failed, which nobody has been told
+        if not self.grammars.remove(group) and not group.is_finished:  # else in a failed step, and nobody has been told
             self.scheduler.remove(group)
         for seq in group.unfinished_seqs:
             seq.status = SequenceStatus.FINISHED_ABORTED
@@ -129,7 +136,7 @@ class LLMEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do."""
-        return self.scheduler.has_unfinished
+        return self.scheduler.has_unfinished or len(self.grammars) > 0
 
     def default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json recommends, over SamplingParams' own defaults."""
@@ -143,7 +150,7 @@ class LLMEngine:
         """The engine now."""
         return EngineStats(
             num_running=len(self.scheduler.running),
-            num_waiting=self.scheduler.num_waiting,
+            num_waiting=self.scheduler.num_waiting + len(self.grammars),
             num_swapped=len(self.scheduler.swapped),
             num_blocks=self.blocks.pool.num_blocks,
             num_used_blocks=self.blocks.num_used_blocks,
@@ -157,6 +164,12 @@ class LLMEngine:
             num_pinned_blocks=self.blocks.pins.num_blocks,
             prefix_cache=self.blocks.stats.to_dict(),
         )
+
+    def _admit_compiled(self) -> None:
+        """Let requests start whose grammars are ready; where there is nothing else to do, wait for one a little."""
+        if not self.scheduler.has_unfinished:
+            self.grammars.wait(_GRAMMAR_WAIT_S)
+        self.grammars.admit(self.scheduler)
 
     def _output(self, group: SequenceGroup) -> RequestOutput | None:
         """What a request's caller is told now; a finished request is forgotten."""

@@ -175,6 +175,7 @@ class Scheduler:
             start,
             self.blocks.block_tables(seq.seq_id),
             seq.draws if is_last else (),
+            mask=seq.grammar if is_last else None,
         )
 
     def _place(self, group: SequenceGroup) -> tuple[float, int]:

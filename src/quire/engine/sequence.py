@@ -10,6 +10,7 @@ from quire.outputs import CompletionOutput, FinishReason, RequestMetrics, Reques
 
 if TYPE_CHECKING:
     from quire.batch import Draw
+    from quire.grammar.state import GrammarState
     from quire.params import SamplingParams
     from quire.tokenizer.detokenizer import IncrementalDetokenizer
 
@@ -50,6 +51,7 @@ class Sequence:
     __slots__ = (
         "detokenizer",
         "draws",
+        "grammar",
         "has_told_end",
         "index",
         "num_computed_tokens",
@@ -81,6 +83,8 @@ class Sequence:
         self.draws = draws
         """what its next token is drawn with; more than one while it stands for all samples of a prompt"""
         self.detokenizer = detokenizer
+        self.grammar: GrammarState | None = None
+        """what its tokens have to be; None: anything"""
         self.num_told = (0, 0)
         """output tokens, and characters of text, that deltas have brought"""
         self.has_told_end = False
@@ -94,6 +98,7 @@ class Sequence:
         other.num_computed_tokens = self.num_computed_tokens
         other.num_served_tokens = self.num_served_tokens
         other.status = self.status
+        other.grammar = None if self.grammar is None else self.grammar.fork()
         return other
 
     @property

@@ -7,6 +7,7 @@ import msgspec
 
 from quire.errors import InvalidParamsError
 from quire.params.checks import check_int, check_number
+from quire.params.structured_outputs import StructuredOutputsParams
 
 OutputKind = Literal["cumulative", "delta", "final_only"]
 OUTPUT_KINDS: tuple[OutputKind, ...] = ("cumulative", "delta", "final_only")
@@ -46,6 +47,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """leave special tokens out of the text (they stay in token_ids)"""
     detokenize: bool = True
     """make text; without it only token ids come out and stop strings are not allowed"""
+    structured_outputs: StructuredOutputsParams | None = None
+    """the form that the output must have"""
     output_kind: OutputKind = "cumulative"
     """what comes out of a step that brought a token: all so far, what is new since the last time, or nothing before
     the end; `LLM.generate` gives the whole in any case"""
@@ -70,6 +73,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             check_int("max_tokens", self.max_tokens, 1, None, "at least 1, or None for what the context holds")
         for token_id in self.stop_token_ids or ():
             check_int("stop_token_ids", token_id, 0, None, "token ids, 0 or larger")
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            raise InvalidParamsError(
+                f"structured_outputs must be StructuredOutputsParams, not {type(self.structured_outputs).__name__}"
+            )
         self._check_stop()
 
     def _check_stop(self) -> None:
