@@ -53,16 +53,19 @@ def allowed_tokens(mask: object, executor: MaskedExecutor) -> np.ndarray:
     return bits[: executor.vocab_size]
 
 
-_shared: dict[str, GrammarCompiler] = {}
+_shared: list[GrammarCompiler] = []
 
 
 def masked_llm(*, share_compiler: bool = True, **kwargs: object) -> tuple[LLM, MaskedExecutor]:
     """An LLM with the embedded checkpoint's configuration and tokenizer, and no model. All have one compiler."""
     plan = plan_memory(EngineArgs.from_kwargs(**{"num_gpu_blocks_override": 256, "max_model_len": 512} | kwargs))
     executor = MaskedExecutor(plan.config.model.vocab_size)
-    engine = LLMEngine(plan, executor, Tokenizer.from_path(plan.config.model.tokenizer_path))
+    model, tokenizer = plan.config.model, Tokenizer.from_path(plan.config.model.tokenizer_path)
+    engine = LLMEngine(plan, executor, tokenizer)
     if share_compiler:
-        engine.grammars.compiler = _shared.setdefault("compiler", engine.grammars.compiler)
+        if not _shared:
+            _shared.append(GrammarCompiler(tokenizer, model.vocab_size, model.eos_token_ids, trial_limit_s=1))
+        engine.grammars.compiler = _shared[0]
     return LLM.from_engine(engine), executor
 
 

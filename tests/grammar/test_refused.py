@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from quire import InvalidParamsError, SamplingParams, StructuredOutputsParams
-from quire.grammar.trial import TrialProcess, TrialVocabulary
+from quire.grammar.trial import TrialProcess, TrialSettings
 from tests.grammar.masked_engine import masked_llm, run, structured
 
 
@@ -62,7 +62,7 @@ def test_unknown_names_are_refused() -> None:
         StructuredOutputsParams(regexp="a")
     with pytest.raises(msgspec.ValidationError, match="regexp"):
         msgspec.json.decode(b'{"regexp": "a"}', type=StructuredOutputsParams)
-    with pytest.raises(InvalidParamsError, match="StructuredOutputsParams, not dict"):
+    with pytest.raises(InvalidParamsError, match="must be StructuredOutputsParams"):
         SamplingParams(structured_outputs={"regex": "a"})
 
 
@@ -117,61 +117,51 @@ HOSTILE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fields", HOSTILE.values(), ids=HOSTILE)
-def test_hostile_structures_harm_nobody(fields, monkeypatch) -> None:
-    monkeypatch.setattr("quire.grammar.trial.TRIAL_LIMIT_S", 1.0)
+REFUSED = {
+    "30,000 parentheses",
+    "30,000 parentheses in a pattern",
+    "reference to nothing",
+    "reference to elsewhere",
+    "deeper schema",
+    "many properties",
+    "patterns at once",
+    "disjoint patterns",
+    "many multiples",
+    "no value",
+    "keyword that is not known",
+    "deep groups",
+    "deep groups in Lark",
+    "undefined rule",
+    "token beyond the vocabulary",
+    "whitespace pattern",
+    "look-ahead",
+    "reference back",
+    "many ambiguous rules",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_structures_harm_nobody(name) -> None:
     llm, _ = masked_llm()
-    llm.engine.add_request("hostile", "a", structured(max_tokens=40, temperature=2.0, **fields))
+    llm.engine.add_request("hostile", "a", structured(max_tokens=40, temperature=2.0, **HOSTILE[name]))
     llm.engine.add_request("neighbour", "a", structured(choice=["I am well"]))
     outputs = run(llm)
     assert outputs["neighbour"].outputs[0].text == "I am well"
     hostile = outputs["hostile"]
     assert hostile.outputs[0].finish_reason in ("stop", "length", "ignored")
-    if hostile.outputs[0].finish_reason == "ignored":
+    if name in REFUSED or hostile.outputs[0].finish_reason == "ignored":
         assert 10 < len(hostile.error) < 500
+        assert "is not taken: " in hostile.error
     assert llm.engine.blocks.num_used_blocks == 0
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "30,000 parentheses",
-        "30,000 parentheses in a pattern",
-        "reference to nothing",
-        "reference to elsewhere",
-        "deeper schema",
-        "many properties",
-        "patterns at once",
-        "disjoint patterns",
-        "many multiples",
-        "no value",
-        "keyword that is not known",
-        "deep groups",
-        "deep groups in Lark",
-        "undefined rule",
-        "token beyond the vocabulary",
-        "whitespace pattern",
-        "look-ahead",
-        "reference back",
-        "many ambiguous rules",
-    ],
-)
-def test_these_are_refused(name, monkeypatch) -> None:
-    monkeypatch.setattr("quire.grammar.trial.TRIAL_LIMIT_S", 1.0)
-    llm, _ = masked_llm()
-    with pytest.raises(ValueError, match="is not taken: "):
-        llm.generate("a", structured(**HOSTILE[name]), use_tqdm=False)
-
-
-def test_a_trial_that_was_killed_is_followed_by_others(monkeypatch) -> None:
-    trial = TrialProcess(TrialVocabulary(1000, {0: "<end>"}))
+def test_a_trial_that_was_killed_is_followed_by_others() -> None:
+    trial = TrialProcess(TrialSettings(1000, {0: "<end>"}, limit_s=1))
     assert trial.check(StructuredOutputsParams(regex="a"))
     first = trial._child
-    monkeypatch.setattr("quire.grammar.trial.TRIAL_LIMIT_S", 0.2)
-    with pytest.raises(InvalidParamsError, match=r"more than 0\.2 s"):
+    with pytest.raises(InvalidParamsError, match="more than 1 s"):
         trial.check(StructuredOutputsParams(**HOSTILE["patterns at once"]))
     assert first.poll() is not None
-    monkeypatch.undo()
     assert trial.check(StructuredOutputsParams(regex="a"))
     second = trial._child
     second.kill()

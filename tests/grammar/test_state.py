@@ -132,6 +132,14 @@ def test_the_cache_is_bounded(compiler, monkeypatch) -> None:
     assert compiler.num_cached == 1
 
 
+def test_what_failed_is_tried_again(compiler) -> None:
+    params = StructuredOutputsParams(regex="x{3")
+    first = compiler.submit(params)
+    assert compiler.submit(params) is first or first.is_done
+    assert first.future.exception(timeout=30) is not None
+    assert compiler.submit(params) is not first
+
+
 def test_a_tokenizer_that_the_library_cannot_take() -> None:
     class Odd:
         vocab_size = 10

@@ -219,7 +219,7 @@ def test_without_an_end_token_a_finished_grammar_ends_the_output() -> None:
     assert set(output.outputs[0].text) == {"a"}
 
 
-def test_what_no_param_leaves_ends_the_request_and_says_why() -> None:
+def test_a_draw_that_the_grammar_does_not_allow_ends_the_request_and_says_why() -> None:
     llm, _ = masked_llm()
     (b,) = llm.get_tokenizer().encode("b")
     add_with_draw(llm, "none", structured(regex="abc"), allowed_token_ids=(b,))

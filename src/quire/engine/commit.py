@@ -6,6 +6,7 @@ from collections.abc import Callable
 from quire.batch import Batch, StepResult
 from quire.engine.scheduler import Scheduler
 from quire.engine.sequence import Sequence, SequenceGroup, SequenceStatus
+from quire.grammar.state import GrammarState
 from quire.params import SamplingParams
 
 
@@ -71,29 +72,31 @@ class Committer:
 
     def _append(self, group: SequenceGroup, seq: Sequence, token_id: int) -> None:
         grammar = seq.grammar
-        if grammar is None:
-            self._add(group, seq, token_id)
-            return
-        may_end = grammar.may_end
-        if not grammar.advance(token_id):
-            self._break_off(group, seq, may_end)
-            return
+        if grammar is not None:
+            may_end = grammar.may_end
+            if not grammar.advance(token_id):
+                self._break_off(group, seq, may_end)
+                return
         self._add(group, seq, token_id)
-        if not seq.status.is_finished:
-            for forced_id in grammar.forced_tokens():
-                grammar.advance(forced_id)
-                self._add(group, seq, forced_id)
-                if seq.status.is_finished:
-                    break
+        if grammar is not None and not seq.status.is_finished:
+            self._jump(group, seq, grammar)
+
+    def _jump(self, group: SequenceGroup, seq: Sequence, grammar: GrammarState) -> None:
+        """Append the tokens that the grammar forces, without a draw."""
+        for token_id in grammar.forced_tokens():
+            grammar.advance(token_id)
+            self._add(group, seq, token_id)
+            if seq.status.is_finished:
+                break
 
     def _break_off(self, group: SequenceGroup, seq: Sequence, may_end: bool) -> None:
-        """The drawn token cannot be taken: the grammar has become too complex, or the params leave none that it allows.
-        It ends with the tokens before, well if they are a whole sentence."""
+        """The drawn token cannot be taken: the grammar has become too complex, or allows none but an end that the model
+        has no token for. The output ends with the tokens before, well if they are a whole sentence."""
         assert seq.grammar is not None
         seq.status = SequenceStatus.FINISHED_STOPPED
         if not may_end:
             seq.status = SequenceStatus.FINISHED_LENGTH_CAPPED
-            reason = seq.grammar.error or "no token that the params allow goes on with the grammar"
+            reason = seq.grammar.error or "the grammar does not allow the token that was drawn"
             group.error = f"stopped after {seq.num_output_tokens} tokens: {reason}"
         self._finish(group, seq)
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from quire.errors import InvalidParamsError
 from quire.grammar.state import GrammarState, MaskShape
-from quire.grammar.trial import TrialProcess, TrialVocabulary, parser_limits
+from quire.grammar.trial import TRIAL_LIMIT_S, TrialProcess, TrialSettings, parser_limits
 from quire.params import StructuredOutputsParams
 from quire.tokenizer.tokenizer import Tokenizer
 
@@ -57,7 +57,14 @@ class GrammarCompiler:
     The library is loaded, and told the vocabulary, when the first grammar is asked for. One thread calls `submit`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        eos_token_ids: Collection[int],
+        *,
+        trial_limit_s: int = TRIAL_LIMIT_S,
+    ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
@@ -65,15 +72,17 @@ class GrammarCompiler:
         self._trials: LifoQueue[TrialProcess] = LifoQueue()
         num_tokens = max(vocab_size, tokenizer.vocab_size)
         for _ in range(_NUM_THREADS):
-            self._trials.put(TrialProcess(TrialVocabulary(num_tokens, tokenizer.special_token_texts)))
+            self._trials.put(TrialProcess(TrialSettings(num_tokens, tokenizer.special_token_texts, trial_limit_s)))
         self._lock = threading.Lock()
         self._vocabulary: tuple[LLTokenizer, MaskShape] | None = None
         self._cached: dict[bytes, Compilation] = {}  # the one asked for last comes last
 
     def submit(self, params: StructuredOutputsParams) -> Compilation:
-        """Start to compile, or find what the same params were compiled to."""
+        """Start to compile, or find what the same params were compiled to; what failed is tried again."""
         key = msgspec.json.encode(params)
-        compilation = self._cached.pop(key, None) or Compilation(self._threads.submit(self._compile, params))
+        compilation = self._cached.pop(key, None)
+        if compilation is None or (compilation.is_done and compilation.error is not None):
+            compilation = Compilation(self._threads.submit(self._compile, params))
         self._cached[key] = compilation
         while len(self._cached) > MAX_CACHED_GRAMMARS or sum(map(len, self._cached)) > MAX_CACHED_BYTES:
             del self._cached[next(iter(self._cached))]

@@ -4,11 +4,13 @@ Its limits do not hold everywhere: intersections of regular expressions (`allOf`
 `multipleOf`) may take it for ever. What has gone well there, and in time, is compiled in the engine's process.
 """
 
+import math
 import os
 import resource
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Mapping
 from itertools import islice
@@ -23,20 +25,24 @@ from quire.params import StructuredOutputsParams
 if TYPE_CHECKING:
     from llguidance import LLParserLimits, LLTokenizer
 
-TRIAL_LIMIT_S = 5.0
+TRIAL_LIMIT_S = 5
+"""of processor time, so that a busy machine does not refuse what is well"""
 TRIAL_LIMIT_BYTES = 2 * 1024**3
 """of address space"""
+_PATIENCE_S = 60.0
+"""of the clock: nothing should take so long"""
 _MAX_LEXER_STATES = 10_000
 """about 1 kB each, and every sequence may come to have its own"""
 _MAX_STEP_ITEMS = 20_000
 """of the parser in one step: about 20 ms"""
 
 
-class TrialVocabulary(msgspec.Struct):
+class TrialSettings(msgspec.Struct):
     """What a trial has to know of the tokenizer; for text it has single bytes, which is faster to set up."""
 
     num_tokens: int
     special_tokens: Mapping[int, str]
+    limit_s: int = TRIAL_LIMIT_S
 
 
 class Verdict(msgspec.Struct):
@@ -53,8 +59,8 @@ class TrialProcess:
     One thread at a time uses it. It ends with this object, or with the process that owns it.
     """
 
-    def __init__(self, vocabulary: TrialVocabulary) -> None:
-        self._vocabulary = vocabulary
+    def __init__(self, settings: TrialSettings) -> None:
+        self._settings = settings
         self._child: subprocess.Popen[bytes] | None = None
         self._end: weakref.finalize[..., TrialProcess] | None = None
 
@@ -63,7 +69,7 @@ class TrialProcess:
         child = self._child or self._start()
         assert child.stdin is not None
         assert child.stdout is not None
-        timer = threading.Timer(TRIAL_LIMIT_S, child.kill)
+        timer = threading.Timer(_PATIENCE_S, child.kill)
         timer.start()
         try:
             child.stdin.write(msgspec.json.encode(params) + b"\n")
@@ -76,7 +82,7 @@ class TrialProcess:
         if not answer.endswith(b"\n"):
             self.close()
             raise InvalidParamsError(
-                f"{params.structure} is not taken: to compile it takes more than {TRIAL_LIMIT_S:g} s or "
+                f"{params.structure} is not taken: to compile it takes more than {self._settings.limit_s} s or "
                 f"{TRIAL_LIMIT_BYTES // 1024**2:,} MiB; make it simpler"
             )
         verdict = msgspec.json.decode(answer, type=Verdict)
@@ -98,7 +104,7 @@ class TrialProcess:
         )
         self._end = weakref.finalize(self, _end_child, self._child)
         assert self._child.stdin is not None
-        self._child.stdin.write(msgspec.json.encode(self._vocabulary) + b"\n")
+        self._child.stdin.write(msgspec.json.encode(self._settings) + b"\n")
         return self._child
 
 
@@ -112,9 +118,9 @@ class _ByteTokenizer:
 
     bos_token_id = None
 
-    def __init__(self, vocabulary: TrialVocabulary) -> None:
-        special = vocabulary.special_tokens
-        self.eos_token_id = max(vocabulary.num_tokens, 256 + len(special))
+    def __init__(self, settings: TrialSettings) -> None:
+        special = settings.special_tokens
+        self.eos_token_id = max(settings.num_tokens, 256 + len(special))
         self.special_token_ids = [*special, self.eos_token_id]
         self._byte_ids = list(islice((i for i in range(self.eos_token_id) if i not in special), 256))
         self.tokens = [b""] * self.eos_token_id + [b"<the end>"]
@@ -128,15 +134,18 @@ class _ByteTokenizer:
 
 
 def serve() -> None:
-    """The child: a line with the vocabulary, then a line of params in, one with the verdict out, until there are no
+    """The child: a line with the settings, then a line of params in, one with the verdict out, until there are no
     more."""
     resource.setrlimit(resource.RLIMIT_AS, (TRIAL_LIMIT_BYTES, TRIAL_LIMIT_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.nice(10)  # steps come first
     from llguidance import LLTokenizer, TokenizerWrapper
 
-    vocabulary = msgspec.json.decode(sys.stdin.buffer.readline(), type=TrialVocabulary)
-    tokenizer = LLTokenizer(TokenizerWrapper(_ByteTokenizer(vocabulary)))
+    settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=TrialSettings)
+    tokenizer = LLTokenizer(TokenizerWrapper(_ByteTokenizer(settings)))
     for line in sys.stdin.buffer:
+        end_s = math.ceil(time.process_time() + settings.limit_s)
+        resource.setrlimit(resource.RLIMIT_CPU, (end_s, resource.RLIM_INFINITY))  # the signal that follows ends it
         sys.stdout.buffer.write(msgspec.json.encode(_try(tokenizer, line)) + b"\n")
         sys.stdout.buffer.flush()
 
