@@ -10,7 +10,8 @@ import quire
 PUBLIC = {
     "LLM", "LLMEngine", "EngineArgs", "SamplingParams", "RequestOutput", "CompletionOutput", "RequestMetrics",
     "EngineStats", "PinnedPrefix", "QuireError", "ConfigError", "CheckpointError", "UnsupportedModelError",
-    "TokenizerError", "OutOfMemoryError", "RequestError", "InvalidParamsError", "InvalidPromptError",
+    "StructuredOutputsParams", "TokenizerError", "OutOfMemoryError", "RequestError", "InvalidParamsError",
+    "InvalidPromptError",
     "PromptTooLongError", "KernelError", "BeamSearchParams", "BeamSearchOutput", "BeamSearchSequence", "__version__",
 }  # fmt: skip
 

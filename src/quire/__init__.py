@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         RequestMetrics,
         RequestOutput,
     )
-    from quire.params import BeamSearchParams, SamplingParams
+    from quire.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 
 __all__ = [
     "LLM",
@@ -60,6 +60,7 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TokenizerError",
     "UnsupportedModelError",
     "__version__",
@@ -69,7 +70,7 @@ _HOMES = {
     "LLM": "quire.llm",
     "LLMEngine": "quire.engine.llm_engine",
     "EngineArgs": "quire.config.args",
-    **dict.fromkeys(("BeamSearchParams", "SamplingParams"), "quire.params"),
+    **dict.fromkeys(("BeamSearchParams", "SamplingParams", "StructuredOutputsParams"), "quire.params"),
     "PinnedPrefix": "quire.kv.pins",
     **dict.fromkeys(
         (

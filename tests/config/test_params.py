@@ -38,6 +38,7 @@ WRONG = {
     "detokenize": [1, None],
     "truncate_prompt_tokens": [0, -2, 1.5, True, "all"],
     "cache_salt": [5, None, "x" * 1025, "\ud800"],
+    "structured_outputs": ["a", {"regex": "a"}, 1],
     "output_kind": ["all", None, 1],
     "priority": [2**31 + 1, 0.5, True, None],
     "tenant": [5, None, "x" * 257, "\udfff"],

@@ -7,6 +7,7 @@ from quire.batch import Batch, StepResult
 from quire.engine.beam_search import advance_beams
 from quire.engine.scheduler import Scheduler
 from quire.engine.sequence import Sequence, SequenceGroup, SequenceStatus
+from quire.grammar.state import GrammarState
 
 
 class Committer:
@@ -96,11 +97,39 @@ class Committer:
 
     def _append(self, group: SequenceGroup, seq: Sequence, result: StepResult, draw: int) -> None:
         """The token that was drawn at this place of the result."""
-        token_id = result.token_ids[draw]
-        seq.token_ids.append(token_id)
-        self.num_generated_tokens += 1
+        token_id, grammar = result.token_ids[draw], seq.grammar
+        if grammar is not None:
+            may_end = grammar.may_end
+            if not grammar.advance(token_id):
+                self._break_off(group, seq, may_end)
+                return
         if seq.logprobs is not None:
             seq.logprobs.extend(result.logprobs[draw])
+        self._add(group, seq, token_id)
+        if grammar is not None and not seq.status.is_finished:
+            self._jump(group, seq, grammar)
+
+    def _jump(self, group: SequenceGroup, seq: Sequence, grammar: GrammarState) -> None:
+        """Append the tokens that the grammar forces, without a draw."""
+        for token_id in grammar.forced_tokens():
+            grammar.advance(token_id)
+            self._add(group, seq, token_id)
+            if seq.status.is_finished:
+                break
+
+    def _break_off(self, group: SequenceGroup, seq: Sequence, may_end: bool) -> None:
+        """The drawn token cannot be taken: the grammar has become too complex, or allows none but an end that the model
+        has no token for. The output ends with the tokens before, well if they are a whole sentence."""
+        assert seq.grammar is not None
+        if not may_end:
+            reason = seq.grammar.error or "the grammar does not allow the token that was drawn"
+            group.error = f"stopped after {seq.num_output_tokens} tokens: {reason}"
+        status = SequenceStatus.FINISHED_STOPPED if may_end else SequenceStatus.FINISHED_LENGTH_CAPPED
+        self._finish(group, seq, status)
+
+    def _add(self, group: SequenceGroup, seq: Sequence, token_id: int) -> None:
+        seq.token_ids.append(token_id)
+        self.num_generated_tokens += 1
         status = self._stop(group, seq, token_id)
         if status is not None:
             self._finish(group, seq, status)
@@ -116,6 +145,8 @@ class Committer:
             matched = seq.detokenizer.append(token_id)
         if is_stop or matched is not None:
             seq.stop_reason = matched if not is_stop else None if is_eos else token_id
+            return SequenceStatus.FINISHED_STOPPED
+        if seq.grammar is not None and seq.grammar.is_finished:
             return SequenceStatus.FINISHED_STOPPED
         if num_output_tokens == params.max_tokens or num_tokens >= self.max_model_len:
             return SequenceStatus.FINISHED_LENGTH_CAPPED

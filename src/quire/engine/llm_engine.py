@@ -9,10 +9,12 @@ from quire.config.model import ModelConfig
 from quire.engine.beam_search import BeamSearch
 from quire.engine.commit import Committer
 from quire.engine.executor import Executor
+from quire.engine.grammar_queue import GrammarQueue
 from quire.engine.input_processor import InputProcessor, Prompt, recommended_params
 from quire.engine.scheduler import Scheduler
 from quire.engine.sequence import SequenceGroup, SequenceStatus
 from quire.errors import RequestError
+from quire.grammar.compiler import GrammarCompiler
 from quire.kv.block_space_manager import BlockSpaceManager
 from quire.kv.pins import PinnedPrefix
 from quire.log import logger, show_messages
@@ -23,6 +25,7 @@ from quire.runner.worker import Worker
 from quire.tokenizer.tokenizer import Tokenizer
 
 _SCORING = SamplingParams(detokenize=False, output_kind="final_only")
+_GRAMMAR_WAIT_S = 0.05
 _COPY_BYTES_PER_S = 5e9
 """a cautious guess at how fast blocks are copied between the tiers, all threads together"""
 
@@ -52,6 +55,7 @@ class LLMEngine:
             self.scheduler, max_model_len=config.model.max_model_len, eos_token_ids=config.model.eos_token_ids
         )
         self.inputs = InputProcessor(config, tokenizer)
+        self.grammars = GrammarQueue(GrammarCompiler(tokenizer, config.model.vocab_size, config.model.eos_token_ids))
         self._groups: dict[str, SequenceGroup] = {}
 
     @classmethod
@@ -104,10 +108,12 @@ class LLMEngine:
 
     def _add(self, group: SequenceGroup) -> None:
         self._groups[group.request_id] = group
-        self.scheduler.add(group)
+        (self.scheduler if group.params.structured_outputs is None else self.grammars).add(group)
 
     def step(self) -> list[RequestOutput]:
         """Schedule, execute, commit. Returns the requests that got a token or finished, as their output_kind says."""
+        if self.grammars:
+            self._admit_compiled()
         batch = self.scheduler.schedule()
         start_s = time.monotonic()
         try:
@@ -118,6 +124,7 @@ class LLMEngine:
         self.scheduler.step_time.observe(batch.num_tokens, time.monotonic() - start_s)
         changed = self.committer.commit(batch, result)
         changed += [self._groups[request_id] for request_id in batch.ignored if request_id in self._groups]
+        changed += self.grammars.take_failed()
         return [output for group in changed if (output := self._output(group)) is not None]
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
@@ -125,7 +132,7 @@ class LLMEngine:
         group = self._groups.get(request_id)
         if group is None:
             return None
-        if not group.is_finished:  # else in a step that failed, which nobody has been told
+        if not self.grammars.remove(group) and not group.is_finished:  # else in a failed step, and nobody has been told
             self.scheduler.remove(group)
         for seq in group.unfinished_seqs:
             seq.status = SequenceStatus.FINISHED_ABORTED
@@ -147,7 +154,7 @@ class LLMEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do."""
-        return self.scheduler.has_unfinished
+        return self.scheduler.has_unfinished or len(self.grammars) > 0
 
     def default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json recommends, over SamplingParams' own defaults."""
@@ -157,7 +164,7 @@ class LLMEngine:
         """The engine now."""
         return EngineStats(
             num_running=len(self.scheduler.running),
-            num_waiting=self.scheduler.num_waiting,
+            num_waiting=self.scheduler.num_waiting + len(self.grammars),
             num_swapped=len(self.scheduler.swapped),
             num_blocks=self.blocks.pool.num_blocks,
             num_used_blocks=self.blocks.num_used_blocks,
@@ -171,6 +178,12 @@ class LLMEngine:
             num_pinned_blocks=self.blocks.pins.num_blocks,
             prefix_cache=self.blocks.stats.to_dict(),
         )
+
+    def _admit_compiled(self) -> None:
+        """Let requests start whose grammars are ready; where there is nothing else to do, wait for one a little."""
+        if not self.scheduler.has_unfinished:
+            self.grammars.wait(_GRAMMAR_WAIT_S)
+        self.grammars.admit(self.scheduler)
 
     def _output(self, group: SequenceGroup) -> RequestOutput | None:
         """What a request's caller is told now; a finished request is forgotten."""

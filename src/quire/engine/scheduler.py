@@ -182,6 +182,7 @@ class Scheduler:
             seq.draws if is_last else (),
             seq.num_prompt_tokens,
             past=seq.past() if is_last and seq.needs_past else None,
+            mask=seq.grammar if is_last else None,
             scored=None if seq.scores is None else seq.scores.due(start, end),
         )
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from quire.batch import Draw, TokenLogprobs
     from quire.engine.beam_search import BeamSelector
     from quire.engine.logprobs import LogprobRows, PromptScores
+    from quire.grammar.state import GrammarState
     from quire.params import SamplingParams
     from quire.tokenizer.detokenizer import IncrementalDetokenizer
 
@@ -57,6 +58,7 @@ class Sequence:
         "_past",
         "detokenizer",
         "draws",
+        "grammar",
         "has_told_end",
         "held",
         "index",
@@ -103,6 +105,8 @@ class Sequence:
         """of its output tokens, where they are wanted"""
         self.scores = scores
         """of its prompt tokens, where they are wanted"""
+        self.grammar: GrammarState | None = None
+        """what its tokens have to be; None: anything"""
         self.num_told = (0, 0)
         """output tokens, and characters of text, that deltas have brought"""
         self.has_told_end = False
@@ -119,6 +123,7 @@ class Sequence:
         other.num_computed_tokens = self.num_computed_tokens
         other.num_served_tokens = self.num_served_tokens
         other.status = self.status
+        other.grammar = None if self.grammar is None else self.grammar.fork()
         return other
 
     def past(self) -> npt.NDArray[np.int32]:

@@ -7,6 +7,7 @@ import msgspec
 
 from quire.errors import InvalidParamsError
 from quire.params.checks import check_flag, check_ids, check_int, check_number, check_text, check_texts, refuse
+from quire.params.structured_outputs import StructuredOutputsParams
 
 OutputKind = Literal["cumulative", "delta", "final_only"]
 OUTPUT_KINDS: tuple[OutputKind, ...] = ("cumulative", "delta", "final_only")
@@ -104,6 +105,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """keep only so many tokens, the last, of a longer prompt; -1: as many as leave room for max_tokens"""
     cache_salt: str = ""
     """requests of different salts share no cached prefix; it may stand with the prompt instead"""
+    structured_outputs: StructuredOutputsParams | None = None
+    """the form that the output must have"""
     output_kind: OutputKind = "cumulative"
     """what comes out of a step that brought a token: all so far, what is new since the last time, or nothing before
     the end; `LLM.generate` gives the whole in any case"""
@@ -125,6 +128,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         self._check_lengths()
         self._check_tokens()
         self._check_stop()
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            raise refuse("structured_outputs", self.structured_outputs, "StructuredOutputsParams")
         if self.output_kind not in OUTPUT_KINDS:
             raise refuse("output_kind", self.output_kind, f"one of {', '.join(OUTPUT_KINDS)}")
         check_int("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY, "a 32-bit integer")

@@ -37,9 +37,14 @@ class Tokenizer:
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     @cached_property
-    def _decoder(self) -> TokenDecoder:
+    def special_token_texts(self) -> Mapping[int, str]:
+        """Token id -> text of every token that stands for no text of a prompt's or an output's own."""
         added = self._backend.get_added_tokens_decoder()
-        return TokenDecoder(self._backend, frozenset(i for i, token in added.items() if token.special))
+        return {i: token.content for i, token in added.items() if token.special}
+
+    @cached_property
+    def _decoder(self) -> TokenDecoder:
+        return TokenDecoder(self._backend, frozenset(self.special_token_texts))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; with the special tokens the checkpoint puts around a text, such as a leading `<s>`.
@@ -72,6 +77,10 @@ class Tokenizer:
     ) -> TextStream:
         """The text that tokens add to the prompt's, one token at a time."""
         return self._decoder.stream(prompt_token_ids, skip_special_tokens, spaces_between_special_tokens)
+
+    def to_json(self) -> str:
+        """The text of a tokenizer.json that says all of it but the chat templates."""
+        return str(self._backend.to_str())
 
     @property
     def has_chat_template(self) -> bool:

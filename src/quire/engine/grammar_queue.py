@@ -1,0 +1,81 @@
+"""Requests whose grammars are being compiled. No torch here."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED
+from concurrent.futures import wait as wait_for
+
+from quire.batch import Draw
+from quire.engine.scheduler import Scheduler
+from quire.engine.sequence import SequenceGroup, SequenceStatus
+from quire.grammar.compiler import Compilation, GrammarCompiler
+
+COMPILE_LIMIT_S = 20.0
+"""the library's own limits end a compilation in a second or two: this one is for a queue of them, and for its bugs"""
+
+
+class GrammarQueue:
+    """Holds requests back until their grammars are compiled; the scheduler does not know them before.
+
+    A request whose grammar fails, or takes too long, ends with the status FINISHED_IGNORED and says why.
+    """
+
+    def __init__(self, compiler: GrammarCompiler, clock: Callable[[], float] = time.monotonic) -> None:
+        self.compiler = compiler
+        self.clock = clock
+        self._waiting: dict[SequenceGroup, tuple[Compilation, float]] = {}
+        self._failed: list[SequenceGroup] = []
+
+    def __len__(self) -> int:
+        """Requests that wait, or whose end nobody has been told."""
+        return len(self._waiting) + len(self._failed)
+
+    def add(self, group: SequenceGroup) -> None:
+        """Have a new request's grammar compiled."""
+        assert group.params.structured_outputs is not None
+        compilation = self.compiler.submit(group.params.structured_outputs)
+        self._waiting[group] = compilation, self.clock() + COMPILE_LIMIT_S
+
+    def remove(self, group: SequenceGroup) -> bool:
+        """Forget a request; False if it is not here."""
+        if group in self._failed:
+            self._failed.remove(group)
+            return True
+        return self._waiting.pop(group, None) is not None
+
+    def wait(self, timeout_s: float) -> None:
+        """Until a compilation has ended."""
+        wait_for([compilation.future for compilation, _ in self._waiting.values()], timeout_s, FIRST_COMPLETED)
+
+    def admit(self, scheduler: Scheduler) -> None:
+        """Hand the scheduler the requests whose grammars are ready."""
+        for group, (compilation, deadline) in list(self._waiting.items()):
+            if compilation.is_done:
+                group.error = compilation.error
+            elif self.clock() > deadline:
+                group.error = f"the grammar was not compiled within {COMPILE_LIMIT_S:g} s: make it simpler"
+            else:
+                continue
+            del self._waiting[group]
+            (seq,) = group.seqs
+            if group.error is None:
+                seq.grammar = compilation.state(jumps=_jumps(seq.draws[0]))
+                scheduler.add(group)
+            else:
+                seq.status = SequenceStatus.FINISHED_IGNORED
+                group.metrics.finished_time = self.clock()
+                self._failed.append(group)
+
+    def take_failed(self) -> list[SequenceGroup]:
+        """The requests that have failed since."""
+        failed, self._failed = self._failed, []
+        return failed
+
+
+def _jumps(draw: Draw) -> bool:
+    """Whether forced tokens are appended without a draw: not where more is wanted of one, or it may be forbidden."""
+    return (
+        draw.logprobs is None
+        and draw.allowed_token_ids is None
+        and not (draw.bad_words or draw.processors or draw.min_tokens)
+    )

@@ -1,0 +1,154 @@
+"""A place in a grammar: what may come next, forks, and the rows of the mask."""
+
+import ctypes
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.errors import InvalidParamsError
+from quire.grammar.compiler import Compilation, GrammarCompiler
+from quire.grammar.source import library_grammar
+from quire.grammar.state import GrammarState, MaskShape
+from quire.params import StructuredOutputsParams
+from tests.grammar.masked_engine import masked_llm
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return masked_llm()[0].engine.grammars.compiler
+
+
+def start(compiler: GrammarCompiler, **structure: object) -> GrammarState:
+    compilation: Compilation = compiler.submit(StructuredOutputsParams(**structure))
+    compilation.future.exception(timeout=30)
+    assert compilation.error is None, compilation.error
+    return compilation.state(jumps=True)
+
+
+def allowed(state: GrammarState, vocab_size: int = 8192) -> list[int]:
+    words = np.full(-(-vocab_size // 32), -1, np.int32)
+    state.fill(words)
+    return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
+
+
+JSON = {"json": {"type": "array", "items": {"enum": ["red", "green", 12, None]}}, "whitespace_pattern": " ?"}
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_forks_go_their_own_ways(compiler, data) -> None:
+    """Any walk over forks: each state allows what one allows that went the same way alone."""
+    paths = [[]]
+    states = [start(compiler, **JSON)]
+    for _ in range(data.draw(st.integers(1, 12))):
+        i = data.draw(st.integers(0, len(states) - 1))
+        if data.draw(st.booleans()):
+            states.append(states[i].fork())
+            paths.append(list(paths[i]))
+        if choices := allowed(states[i]):
+            token_id = data.draw(st.sampled_from(choices))
+            assert states[i].advance(token_id)
+            paths[i].append(token_id)
+    for state, path in zip(states, paths, strict=True):
+        alone = start(compiler, **JSON)
+        assert all(alone.advance(token_id) for token_id in path)
+        assert allowed(alone) == allowed(state)
+        assert (alone.may_end, alone.is_finished) == (state.may_end, state.is_finished)
+        assert alone.forced_tokens() == state.forced_tokens()
+
+
+def test_a_token_that_is_not_allowed_is_refused(compiler) -> None:
+    state = start(compiler, choice=["yes"])
+    assert state.fork().advance(-1) is False
+    other = next(i for i in range(8192) if i not in allowed(state))
+    assert not state.advance(other)
+    assert state.error
+    assert not state.is_finished
+    assert allowed(state) == list(range(8192))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12), min_size=1, max_size=6))
+def test_any_string_can_be_a_choice(compiler, choices) -> None:
+    tokenizer = compiler._tokenizer
+    for choice in choices:
+        state = start(compiler, choice=choices)
+        token_ids = tokenizer._backend.encode(choice, add_special_tokens=False).ids
+        if tokenizer.decode(token_ids, skip_special_tokens=False) != choice or set(token_ids) & {0, 1, 2}:
+            continue
+        assert all(state.advance(token_id) for token_id in token_ids), state.error
+        assert state.may_end
+
+
+def test_fill_sets_and_clears_every_bit(compiler) -> None:
+    state = start(compiler, regex="[ab]")
+    zeros, ones = np.zeros(256, np.int32), np.full(256, -1, np.int32)
+    state.fill(zeros)
+    state.fill(ones)
+    assert np.array_equal(zeros, ones)
+    assert zeros.any()
+
+
+class AllAllowed:
+    """A matcher that allows every token the library knows."""
+
+    def unsafe_compute_mask_ptr(self, address: int, num_bytes: int) -> None:
+        ctypes.memset(address, 255, num_bytes)
+
+
+@pytest.mark.parametrize("vocab_size", [32, 33, 63, 64, 200])
+def test_tokens_that_the_model_does_not_have_are_not_allowed(vocab_size) -> None:
+    words = np.full(-(-vocab_size // 32), 7, np.int32)
+    MaskShape(vocab_size, 200, hidden_token_ids=(3, 31)).fill(AllAllowed(), words)
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+    assert np.flatnonzero(bits[:200] == 0).tolist() == [3, 31, *range(vocab_size, min(200, len(bits)))]
+
+
+def test_closed_objects() -> None:
+    schema = {
+        "properties": {"properties": {"type": "string"}, "open": {"properties": {}, "additionalProperties": True}},
+        "$defs": {"a": {"properties": {"x": {"const": {"properties": 1}}}}},
+        "anyOf": [{"type": "object", "properties": {}}, {"type": "object"}],
+    }
+    grammar = library_grammar(StructuredOutputsParams(json=schema, disable_additional_properties=True))
+    closed = '"additionalProperties":false'
+    assert grammar.replace(" ", "").count(closed) == 3
+    assert closed not in library_grammar(StructuredOutputsParams(json=schema)).replace(" ", "")
+
+
+def test_the_cache_is_bounded(compiler, monkeypatch) -> None:
+    monkeypatch.setattr("quire.grammar.compiler.MAX_CACHED_GRAMMARS", 20)
+    first = StructuredOutputsParams(json={"title": "first", "type": "object"})
+    kept = compiler.submit(first)
+    for i in range(300):
+        last = compiler.submit(StructuredOutputsParams(json={"title": str(i), "type": "object"}))
+        assert compiler.submit(first) is kept  # asked for again and again: it stays
+        assert compiler.num_cached <= 20
+    assert last.state(jumps=True).error is None
+    monkeypatch.setattr("quire.grammar.compiler.MAX_CACHED_BYTES", 1000)
+    compiler.submit(StructuredOutputsParams(regex="x" * 800))
+    assert compiler.num_cached == 1
+
+
+def test_what_failed_is_tried_again(compiler) -> None:
+    params = StructuredOutputsParams(regex="x{3")
+    first = compiler.submit(params)
+    assert compiler.submit(params) is first or first.is_done
+    assert first.future.exception(timeout=30) is not None
+    assert compiler.submit(params) is not first
+
+
+def test_a_tokenizer_that_the_library_cannot_take() -> None:
+    class Odd:
+        vocab_size = 10
+        special_token_texts = {}  # noqa: RUF012
+
+        def to_json(self) -> str:
+            return '{"model": {"type": "WordPiece"}}'
+
+    compiler = GrammarCompiler(Odd(), 10, ())
+    compilation = compiler.submit(StructuredOutputsParams(regex="a"))
+    assert isinstance(compilation.future.exception(timeout=30), InvalidParamsError)
+    assert "tokenizer" in compilation.error

@@ -1,0 +1,140 @@
+"""Requests that wait for their grammars: nobody else does, and whatever happens to them happens to them alone."""
+
+from concurrent.futures import Future
+
+import pytest
+
+from quire import LLM, InvalidParamsError, RequestError, SamplingParams
+from quire.engine import grammar_queue
+from quire.grammar.compiler import Compilation, GrammarCompiler
+from tests.grammar.masked_engine import MaskedExecutor, masked_llm, run, structured
+
+FREE = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+
+
+class HeldCompiler:
+    """Compilations end when the test says so."""
+
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self.compiler = compiler
+        self.held: list[tuple[Future, object]] = []
+
+    def submit(self, params: object) -> Compilation:
+        future: Future = Future()
+        self.held.append((future, params))
+        return Compilation(future)
+
+    def release(self) -> None:
+        future, params = self.held.pop(0)
+        future.set_result(self.compiler._compile(params))
+
+
+@pytest.fixture
+def held(monkeypatch) -> tuple[LLM, MaskedExecutor, HeldCompiler]:
+    monkeypatch.setattr("quire.engine.llm_engine._GRAMMAR_WAIT_S", 0.0)
+    llm, executor = masked_llm()
+    compiler = llm.engine.grammars.compiler = HeldCompiler(llm.engine.grammars.compiler)
+    return llm, executor, compiler
+
+
+def test_others_go_on_while_a_grammar_is_compiled(held) -> None:
+    llm, _, compiler = held
+    llm.engine.add_request("waits", "a", structured(choice=["yes"]))
+    llm.engine.add_request("runs", "a", FREE)
+    assert llm.engine.stats().num_waiting == 2
+    for _ in range(10):
+        outputs = llm.engine.step()
+        assert all(output.request_id == "runs" for output in outputs)
+    assert llm.engine.has_unfinished_requests()
+    assert not llm.engine.scheduler.has_unfinished
+    compiler.release()
+    assert run(llm)["waits"].outputs[0].text == "yes"
+    assert llm.engine.stats().num_waiting == 0
+
+
+def test_a_step_with_nothing_else_to_do_waits(monkeypatch) -> None:
+    llm, executor = masked_llm()
+    llm.engine.add_request("x", "a", structured(choice=["yes"]))
+    assert run(llm)["x"].outputs[0].text == "yes"
+    assert executor.num_steps < 60  # it would be thousands if steps turned idle
+
+
+def test_aborted_while_it_waits(held) -> None:
+    llm, _, compiler = held
+    llm.engine.add_request("x", "a", structured(choice=["yes"]))
+    llm.engine.step()
+    output = llm.engine.abort_request("x")
+    assert output.outputs[0].finish_reason == "abort"
+    assert not llm.engine.has_unfinished_requests()
+    compiler.release()
+    assert llm.engine.step() == []
+    llm.engine.add_request("x", "a", FREE)  # the name is free again
+
+
+def test_a_grammar_that_takes_too_long(held, monkeypatch) -> None:
+    llm, _, _ = held
+    now = [0.0]
+    llm.engine.grammars.clock = lambda: now[0]
+    llm.engine.add_request("slow", "a", structured(choice=["yes"]))
+    llm.engine.add_request("other", "a", FREE)
+    llm.engine.step()
+    now[0] = grammar_queue.COMPILE_LIMIT_S + 1
+    outputs = run(llm)
+    assert outputs["slow"].outputs[0].finish_reason == "ignored"
+    assert "not compiled within 20 s" in outputs["slow"].error
+    assert outputs["other"].outputs[0].finish_reason == "length"
+
+
+def test_a_failed_compilation_ends_its_request_alone() -> None:
+    llm, _ = masked_llm()
+    prompts, params = ["a"] * 3, [FREE, structured(regex="(a"), structured(choice=["yes"])]
+    free, wrong, right = llm.generate(prompts, params, use_tqdm=False)
+    assert (wrong.outputs[0].finish_reason, wrong.outputs[0].token_ids) == ("ignored", [])
+    assert wrong.error == "regex is not taken: unclosed group"
+    assert len(free.outputs[0].token_ids) == 4
+    assert right.outputs[0].text == "yes"
+    with pytest.raises(RequestError, match="unclosed group"):
+        llm.generate("a", params[1], use_tqdm=False)
+    assert not llm.engine.has_unfinished_requests()
+
+
+def test_a_failure_is_told_once_the_step_succeeds(held) -> None:
+    llm, executor, compiler = held
+    llm.engine.add_request("x", "a", structured(choice=["yes"]))
+    future, _ = compiler.held.pop()
+    future.set_exception(InvalidParamsError("planted"))
+    executor.num_failures = 1
+    with pytest.raises(RuntimeError, match="planted"):
+        llm.engine.step()
+    assert llm.engine.has_unfinished_requests()
+    (output,) = llm.engine.step()
+    assert (output.request_id, output.error) == ("x", "planted")
+    assert not llm.engine.has_unfinished_requests()
+
+
+def test_aborted_after_a_failure_that_nobody_was_told(held) -> None:
+    llm, executor, compiler = held
+    llm.engine.add_request("x", "a", structured(choice=["yes"]))
+    compiler.held.pop()[0].set_exception(KeyError("planted"))
+    executor.num_failures = 1
+    with pytest.raises(RuntimeError):
+        llm.engine.step()
+    assert "KeyError" in llm.engine.abort_request("x").error
+    assert llm.engine.step() == []
+
+
+def test_a_known_grammar_starts_at_once() -> None:
+    llm, executor = masked_llm()
+    params = structured(choice=["yes"], max_tokens=1)
+    llm.generate("a", params, use_tqdm=False)
+    executor.num_steps = 0
+    llm.engine.add_request("x", "a", params)
+    llm.engine.step()
+    assert executor.token_counts[-1] > 0
+    assert not llm.engine.has_unfinished_requests()
+
+
+def test_without_grammars_the_library_is_not_loaded() -> None:
+    llm, _ = masked_llm(share_compiler=False)
+    llm.generate("a", FREE, use_tqdm=False)
+    assert llm.engine.grammars.compiler._vocabulary is None

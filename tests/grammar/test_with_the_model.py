@@ -1,0 +1,52 @@
+"""The embedded checkpoint, whose own taste is another: its output has the form all the same."""
+
+import pytest
+
+from quire import LLM, SamplingParams
+from tests.grammar.masked_engine import structured
+from tests.grammar.test_structures import STRUCTURES, check, is_valid
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(max_model_len=512, num_gpu_blocks_override=200)
+
+
+PARAMS = [
+    {"temperature": 1.5},
+    {"temperature": 1.2, "top_k": 5, "n": 3},
+    {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.3, "logit_bias": {4: 2.0}},
+    {"temperature": 1.0, "logprobs": 2, "min_p": 0.05, "min_tokens": 3},
+]
+
+
+def test_all_forms_at_once_and_each_alone(llm) -> None:
+    params = [
+        structured(max_tokens=150, seed=i, **how, **structure)
+        for i, how in enumerate(PARAMS)
+        for structure in STRUCTURES.values()
+    ]
+    structures = list(STRUCTURES.values()) * len(PARAMS)
+    prompts = [f"Number {i}: " for i in range(len(params))]
+    free = SamplingParams(seed=1, max_tokens=30, temperature=1.0)
+    outputs = llm.generate([*prompts, "Once"], [*params, free], use_tqdm=False)
+    num_ended = sum(check(output, structure) for output, structure in zip(outputs, structures, strict=False))
+    assert num_ended > len(params) / 2
+    for i in range(0, len(params), 7):
+        alone = llm.generate(prompts[i], params[i], use_tqdm=False)[0]
+        assert alone.outputs == outputs[i].outputs
+    assert llm.generate("Once", free, use_tqdm=False)[0].outputs == outputs[-1].outputs
+
+
+def test_where_params_and_grammar_have_nothing_in_common_the_grammar_holds(llm) -> None:
+    (b,) = llm.get_tokenizer().encode("b")
+    for ban in ({"allowed_token_ids": [b]}, {"bad_words": ["c", "d", "cc", "cd"]}, {"min_tokens": 20}):
+        output = llm.generate(["a"], structured(regex="c{1,5}d", **ban), use_tqdm=False)[0]
+        assert check(output, {"regex": "c{1,5}d"}) == 1
+
+
+def test_logprobs_are_those_of_every_token(llm) -> None:
+    structure = {"choice": ["the quick brown fox", "the lazy dog"]}
+    output = llm.generate("a", structured(logprobs=0, **structure), use_tqdm=False)[0].outputs[0]
+    assert is_valid(output.text, structure)
+    assert len(output.logprobs) == len(output.token_ids)

@@ -1,0 +1,130 @@
+"""What structured output costs: time to compile, and per token to mask, advance and look ahead.
+
+    python tools/bench_grammar.py                            # the embedded checkpoint's vocabulary
+    python tools/bench_grammar.py --tokenizer FOLDER --vocab-size 151936
+
+Prints a table and one JSON line per structure. A walk draws uniformly from what the masks leave. The shares are of a
+decode step of --step-ms with one sequence and --batch-step-ms with 64, masks one after another in one thread.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+
+from quire.grammar.compiler import GrammarCompiler
+from quire.params import StructuredOutputsParams
+from quire.tokenizer.tokenizer import Tokenizer
+
+CHECKPOINT = Path(__file__).parents[1] / "src" / "quire" / "checkpoints" / "quire-tiny"
+NUM_WALKS = 20
+MAX_TOKENS = 200
+NUM_ROWS = 64
+
+
+def schema(num_fields: int) -> dict[str, object]:
+    """An object with fields of five kinds in turn."""
+    kinds: list[object] = [
+        {"type": "string", "maxLength": 40},
+        {"type": "integer"},
+        {"type": "array", "items": {"type": "number"}, "minItems": 1, "maxItems": 5},
+        {"enum": ["red", "green", "blue"]},
+        {"type": "object", "properties": {"at": {"type": "string", "format": "date-time"}}, "required": ["at"]},
+    ]
+    names = [f"field_{i}" for i in range(num_fields)]
+    fields = {name: kinds[i % len(kinds)] for i, name in enumerate(names)}
+    return {"type": "object", "properties": fields, "required": names, "additionalProperties": False}
+
+
+STRUCTURES: dict[str, StructuredOutputsParams] = {
+    "schema, 2 fields": StructuredOutputsParams(json=schema(2)),
+    "schema, 20 fields": StructuredOutputsParams(json=schema(20)),
+    "schema, 200 fields": StructuredOutputsParams(json=schema(200)),
+    "schema, no spaces": StructuredOutputsParams(json=schema(20), disable_any_whitespace=True),
+    "any JSON object": StructuredOutputsParams(json_object=True),
+    "regex, date": StructuredOutputsParams(regex=r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}"),
+    "regex, address": StructuredOutputsParams(regex=r"[a-z0-9.]{1,20}@[a-z0-9]{1,20}\.(com|org)"),
+    "regex, anything": StructuredOutputsParams(regex=r"(.|\n)*"),
+    "choice of 3": StructuredOutputsParams(choice=["yes", "no", "maybe"]),
+    "choice of 1,000": StructuredOutputsParams(choice=[f"city number {i * 7919}" for i in range(1000)]),
+    "enum of 1,000": StructuredOutputsParams(json={"enum": [f"value {i}" for i in range(1000)]}),
+    "GBNF, sums": StructuredOutputsParams(
+        grammar='root ::= term (("+" | "-") term)*\nterm ::= [0-9]+ | "(" root ")"\n'
+    ),
+}
+
+
+def measure(compiler: GrammarCompiler, params: StructuredOutputsParams, vocab_size: int) -> dict[str, float]:
+    """Times in microseconds, but compile_ms."""
+    start_s = time.perf_counter()
+    compilation = compiler.submit(params)
+    compilation.future.result()
+    figures = {"compile_ms": (time.perf_counter() - start_s) * 1e3}
+    start_s = time.perf_counter()
+    compiler.submit(params).state(jumps=True)
+    figures["again_us"] = (time.perf_counter() - start_s) * 1e6
+    words = np.zeros(-(-vocab_size // 32), np.int32)
+    mask_s: list[float] = []
+    commit_s: list[float] = []
+    num_forced = 0
+    for seed in range(NUM_WALKS):
+        rng, state = np.random.default_rng(seed), compilation.state(jumps=True)
+        num_tokens = 0
+        while num_tokens < MAX_TOKENS and not state.is_finished:
+            start_s = time.perf_counter()
+            state.fill(words)
+            mask_s.append(time.perf_counter() - start_s)
+            allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+            token_id = int(rng.choice(allowed))
+            start_s = time.perf_counter()
+            state.advance(token_id)
+            forced = [] if state.is_finished else state.forced_tokens()
+            for forced_id in forced:
+                state.advance(forced_id)
+            commit_s.append(time.perf_counter() - start_s)
+            num_forced += len(forced)
+            num_tokens += 1 + len(forced)
+    masks = np.array(mask_s) * 1e6
+    return figures | {
+        "mask_us": float(masks.mean()),
+        "mask_p99_us": float(np.quantile(masks, 0.99)),
+        "mask_max_us": float(masks.max()),
+        "commit_us": float(np.mean(commit_s) * 1e6),
+        "forced_share": num_forced / (len(masks) + num_forced),
+    }
+
+
+def main() -> None:
+    """Measure every structure with one tokenizer."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokenizer", default=str(CHECKPOINT), help="a folder with a tokenizer.json")
+    parser.add_argument("--vocab-size", type=int, help="the model's, where it is padded")
+    parser.add_argument("--step-ms", type=float, default=30.0, help="a decode step with one sequence")
+    parser.add_argument("--batch-step-ms", type=float, default=140.0, help="a decode step with 64 sequences")
+    args = parser.parse_args()
+    tokenizer = Tokenizer.from_path(args.tokenizer)
+    vocab_size = args.vocab_size or tokenizer.vocab_size
+    compiler = GrammarCompiler(tokenizer, vocab_size, [tokenizer.eos_token_id or 0])
+    start_s = time.perf_counter()
+    compiler.submit(StructuredOutputsParams(regex="a")).future.result()
+    print(f"{vocab_size} tokens; library and vocabulary: {time.perf_counter() - start_s:.2f} s, once\n")
+    print("| structure | compile ms | again us | mask us: mean, p99, max | commit us | forced | 1 row | 64 rows |")
+    print("|---|---|---|---|---|---|---|---|")
+    lines = []
+    for name, params in STRUCTURES.items():
+        row = measure(compiler, params, vocab_size)
+        token_ms = (row["mask_us"] + row["commit_us"]) / 1e3
+        row |= {"share_1": token_ms / args.step_ms, "share_64": NUM_ROWS * token_ms / args.batch_step_ms}
+        print(
+            f"| {name} | {row['compile_ms']:.1f} | {row['again_us']:.0f} | {row['mask_us']:.0f}, "
+            f"{row['mask_p99_us']:.0f}, {row['mask_max_us']:.0f} | {row['commit_us']:.0f} | {row['forced_share']:.0%} "
+            f"| {row['share_1']:.2%} | {row['share_64']:.1%} |"
+        )
+        lines.append(json.dumps({"structure": name, "vocab_size": vocab_size} | row))
+    print("\n" + "\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
