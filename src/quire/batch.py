@@ -163,7 +163,7 @@ class StepResult:
     """one for each draw, in the order of the scheduled sequences"""
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     """one row, by place in `token_ids`, where the draw wants it"""
-    errors: Mapping[int, str] = field(default_factory=dict)
-    """by place in `token_ids`: how a request's own code failed there; that token means nothing"""
     scored: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     """one row for each scored token, by place of the sequence in the batch"""
+    errors: Mapping[int, str] = field(default_factory=dict)
+    """by place in `token_ids`: how a request's own code failed there; that token means nothing"""

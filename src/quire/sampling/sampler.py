@@ -39,7 +39,7 @@ class Sampler:
             how = self._draws.at(sequences)
             token_ids = kernels.sample(changed, how)
             logprobs = self._logprobs(logits, changed, how, token_ids)
-        return StepResult(tuple(token_ids.tolist()), logprobs, errors)
+        return StepResult(tuple(token_ids.tolist()), logprobs, errors=errors)
 
     def _logprobs(
         self, logits: Tensor, changed: Tensor, how: SamplingTensors, token_ids: Tensor
