@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire import LLM, SamplingParams
+from quire import LLM, BeamSearchParams, InvalidParamsError, SamplingParams, StructuredOutputsParams
 from tests.grammar.masked_engine import structured
 from tests.grammar.test_structures import STRUCTURES, check, is_valid
 
@@ -50,3 +50,47 @@ def test_logprobs_are_those_of_every_token(llm) -> None:
     output = llm.generate("a", structured(logprobs=0, **structure), use_tqdm=False)[0].outputs[0]
     assert is_valid(output.text, structure)
     assert len(output.logprobs) == len(output.token_ids)
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_every_beam_has_the_form(llm, name) -> None:
+    structure = STRUCTURES[name]
+    params = BeamSearchParams(
+        beam_width=4, max_tokens=60, early_stopping=True, structured_outputs=StructuredOutputsParams(**structure)
+    )
+    (output,) = llm.beam_search("Number 7: ", params)
+    prompt = len(llm.get_tokenizer().encode("Number 7: "))
+    ended = [sequence for sequence in output.sequences if sequence.finish_reason == "stop"]
+    texts = [llm.get_tokenizer().decode(sequence.tokens[prompt:], True) for sequence in ended]
+    assert all(is_valid(text, structure) for text in texts)
+    assert len(set(texts)) == len(texts)
+    assert ended or name not in ("choice", "regex")
+    assert llm.engine.stats().num_used_blocks == 0
+
+
+def test_beams_find_the_likeliest_of_a_list() -> None:
+    """As wide as the list, the search sees all of it: the best is the one whose tokens are likeliest among those that
+    the grammar allows, preempted before every step or not."""
+    words = ["yes", "no", "perhaps", "never"]
+    params = BeamSearchParams(
+        beam_width=4, max_tokens=12, length_penalty=0.0, structured_outputs=StructuredOutputsParams(choice=words)
+    )
+    found = []
+    for preempted in (False, True):
+        llm = LLM(max_model_len=64, num_gpu_blocks_override=12)
+        llm.engine.add_request("0", "Is it? ", params)
+        while llm.engine.has_unfinished_requests():
+            if preempted and llm.engine.scheduler.running:
+                llm.engine.scheduler.preempt(llm.engine.scheduler.running[0])
+            outputs = llm.engine.step()
+            llm.engine.blocks.check_integrity()
+        found.append(outputs[0].outputs)
+    assert found[0] == found[1]
+    assert sorted(output.text for output in found[0]) == sorted(words)
+    logprobs = [output.cumulative_logprob for output in found[0]]
+    assert logprobs == sorted(logprobs, reverse=True)
+
+
+def test_beams_of_a_grammar_end_at_its_end() -> None:
+    with pytest.raises(InvalidParamsError, match="ignore_eos"):
+        BeamSearchParams(2, 5, ignore_eos=True, structured_outputs=StructuredOutputsParams(choice=["a"]))

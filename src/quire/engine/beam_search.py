@@ -59,8 +59,14 @@ def advance_beams(scheduler: Scheduler, group: SequenceGroup) -> None:
     for beam, (_, token_id) in zip(group.seqs, children, strict=True):
         beam.token_ids.append(token_id)
         beam.held = None
+        if beam.grammar is not None and not beam.grammar.advance(token_id):
+            group.error = f"stopped after {beam.num_output_tokens} tokens: {beam.grammar.error}"
     for place in sorted(set(range(len(beams))) - parents):
         scheduler.finish(group, beams[place])
+    if group.error is not None:
+        for beam in group.seqs:
+            beam.status = SequenceStatus.FINISHED_LENGTH_CAPPED
+            scheduler.finish(group, beam)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +100,10 @@ class BeamSearch:
         if width > max_num_seqs:
             raise InvalidParamsError(
                 f"beam_width={width}: this engine runs at most max_num_seqs={max_num_seqs} at once"
+            )
+        if params.structured_outputs is not None and not self.eos_token_ids:
+            raise InvalidParamsError(
+                "beam search with structured_outputs needs a checkpoint with an end-of-sequence token"
             )
         if self.num_candidates > model.vocab_size:
             raise InvalidParamsError(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 
+from quire.batch import Batch, StepResult
 from quire.config.args import EngineArgs
 from quire.config.model import ModelConfig
 from quire.engine.beam_search import BeamSearch
@@ -57,6 +59,8 @@ class LLMEngine:
         self.inputs = InputProcessor(config, tokenizer)
         self.grammars = GrammarQueue(GrammarCompiler(tokenizer, config.model.vocab_size, config.model.eos_token_ids))
         self._groups: dict[str, SequenceGroup] = {}
+        self._thread = ThreadPoolExecutor(1, "quire-step")  # starts with the first step that is executed ahead
+        self._ahead: tuple[Batch, Future[tuple[StepResult, float]]] | None = None
 
     @classmethod
     def from_args(cls, args: EngineArgs) -> LLMEngine:
@@ -112,19 +116,62 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """Schedule, execute, commit. Returns the requests that got a token or finished, as their output_kind says."""
+        changed = self._end_step() if self._ahead is not None else self._whole_step()
+        return self._outputs(changed)
+
+    def step_ahead(self) -> list[RequestOutput]:
+        """As `step`, but the next step is being executed already, in a thread, while outputs are made (text and
+        log-probabilities) and the caller does something with them. Worth it where that takes time, as in streaming.
+
+        Until it is called again, requests may be added and aborted as ever; a new one starts a step later.
+        """
+        changed = self._end_step() if self._ahead is not None else self._whole_step()
+        if self.scheduler.has_unfinished:
+            batch = self._schedule()
+            self._ahead = batch, self._thread.submit(self._execute, batch)
+        return self._outputs(changed)
+
+    def _schedule(self) -> Batch:
         if self.grammars:
             self._admit_compiled()
-        batch = self.scheduler.schedule()
+        return self.scheduler.schedule()
+
+    def _execute(self, batch: Batch) -> tuple[StepResult, float]:
+        """The result, and the seconds it took."""
         start_s = time.monotonic()
+        result = self.executor.execute(batch)
+        return result, time.monotonic() - start_s
+
+    def _whole_step(self) -> list[SequenceGroup]:
+        batch = self._schedule()
         try:
-            result = self.executor.execute(batch)
+            result, seconds = self._execute(batch)
         except BaseException:
             self.scheduler.revert()
             raise
-        self.scheduler.step_time.observe(batch.num_tokens, time.monotonic() - start_s)
+        return self._commit(batch, result, seconds)
+
+    def _end_step(self) -> list[SequenceGroup]:
+        """Wait for the step that is being executed. If the waiting is interrupted, it is there to be waited for again."""
+        assert self._ahead is not None
+        batch, execution = self._ahead
+        try:
+            result, seconds = execution.result()
+        except BaseException:
+            if execution.done():
+                self._ahead = None
+                self.scheduler.revert()
+            raise
+        self._ahead = None
+        return self._commit(batch, result, seconds)
+
+    def _commit(self, batch: Batch, result: StepResult, seconds: float) -> list[SequenceGroup]:
+        self.scheduler.step_time.observe(batch.num_tokens, seconds)
         changed = self.committer.commit(batch, result)
         changed += [self._groups[request_id] for request_id in batch.ignored if request_id in self._groups]
-        changed += self.grammars.take_failed()
+        return changed + self.grammars.take_failed()
+
+    def _outputs(self, changed: list[SequenceGroup]) -> list[RequestOutput]:
         return [output for group in changed if (output := self._output(group)) is not None]
 
     def abort_request(self, request_id: str) -> RequestOutput | None:

@@ -7,6 +7,7 @@ import msgspec
 from quire.errors import InvalidParamsError
 from quire.params.checks import check_int, check_number
 from quire.params.sampling import SamplingParams
+from quire.params.structured_outputs import StructuredOutputsParams
 
 EarlyStopping = bool | Literal["never"]
 MAX_BEAMS = 256
@@ -39,6 +40,8 @@ class BeamSearchParams(msgspec.Struct, frozen=True):
     """outputs returned, the best first; None: beam_width of them"""
     stop_token_ids: list[int] | None = None
     """token ids that end an output, besides the end-of-sequence tokens"""
+    structured_outputs: StructuredOutputsParams | None = None
+    """every output is a sentence of a grammar; log-probabilities are those among the tokens that it allows"""
     skip_special_tokens: bool = True
     """leave special tokens out of the text"""
     detokenize: bool = True
@@ -57,6 +60,10 @@ class BeamSearchParams(msgspec.Struct, frozen=True):
             raise InvalidParamsError(f"early_stopping={self.early_stopping!r}: must be True, False or 'never'")
         if self.n is not None:
             check_int("n", self.n, 1, self.beam_width, f"1 to beam_width={self.beam_width}, or None for all of them")
+        if self.structured_outputs is not None and self.ignore_eos:
+            raise InvalidParamsError(
+                "ignore_eos=True: with structured_outputs, an end-of-sequence token ends an output"
+            )
         self.sampling_params()  # checks what it takes over
 
     def sampling_params(self) -> SamplingParams:
@@ -67,6 +74,7 @@ class BeamSearchParams(msgspec.Struct, frozen=True):
             max_tokens=self.max_tokens,
             stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
+            structured_outputs=self.structured_outputs,
             skip_special_tokens=self.skip_special_tokens,
             detokenize=self.detokenize,
             output_kind="final_only",

@@ -16,6 +16,7 @@ from quire.errors import ConfigError, OutOfMemoryError
 from quire.models.base import CausalLM
 from quire.models.checkpoint import weight_bytes
 from quire.models.registry import model_class
+from quire.sampling.sampler import MAX_LOGITS_ROWS
 
 DEFAULT_KV_CACHE_LIMIT = 4 * 1024**3
 """taken at most when the user names no size: memory people expect to have left for other programs"""
@@ -110,9 +111,11 @@ def plan_memory(args: EngineArgs) -> MemoryPlan:
 
 
 def _activation_bytes(model: type[CausalLM], config: EngineConfig) -> int:
-    """The peak of a step: the widest moment of a layer for all tokens, and float32 logits for all sequences."""
+    """The peak of a step: the widest moment of a layer for all tokens, and float32 logits for all sequences and for a
+    chunk of those whose log-probabilities are wanted."""
     num_tokens = config.scheduler.max_num_batched_tokens
-    num_logits = config.scheduler.max_num_seqs  # one for each sample, also where one token of a prompt has several
+    # One for each sample, also where one token of a prompt has several.
+    num_logits = config.scheduler.max_num_seqs + MAX_LOGITS_ROWS
     per_token = model.activation_width(config.model) * DTYPE_BYTES[config.model.dtype]
     return num_tokens * per_token + num_logits * config.model.vocab_size * 4
 

@@ -16,10 +16,21 @@ class IncrementalDetokenizer:
     """Turns tokens into text as they come and looks for stop strings, in time linear in the output.
 
     The text is what the output adds to the prompt's: after a prompt, a SentencePiece token keeps its leading space, and
-    a character that the prompt left unfinished is completed. After no prompt it is `tokenizer.decode(output)`.
+    a character that the prompt left unfinished is completed. After no prompt it is `tokenizer.decode(output)`. Without
+    stop strings, text is made when it is asked for: it decides nothing, and may come while the next step runs.
     """
 
-    __slots__ = ("_held_back", "_include_stop", "_num_free", "_pieces", "_state", "_stopped", "_stops", "_stream")
+    __slots__ = (
+        "_held_back",
+        "_include_stop",
+        "_num_free",
+        "_pieces",
+        "_state",
+        "_stopped",
+        "_stops",
+        "_stream",
+        "_waiting",
+    )
 
     def __init__(
         self,
@@ -45,11 +56,13 @@ class IncrementalDetokenizer:
         self._state = 0
         self._held_back = 0
         self._stopped = False
+        self._waiting: list[int] = []  # tokens to make text of
 
     def fork(self) -> IncrementalDetokenizer:
         """One with the same past that goes on by itself."""
         other = copy(self)
         other._stream, other._pieces = self._stream.fork(), list(self._pieces)
+        other._waiting = list(self._waiting)
         return other
 
     def append(self, token_id: int) -> str | None:
@@ -58,12 +71,12 @@ class IncrementalDetokenizer:
         The text then ends right before the stop string, or right behind it with include_stop_str_in_output.
         """
         assert not self._stopped, "the sequence has ended with a stop string"
+        if self._stops is None:
+            self._waiting.append(token_id)
+            return None
         piece = self._stream.push(token_id)
         is_free, self._num_free = self._num_free > 0, self._num_free - 1
         if not piece:
-            return None
-        if self._stops is None:
-            self._pieces.append(piece)
             return None
         if is_free:
             self._pieces.append(piece)
@@ -97,6 +110,8 @@ class IncrementalDetokenizer:
 
     def _settled(self) -> str:
         """The pieces as one string; joined once, then kept joined."""
+        self._pieces += [self._stream.push(token_id) for token_id in self._waiting]
+        self._waiting.clear()
         if len(self._pieces) > 1:
             self._pieces = ["".join(self._pieces)]
         return self._pieces[0] if self._pieces else ""
