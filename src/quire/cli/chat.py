@@ -100,7 +100,7 @@ class ChatSession:
         try:
             while output is None or not output.finished:
                 with interrupt_deferred():
-                    for output in engine.step():
+                    for output in engine.step_ahead():
                         text = output.outputs[0].text
                         print(text[num_printed:], end="", flush=True)
                         num_printed = len(text)
