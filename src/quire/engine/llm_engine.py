@@ -152,7 +152,7 @@ class LLMEngine:
         return self._commit(batch, result, seconds)
 
     def _end_step(self) -> list[SequenceGroup]:
-        """Wait for the step that is being executed; if that is interrupted, the step is there to be waited for again."""
+        """Wait for the step that is being executed; if that is interrupted, it is there to be waited for again."""
         assert self._ahead is not None
         batch, execution = self._ahead
         try:
