@@ -269,6 +269,7 @@ def test_a_prompt_that_never_fits_is_ignored():
         ({"length_penalty": float("inf")}, "length_penalty=inf"),
         ({"early_stopping": "always"}, "early_stopping='always': must be True, False or 'never'"),
         ({"early_stopping": 1}, "early_stopping=1"),
+        ({"include_stop_str_in_output": "no"}, "include_stop_str_in_output='no': must be True or False"),
         ({"n": 4}, "n=4: must be 1 to beam_width=3"),
         ({"n": 0}, "n=0"),
         ({"stop_token_ids": [-1]}, "stop_token_ids=-1"),

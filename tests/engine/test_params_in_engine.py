@@ -11,7 +11,14 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.batch import Draw
 from quire.engine.input_processor import recommended_params
-from quire.errors import ConfigError, InvalidParamsError, InvalidPromptError, PromptTooLongError, RequestError
+from quire.errors import (
+    CheckpointError,
+    ConfigError,
+    InvalidParamsError,
+    InvalidPromptError,
+    PromptTooLongError,
+    RequestError,
+)
 from tests.scripted_engine import RecitingExecutor, recital, scripted_llm
 
 PROMPT = [5, 6, 7]
@@ -230,6 +237,12 @@ def test_generation_config_is_recommended_whole() -> None:
     greedy = SamplingParams(temperature=0.0, repetition_penalty=1.05, max_tokens=99)
     assert recommended_params(config | {"do_sample": False}) == greedy
     assert recommended_params({"temperature": None}) == SamplingParams()
+
+
+@pytest.mark.parametrize("config", [{"temperature": "hot"}, {"top_p": 7}, {"max_new_tokens": 0}, {"top_k": [1]}])
+def test_a_malformed_generation_config_is_the_checkpoints_fault(config: dict) -> None:
+    with pytest.raises(CheckpointError, match=r"generation_config.json: \w+=.*: must be .*generation_config='none'"):
+        recommended_params(config)
 
 
 @pytest.mark.parametrize("given", ["auto", "none", "vllm"])

@@ -26,7 +26,15 @@ class HeldCompiler:
 
     def release(self) -> None:
         future, params = self.held.pop(0)
-        future.set_result(self.compiler._compile(params))
+        if future.set_running_or_notify_cancel():
+            future.set_result(self.compiler._compile(params))
+
+
+class NeverRuns:
+    """Threads that are busy for ever."""
+
+    def submit(self, *_: object) -> Future:
+        return Future()
 
 
 @pytest.fixture
@@ -71,6 +79,29 @@ def test_aborted_while_it_waits(held) -> None:
     llm.engine.add_request("x", "a", FREE)  # the name is free again
 
 
+def test_what_nobody_waits_for_any_more_is_not_compiled(held) -> None:
+    llm, _, compiler = held
+    params = structured(choice=["yes"])
+    compilation = compiler.submit(params.structured_outputs)
+    compiler.submit = lambda _: compilation
+    for request_id in "ab":
+        llm.engine.add_request(request_id, "a", params)
+    llm.engine.abort_request("a")
+    assert not compilation.future.cancelled(), "another request waits for it"
+    llm.engine.abort_request("b")
+    assert compilation.future.cancelled()
+
+
+def test_what_was_given_up_is_compiled_when_it_is_asked_for_again() -> None:
+    llm, _ = masked_llm()
+    compiler, params = llm.engine.grammars.compiler, structured(choice=["yes"])
+    threads, compiler._threads = compiler._threads, NeverRuns()
+    llm.engine.add_request("x", "a", params)
+    llm.engine.abort_request("x")
+    compiler._threads = threads
+    assert llm.generate("a", params, use_tqdm=False)[0].outputs[0].text == "yes"
+
+
 def test_a_grammar_that_takes_too_long(held, monkeypatch) -> None:
     llm, _, _ = held
     now = [0.0]
@@ -81,7 +112,7 @@ def test_a_grammar_that_takes_too_long(held, monkeypatch) -> None:
     now[0] = grammar_queue.COMPILE_LIMIT_S + 1
     outputs = run(llm)
     assert outputs["slow"].outputs[0].finish_reason == "ignored"
-    assert "not compiled within 20 s" in outputs["slow"].error
+    assert "not compiled within 20 s, the wait for other grammars included" in outputs["slow"].error
     assert outputs["other"].outputs[0].finish_reason == "length"
 
 

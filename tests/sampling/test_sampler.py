@@ -182,6 +182,8 @@ class TestProcessors:
             (lambda _, x: x[1:], r"<lambda> failed: .*returned shape \[44\]; it must return a tensor of shape \[45\]"),
             (lambda _, x: None, "<lambda> failed: .*returned a NoneType"),
             (lambda _, x: x / [], "<lambda> failed: TypeError: "),
+            (lambda _, x: x * torch.nan, "<lambda> failed: .*left no token that could be drawn"),
+            (lambda _, x: x.fill_(-torch.inf), "<lambda> failed: .*left no token that could be drawn"),
         ],
     )
     def test_what_fails_is_told_of_its_row_alone(self, processor, message):
@@ -190,6 +192,11 @@ class TestProcessors:
         assert list(drawn.errors) == [0]
         assert re.search(message, drawn.errors[0])
         assert drawn.token_ids[1] == VOCAB - 1
+
+    def test_what_was_empty_before_is_not_their_fault(self):
+        draw = dataclasses.replace(GREEDY, processors=(lambda _, x: x,), min_tokens=3, stop_token_ids=(9,))
+        drawn = Sampler().sample(torch.zeros(1, VOCAB), [sequence(draw, [1], mask=Mask([9]))])
+        assert (drawn.token_ids, drawn.errors) == ((9,), {})
 
     def test_others_are_not_touched(self):
         s = [

@@ -41,7 +41,14 @@ class GrammarQueue:
         if group in self._failed:
             self._failed.remove(group)
             return True
-        return self._waiting.pop(group, None) is not None
+        return self._give_up(group)
+
+    def _give_up(self, group: SequenceGroup) -> bool:
+        """What nobody waits for any more, and no thread has begun, is not compiled: it would keep others waiting."""
+        compilation, _ = self._waiting.pop(group, (None, 0.0))
+        if compilation is not None and all(other is not compilation for other, _ in self._waiting.values()):
+            compilation.future.cancel()
+        return compilation is not None
 
     def wait(self, timeout_s: float) -> None:
         """Until a compilation has ended."""
@@ -53,10 +60,13 @@ class GrammarQueue:
             if compilation.is_done:
                 group.error = compilation.error
             elif self.clock() > deadline:
-                group.error = f"the grammar was not compiled within {COMPILE_LIMIT_S:g} s: make it simpler"
+                group.error = (
+                    f"the grammar was not compiled within {COMPILE_LIMIT_S:g} s, the wait for other grammars included: "
+                    "try again, or make it simpler"
+                )
             else:
                 continue
-            del self._waiting[group]
+            self._give_up(group)
             (seq,) = group.seqs
             if group.error is None:
                 seq.grammar = compilation.state(jumps=_jumps(seq.draws[0]))

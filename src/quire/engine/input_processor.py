@@ -11,7 +11,7 @@ from quire.batch import Draw
 from quire.config.args import EngineConfig
 from quire.engine.logprobs import LogprobRows, PromptScores
 from quire.engine.sequence import Sequence
-from quire.errors import InvalidParamsError, InvalidPromptError, PromptTooLongError
+from quire.errors import CheckpointError, InvalidParamsError, InvalidPromptError, PromptTooLongError
 from quire.kv.content_hash import ContentKey
 from quire.params import SamplingParams
 from quire.params.checks import check_text
@@ -77,7 +77,8 @@ class InputProcessor:
         self._check_token_ids(token_ids)
         if not 0 < first < len(token_ids):
             raise InvalidPromptError(
-                f"the context has {first} tokens and the continuation {len(token_ids) - first}: each needs one at least"
+                f"the context has {first} tokens and the continuation {len(token_ids) - first} (one across their "
+                "border is the continuation's): each needs one at least"
             )
         if len(token_ids) > self.model.max_model_len:
             raise PromptTooLongError(
@@ -262,11 +263,17 @@ class InputProcessor:
 
 
 def recommended_params(generation_config: Mapping[str, Any]) -> SamplingParams:
-    """What a generation_config.json says, over SamplingParams' own defaults."""
+    """What a generation_config.json says, over SamplingParams' own defaults. Raises CheckpointError for one that says
+    what cannot be."""
     names = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
     names["max_new_tokens"] = "max_tokens"
     given = {name: value for key, name in names.items() if (value := generation_config.get(key)) is not None}
     if generation_config.get("do_sample") is False:
         given = {name: given[name] for name in ("repetition_penalty", "max_tokens") if name in given}
         given["temperature"] = 0.0
-    return SamplingParams(**given)
+    try:
+        return SamplingParams(**given)
+    except InvalidParamsError as error:  # not the caller's params
+        raise CheckpointError(
+            f"the checkpoint's generation_config.json: {error}; correct it, or do without: generation_config='none'"
+        ) from error

@@ -41,6 +41,8 @@ class Compilation:
     @property
     def error(self) -> str | None:
         """Why it failed, if it did."""
+        if self.future.cancelled():
+            return "nobody waited for the grammar any more"
         error = self.future.exception()
         if error is None or isinstance(error, InvalidParamsError):
             return None if error is None else str(error)

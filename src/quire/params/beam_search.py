@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 
 from quire.errors import InvalidParamsError
-from quire.params.checks import check_int, check_number
+from quire.params.checks import check_flag, check_int, check_number
 from quire.params.sampling import SamplingParams
 from quire.params.structured_outputs import StructuredOutputsParams
 
@@ -56,6 +56,7 @@ class BeamSearchParams(msgspec.Struct, frozen=True):
         check_int("max_tokens", self.max_tokens, 1, None, "at least 1")
         low, high = -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY
         check_number("length_penalty", self.length_penalty, low, high, f"a number from {low:g} to {high:g}")
+        check_flag("include_stop_str_in_output", self.include_stop_str_in_output)
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise InvalidParamsError(f"early_stopping={self.early_stopping!r}: must be True, False or 'never'")
         if self.n is not None:

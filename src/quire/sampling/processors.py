@@ -30,15 +30,22 @@ def run_processors(
             allowed = np.unpackbits(words.view(np.uint8), count=vocab, bitorder="little").view(np.bool_)
             own.masked_fill_(~torch.from_numpy(allowed), -torch.inf)
         own[draws.banned(row, owner)] = -torch.inf
+        had_any = _has_any(own)
         output_token_ids = past_of(owner)[owner.num_prompt_tokens :].tolist()
         try:
             for processor in draws.draws[row].processors:
                 own = _checked(processor(list(output_token_ids), own), vocab)
+                if had_any and not _has_any(own):
+                    raise InvalidParamsError("it left no token that could be drawn, only -inf and NaN")
             changed[row] = own
         except Exception as error:  # whatever a caller's code raises is that request's alone
             name = getattr(processor, "__qualname__", None) or type(processor).__qualname__
             errors[row] = f"the logits processor {name} failed: {type(error).__name__}: {error}"
     return changed, errors
+
+
+def _has_any(logits: Tensor) -> bool:
+    return bool((logits > -torch.inf).any())  # NaN is not
 
 
 def _checked(result: object, vocab: int) -> Tensor:
