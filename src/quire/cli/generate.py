@@ -150,8 +150,8 @@ def _answer(completion: CompletionOutput) -> dict[str, Any]:
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
     }
-    if completion.cumulative_logprob is not None:
-        row["cumulative_logprob"] = completion.cumulative_logprob
+    if (total := completion.cumulative_logprob) is not None:
+        row["cumulative_logprob"] = total if math.isfinite(total) else None
     if completion.logprobs is not None:
         row["logprobs"] = [_logprobs(entries) for entries in completion.logprobs]
     return row

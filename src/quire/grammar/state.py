@@ -68,10 +68,7 @@ class GrammarState:
             words[:] = -1
 
     def advance(self, token_id: int) -> bool:
-        """Go on with a token; False, and the end of this state, if the grammar does not allow it or fails.
-
-        A negative one is what is drawn where nothing may be.
-        """
+        """Go on with a token; False, and the end of this state, if the grammar does not allow it or fails."""
         return token_id >= 0 and self._matcher.consume_token(token_id)
 
     def forced_tokens(self) -> list[int]:
