@@ -314,10 +314,8 @@ class Scheduler:
             self._begin(group, seq, hit, plan)
         elif status is AllocStatus.NEVER and len(idle) == len(beams):  # pinned meanwhile
             self._give_up(group, seq)
-        elif (
-            status is AllocStatus.LATER and group.search is not None
-        ):  # no room comes of waiting: the beams wait for it
-            plan.preempted = True
+        elif status is AllocStatus.LATER and group.search is not None:
+            plan.preempted = True  # no room comes of waiting: the other beams wait for this one
             if not self._preempt_behind(index) and idle:
                 self._park(idle[-1])
 
