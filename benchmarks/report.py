@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.plots import plot_growth, plot_throughput
+from benchmarks.targets import targets
 
 Row = dict[str, Any]
 
@@ -38,6 +39,8 @@ def write_report(results: Path, out: Path) -> None:
         found = [row for row in rows if row["figure"] == name]
         if found:
             sections.append("\n".join(section(found, plots)) + "\n")
+        if name == "machine":
+            sections.append("\n".join(_targets(rows)) + "\n")
     out.write_text("\n".join(sections), encoding="utf-8")
 
 
@@ -47,6 +50,20 @@ def _machine(rows: Sequence[Row], plots: Path) -> Iterator[str]:
         f"**Machine.** {row['cpu']}, {row['threads']} threads, {row['memory_bytes'] / 2**30:.0f} GiB; "
         f"Python {row['python']}, torch {row['torch']}; {row['date']}{', with --quick' if row['quick'] else ''}."
     )
+
+
+def _targets(rows: Sequence[Row]) -> Iterator[str]:
+    """All aims in one table; below it what is known of those that are missed."""
+    found = list(targets(rows))
+    yield "## Aims\n\nWhere one is missed, the measurement that says why stands below the table.\n"
+    head = ("aim", "at least or at most", "measured", "")
+    yield from _table(head, ((t.what, t.aim, value, "met" if t.is_met(value) else "missed") for t, value in found))
+    reasons: dict[str, list[str]] = {}
+    for target, value in found:
+        if not target.is_met(value):
+            reasons.setdefault(target.why, []).append(target.what)
+    for why, missed in reasons.items():
+        yield f"\n- {'; '.join(missed)}: {why or 'not known'}."
 
 
 def _throughput(rows: Sequence[Row], plots: Path) -> Iterator[str]:

@@ -105,6 +105,10 @@ HOSTILE = {
     "ambiguous": {"grammar": 'root ::= root root | root root root | "a" | "aa" | ""'},
     "left recursion": {"grammar": 'root ::= root "a" | "a"'},
     "no way out": {"grammar": 'root ::= "a" root'},
+    "no way out in Lark": {"grammar": 'start: "a" start'},
+    "a billion letters": {"regex": "a{1000000000}"},
+    "counts of counts": {"regex": "((a{1000}){1000}){1000}"},
+    "letters that may be missing": {"regex": "(a?){30000}a{30000}"},
     "many ambiguous rules": {
         "grammar": "start: " + "|".join(f"x{i}" for i in range(500)) + "\n"
         + "".join(f"x{i}: x{i} A | A\n" for i in range(500)) + "A: /[ -~]/"
@@ -137,6 +141,11 @@ REFUSED = {
     "look-ahead",
     "reference back",
     "many ambiguous rules",
+    "no way out",
+    "no way out in Lark",
+    "a billion letters",
+    "counts of counts",
+    "letters that may be missing",
 }
 
 

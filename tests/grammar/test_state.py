@@ -132,6 +132,16 @@ def test_the_cache_is_bounded(compiler, monkeypatch) -> None:
     assert compiler.num_cached == 1
 
 
+def test_the_vocabulary_can_be_told_beforehand() -> None:
+    tokenizer = masked_llm()[0].engine.tokenizer
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, ())
+    compiler.prepare()
+    known = compiler._vocabulary
+    compiler.submit(StructuredOutputsParams(regex="a")).future.result(30)
+    assert known is not None
+    assert compiler._vocabulary is known
+
+
 def test_what_failed_is_tried_again(compiler) -> None:
     params = StructuredOutputsParams(regex="x{3")
     first = compiler.submit(params)
@@ -149,6 +159,7 @@ def test_a_tokenizer_that_the_library_cannot_take() -> None:
             return '{"model": {"type": "WordPiece"}}'
 
     compiler = GrammarCompiler(Odd(), 10, ())
+    compiler.prepare()  # complains of nothing: no grammar is asked for yet
     compilation = compiler.submit(StructuredOutputsParams(regex="a"))
     assert isinstance(compilation.future.exception(timeout=30), InvalidParamsError)
     assert "tokenizer" in compilation.error

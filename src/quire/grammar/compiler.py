@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from queue import LifoQueue
 from typing import TYPE_CHECKING
 
@@ -13,6 +15,7 @@ import msgspec
 import numpy as np
 
 from quire.errors import InvalidParamsError
+from quire.grammar.fair_threads import FairThreads
 from quire.grammar.state import GrammarState, MaskShape
 from quire.grammar.trial import TRIAL_LIMIT_S, TrialProcess, TrialSettings, parser_limits
 from quire.params import StructuredOutputsParams
@@ -25,6 +28,9 @@ MAX_CACHED_GRAMMARS = 256
 MAX_CACHED_BYTES = 2 * 1024**2
 """of the sources of the grammars kept; compiled, a grammar takes up to forty times as much"""
 _NUM_THREADS = 2
+_WORDS = "[a-z]{1,10}"
+"""tokens that the library takes or leaves all at once where a grammar allows them all: most of those that a regular
+expression for words or names allows. Masks stay the same"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,6 +43,11 @@ class Compilation:
     def is_done(self) -> bool:
         """`state` and `error` can be asked for."""
         return self.future.done()
+
+    @property
+    def has_begun(self) -> bool:
+        """It does not wait for other grammars any more."""
+        return self.future.running() or self.future.done()
 
     @property
     def error(self) -> str | None:
@@ -70,7 +81,7 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="quire-grammar")
+        self._threads: FairThreads[GrammarState] = FairThreads(_NUM_THREADS, "quire-grammar")
         self._trials: LifoQueue[TrialProcess] = LifoQueue()
         num_tokens = max(vocab_size, tokenizer.vocab_size)
         for _ in range(_NUM_THREADS):
@@ -79,16 +90,23 @@ class GrammarCompiler:
         self._vocabulary: tuple[LLTokenizer, MaskShape] | None = None
         self._cached: dict[bytes, Compilation] = {}  # the one asked for last comes last
 
-    def submit(self, params: StructuredOutputsParams) -> Compilation:
-        """Start to compile, or find what the same params were compiled to; what failed is tried again."""
+    def submit(self, params: StructuredOutputsParams, tenant: str = "") -> Compilation:
+        """Start to compile, or find what the same params were compiled to; what failed is tried again. The threads are
+        shared fairly between tenants."""
         key = msgspec.json.encode(params)
         compilation = self._cached.pop(key, None)
         if compilation is None or (compilation.is_done and compilation.error is not None):
-            compilation = Compilation(self._threads.submit(self._compile, params))
+            compilation = Compilation(self._threads.submit(tenant, partial(self._compile, params)))
         self._cached[key] = compilation
         while len(self._cached) > MAX_CACHED_GRAMMARS or sum(map(len, self._cached)) > MAX_CACHED_BYTES:
             del self._cached[next(iter(self._cached))]
         return compilation
+
+    def prepare(self) -> None:
+        """Tell the library the vocabulary now, and not with the first grammar: that holds Python's lock, for 150,000
+        tokens almost a second. A tokenizer that the library cannot take is the first grammar's to complain of."""
+        with suppress(InvalidParamsError):
+            self._library_vocabulary()
 
     @property
     def num_cached(self) -> int:
@@ -125,7 +143,10 @@ class GrammarCompiler:
                 eos = sorted(i for i in self._eos_token_ids if i < min(num_tokens, self._vocab_size))
                 try:
                     tokenizer = LLTokenizer(
-                        self._tokenizer.to_json(), n_vocab=max(self._vocab_size, num_tokens), eos_token=eos or None
+                        self._tokenizer.to_json(),
+                        n_vocab=max(self._vocab_size, num_tokens),
+                        eos_token=eos or None,
+                        slices=[_WORDS, *LLTokenizer.general_slices()],
                     )
                 except ValueError as error:
                     raise InvalidParamsError(f"structured_outputs: not with this tokenizer: {error}") from error

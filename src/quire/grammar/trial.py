@@ -160,6 +160,9 @@ def _try(tokenizer: "LLTokenizer", line: bytes) -> Verdict:
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
     if not matcher.is_error():
         matcher.compute_bitmask()
+        for token_id in matcher.compute_ff_tokens():  # some show only there that they are too large
+            if not matcher.consume_token(token_id):
+                break
     return Verdict(grammar, reason(matcher.get_error()))
 
 
