@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
@@ -20,7 +20,7 @@ class FairThreads(Generic[_Result]):
         self._lock = threading.Lock()
         self._waiting: dict[str, deque[tuple[Future[_Result], Callable[[], _Result]]]] = {}
         self._num_running: Counter[str] = Counter()
-        self._used_s: Counter[str] = Counter()
+        self._used_s: defaultdict[str, float] = defaultdict(float)
 
     def submit(self, tenant: str, job: Callable[[], _Result]) -> Future[_Result]:
         """Run `job` when its turn comes; until then the future can be cancelled."""
