@@ -10,6 +10,7 @@ QuireError
 │   ├── InvalidParamsError a sampling parameter is out of range
 │   ├── InvalidPromptError the prompt is empty, malformed or holds ids outside the vocabulary
 │   └── PromptTooLongError the prompt does not fit the context; the message names both lengths
+├── EngineDeadError        the engine process has ended; no request can be served until it is started again
 └── KernelError            a kernel was called with a shape, stride, dtype or device it does not take  (ValueError)
 
 Each message says what was given, what is allowed, and what to do about it.
@@ -59,6 +60,10 @@ class PromptTooLongError(RequestError):
     """The prompt does not fit into the context."""
 
 
+class EngineDeadError(QuireError):
+    """The engine process has ended, or did not start; the message says what is known of why."""
+
+
 class KernelError(QuireError, ValueError):
     """A kernel was called with a shape, stride, dtype or device it does not take."""
 
@@ -67,3 +72,11 @@ def nearest_name(name: str, allowed: Iterable[str]) -> str:
     """`, did you mean 'x'?` for the allowed name closest to `name`, or an empty string if none is close."""
     matches = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.6)
     return f", did you mean {matches[0]!r}?" if matches else ""
+
+
+def error_named(kind: str, message: str) -> QuireError:
+    """The error of this name, made again from what another process tells of it; QuireError for any other name."""
+    found = globals().get(kind)
+    if isinstance(found, type) and issubclass(found, QuireError):
+        return found(message)
+    return QuireError(f"{kind}: {message}")
