@@ -17,7 +17,7 @@ from quire.cli.options import add_engine_arguments, engine_kwargs
 from quire.errors import ConfigError
 
 if TYPE_CHECKING:
-    from quire.async_llm import AsyncLLM
+    from quire.async_llm.async_llm import AsyncLLM
     from quire.server.batch_file import BatchRun
     from quire.server.config import ServerArgs
 
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
 async def _run(options: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    from quire.async_llm import AsyncLLM
+    from quire.async_llm.async_llm import AsyncLLM
     from quire.config.args import EngineArgs
     from quire.server.batch_file import PartialFile, read_lines
     from quire.server.config import ServerArgs
