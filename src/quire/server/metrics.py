@@ -21,6 +21,7 @@ from prometheus_client.metrics_core import Metric
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.config.cache import CacheConfig
 from quire.outputs import EngineStats, RequestOutput
 from quire.server.endpoint import Endpoint
 from quire.server.request_log import RequestRecord
@@ -115,7 +116,7 @@ class Metrics:
         *,
         is_running: Callable[[], bool] = lambda: True,
         refused: Callable[[], Mapping[str, int]] = dict,
-        cache_info: Mapping[str, object] | None = None,
+        cache: CacheConfig | None = None,
         engine_pid: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -124,7 +125,7 @@ class Metrics:
         self._stats = stats
         self._is_running = is_running
         self._refused = refused
-        self._cache_info = cache_info
+        self._cache = cache
         self._engine_pid = engine_pid
         self._clock = clock
         self._live: dict[str, _Live] = {}
@@ -213,8 +214,8 @@ class Metrics:
             metric = HistogramMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
             metric.add_metric(list(self._labels.values()), histogram.cumulative(), histogram.sum)
             yield metric
-        if self._cache_info is not None:
-            info = {name: str(value) for name, value in self._cache_info.items()}
+        if self._cache is not None:
+            info = _cache_info(self._cache, stats.num_blocks)
             yield self._family(GaugeMetricFamily, "vllm:cache_config_info", "How the KV cache is set up", [(info, 1)])
         yield from self._collect_cache(stats)
         yield from self._collect_server()
@@ -267,6 +268,19 @@ class Metrics:
         for labels, value in rows:
             metric.add_metric([*self._labels.values(), *labels.values()], value)  # type: ignore[attr-defined]
         return metric
+
+
+def _cache_info(cache: CacheConfig, num_blocks: int) -> dict[str, str]:
+    """Labels as vLLM's, which routers read: the cache's size in tokens is block_size times num_gpu_blocks."""
+    info: dict[str, object] = {
+        "block_size": cache.block_size,
+        "num_gpu_blocks": num_blocks,
+        "cache_dtype": cache.dtype,
+        "enable_prefix_caching": cache.enable_prefix_caching,
+        "gpu_memory_utilization": cache.memory_utilization,
+        "swap_space_bytes": cache.swap_bytes,
+    }
+    return {name: str(value) for name, value in info.items()}
 
 
 async def _get_metrics(request: Request) -> Response:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import errno
 import resource
 import signal
@@ -79,11 +78,12 @@ class _Service:
         """All of it."""
         self._catch_signals()
         http = asyncio.create_task(self._http.serve(sockets=[sock]))
-        llm = None
+        llm, url = None, _url(self._args, sock)
+        logger.info("loading the model; %s answers that it is not ready yet", url)
         try:
             llm = await self._load()
             if llm is not None:
-                await self._serve(llm, _url(self._args, sock), began)
+                await self._serve(llm, url, began)
         except asyncio.CancelledError:
             if not self._exit_status:
                 raise
@@ -151,7 +151,7 @@ def build_app(
         llm.stats,
         is_running=lambda: llm.is_running,
         refused=lambda: admission.num_refused,
-        cache_info=dataclasses.asdict(llm.config.cache),
+        cache=llm.config.cache,
     )
     state.parts["metrics"] = metrics
     for listener in (metrics, RecordListener()):
