@@ -14,6 +14,7 @@ import pytest
 from quire._version import __version__
 from quire.config.args import EngineArgs
 from quire.models.registry import supported_architectures
+from quire.server.config import ServerArgs
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -63,6 +64,11 @@ def test_every_dependency_has_its_reason() -> None:
 def test_every_engine_argument_is_documented() -> None:
     names = {field.name for field in dataclasses.fields(EngineArgs)}
     assert table_keys("docs/configuration.md", "Engine arguments") == names
+
+
+def test_every_server_argument_is_documented() -> None:
+    names = {field.name for field in dataclasses.fields(ServerArgs)}
+    assert table_keys("docs/configuration.md", "Server arguments") == names
 
 
 def test_every_environment_variable_read_is_documented() -> None:

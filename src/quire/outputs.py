@@ -105,6 +105,8 @@ class EngineStats:
     num_swapped: int
     num_blocks: int
     num_used_blocks: int
+    num_cached_blocks: int
+    """blocks that nobody holds and whose content can still be found; the others are free"""
     num_steps: int
     num_prompt_tokens: int
     """prompt tokens of finished and running requests, cached ones included"""

@@ -12,6 +12,7 @@ from quire.errors import QuireError
 _COMMANDS = {
     "generate": "complete prompts, or answer them with the checkpoint's chat template",
     "chat": "talk with a model",
+    "serve": "serve a model over HTTP, to clients of the OpenAI and Anthropic APIs",
     "run-batch": "run a file of requests through the server's endpoints",
     "plan": "show how the memory would be used, without reading weights",
     "quantize": "save a checkpoint with quantized weights, which then only need mapping",

@@ -34,16 +34,23 @@ _SAMPLES = (
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """One option for each field of EngineArgs: its name, type, help and default stand there alone."""
-    group = parser.add_argument_group("engine")
-    for field in dataclasses.fields(EngineArgs):
+    add_field_arguments(parser, EngineArgs, "engine")
+
+
+def add_field_arguments(parser: argparse.ArgumentParser, kind: Any, title: str) -> None:
+    """One option for each field of a dataclass of arguments; what is not given is not in the namespace."""
+    group = parser.add_argument_group(title)
+    for field in dataclasses.fields(kind):
         flag = "--" + field.name.replace("_", "-")
         text = field.metadata["help"].replace("%", "%%")
-        if field.default is not None:
+        if field.default not in (None, ()):
             text += f" (default: {field.default})"
         kinds = set(str(field.type).split(" | ")) - {"None"}
         keywords: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": text}
         if kinds == {"bool"}:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, **keywords)
+        elif kinds == {"tuple[str, ...]"}:
+            group.add_argument(flag, nargs="+", action="extend", metavar=field.name.upper(), **keywords)
         else:
             group.add_argument(flag, type=_TYPES[frozenset(kinds)], metavar=field.name.upper(), **keywords)
 

@@ -228,6 +228,7 @@ class LLMEngine:
             num_swapped=len(self.scheduler.swapped),
             num_blocks=self.blocks.pool.num_blocks,
             num_used_blocks=self.blocks.num_used_blocks,
+            num_cached_blocks=self.blocks.pool.num_cached_blocks,
             num_steps=self.scheduler.num_steps,
             num_prompt_tokens=self.committer.num_prompt_tokens,
             num_generated_tokens=self.committer.num_generated_tokens,

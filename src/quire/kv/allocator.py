@@ -21,6 +21,11 @@ class BlockAllocator(ABC):
     def num_free_blocks(self) -> int:
         """Blocks that `allocate` can still hand out: free ones, and cached ones nobody holds."""
 
+    @property
+    def num_cached_blocks(self) -> int:
+        """Of those, blocks that nobody holds and whose content can still be found."""
+        return 0
+
     @abstractmethod
     def allocate(self) -> int:
         """A block with count 1 and unknown content. The caller has checked `num_free_blocks`."""

@@ -128,6 +128,10 @@ class PrefixCachingBlockAllocator(BlockAllocator):
     def num_free_blocks(self) -> int:
         return len(self._free) + len(self.evictor)
 
+    @property
+    def num_cached_blocks(self) -> int:
+        return len(self.evictor)
+
     def acquire(self, block_id: int) -> None:
         """One more holder of a cached block, whether somebody holds it already or not."""
         if self.ref_counts[block_id] == 0:

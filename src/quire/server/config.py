@@ -19,7 +19,6 @@ from quire.errors import ConfigError, nearest_name
 
 LOG_FORMATS = ("text", "json")
 TOOL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral")
-REASONING_PARSERS = ("auto", "none", "think")
 _AT_LEAST: Mapping[str, float] = {
     "max_prompts_per_request": 1, "max_choices_per_request": 1, "max_waiting": 0, "max_concurrent_per_tenant": 1,
     "requests_per_minute": 1, "tokens_per_minute": 1, "drain_timeout_s": 0, "response_store_max": 0,
@@ -70,7 +69,9 @@ class ServerArgs:
 
     allow_client_chat_template: bool = arg(False, "requests may bring a chat template of their own")
     tool_parser: str = arg("auto", f"how the model writes tool calls: {', '.join(TOOL_PARSERS)}")
-    reasoning_parser: str = arg("auto", f"how the model marks its reasoning: {', '.join(REASONING_PARSERS)}")
+    reasoning_parser: str = arg(
+        "auto", "how the model marks its reasoning: auto, none, think, mistral, or two tags, as START...END"
+    )
     response_store: str | None = arg(None, "file that keeps the answers of /v1/responses; none: kept until the end")
     response_store_max: int = arg(10_000, "answers kept there; the oldest go first")
 
@@ -81,9 +82,7 @@ class ServerArgs:
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name, allowed in (
-            ("log_format", LOG_FORMATS), ("tool_parser", TOOL_PARSERS), ("reasoning_parser", REASONING_PARSERS),
-        ):  # fmt: skip
+        for name, allowed in (("log_format", LOG_FORMATS), ("tool_parser", TOOL_PARSERS)):
             if (value := getattr(self, name)) not in allowed:
                 raise ConfigError(f"{name}={value!r}{nearest_name(value, allowed)} (allowed: {', '.join(allowed)})")
         for name, least in _AT_LEAST.items():

@@ -1,0 +1,288 @@
+"""`quire serve`: listen, load the model, serve until a signal, finish what runs, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import resource
+import signal
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import uvicorn
+import uvloop
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
+
+from quire._version import __version__
+from quire.async_llm import AsyncLLM
+from quire.config.args import EngineArgs
+from quire.config.model import EMBEDDED_CHECKPOINTS
+from quire.errors import ConfigError
+from quire.log import logger
+from quire.server.admission import Admission
+from quire.server.app import ROUTES, make_app
+from quire.server.auth import AllowedHosts, ApiKeys, Authentication, checks_hosts
+from quire.server.config import ServerArgs, describe_args
+from quire.server.endpoint import Endpoint
+from quire.server.http_protocol import limited_protocol
+from quire.server.lifecycle import Admitting, Front, Gate
+from quire.server.metrics import METRICS_ENDPOINT, Metrics
+from quire.server.request_log import Observer, RecordListener, RequestRecord, log_request, naming_route, set_up_logging
+from quire.server.state import ServerState
+from quire.server.tracing import Tracer
+
+_NUM_FILES = 65_536
+_LAST_CONNECTIONS_S = 2
+
+
+def serve(args: ServerArgs, engine_args: EngineArgs) -> int:
+    """Serve until SIGTERM or SIGINT. Returns the exit status: 0 after draining, 128 + the signal's number if a second
+    signal did not wait for that. Raises ConfigError, CheckpointError, OutOfMemoryError, EngineDeadError."""
+    began = time.monotonic()
+    set_up_logging(args.log_format)
+    keys = ApiKeys.load(args)
+    logger.info("quire %s, configuration:\n%s", __version__, describe_args(args, engine_args))
+    _allow_many_connections()
+    service = _Service(args, engine_args, keys)
+    with _listening(args) as sock, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(service.run(sock, began))
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: it would close its sockets before the last requests are answered."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Service:
+    """One run of a server."""
+
+    def __init__(self, args: ServerArgs, engine_args: EngineArgs, keys: ApiKeys) -> None:
+        self._args = args
+        self._engine_args = engine_args
+        self._keys = keys
+        self._front = Front()
+        self._http = _Server(_uvicorn_config(self._front, args))
+        self._stop = asyncio.Event()
+        self._exit_status = 0
+
+    async def run(self, sock: socket.socket, began: float) -> int:
+        """All of it."""
+        self._catch_signals()
+        http = asyncio.create_task(self._http.serve(sockets=[sock]))
+        llm, url = None, _url(self._args, sock)
+        logger.info("loading the model; %s answers that it is not ready yet", url)
+        try:
+            llm = await self._load()
+            if llm is not None:
+                await self._serve(llm, url, began)
+        except asyncio.CancelledError:
+            if not self._exit_status:
+                raise
+        finally:
+            self._http.should_exit = True
+            await http
+            if llm is not None:
+                await llm.shutdown()
+        return self._exit_status
+
+    def _catch_signals(self) -> None:
+        """The first asks to stop, the second does not wait."""
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+
+        def on_signal(number: int) -> None:
+            if not self._stop.is_set():
+                logger.info("stopping: running requests have %g s to finish", self._args.drain_timeout_s)
+                self._stop.set()
+            elif not self._exit_status and task is not None:
+                self._exit_status = 128 + number
+                self._http.force_exit = True
+                task.cancel()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, on_signal, number)
+
+    async def _load(self) -> AsyncLLM | None:
+        """None if a signal came before the model was there."""
+        loading = asyncio.create_task(AsyncLLM.from_args(self._engine_args))
+        stopped = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            return loading.result() if loading.done() else None
+        finally:
+            for task in (loading, stopped):
+                task.cancel()
+            await asyncio.gather(loading, stopped, return_exceptions=True)
+
+    async def _serve(self, llm: AsyncLLM, url: str, began: float) -> None:
+        args = self._args
+        names = args.served_model_name or (self._engine_args.model or EMBEDDED_CHECKPOINTS[0],)
+        state = ServerState(llm=llm, args=args, model_names=names)
+        gate = Gate(request_timeout_s=args.request_timeout_s, drain_timeout_s=args.drain_timeout_s)
+        with _tracer(args, names[0]) as tracer:
+            self._front.app = build_app(state, gate, self._keys, [tracer] if tracer is not None else [])
+            logger.info(
+                "quire %s serves %s at %s (ready in %.1f s)", __version__, names[0], url, time.monotonic() - began
+            )
+            await self._stop.wait()
+            state.is_draining = True
+            await gate.drain()
+
+
+def build_app(
+    state: ServerState, gate: Gate, keys: ApiKeys, sinks: Sequence[Callable[[RequestRecord], None]] = ()
+) -> ASGIApp:
+    """The application with all that operating it takes: records, metrics, keys, limits, deadlines."""
+    args, llm = state.args, state.llm
+    scheduler = llm.config.scheduler
+    admission = Admission(
+        args, max_num_seqs=scheduler.max_num_seqs, num_waiting=lambda: llm.stats().num_waiting, clock=time.monotonic
+    )
+    metrics = Metrics(
+        state.model_names[0],
+        llm.stats,
+        is_running=lambda: llm.is_running,
+        refused=lambda: admission.num_refused,
+        cache=llm.config.cache,
+    )
+    state.parts["metrics"] = metrics
+    for listener in (metrics, RecordListener()):
+        llm.add_listener(listener)
+    is_guarded = {"api": True, "page": False, "metrics": args.guard_metrics, "health": args.guard_health}
+
+    def wrap(app: ASGIApp, endpoint: Endpoint) -> ASGIApp:
+        if endpoint.generates:
+            app = Admitting(app, admission)
+        if keys and is_guarded[endpoint.kind]:
+            app = Authentication(app, keys)
+        if endpoint.kind in ("api", "page"):
+            app = gate.around(app)
+        return naming_route(app, endpoint.path)
+
+    around = [Middleware(AllowedHosts, args.allowed_hosts)] if checks_hosts(args, bool(keys)) else []
+    routes = [row for row in (*ROUTES, METRICS_ENDPOINT) if args.page or row.kind != "page"]
+    app: ASGIApp = make_app(state, routes=routes, around=around, wrap=wrap)
+    if args.allowed_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=args.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            allow_credentials=args.allow_credentials,
+            expose_headers=["x-request-id", "x-quire-warning", "retry-after"],
+        )
+    logs = [log_request] if args.log_requests else []
+    return Observer(app, [metrics.on_record, *logs, *sinks], keep_bodies=args.log_prompts)
+
+
+@contextlib.contextmanager
+def _tracer(args: ServerArgs, model_name: str) -> Iterator[Tracer | None]:
+    if args.otlp_endpoint is None:
+        yield None
+        return
+    tracer = Tracer(args.otlp_endpoint, model_name)
+    try:
+        yield tracer
+    finally:
+        tracer.shutdown()
+
+
+def _uvicorn_config(app: ASGIApp, args: ServerArgs) -> uvicorn.Config:
+    """Raises ConfigError if certificate or key cannot be used."""
+    config = uvicorn.Config(
+        app,
+        http=limited_protocol(args.max_header, args.header_timeout_s),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        forwarded_allow_ips="127.0.0.1",
+        timeout_keep_alive=max(1, round(args.idle_timeout_s)),
+        timeout_graceful_shutdown=_LAST_CONNECTIONS_S,
+        ssl_certfile=args.ssl_certfile,
+        ssl_keyfile=args.ssl_keyfile,
+        ssl_ca_certs=args.ssl_ca_certs,
+        ssl_cert_reqs=ssl.CERT_REQUIRED if args.ssl_ca_certs else ssl.CERT_NONE,
+    )
+    try:
+        config.load()
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"ssl_certfile={args.ssl_certfile!r}, or the key that belongs to it, cannot be used: {error}"
+        ) from error
+    return config
+
+
+@contextlib.contextmanager
+def _listening(args: ServerArgs) -> Iterator[socket.socket]:
+    """A bound socket, closed in the end. Raises ConfigError if it cannot be had."""
+    sock = _bind_path(Path(args.uds)) if args.uds is not None else _bind_port(args.host, args.port)
+    with sock:
+        try:
+            yield sock
+        finally:
+            if args.uds is not None:
+                Path(args.uds).unlink(missing_ok=True)
+
+
+def _bind_port(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"host={host!r} is no address of this machine: {error}") from error
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        what = "in use by another program" if error.errno == errno.EADDRINUSE else f"not to be had: {error.strerror}"
+        raise ConfigError(
+            f"port {port} of {host} is {what}; choose another with --port, 0 for any that is free"
+        ) from error
+    return sock
+
+
+def _bind_path(path: Path) -> socket.socket:
+    """What a server that was killed has left behind is taken away first."""
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        if path.is_socket():
+            with socket.socket(socket.AF_UNIX) as probe:
+                if probe.connect_ex(str(path)) == 0:
+                    raise ConfigError(f"uds={str(path)!r} is in use by another server; choose another path")
+            path.unlink()
+        sock.bind(str(path))
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"uds={str(path)!r} cannot be made: {error}") from error
+    except ConfigError:
+        sock.close()
+        raise
+    return sock
+
+
+def _url(args: ServerArgs, sock: socket.socket) -> str:
+    if args.uds is not None:
+        return f"unix:{args.uds}"
+    host = f"[{args.host}]" if ":" in args.host else args.host
+    return f"http{'s' if args.ssl_certfile else ''}://{host}:{sock.getsockname()[1]}"
+
+
+def _allow_many_connections() -> None:
+    """Each is a file to the system, which gives a process 1,024 unless it asks for more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _NUM_FILES if hard == resource.RLIM_INFINITY else min(_NUM_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

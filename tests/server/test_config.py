@@ -1,0 +1,135 @@
+"""The server's arguments: flags, a file, or both, under one flat list of names."""
+
+import argparse
+import dataclasses
+
+import pytest
+import yaml
+
+from quire.cli import serve as serve_command
+from quire.config.args import EngineArgs
+from quire.errors import ConfigError
+from quire.server.config import ServerArgs, describe_args, is_loopback, merge_args
+
+
+def parse(*argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    serve_command.add_arguments(parser)
+    return parser.parse_args(argv)
+
+
+def names_of(cls) -> set[str]:
+    return {field.name for field in dataclasses.fields(cls)}
+
+
+def test_server_and_engine_share_one_list_of_names():
+    assert not names_of(ServerArgs) & names_of(EngineArgs)
+
+
+def test_every_argument_is_a_flag():
+    options = vars(parse("--port", "1", "--no-page", "--api-key", "a", "b", "--max-body-bytes", "1MiB", "--seed", "5"))
+    assert options["port"] == 1
+    assert options["page"] is False
+    assert options["api_key"] == ["a", "b"]
+    assert options["max_body_bytes"] == "1MiB"
+    assert options["seed"] == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("quire.yaml", "port: 81\nserved-model-name: [a, b]\nblock_size: 32\napi_key: secret\n"
+         "tenant_weights: {a: 2}\n"),
+        ("quire.toml", 'port = 81\nserved-model-name = ["a", "b"]\nblock_size = 32\napi_key = "secret"\n'
+         "tenant_weights = {a = 2}\n"),
+    ],
+)  # fmt: skip
+def test_flags_override_the_file(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    args, engine_args = merge_args(str(tmp_path / name), {"port": 82, "max_num_seqs": 7})
+    assert (args.port, args.served_model_name, args.api_key) == (82, ("a", "b"), ("secret",))
+    assert (engine_args.block_size, engine_args.max_num_seqs, engine_args.tenant_weights) == (32, 7, {"a": 2})
+
+
+def test_what_is_printed_can_be_read_back_and_holds_no_key(tmp_path):
+    args, engine_args = merge_args(
+        None, {"port": 9000, "api_key": ["hunter2"], "max_num_seqs": 3, "log_requests": False}
+    )
+    text = describe_args(args, engine_args)
+    assert "hunter2" not in text
+    assert yaml.safe_load(text) == {"port": 9000, "api_key": "(1 not shown)", "max_num_seqs": 3, "log_requests": False}
+    assert describe_args(ServerArgs(), EngineArgs()) == "all arguments at their defaults"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"prot": 1}, "unknown argument 'prot', did you mean 'port'"),
+        ({"max_num_seq": 1}, "did you mean 'max_num_seqs'"),
+        ({"port": "80"}, "port='80': must be int"),
+        ({"port": True}, "port=True: must be int"),
+        ({"port": 65536}, "port=65536: must be from 0"),
+        ({"page": "yes"}, "page='yes': must be bool"),
+        ({"served_model_name": [1]}, "served_model_name"),
+        ({"block_size": "16"}, "block_size='16': must be int"),
+        ({"max_waiting": -1}, "max_waiting=-1: must be 0 or more"),
+        ({"requests_per_minute": 0}, "requests_per_minute=0: must be 1 or more"),
+        ({"drain_timeout_s": float("nan")}, "drain_timeout_s=nan"),
+        ({"request_timeout_s": 0}, "request_timeout_s=0: must be a number of seconds"),
+        ({"body_timeout_s": float("inf")}, "body_timeout_s=inf"),
+        ({"max_body_bytes": "ten"}, "max_body_bytes='ten'"),
+        ({"max_header_bytes": 10}, "max_header_bytes=10: must be 1024"),
+        ({"log_format": "jsno"}, "did you mean 'json'"),
+        ({"ssl_keyfile": "key.pem"}, "need ssl_certfile"),
+        ({"log_prompts": True, "log_requests": False}, "log_prompts"),
+        ({"host": "0.0.0.0"}, "there is no API key"),
+        ({"host": "example.org"}, "there is no API key"),
+    ],
+)  # fmt: skip
+def test_a_wrong_argument_is_refused_by_name(given, message, monkeypatch):
+    monkeypatch.delenv("QUIRE_API_KEY", raising=False)
+    with pytest.raises(ConfigError) as raised:
+        merge_args(None, given)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["port: [", "- a\n- b\n", "just words", "!!python/object/apply:os.getcwd []"])
+def test_a_file_that_is_no_list_of_names_is_refused(tmp_path, text):
+    path = tmp_path / "quire.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"quire\.yaml"):
+        merge_args(str(path), {})
+
+
+def test_a_missing_or_broken_file_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        merge_args(str(tmp_path / "none.yaml"), {})
+    (tmp_path / "quire.toml").write_text("port: 80")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        merge_args(str(tmp_path / "quire.toml"), {})
+    (tmp_path / "empty.yaml").write_text("# nothing yet\n")
+    assert merge_args(str(tmp_path / "empty.yaml"), {}) == (ServerArgs(), EngineArgs())
+
+
+def test_others_may_connect_only_with_a_key_or_leave(monkeypatch, tmp_path):
+    monkeypatch.delenv("QUIRE_API_KEY", raising=False)
+    assert ServerArgs(host="0.0.0.0", api_key=("k",)).has_api_key
+    assert ServerArgs(host="0.0.0.0", allow_unauthenticated=True).is_local is False
+    assert ServerArgs(host="0.0.0.0", uds=str(tmp_path / "s")).is_local
+    monkeypatch.setenv("QUIRE_API_KEY", "k")
+    assert ServerArgs(host="::").has_api_key
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("[::1]", True), ("localhost", True),
+     ("LOCALHOST.", True), ("0.0.0.0", False), ("::", False), ("", False), ("localhost.example.org", False), ("10.0.0.1", False)],
+)  # fmt: skip
+def test_which_hosts_are_this_machine(host, expected):
+    assert is_loopback(host) is expected
+
+
+def test_a_model_is_named_once():
+    options = parse("quire-tiny", "--model", "quire-draft")
+    with pytest.raises(ConfigError, match="two models"):
+        serve_command.run(options)

@@ -1,0 +1,209 @@
+"""Deadlines and draining, on applications that never end by themselves."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from quire.server.admission import Admission
+from quire.server.config import ServerArgs
+from quire.server.errors import ApiError
+from quire.server.lifecycle import Admitting, Front, Gate
+from quire.server.request_log import RequestRecord
+from quire.server.state import add_context
+
+
+def scope_of(method: str = "POST", path: str = "/v1/chat/completions") -> dict:
+    scope = {"type": "http", "method": method, "path": path, "headers": [], "client": ("10.0.0.1", 1)}
+    add_context(scope)
+    return scope
+
+
+class Sent:
+    def __init__(self) -> None:
+        self.messages: list[dict] = []
+
+    async def __call__(self, message) -> None:
+        self.messages.append(message)
+
+    @property
+    def status(self) -> int:
+        return self.messages[0]["status"]
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.messages[1:])
+
+
+class Endless:
+    """An application that may begin a stream, and then waits for good."""
+
+    def __init__(self, *, begins: bool = False) -> None:
+        self.begins = begins
+        self.begun = asyncio.Event()
+        self.may_end = asyncio.Event()
+        self.was_cancelled = False
+
+    async def __call__(self, scope, receive, send) -> None:
+        if self.begins:
+            headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
+        self.begun.set()
+        try:
+            await self.may_end.wait()
+        except asyncio.CancelledError:
+            self.was_cancelled = True
+            raise
+        if self.begins:
+            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+
+def gate_of(request_timeout_s: float | None = None, drain_timeout_s: float = 0.01) -> Gate:
+    return Gate(request_timeout_s=request_timeout_s, drain_timeout_s=drain_timeout_s)
+
+
+def test_a_request_that_takes_too_long_is_aborted():
+    async def main():
+        app = Endless()
+        with pytest.raises(ApiError) as raised:
+            await gate_of(request_timeout_s=0.01).around(app)(scope_of(), None, Sent())
+        assert app.was_cancelled
+        assert (raised.value.status, raised.value.code) == (504, "request_timeout")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("path", "event"), [("/v1/completions", b'\n\ndata: {"error":'), ("/v1/messages", b"\n\nevent: error\ndata: {")]
+)
+def test_a_stream_that_takes_too_long_ends_with_an_error(path, event):
+    async def main():
+        sent = Sent()
+        await gate_of(request_timeout_s=0.01).around(Endless(begins=True))(scope_of(path=path), None, sent)
+        assert sent.status == 200
+        assert event in sent.body
+        assert sent.messages[-1]["more_body"] is False
+
+    asyncio.run(main())
+
+
+def test_the_applications_own_timeouts_are_its_own():
+    async def app(scope, receive, send):
+        raise TimeoutError("mine")
+
+    with pytest.raises(TimeoutError, match="mine"):
+        asyncio.run(gate_of(request_timeout_s=60).around(app)(scope_of(), None, Sent()))
+
+
+def test_draining_waits_for_what_runs_and_lets_nothing_in():
+    async def main():
+        gate, app, sent = gate_of(drain_timeout_s=60), Endless(begins=True), Sent()
+        running = asyncio.create_task(gate.around(app)(scope_of(), None, sent))
+        await app.begun.wait()
+        draining = asyncio.create_task(gate.drain())
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError) as raised:
+            await gate.around(app)(scope_of(), None, Sent())
+        assert raised.value.status == 503
+        assert raised.value.headers["retry-after"] == "60"
+        assert not draining.done()
+        app.may_end.set()
+        await asyncio.gather(draining, running)
+        assert sent.body.endswith(b"[DONE]\n\n")
+        assert not app.was_cancelled
+
+    asyncio.run(main())
+
+
+def test_what_does_not_end_in_time_is_aborted_and_told():
+    async def main():
+        gate, stream, whole, view = gate_of(), Endless(begins=True), Endless(), Endless(begins=True)
+        sent, seen = Sent(), Sent()
+        running = [
+            asyncio.create_task(gate.around(stream)(scope_of(), None, sent)),
+            asyncio.create_task(gate.around(whole)(scope_of(), None, Sent())),
+            asyncio.create_task(gate.around(view)(scope_of("GET", "/debug/cache/events"), None, seen)),
+        ]
+        for app in (stream, whole, view):
+            await app.begun.wait()
+        await gate.drain()
+        results = await asyncio.gather(*running, return_exceptions=True)
+        assert b"shutting_down" in sent.body
+        assert isinstance(results[1], ApiError)
+        assert results[1].status == 503
+        assert view.was_cancelled
+        assert seen.messages[-1]["more_body"] is False
+
+    asyncio.run(main())
+
+
+def test_one_that_only_looks_is_not_waited_for_and_has_no_deadline():
+    async def main():
+        gate, app = gate_of(request_timeout_s=0.001, drain_timeout_s=1000), Endless(begins=True)
+        running = asyncio.create_task(gate.around(app)(scope_of("GET"), None, Sent()))
+        await app.begun.wait()
+        await asyncio.sleep(0.01)
+        assert not running.done()
+        await gate.drain()
+        await running
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"), [("/ready", b'{"status":"loading"}'), ("/v1/models", b'"code":"loading"')]
+)
+def test_until_the_model_is_there_the_answer_is_503(path, expected):
+    async def main():
+        front, sent = Front(), Sent()
+        await front(scope_of("GET", path), None, sent)
+        assert sent.status == 503
+        assert expected in sent.body
+        front.app = Endless(begins=True)
+        front.app.may_end.set()
+        sent = Sent()
+        await front(scope_of("GET", path), None, sent)
+        assert sent.status == 200
+
+    asyncio.run(main())
+
+
+def test_admission_is_asked_for_the_key_or_else_the_address_and_told_the_tokens(monkeypatch):
+    record = RequestRecord("POST", [], num_prompt_tokens=50, num_generated_tokens=20)
+    monkeypatch.setattr("quire.server.lifecycle.current_record", lambda: record)
+
+    async def app(scope, receive, send):
+        scope["served"] = True
+
+    async def main():
+        admission = Admission(
+            ServerArgs(tokens_per_minute=60), max_num_seqs=4, num_waiting=lambda: 0, clock=lambda: 0.0
+        )
+        middleware = Admitting(app, admission)
+        scope = scope_of()
+        await middleware(scope, None, None)
+        assert scope["served"]
+        with pytest.raises(ApiError) as raised:
+            await middleware(scope_of(), None, None)
+        assert (raised.value.status, raised.value.code) == (429, "tokens_per_minute")
+        assert int(raised.value.headers["retry-after"]) == 11
+        other = scope_of()
+        other["quire"].tenant = "alice"
+        await middleware(other, None, None)
+        local = scope_of() | {"client": None}
+        await middleware(local, None, None)
+        assert admission.num_running == 0
+
+    asyncio.run(main())
+
+
+def test_a_request_that_fails_leaves_too():
+    async def app(scope, receive, send):
+        raise RuntimeError("broken")
+
+    admission = SimpleNamespace(enter=lambda tenant: None, leave=lambda tenant, tokens: left.append(tenant))
+    left: list[str] = []
+    with pytest.raises(RuntimeError):
+        asyncio.run(Admitting(app, admission)(scope_of(), None, None))
+    assert left == ["10.0.0.1"]

@@ -1,0 +1,210 @@
+"""Metrics: the names that dashboards know, filled from what the engine and its requests tell."""
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from quire.config.cache import CacheConfig
+from quire.kv.stats import PrefixCacheStats
+from quire.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
+from quire.params import SamplingParams
+from quire.server.metrics import Histogram, Metrics
+from quire.server.request_log import RequestRecord
+
+ROOT = Path(__file__).parents[2]
+CACHE = CacheConfig(16, None, None, 0.9, True)
+ASKED_FOR = [
+    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total",
+    "prefix_cache_queries_total", "prefix_cache_hits_total", "prompt_tokens_total", "generation_tokens_total",
+    "time_to_first_token_seconds", "inter_token_latency_seconds", "time_per_output_token_seconds",
+    "e2e_request_latency_seconds", "request_queue_time_seconds", "request_prefill_time_seconds",
+    "request_decode_time_seconds", "request_prompt_tokens", "request_generation_tokens", "request_params_n",
+    "request_success_total", "iteration_tokens_total", "cache_config_info",
+]  # fmt: skip
+
+
+class Engine:
+    """Stats that a test sets."""
+
+    def __init__(self) -> None:
+        self.prefix = PrefixCacheStats()
+        self.counts = dict.fromkeys(EngineStats.__dataclass_fields__, 0) | {"num_blocks": 10}
+
+    def stats(self) -> EngineStats:
+        return EngineStats(**self.counts | {"prefix_cache": self.prefix.to_dict()})
+
+
+@pytest.fixture
+def engine():
+    return Engine()
+
+
+@pytest.fixture
+def clock():
+    return SimpleNamespace(now=100.0)
+
+
+@pytest.fixture
+def refused():
+    return Counter()
+
+
+@pytest.fixture
+def metrics(engine, clock, refused):
+    return Metrics("tiny", engine.stats, refused=lambda: refused, cache=CACHE, clock=lambda: clock.now)
+
+
+def samples(metrics: Metrics) -> dict[str, float]:
+    """Every sample by its name and its labels but the model's."""
+    found = {}
+    for family in text_string_to_metric_families(metrics.render()[0].decode()):
+        for sample in family.samples:
+            labels = {key: value for key, value in sample.labels.items() if key not in ("model_name", "engine")}
+            found[sample.name + (str(sorted(labels.items())) if labels else "")] = sample.value
+    return found
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float:
+    return samples(metrics)[name + (str(sorted(labels.items())) if labels else "")]
+
+
+def scraped_names(metrics: Metrics) -> set[str]:
+    return set(re.findall(r"^# TYPE (\S+) ", metrics.render()[0].decode(), re.MULTILINE))
+
+
+def finish(reason: str = "stop") -> RequestOutput:
+    moments = RequestMetrics(
+        arrival_time=100.0, first_scheduled_time=101.0, first_token_time=103.0, finished_time=109.0
+    )
+    return RequestOutput("r", None, [1] * 12, [CompletionOutput(0, "", [])], True, 4, moments)
+
+
+def test_the_names_that_are_asked_for_are_there_with_vllms_labels(metrics):
+    names = scraped_names(metrics)
+    assert {f"vllm:{name}" for name in ASKED_FOR} <= names
+    text = metrics.render()[0].decode()
+    assert 'vllm:num_requests_running{engine="0",model_name="tiny"} 0.0' in text
+    assert 'num_gpu_blocks="10"' in text
+
+
+def test_a_request_is_measured_from_its_arrival_to_its_end(metrics, clock):
+    metrics.on_request_start("r", 12, SamplingParams(n=2, max_tokens=50))
+    metrics.on_tokens("r", 1, 103.0)
+    metrics.on_tokens("r", 2, 104.0)
+    metrics.on_tokens("r", 1, 106.0)
+    clock.now = 109.5
+    metrics.on_request_end("r", finish(), "stop")
+    found = samples(metrics)
+    sums = {
+        "time_to_first_token_seconds": 3.0, "inter_token_latency_seconds": 3.0, "time_per_output_token_seconds": 3.0,
+        "request_time_per_output_token_seconds": 1.0, "e2e_request_latency_seconds": 9.5, "request_queue_time_seconds": 1.0,
+        "request_prefill_time_seconds": 2.0, "request_decode_time_seconds": 6.0, "request_inference_time_seconds": 8.0,
+        "request_prompt_tokens": 12, "request_generation_tokens": 4, "request_params_n": 2, "request_params_max_tokens": 50,
+    }  # fmt: skip
+    assert {name: found[f"vllm:{name}_sum"] for name in sums} == sums
+    assert found["vllm:inter_token_latency_seconds_count"] == 2
+    assert found["vllm:e2e_request_latency_seconds_count"] == 1
+    assert value(metrics, "vllm:request_success_total", finished_reason="stop") == 1
+    assert value(metrics, "vllm:request_success_total", finished_reason="abort") == 0
+
+
+def test_a_request_that_fails_early_is_counted_and_forgotten(metrics):
+    metrics.on_request_start("r", 12, SamplingParams())
+    metrics.on_request_end("r", None, "error")
+    metrics.on_request_end("r", None, "error")
+    metrics.on_tokens("r", 1, 101.0)
+    assert value(metrics, "vllm:request_success_total", finished_reason="error") == 1
+    assert value(metrics, "vllm:time_to_first_token_seconds_count") == 0
+
+
+def test_a_step_counts_what_it_brought(metrics, engine):
+    metrics.on_step(engine.stats())
+    engine.counts |= {"num_prompt_tokens": 100, "num_generated_tokens": 3}
+    metrics.on_step(engine.stats())
+    metrics.on_step(engine.stats())
+    assert value(metrics, "vllm:iteration_tokens_total_sum") == 103
+    assert value(metrics, "vllm:iteration_tokens_total_count") == 1
+
+
+def test_the_cache_is_shown_by_state_and_reason(metrics, engine):
+    engine.counts |= {"num_used_blocks": 4, "num_cached_blocks": 5, "num_preemptions": 2, "num_running": 3}
+    engine.prefix.num_evicted_tokens = 16
+    shown = samples(metrics)
+    blocks = {state: value(metrics, "quire:kv_cache_blocks", state=state) for state in ("free", "cached", "owned")}
+    assert blocks == {"free": 1, "cached": 5, "owned": 4}
+    assert shown["vllm:kv_cache_usage_perc"] == 0.4
+    assert shown["vllm:num_preemptions_total"] == 2
+    assert shown["quire:prefix_cache_evicted_tokens_total"] == 16
+    assert value(metrics, "quire:prefix_cache_missed_tokens_total", reason="never_seen") == 0
+    assert value(metrics, "quire:prefix_cache_hit_tokens_total", source="device") == 0
+
+
+def test_answers_and_refusals_are_counted(metrics, refused):
+    for status in (200, 200, 404):
+        metrics.on_record(RequestRecord("GET", [], route="/v1/models/{model}", status=status))
+    refused["queue_full"] += 3
+    labels = {"route": "/v1/models/{model}", "method": "GET"}
+    assert value(metrics, "quire:http_requests_total", status="200", **labels) == 2
+    assert value(metrics, "quire:http_requests_total", status="404", **labels) == 1
+    assert value(metrics, "quire:requests_refused_total", reason="queue_full") == 3
+
+
+def test_an_engine_that_is_gone_shows(engine):
+    metrics = Metrics("tiny", engine.stats, is_running=lambda: False)
+    assert value(metrics, "quire:engine_up") == 0
+
+
+def test_a_name_with_quotes_stays_one_label(engine):
+    metrics = Metrics('a"b\\c\nd', engine.stats)
+    (family,) = [f for f in text_string_to_metric_families(metrics.render()[0].decode()) if f.name == "quire:engine_up"]
+    assert family.samples[0].labels["model_name"] == 'a"b\\c\nd'
+
+
+def test_two_servers_in_a_process_do_not_meet(engine):
+    assert Metrics("a", engine.stats).registry is not Metrics("b", engine.stats).registry
+
+
+@pytest.mark.parametrize(
+    ("accept", "expected"), [(None, "text/plain"), ("application/openmetrics-text; version=1.0.0", "openmetrics")]
+)
+def test_the_format_is_the_one_that_is_asked_for(metrics, accept, expected):
+    body, content_type = metrics.render(accept)
+    assert expected in content_type
+    assert body.endswith(b"# EOF\n") is (expected == "openmetrics")
+
+
+@given(st.lists(st.floats(0, 100), max_size=50))
+def test_a_histogram_counts_each_value_once(values):
+    histogram = Histogram([0.5, 1, 50])
+    for number in values:
+        histogram.observe(number)
+    expected = [("0.5", 0.5), ("1.0", 1), ("50.0", 50), ("+Inf", float("inf"))]
+    assert histogram.cumulative() == [(name, sum(v <= bound for v in values)) for name, bound in expected]
+    assert histogram.sum == sum(values)
+
+
+def test_every_metric_is_documented_and_no_other(metrics):
+    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    documented = set(re.findall(r"^\| `((?:vllm|quire):\w+)`", text, re.MULTILINE))
+    assert documented == {name for name in scraped_names(metrics) if ":" in name}
+
+
+def test_the_dashboard_asks_for_metrics_that_exist(metrics):
+    dashboard = json.loads((ROOT / "deploy" / "grafana" / "quire.json").read_text(encoding="utf-8"))
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    assert len(queries) > 15
+    asked = {name for query in queries for name in re.findall(r"\b(?:(?:vllm|quire):|process_)\w+", query)}
+    names = {
+        re.sub(r"_(bucket|sum|count)$", "", name) if "_seconds" in name or "_tokens" in name else name for name in asked
+    }
+    known = scraped_names(metrics)
+    assert {name for name in names if name not in known} == set()
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    assert len(ids) == len(set(ids))

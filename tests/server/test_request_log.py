@@ -1,0 +1,169 @@
+"""The log: one line per request, that no client can forge or break, and nothing of what was said."""
+
+import asyncio
+import json
+import logging
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.outputs import RequestMetrics, RequestOutput
+from quire.params import SamplingParams
+from quire.server.request_log import (
+    CLIENT_GONE,
+    JsonFormatter,
+    Observer,
+    RecordListener,
+    RequestRecord,
+    TextFormatter,
+    current_record,
+    log_request,
+    naming_route,
+)
+from quire.server.state import add_context
+
+TEXT = TextFormatter("%(levelname)s %(message)s")
+
+
+@pytest.fixture
+def lines(monkeypatch):
+    """What the log was told, formatted as text."""
+    found: list[logging.LogRecord] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record):
+            found.append(record)
+
+    log = logging.getLogger("quire")
+    handler = Keep()
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    yield found
+    log.removeHandler(handler)
+    log.setLevel(level)
+
+
+def observe(app, *, keep_bodies: bool = False, body: bytes = b"{}", method: str = "POST") -> RequestRecord:
+    records: list[RequestRecord] = []
+
+    async def main():
+        async def receive():
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def send(message):
+            pass
+
+        scope = {"type": "http", "method": method, "path": "/v1/completions", "headers": [(b"x-request-id", b"req-1")]}
+        await Observer(app, [records.append], keep_bodies=keep_bodies)(scope, receive, send)
+
+    asyncio.run(main())
+    return records[0]
+
+
+def answering(status: int = 200, tenant: str = "alice", listener: RecordListener | None = None):
+    """An application that asks the engine twice, as for two prompts."""
+
+    async def app(scope, receive, send):
+        scope["app"] = None
+        add_context(scope).tenant = tenant
+        await receive()
+        for engine_id in ("e-1", "e-2") if listener else ():
+            listener.on_request_start(engine_id, 10, SamplingParams(tenant=f"{tenant}/carol"))
+            listener.on_tokens(engine_id, 3, current_record().start_s + 0.5)
+            moments = RequestMetrics(1.0, 1.25, 1.5, 2.0)
+            listener.on_request_end(engine_id, RequestOutput(engine_id, None, [], [], True, 4, moments), "length")
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    return naming_route(app, "/v1/completions")
+
+
+def test_a_record_gathers_what_engine_and_answer_tell():
+    record = observe(answering(listener=RecordListener()))
+    assert (record.method, record.route, record.status) == ("POST", "/v1/completions", 200)
+    assert (record.request_id, record.tenant, record.reason) == ("req-1", "alice/carol", "length")
+    assert (record.num_prompt_tokens, record.num_generated_tokens, record.num_cached_tokens) == (20, 6, 8)
+    assert (record.first_token_s, record.queue_s) == (pytest.approx(0.5), 0.25)
+    assert record.num_tokens == 26
+    assert record.body is None
+
+
+def test_a_client_that_leaves_and_a_path_that_is_none():
+    async def gone(scope, receive, send):
+        pass
+
+    record = observe(gone, method="BREW")
+    assert (record.status, record.route, record.method) == (CLIENT_GONE, "other", "other")
+
+
+def test_a_failure_is_recorded_and_handed_on():
+    async def broken(scope, receive, send):
+        raise RuntimeError("broken")
+
+    records: list[RequestRecord] = []
+    scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
+    with pytest.raises(RuntimeError):
+        asyncio.run(Observer(broken, [records.append])(scope, None, None))
+    assert len(records) == 1
+    assert current_record() is None
+
+
+def test_bodies_are_kept_only_on_demand_and_not_without_end():
+    secret = b'{"prompt": "my secret"}'
+    assert observe(answering(), body=secret).body is None
+    assert observe(answering(), body=secret, keep_bodies=True).body == secret
+    assert len(observe(answering(), body=b"x" * 10**6, keep_bodies=True).body) == 64 * 1024
+
+
+def test_the_line_in_both_formats(lines):
+    log_request(observe(answering(listener=RecordListener())))
+    text = TEXT.format(lines[0])
+    assert text.startswith("INFO POST /v1/completions 200 request_id=req-1 tenant=alice/carol prompt_tokens=20")
+    assert "reason=length" in text
+    fields = json.loads(JsonFormatter().format(lines[0]))
+    assert fields | {"time": "", "seconds": 0} == {
+        "time": "", "level": "info", "message": "POST /v1/completions 200", "method": "POST", "route": "/v1/completions",
+        "status": 200, "request_id": "req-1", "tenant": "alice/carol", "prompt_tokens": 20, "cached_tokens": 8,
+        "generated_tokens": 6, "queue_s": 0.25, "first_token_s": 0.5, "seconds": 0, "reason": "length",
+    }  # fmt: skip
+
+
+def test_probes_that_go_well_are_left_out(lines):
+    log_request(RequestRecord("GET", [], route="/metrics", status=200))
+    assert lines == []
+    log_request(RequestRecord("GET", [], route="/ready", status=503))
+    assert len(lines) == 1
+
+
+@given(st.text())
+def test_no_tenant_can_forge_a_line(tenant):
+    record = logging.LogRecord("quire", logging.INFO, "", 0, "GET / 200", (), None)
+    record.fields = {"tenant": tenant}
+    text = TEXT.format(record)
+    assert text.isascii()
+    assert text.isprintable()
+    assert json.loads(JsonFormatter().format(record))["tenant"] == tenant
+    assert JsonFormatter().format(record).isascii()
+
+
+@given(st.text())
+def test_no_message_can_look_like_two(message):
+    record = logging.LogRecord("quire", logging.INFO, "", 0, "%s", (message,), None)
+    first, *others = TEXT.format(record).splitlines()
+    assert first.startswith("INFO ")
+    assert all(line.startswith("    ") for line in others)
+    assert "\x1b" not in first + "".join(others)
+    assert json.loads(JsonFormatter().format(record))["message"] == message
+
+
+def test_an_exception_is_shown():
+    try:
+        raise ValueError("inner\nINFO forged")
+    except ValueError as error:
+        record = logging.LogRecord(
+            "quire", logging.ERROR, "", 0, "failed", (), (type(error), error, error.__traceback__)
+        )
+    assert "\n    ValueError: inner\n    INFO forged" in TEXT.format(record)
+    assert "ValueError" in json.loads(JsonFormatter().format(record))["exception"]

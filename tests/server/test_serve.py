@@ -1,0 +1,229 @@
+"""`quire serve` as a process: from its first line to its exit status."""
+
+import contextlib
+import http.client
+import json
+import re
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from quire.errors import ConfigError
+from quire.server.config import ServerArgs
+from quire.server.serve import _listening, _uvicorn_config
+
+SMALL = ["--kv-cache-memory", "16MiB", "--max-num-seqs", "8"]
+WAIT_S = 60
+CHAT = {"messages": [{"role": "user", "content": "Count."}], "ignore_eos": True}
+
+
+class Server:
+    """A `quire serve` process, and what it has printed."""
+
+    def __init__(self, *args: str | Path) -> None:
+        self.lines: list[str] = []
+        self._changed = threading.Condition()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "quire", "serve", *map(str, args), *SMALL],
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+        )
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        for line in self.process.stderr:
+            with self._changed:
+                self.lines.append(line.rstrip("\n"))
+                self._changed.notify_all()
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        """The first line that has it."""
+
+        def find() -> re.Match[str] | None:
+            return next((found for line in self.lines if (found := re.search(pattern, line))), None)
+
+        with self._changed:
+            assert self._changed.wait_for(lambda: find() is not None, WAIT_S), "\n".join(self.lines)
+        found = find()
+        assert found is not None
+        return found
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(WAIT_S)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        self.process.stderr.close()
+
+
+@contextlib.contextmanager
+def serving(*args: str | Path) -> Iterator[Server]:
+    server = Server(*args)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def ask(port: int, method: str, path: str, body=None, **headers: str) -> tuple[http.client.HTTPResponse, bytes]:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)) as connection:
+        text = None if body is None else json.dumps(body)
+        connection.request(method, path, text, {name.replace("_", "-"): value for name, value in headers.items()})
+        response = connection.getresponse()
+        return response, response.read()
+
+
+@pytest.fixture
+def config(tmp_path) -> Path:
+    keys = tmp_path / "keys"
+    keys.write_text("alice:sk-alice\nbob:sk-bob\n")
+    path = tmp_path / "quire.yaml"
+    path.write_text(
+        f"port: 1\nserved_model_name: tiny\napi_key_file: {keys}\nrequests-per-minute: 4\nlog_format: json\n"
+    )
+    return path
+
+
+def test_a_server_from_its_start_to_its_end(config):
+    with serving("--config", config, "--port", "0") as server:
+        configuration = json.loads(server.wait_for("configuration:").string)["message"]
+        assert "port: 0\n" in configuration
+        assert "requests_per_minute: 4\n" in configuration
+        assert "sk-alice" not in configuration
+        port = int(server.wait_for(r"serves tiny at http://127\.0\.0\.1:(\d+) \(ready in [\d.]+ s\)")[1])
+        key = {"authorization": "Bearer sk-alice"}
+
+        assert ask(port, "GET", "/ready")[0].status == 200
+        assert ask(port, "GET", "/health")[0].status == 200
+        response, body = ask(port, "GET", "/v1/models")
+        assert (response.status, response.headers["www-authenticate"]) == (401, "Bearer")
+        assert json.loads(body)["error"]["code"] == "invalid_api_key"
+        assert json.loads(ask(port, "POST", "/v1/messages", {})[1])["type"] == "error"
+        assert ask(port, "GET", "/v1/models", **key)[0].status == 200
+        assert ask(port, "GET", "/v1/none", x_api_key="sk-bob")[0].status == 404
+        assert ask(port, "GET", "/v1/models", x_api_key="sk-bob", a="x" * 70_000)[0].status == 431
+
+        response, body = ask(port, "POST", "/v1/chat/completions", CHAT | {"max_tokens": 5}, x_request_id="mine", **key)
+        assert response.status == 200
+        line = json.loads(server.wait_for('"request_id": "mine"').string)
+        assert line | {"time": 0, "first_token_s": 0, "seconds": 0, "queue_s": 0} == {
+            "time": 0, "level": "info", "message": "POST /v1/chat/completions 200", "method": "POST", "status": 200,
+            "route": "/v1/chat/completions", "request_id": "mine", "tenant": "alice", "model": "tiny", "reason": "length",
+            "prompt_tokens": json.loads(body)["usage"]["prompt_tokens"], "generated_tokens": 5, "queue_s": 0,
+            "first_token_s": 0, "seconds": 0,
+        }  # fmt: skip
+        metrics = ask(port, "GET", "/metrics")[1].decode()
+        assert 'vllm:request_success_total{engine="0",finished_reason="length",model_name="tiny"} 1.0' in metrics
+        assert 'vllm:generation_tokens_total{engine="0",model_name="tiny"} 5.0' in metrics
+        assert re.search(r'quire:http_requests_total\{[^}]*route="/v1/models",status="401"\} 1\.0', metrics)
+
+        statuses = [ask(port, "POST", "/v1/completions", {}, **key)[0] for _ in range(5)]
+        assert [response.status for response in statuses].count(429) == 2
+        assert int(statuses[-1].headers["retry-after"]) <= 15
+        drain(server, port, {"x-api-key": "sk-bob"})
+        assert 'request_id": "mine"' in "".join(server.lines)
+
+
+def drain(server: Server, port: int, key: dict[str, str]) -> None:
+    """A stream that runs when the signal comes is finished; nothing else is begun."""
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)) as connection:
+        body = json.dumps(CHAT | {"max_tokens": 1200, "stream": True})
+        connection.request("POST", "/v1/chat/completions", body, key)
+        stream = connection.getresponse()
+        assert stream.status == 200
+        assert stream.readline().startswith(b"data: ")
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for("stopping: running requests")
+        assert ask(port, "GET", "/ready")[0].status == 503
+        response, answer = ask(port, "GET", "/v1/models", **key)
+        assert (response.status, json.loads(answer)["error"]["code"]) == (503, "shutting_down")
+        assert int(response.headers["retry-after"]) == 30
+        assert stream.read().endswith(b"data: [DONE]\n\n")
+    assert server.process.wait(WAIT_S) == 0
+
+
+def certificate(folder: Path) -> tuple[Path, ssl.SSLContext]:
+    """A server's certificate and key in one file, and a client that trusts it."""
+    trustme = pytest.importorskip("trustme")
+    authority, path = trustme.CA(), folder / "server.pem"
+    authority.issue_cert("quire.test").private_key_and_cert_chain_pem.write_to_path(str(path))
+    context = ssl.create_default_context()
+    authority.configure_trust(context)
+    return path, context
+
+
+def test_over_tls_on_a_unix_socket_until_the_second_signal(tmp_path):
+    path, (pem, context) = tmp_path / "quire.sock", certificate(tmp_path)
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as stale:
+        stale.bind(str(path))  # what a server that was killed leaves behind
+    with serving("--uds", path, "--ssl-certfile", pem, "--drain-timeout-s", "600") as server:
+        server.wait_for(f"serves quire-tiny at unix:{re.escape(str(path))}")
+        with contextlib.closing(http.client.HTTPConnection("quire.test", timeout=WAIT_S)) as connection:
+            plain = socket.socket(socket.AF_UNIX)
+            plain.settimeout(WAIT_S)
+            plain.connect(str(path))
+            connection.sock = context.wrap_socket(plain, server_hostname="quire.test")
+            body = json.dumps(CHAT | {"max_tokens": 1200, "stream": True, "n": 8})
+            connection.request("POST", "/v1/chat/completions", body)
+            stream = connection.getresponse()
+            assert stream.status == 200
+            assert stream.readline().startswith(b"data: ")
+            server.process.send_signal(signal.SIGINT)
+            server.wait_for("stopping: running requests")
+            assert server.stop(signal.SIGINT) == 128 + signal.SIGINT
+        assert not path.exists()
+
+
+def test_a_signal_while_the_model_loads_ends_it_well():
+    with serving("--port", "0") as server:
+        server.wait_for("configuration:")
+        server.wait_for("loading")
+        assert server.stop() == 0
+
+
+def test_a_wrong_model_is_told_in_one_line():
+    with serving("/nowhere/at/all", "--port", "0") as server:
+        assert server.process.wait(WAIT_S) == 2
+        server.wait_for("quire: .*/nowhere/at/all")
+
+
+def test_a_port_or_socket_that_is_taken_is_refused(tmp_path):
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} of 127.0.0.1 is in use"), _listening(ServerArgs(port=port)):
+            pass
+    path = tmp_path / "s"
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as other:
+        other.bind(str(path))
+        other.listen()
+        with pytest.raises(ConfigError, match="in use by another server"), _listening(ServerArgs(uds=str(path))):
+            pass
+    (tmp_path / "file").write_text("mine")
+    for wrong in (tmp_path / "file", tmp_path / "no" / "folder"):
+        with pytest.raises(ConfigError, match="cannot be made"), _listening(ServerArgs(uds=str(wrong))):
+            pass
+    assert (tmp_path / "file").read_text() == "mine"
+    with pytest.raises(ConfigError, match="no address of this machine|not to be had"):
+        with _listening(ServerArgs(host="192.0.2.1", port=0, allow_unauthenticated=True)):
+            pass
+
+
+def test_certificates_that_are_none_are_refused(tmp_path):
+    for text in (None, "not a certificate"):
+        path = tmp_path / "cert.pem"
+        if text is not None:
+            path.write_text(text)
+        with pytest.raises(ConfigError, match=r"cert\.pem"):
+            _uvicorn_config(None, ServerArgs(ssl_certfile=str(path)))

@@ -1,0 +1,85 @@
+"""Spans: one per request, under the client's own trace, without text."""
+
+import sys
+
+import pytest
+
+from quire.errors import ConfigError
+from quire.params import SamplingParams
+from quire.server.request_log import RequestRecord
+from quire.server.tracing import Tracer
+
+TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+def record_of(**fields) -> RequestRecord:
+    known = {
+        "route": "/v1/chat/completions", "status": 200, "start_ns": 10**18, "seconds": 1.5, "num_prompt_tokens": 12,
+        "num_generated_tokens": 7, "num_cached_tokens": 4, "first_token_s": 0.25, "queue_s": 0.125, "reason": "stop",
+        "params": SamplingParams(temperature=0.5, max_tokens=9), "request_id": "req-1", "tenant": "alice",
+    }  # fmt: skip
+    return RequestRecord("POST", fields.pop("headers", []), **known | fields)
+
+
+@pytest.fixture
+def spans():
+    """Makes spans of records."""
+    memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
+
+    def make(*records: RequestRecord):
+        exporter = memory.InMemorySpanExporter()
+        tracer = Tracer("http://localhost:4318", "tiny", exporter)
+        for record in records:
+            tracer(record)
+        tracer.shutdown()
+        return exporter.get_finished_spans()
+
+    return make
+
+
+def test_a_span_has_the_times_and_the_tokens(spans):
+    (span,) = spans(record_of())
+    assert span.name == "chat tiny"
+    assert (span.start_time, span.end_time) == (10**18, 10**18 + 1_500_000_000)
+    assert span.parent is None
+    expected = {
+        "gen_ai.operation.name": "chat", "gen_ai.provider.name": "quire", "gen_ai.request.model": "tiny",
+        "gen_ai.request.temperature": 0.5, "gen_ai.request.max_tokens": 9, "gen_ai.usage.input_tokens": 12,
+        "gen_ai.usage.output_tokens": 7, "gen_ai.usage.cache_read.input_tokens": 4,
+        "gen_ai.response.finish_reasons": ("stop",), "gen_ai.latency.time_to_first_token": 0.25,
+        "http.route": "/v1/chat/completions", "http.response.status_code": 200, "quire.tenant": "alice",
+    }  # fmt: skip
+    assert {name: span.attributes[name] for name in expected} == expected
+
+
+def test_the_clients_trace_goes_on(spans):
+    header = f"00-{TRACE_ID}-{SPAN_ID}-01".encode()
+    child, broken = spans(record_of(headers=[(b"traceparent", header)]), record_of(headers=[(b"traceparent", b"\xff")]))
+    assert f"{child.context.trace_id:032x}" == TRACE_ID
+    assert f"{child.parent.span_id:016x}" == SPAN_ID
+    assert broken.parent is None
+
+
+def test_what_generates_nothing_has_a_plain_span_and_probes_none(spans):
+    (span,) = spans(record_of(route="/v1/models", params=None), record_of(route="/health"), record_of(route="/metrics"))
+    assert span.name == "/v1/models"
+    assert not [name for name in span.attributes if name.startswith("gen_ai")]
+
+
+def test_an_error_is_marked_and_a_long_value_cut(spans):
+    (span,) = spans(record_of(status=504, tenant="x" * 5000))
+    assert span.attributes["error.type"] == "504"
+    assert len(span.attributes["quire.tenant"]) == 256
+
+
+@pytest.mark.parametrize("endpoint", ["localhost:4318", "ftp://x", "", "http://"])
+def test_an_endpoint_that_is_no_url_is_refused(endpoint):
+    with pytest.raises(ConfigError, match="otlp_endpoint"):
+        Tracer(endpoint, "tiny")
+
+
+def test_without_opentelemetry_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    with pytest.raises(ConfigError, match=r"pip install 'quire\[tracing\]'"):
+        Tracer("http://localhost:4318", "tiny")
