@@ -50,8 +50,8 @@ class StoreError(QuireError):
     """The database cannot be read or written now; nothing is half written."""
 
 
-class StoreFullError(StoreError):
-    """There is no room: on the disk, or this one response is larger than the store may be."""
+class ResponseTooLargeError(StoreError):
+    """One response alone is larger than the store may be."""
 
 
 class ChainTooLongError(StoreError):
@@ -91,11 +91,11 @@ class ResponseStore:
             raise
 
     async def add(self, owner: str, new: StoredResponse) -> None:
-        """Write a new one, and remove the oldest until the bounds hold. Raises StoreError, StoreFullError."""
+        """Write a new one, and remove the oldest until the bounds hold. Raises StoreError, ResponseTooLargeError."""
         await self._run(_add, owner, new, self._max_responses, self._max_bytes)
 
     async def update(self, owner: str, new: StoredResponse) -> None:
-        """Write how one stands now; nothing happens if it was deleted meanwhile. Raises StoreError, StoreFullError."""
+        """Write how one stands now; nothing happens if it was deleted meanwhile. Raises as `add` does."""
         await self._run(_update, owner, new, self._max_responses, self._max_bytes)
 
     async def get(self, owner: str, response_id: str) -> StoredResponse | None:
@@ -119,9 +119,7 @@ class ResponseStore:
         self._thread.submit(self._connection.close).result()
         self._thread.shutdown()
 
-    async def _run(
-        self, call: Callable[Concatenate[sqlite3.Connection, P], T], *args: P.args, **kwargs: P.kwargs
-    ) -> T:
+    async def _run(self, call: Callable[Concatenate[sqlite3.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         work = asyncio.get_running_loop().run_in_executor(
             self._thread, partial(_translated, call, self._connection, *args, **kwargs)
         )
@@ -133,7 +131,7 @@ def _translated(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return call(*args, **kwargs)
     except sqlite3.Error as error:
         if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
-            raise StoreFullError("there is no room on the disk to store the response") from error
+            raise StoreError("there is no room on the disk to store the response") from error
         raise StoreError(f"the store of responses does not work: {error}") from error
 
 
@@ -214,7 +212,9 @@ def _add(connection: sqlite3.Connection, owner: str, new: StoredResponse, max_re
         _evict(connection, new.id, max_responses, max_bytes)
 
 
-def _update(connection: sqlite3.Connection, owner: str, new: StoredResponse, max_responses: int, max_bytes: int) -> None:
+def _update(
+    connection: sqlite3.Connection, owner: str, new: StoredResponse, max_responses: int, max_bytes: int
+) -> None:
     with _Transaction(connection):
         connection.execute(
             "UPDATE responses SET running = ?, response = ?, num_bytes = ? WHERE id = ? AND owner = ?",
@@ -230,7 +230,7 @@ def _evict(connection: sqlite3.Connection, kept_id: str, max_responses: int, max
     while number > max_responses or (number and total > max_bytes):
         row = connection.execute(oldest, (kept_id,)).fetchone()
         if row is None:
-            raise StoreFullError(
+            raise ResponseTooLargeError(
                 f"a response and its input have {total} bytes, the store holds {max_bytes}: set store to false"
             )
         connection.execute("DELETE FROM responses WHERE id = ?", (row[0],))
@@ -270,4 +270,3 @@ def _delete(connection: sqlite3.Connection, owner: str, response_id: str) -> boo
     with _Transaction(connection):
         cursor = connection.execute("DELETE FROM responses WHERE id = ? AND owner = ?", (response_id, owner))
         return cursor.rowcount > 0
-

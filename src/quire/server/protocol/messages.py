@@ -51,9 +51,7 @@ class ToolResultBlock(msgspec.Struct, tag="tool_result"):
     is_error: bool | None = False
 
 
-Block = (
-    TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock | ImageBlock | DocumentBlock
-)
+Block = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock | ImageBlock | DocumentBlock
 
 
 class InputMessage(msgspec.Struct):
