@@ -81,7 +81,7 @@ class RequestFrame:
         try:
             await self.app(scope, receive, send_with_context)
         except Exception as error:
-            answer = api_error(error, context.request_id)
+            answer = api_error(error, context.request_id, context.prompt_param)
             if not has_begun:  # else it is cut off: there is no way to say more
                 await answer.to_response(scope["path"])(scope, receive, send_with_context)
 

@@ -58,6 +58,8 @@ class ChoiceFinished(msgspec.Struct, frozen=True):
     finish_reason: ChatFinishReason
     stop_reason: int | str | None
     """the stop token id or stop string that ended it"""
+    timings: Timings | None = None
+    """the request's, with the last choice that finishes"""
 
 
 class UsageEvent(msgspec.Struct, frozen=True):

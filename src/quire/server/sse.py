@@ -37,6 +37,11 @@ def frame(data: bytes, event: str | None = None) -> bytes:
     return head + b"data: " + data + b"\n\n"
 
 
+def openai_error(error: ApiError) -> bytes:
+    """The last events of a stream that fails."""
+    return frame(error.to_json("")) + DONE
+
+
 async def event_stream(
     request: Request,
     events: Events,
@@ -51,9 +56,10 @@ async def event_stream(
     `error_event`. They are closed when the answer ends, however it does.
     """
     context = context_of(request)
+    context.prompt_param = prompt_param or context.prompt_param
 
     def to_api_error(error: Exception) -> ApiError:
-        return api_error(error, context.request_id, prompt_param)
+        return api_error(error, context.request_id, context.prompt_param)
 
     peeked = _Peeked(events, lambda error: error_event(to_api_error(error)))
     try:

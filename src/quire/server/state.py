@@ -68,6 +68,8 @@ class RequestContext:
     """the API key's name, where there are keys"""
     unknown_fields: list[str] = field(default_factory=list)
     """of the body; told in `x-quire-warning`"""
+    prompt_param: str | None = None
+    """the body's field that errors about the prompt name"""
     facts: dict[str, Any] = field(default_factory=dict)
     """what a log may tell of the request: model, counts of tokens, finish reasons; never text"""
 

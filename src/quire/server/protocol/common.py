@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from quire.outputs import RequestMetrics, RequestOutput
+from quire.outputs import RequestMetrics
 from quire.params import StructuredOutputsParams
 
 Prompts = str | list[str | int | list[int]]
@@ -187,35 +187,3 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 """by position, then by token id; None for the first token"""
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
-
-
-class Sums:
-    """The usage of a request while its outputs come, over all its prompts."""
-
-    __slots__ = ("_cached", "_completion", "_prompts")
-
-    def __init__(self) -> None:
-        self._prompts: dict[int, int] = {}
-        self._cached: dict[int, int] = {}
-        self._completion = 0
-
-    def add(self, place: int, output: RequestOutput) -> None:
-        """A delta of the prompt at this place."""
-        self._prompts[place] = len(output.prompt_token_ids)
-        self._cached[place] = output.num_cached_tokens
-        self._completion += sum(len(choice.token_ids) for choice in output.outputs)
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Of all prompts so far."""
-        return sum(self._prompts.values())
-
-    @property
-    def completion_tokens(self) -> int:
-        """Of all choices so far."""
-        return self._completion
-
-    @property
-    def cached_tokens(self) -> int:
-        """Of the prompts' tokens."""
-        return sum(self._cached.values())
