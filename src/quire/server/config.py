@@ -24,7 +24,7 @@ _AT_LEAST: Mapping[str, float] = {
     "requests_per_minute": 1, "tokens_per_minute": 1, "drain_timeout_s": 0, "response_store_max": 0,
 }  # fmt: skip
 _MORE_THAN_0 = ("header_timeout_s", "body_timeout_s", "request_timeout_s", "keep_alive_s", "idle_timeout_s")
-_BYTES = ("max_body_bytes", "max_header_bytes")
+_BYTES = ("max_body_bytes", "max_header_bytes", "response_store_max_bytes")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +74,7 @@ class ServerArgs:
     )
     response_store: str | None = arg(None, "file that keeps the answers of /v1/responses; none: kept until the end")
     response_store_max: int = arg(10_000, "answers kept there; the oldest go first")
+    response_store_max_bytes: int | str = arg("256MiB", "bytes that they may have in all, with what was asked")
 
     log_format: str = arg("text", "text or json, a line for each message and request")
     log_requests: bool = arg(True, "log a line for each request, without what was said")

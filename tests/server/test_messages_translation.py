@@ -1,0 +1,222 @@
+"""Anthropic's messages to chat and back, on conversations and events made by hand."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.server.chat_events import (
+    ChatEvent,
+    ChoiceFinished,
+    ContentDelta,
+    ReasoningDelta,
+    ToolCallDelta,
+    UsageEvent,
+)
+from quire.server.errors import ApiError
+from quire.server.messages_input import chat_request
+from quire.server.messages_stream import Event, MessageBuilder, fold
+from quire.server.protocol.chat import ChatCompletionRequest
+from quire.server.protocol.messages import Message, MessagesRequest
+
+USE = {"type": "tool_use", "id": "t1", "name": "forecast", "input": {"place": "Rome"}}
+
+
+def as_chat(*messages: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """The body of the chat request, which must be one that chat takes."""
+    body = {"max_tokens": 5, "messages": list(messages) or [{"role": "user", "content": "Hi"}], **fields}
+    chat = chat_request(msgspec.convert(body, MessagesRequest))
+    msgspec.convert(chat, ChatCompletionRequest)
+    return chat
+
+
+def user(*blocks: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "user", "content": list(blocks)}
+
+
+def text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def result(content: Any, use_id: str = "t1") -> dict[str, Any]:
+    return {"type": "tool_result", "tool_use_id": use_id, "content": content}
+
+
+def test_texts_and_blocks_are_messages() -> None:
+    found = as_chat(
+        {"role": "user", "content": "a"}, {"role": "assistant", "content": [text("b"), text("c")]},
+        user(text("d"), text("e")), system=[text("s"), text("t")],
+    )  # fmt: skip
+    assert found["messages"] == [
+        {"role": "system", "content": "s\nt"},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "bc"},
+        {"role": "user", "content": "d\ne"},
+    ]
+
+
+def test_calls_and_their_results_are_messages_in_their_order() -> None:
+    thinking = {"type": "thinking", "thinking": "hm", "signature": "s"}
+    found = as_chat(
+        {"role": "user", "content": "Weather?"}, {"role": "assistant", "content": [thinking, text("Let me look."), USE]},
+        user(result("sun"), text("and now?")), {"role": "assistant", "content": [{"type": "redacted_thinking"}, USE]},
+        user(result([text("rain")])),
+    )  # fmt: skip
+    calls = [{"id": "t1", "type": "function", "function": {"name": "forecast", "arguments": '{"place":"Rome"}'}}]
+    assert found["messages"][1:] == [
+        {"role": "assistant", "content": "Let me look.", "reasoning_content": "hm", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "t1", "name": "forecast", "content": "sun"},
+        {"role": "user", "content": "and now?"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "t1", "name": "forecast", "content": "rain"},
+    ]
+
+
+def test_a_last_message_of_the_assistant_is_gone_on_with() -> None:
+    found = as_chat({"role": "user", "content": "a"}, {"role": "assistant", "content": "The answer is"})
+    assert (found["continue_final_message"], found["add_generation_prompt"]) == (True, False)
+    assert "continue_final_message" not in as_chat()
+
+
+@pytest.mark.parametrize(
+    ("messages", "fields", "param"),
+    [
+        ([user({"type": "image", "source": {}})], {}, "messages[0].content[0]"),
+        ([user(USE)], {}, "messages[0].content[0]"),
+        ([user(result("x", "nobody"))], {}, "messages[0].content[0].tool_use_id"),
+        ([user()], {}, "messages[0].content"),
+        ([{"role": "assistant", "content": [result("x")]}], {}, "messages[0].content[0]"),
+        ([{"role": "assistant", "content": [USE]}], {}, "messages"),
+        ([{"role": "assistant", "content": [USE]}, user(result([{"type": "document"}]))], {},
+         "messages[1].content[0].content[0]"),
+        ([], {"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ([], {"mcp_servers": [{}]}, "mcp_servers"),
+        ([], {"container": "c"}, "container"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_or_served_is_refused_by_its_place(
+    messages: list[dict[str, Any]], fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(ApiError) as refused:
+        as_chat(*messages, **fields)
+    assert (refused.value.status, refused.value.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"stop_sequences": ["x"], "temperature": 0.5, "top_p": 0.9, "top_k": 4},
+         {"stop": ["x"], "temperature": 0.5, "top_p": 0.9, "top_k": 4}),
+        ({"metadata": {"user_id": "u"}}, {"user": "u"}),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, {"chat_template_kwargs": {"enable_thinking": True}}),
+        ({"thinking": {"type": "disabled"}, "chat_template_kwargs": {"x": 1}},
+         {"chat_template_kwargs": {"enable_thinking": False, "x": 1}}),
+        ({"tools": [{"name": "f", "input_schema": {"type": "object"}, "description": "d"}]},
+         {"tools": [{"type": "function",
+                     "function": {"name": "f", "parameters": {"type": "object"}, "description": "d"}}]}),
+        ({"tool_choice": {"type": "auto"}}, {"tool_choice": "auto"}),
+        ({"tool_choice": {"type": "none"}}, {"tool_choice": "none"}),
+        ({"tool_choice": {"type": "any", "disable_parallel_tool_use": True}},
+         {"tool_choice": "required", "parallel_tool_calls": False}),
+        ({"tool_choice": {"type": "tool", "name": "f"}},
+         {"tool_choice": {"type": "function", "function": {"name": "f"}}}),
+    ],
+)  # fmt: skip
+def test_fields_take_the_names_of_chat(fields: dict[str, Any], expected: dict[str, Any]) -> None:
+    found = as_chat(**fields)
+    assert found.pop("max_completion_tokens") == 5
+    assert {name: value for name, value in found.items() if name not in ("messages", "model")} == expected
+
+
+def stream(events: Iterable[ChatEvent]) -> list[Event]:
+    builder = MessageBuilder("msg_1", "m")
+    sent = [event for chat_event in events for event in builder.feed(chat_event)]
+    return sent + builder.finish()
+
+
+def kinds(events: Iterable[Event]) -> list[str]:
+    return [event["type"] for event in events]
+
+
+def whole(*events: ChatEvent, reason: Any = "stop", stop: str | int | None = None) -> Message:
+    return fold(stream([*events, ChoiceFinished(0, reason, stop), UsageEvent(10, 5, 4)]))
+
+
+def test_the_events_of_an_answer_come_in_order() -> None:
+    events = stream([
+        UsageEvent(10, 1, 4), ReasoningDelta(0, "hm"), ContentDelta(0, "He"), ContentDelta(0, "llo"),
+        ToolCallDelta(0, 0, "t1", "f", ""), ToolCallDelta(0, 0, None, None, '{"a":1}'),
+        ToolCallDelta(0, 1, "t2", "g", "{}"), ChoiceFinished(0, "tool_calls", None), UsageEvent(10, 5, 4),
+    ])  # fmt: skip
+    assert kinds(events) == [
+        "message_start",
+        "content_block_start", "content_block_delta", "content_block_stop",
+        "content_block_start", "content_block_delta", "content_block_delta", "content_block_stop",
+        "content_block_start", "content_block_delta", "content_block_stop",
+        "content_block_start", "content_block_delta", "content_block_stop",
+        "message_delta", "message_stop",
+    ]  # fmt: skip
+    usage = events[0]["message"].usage
+    assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (6, 4, 1)
+    assert [e["index"] for e in events if e["type"] == "content_block_start"] == [0, 1, 2, 3]
+    message = fold(events)
+    assert [msgspec.to_builtins(block) for block in message.content] == [
+        {"type": "thinking", "thinking": "hm", "signature": ""},
+        {"type": "text", "text": "Hello"},
+        {"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1}},
+        {"type": "tool_use", "id": "t2", "name": "g", "input": {}},
+    ]
+    assert message.stop_reason == "tool_use"
+    assert message.usage.output_tokens == 5
+
+
+def test_why_it_ended() -> None:
+    call = ToolCallDelta(0, 0, "t1", "f", "{}")
+    assert whole().stop_reason == "end_turn"
+    assert whole(reason="length").stop_reason == "max_tokens"
+    assert whole(stop=7).stop_reason == "end_turn"
+    stopped = whole(stop="END")
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "END")
+    assert whole(call, reason="tool_calls").stop_reason == "tool_use"
+    assert whole(call).stop_reason == "tool_use"
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 1', "[1]", "nonsense"])
+def test_arguments_that_are_no_object_are_not_taken_for_none(arguments: str) -> None:
+    message = whole(ToolCallDelta(0, 0, "t1", "f", arguments), reason="length")
+    assert message.content[0].input == {"invalid_json": arguments}  # type: ignore[union-attr]
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.builds(ContentDelta, st.just(0), st.text(max_size=3)),
+            st.builds(ReasoningDelta, st.just(0), st.text(max_size=3)),
+            st.builds(ToolCallDelta, st.just(0), st.integers(0, 2), st.just("t"), st.just("f"), st.just("")),
+            st.just(UsageEvent(3, 1, 0)),
+        ),
+        max_size=12,
+    )
+)
+def test_every_block_begins_ends_and_is_apart(chat: list[ChatEvent]) -> None:
+    events = stream([*chat, ChoiceFinished(0, "stop", None), UsageEvent(3, 2, 1)])
+    opened: int | None = None
+    num_blocks = 0
+    for event in events[1:-2]:
+        match event["type"]:
+            case "content_block_start":
+                assert opened is None
+                assert event["index"] == num_blocks
+                opened, num_blocks = num_blocks, num_blocks + 1
+            case "content_block_delta":
+                assert event["index"] == opened
+            case "content_block_stop":
+                assert event["index"] == opened
+                opened = None
+    assert opened is None
+    assert (kinds(events)[0], *kinds(events)[-2:]) == ("message_start", "message_delta", "message_stop")
+    said = "".join(each.text for each in chat if isinstance(each, ContentDelta))
+    assert "".join(block.text for block in fold(events).content if hasattr(block, "text")) == said
