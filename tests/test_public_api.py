@@ -8,10 +8,10 @@ import pytest
 import quire
 
 PUBLIC = {
-    "LLM", "LLMEngine", "EngineArgs", "SamplingParams", "RequestOutput", "CompletionOutput", "RequestMetrics",
+    "LLM", "AsyncLLM", "LLMEngine", "EngineArgs", "SamplingParams", "RequestOutput", "CompletionOutput", "RequestMetrics",
     "EngineStats", "PinnedPrefix", "QuireError", "ConfigError", "CheckpointError", "UnsupportedModelError",
     "StructuredOutputsParams", "TokenizerError", "OutOfMemoryError", "RequestError", "InvalidParamsError",
-    "InvalidPromptError",
+    "InvalidPromptError", "EngineDeadError",
     "PromptTooLongError", "KernelError", "BeamSearchParams", "BeamSearchOutput", "BeamSearchSequence", "__version__",
 }  # fmt: skip
 

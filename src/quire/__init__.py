@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 from quire._version import __version__
 
 if TYPE_CHECKING:
+    from quire.async_llm.async_llm import AsyncLLM
     from quire.config.args import EngineArgs
     from quire.engine.llm_engine import LLMEngine
     from quire.errors import (
         CheckpointError,
         ConfigError,
+        EngineDeadError,
         InvalidParamsError,
         InvalidPromptError,
         KernelError,
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
@@ -47,6 +50,7 @@ __all__ = [
     "CompletionOutput",
     "ConfigError",
     "EngineArgs",
+    "EngineDeadError",
     "EngineStats",
     "InvalidParamsError",
     "InvalidPromptError",
@@ -67,6 +71,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AsyncLLM": "quire.async_llm.async_llm",
     "LLM": "quire.llm",
     "LLMEngine": "quire.engine.llm_engine",
     "EngineArgs": "quire.config.args",

@@ -10,6 +10,7 @@ QuireError
 │   ├── InvalidParamsError a sampling parameter is out of range
 │   ├── InvalidPromptError the prompt is empty, malformed or holds ids outside the vocabulary
 │   └── PromptTooLongError the prompt does not fit the context; the message names both lengths
+├── EngineDeadError        the engine process has ended; no request can be served until it is started again
 └── KernelError            a kernel was called with a shape, stride, dtype or device it does not take  (ValueError)
 
 Each message says what was given, what is allowed, and what to do about it.
@@ -57,6 +58,10 @@ class InvalidPromptError(RequestError):
 
 class PromptTooLongError(RequestError):
     """The prompt does not fit into the context."""
+
+
+class EngineDeadError(QuireError):
+    """The engine process has ended, or did not start; the message says what is known of why."""
 
 
 class KernelError(QuireError, ValueError):

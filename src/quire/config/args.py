@@ -19,7 +19,8 @@ from quire.params import LOGPROBS_MODES, LogprobsMode
 _Choice = TypeVar("_Choice", bound=str)
 
 
-def _arg(default: Any, doc: str) -> Any:
+def arg(default: Any, doc: str) -> Any:
+    """A field with its help."""
     return field(default=default, metadata={"help": doc})
 
 
@@ -41,54 +42,54 @@ class EngineConfig:
 class EngineArgs:
     """vLLM's names where the meaning is the same. Each field's help is its documentation and the CLI's."""
 
-    model: str | None = _arg(None, "folder, hub id, or quire-tiny / quire-draft; none: quire-tiny")
-    tokenizer: str | None = _arg(None, "folder or hub id of the tokenizer, if not the model's")
-    revision: str | None = _arg(None, "branch, tag or commit of a hub id")
-    download_dir: str | None = _arg(None, "where hub downloads are kept")
-    dtype: str = _arg("auto", "auto, bfloat16 or float32; float16 checkpoints compute in bfloat16")
-    quantization: str | None = _arg(None, "int8 or int4: weights are quantized as they are loaded; none: they are not")
-    max_model_len: int | str | None = _arg(
+    model: str | None = arg(None, "folder, hub id, or quire-tiny / quire-draft; none: quire-tiny")
+    tokenizer: str | None = arg(None, "folder or hub id of the tokenizer, if not the model's")
+    revision: str | None = arg(None, "branch, tag or commit of a hub id")
+    download_dir: str | None = arg(None, "where hub downloads are kept")
+    dtype: str = arg("auto", "auto, bfloat16 or float32; float16 checkpoints compute in bfloat16")
+    quantization: str | None = arg(None, "int8 or int4: weights are quantized as they are loaded; none: they are not")
+    max_model_len: int | str | None = arg(
         None, 'longest prompt + output, in tokens; none or "auto": what the model and the cache allow'
     )
-    block_size: int = _arg(16, "token slots per KV cache block")
-    kv_cache_memory: int | str | None = _arg(
+    block_size: int = arg(16, "token slots per KV cache block")
+    kv_cache_memory: int | str | None = arg(
         None, 'KV cache size in bytes, or "64MiB"; none: what is left of the memory, at most 4 GiB'
     )
-    kv_cache_dtype: str = _arg(
+    kv_cache_dtype: str = arg(
         "auto", "auto (the model's dtype), or int8: about half of bfloat16's memory, nearly as exact"
     )
-    num_gpu_blocks_override: int | None = _arg(None, "this many KV cache blocks, whatever the memory")
-    gpu_memory_utilization: float = _arg(0.9, "share of the machine's memory the engine may take in all")
-    swap_space: float = _arg(0.0, "GiB of memory for the host tier: swapped-out requests, spilled cached blocks")
-    preemption_mode: str | None = _arg(None, "swap or recompute; none: what is estimated to cost less")
-    enable_prefix_caching: bool = _arg(True, "reuse the KV cache of equal prompt prefixes")
-    pinned_fraction: float = _arg(0.25, "share of the KV cache blocks that pinned prefixes may take")
-    max_num_seqs: int = _arg(256, "sequences that run at once, at most")
-    max_num_batched_tokens: int = _arg(2048, "tokens computed in one step, at most")
-    target_step_ms: float | None = _arg(
+    num_gpu_blocks_override: int | None = arg(None, "this many KV cache blocks, whatever the memory")
+    gpu_memory_utilization: float = arg(0.9, "share of the machine's memory the engine may take in all")
+    swap_space: float = arg(0.0, "GiB of memory for the host tier: swapped-out requests, spilled cached blocks")
+    preemption_mode: str | None = arg(None, "swap or recompute; none: what is estimated to cost less")
+    enable_prefix_caching: bool = arg(True, "reuse the KV cache of equal prompt prefixes")
+    pinned_fraction: float = arg(0.25, "share of the KV cache blocks that pinned prefixes may take")
+    max_num_seqs: int = arg(256, "sequences that run at once, at most")
+    max_num_batched_tokens: int = arg(2048, "tokens computed in one step, at most")
+    target_step_ms: float | None = arg(
         None, "prompts are computed in chunks so small that a step takes about this long"
     )
-    scheduling_policy: str = _arg(
+    scheduling_policy: str = arg(
         "fcfs", "who starts next: fcfs, priority, fair (between tenants) or prefix (longest hit)"
     )
-    priority_aging_s: float = _arg(10.0, "policy priority: seconds of waiting that count as much as one level")
-    tenant_weights: Mapping[str, float] | None = _arg(
+    priority_aging_s: float = arg(10.0, "policy priority: seconds of waiting that count as much as one level")
+    tenant_weights: Mapping[str, float] | None = arg(
         None, "policy fair: shares of tenants, as in a=2,b=0.5; 1 if not named"
     )
-    prefix_max_delay_s: float = _arg(2.0, "policy prefix: seconds that others may be preferred")
-    tensor_parallel_size: int = _arg(1, "only 1 so far")
-    num_threads: int | None = _arg(None, "threads; none: what the CPU set and quota allow")
-    cpu_list: str | None = _arg(None, "as in 0,2-3: one thread for each of these CPUs, pinned there; none: not pinned")
-    generation_config: str = _arg(
+    prefix_max_delay_s: float = arg(2.0, "policy prefix: seconds that others may be preferred")
+    tensor_parallel_size: int = arg(1, "only 1 so far")
+    num_threads: int | None = arg(None, "threads; none: what the CPU set and quota allow")
+    cpu_list: str | None = arg(None, "as in 0,2-3: one thread for each of these CPUs, pinned there; none: not pinned")
+    generation_config: str = arg(
         "auto", "auto: sampling defaults are those of the checkpoint's generation_config.json; none: Quire's own"
     )
-    max_logprobs: int = _arg(20, "log-probabilities per token that a request may ask for; -1: any number")
-    logprobs_mode: str = _arg(
+    max_logprobs: int = arg(20, "log-probabilities per token that a request may ask for; -1: any number")
+    logprobs_mode: str = arg(
         "raw_logprobs",
         "raw_logprobs, processed_logprobs, raw_logits or processed_logits: of what the model gave, or of what was "
         "drawn from",
     )
-    seed: int = _arg(0, "seed that requests without one draw theirs from")
+    seed: int = arg(0, "seed that requests without one draw theirs from")
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineArgs:
@@ -101,7 +102,7 @@ class EngineArgs:
 
     def resolve(self) -> EngineConfig:
         """Check everything and read the checkpoint's config. Raises ConfigError or CheckpointError."""
-        _check_types(self)
+        check_types(self)
         model = ModelConfig.resolve(
             self.model,
             tokenizer=self.tokenizer,
@@ -189,11 +190,13 @@ def _choice(name: str, value: str, allowed: tuple[_Choice, ...]) -> _Choice:
     raise ConfigError(f"{name}={value!r}{nearest_name(value, allowed)} (allowed: {', '.join(allowed)})")
 
 
-def _check_types(args: EngineArgs) -> None:
-    """Refuse values of a wrong type by name, before something deep inside trips over them."""
+def check_types(args: Any) -> None:
+    """Refuse values of a wrong type in a dataclass by name, before something deep inside trips over them."""
     for f in dataclasses.fields(args):
         value = getattr(args, f.name)
-        allowed = str(f.type).replace("Mapping[str, float]", "dict").split(" | ")
+        allowed = str(f.type).replace("Mapping[str, float]", "dict").replace("tuple[str, ...]", "texts").split(" | ")
         kind = "None" if value is None else type(value).__name__
+        if isinstance(value, tuple) and all(isinstance(item, str) for item in value):
+            kind = "texts"
         if kind not in allowed and not (kind == "int" and "float" in allowed):
             raise ConfigError(f"{f.name}={value!r}: must be {' or '.join(allowed)}, not {kind}")

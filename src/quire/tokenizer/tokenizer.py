@@ -87,6 +87,11 @@ class Tokenizer:
         """Whether the checkpoint says how a chat is written down."""
         return bool(self._chat_templates)
 
+    @property
+    def chat_templates(self) -> Mapping[str, str]:
+        """Name -> Jinja source of the checkpoint's chat templates; the usual one is `default`."""
+        return self._chat_templates
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],

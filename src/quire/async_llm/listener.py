@@ -1,0 +1,28 @@
+"""Who is told what happens to requests: metrics, tracing, the log."""
+
+from typing import Protocol
+
+from quire.outputs import EngineStats, RequestOutput
+from quire.params import BeamSearchParams, SamplingParams
+
+
+class RequestListener(Protocol):
+    """Called in the event loop, for every request of an AsyncLLM: must be quick, and must not raise."""
+
+    def on_step(self, stats: EngineStats) -> None:
+        """The engine has taken a step, or changed while idle."""
+        ...
+
+    def on_request_start(
+        self, request_id: str, num_prompt_tokens: int, params: SamplingParams | BeamSearchParams
+    ) -> None:
+        """A request was found right and goes to the engine; `on_request_end` follows once."""
+        ...
+
+    def on_tokens(self, request_id: str, num_tokens: int, now: float) -> None:
+        """Tokens of a request have come; `now` in seconds of time.monotonic()."""
+        ...
+
+    def on_request_end(self, request_id: str, output: RequestOutput | None, reason: str) -> None:
+        """The end: all that came, and why no more will: stop, length, abort or error."""
+        ...

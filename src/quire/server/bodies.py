@@ -1,0 +1,119 @@
+"""Bodies of requests: read under a limit, decoded strictly, their unknown fields named."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from quire.server.errors import ApiError, invalid
+from quire.server.state import ServerState, context_of, state_of
+
+T = TypeVar("T", bound=msgspec.Struct)
+MAX_NAMED_FIELDS = 10
+_PLACE = re.compile(r"(?P<what>.*?)(?: - at `(?:key in )?\$\.?(?P<where>.*)`)?", re.DOTALL)
+
+
+async def read_struct(request: Request, kind: type[T]) -> T:
+    """The request's body as a struct. Raises ApiError: 400, 408, 413 or 415. Unknown fields go into the context."""
+    _check_media_type(request)
+    raw = await _read(request, state_of(request))
+    body, unknown = decode(raw, kind)
+    context_of(request).unknown_fields += unknown
+    return body
+
+
+def decode(raw: bytes, kind: type[T]) -> tuple[T, list[str]]:
+    """JSON as a struct, and the names of fields that it has not. Raises ApiError (400), which names the field."""
+    try:
+        data = msgspec.json.decode(raw)
+        json.loads(raw, object_pairs_hook=_check_keys)
+        body = msgspec.convert(data, kind, strict=True)
+    except msgspec.ValidationError as error:
+        raise _wrong_field(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise invalid(f"the body is not JSON in UTF-8: {error}", code="invalid_json") from None
+    except RecursionError:
+        raise invalid("the body is nested too deeply", code="invalid_json") from None
+    return body, list(_unknown_fields(data, body, ""))
+
+
+def warning(unknown_fields: list[str]) -> str:
+    """The value of `x-quire-warning`: printable ASCII, of bounded length."""
+    names = [re.sub(r"[^\w.\[\]-]", "?", name[:64], flags=re.ASCII) for name in unknown_fields[:MAX_NAMED_FIELDS]]
+    more = len(unknown_fields) - len(names)
+    return f"unknown fields ignored: {', '.join(names)}{f' and {more} more' if more else ''}"
+
+
+def _check_media_type(request: Request) -> None:
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type and media_type != "application/json" and not media_type.endswith("+json"):
+        raise ApiError(415, f"content-type is {media_type[:100]!r}: send application/json")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise ApiError(415, f"content-encoding is {encoding[:100]!r}: send the body as it is")
+
+
+async def _read(request: Request, state: ServerState) -> bytes:
+    """Nothing beyond the limit is kept, and of a body that says it is longer nothing is read."""
+    limit, timeout_s = state.args.max_body, state.args.body_timeout_s
+    stated = request.headers.get("content-length", "")
+    if stated.isdigit() and (len(stated) > 18 or int(stated) > limit):
+        raise _too_large(limit)
+    chunks, size = [], 0
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > limit:
+                    raise _too_large(limit)
+                chunks.append(chunk)
+    except TimeoutError:
+        raise ApiError(408, f"the body did not come within {timeout_s:g} s", headers={"connection": "close"}) from None
+    except ClientDisconnect:
+        raise ApiError(400, "the client went away before all of the body had come") from None
+    return b"".join(chunks)
+
+
+def _too_large(limit: int) -> ApiError:
+    message = f"the body is longer than {limit:,} bytes, the most this server takes"
+    return ApiError(413, message, code="request_too_large", headers={"connection": "close"})
+
+
+def _check_keys(pairs: list[tuple[str, Any]]) -> None:
+    """Two readers of a body might choose differently between fields of one name."""
+    if len(dict(pairs)) == len(pairs):
+        return
+    seen: set[str] = set()
+    for key, _ in pairs:
+        if key in seen:
+            raise invalid(f"the field {key[:100]!r} is given twice", key[:100], "duplicate_field")
+        seen.add(key)
+
+
+def _wrong_field(message: str) -> ApiError:
+    """From the decoder's words: "Expected `int`, got `str` - at `$.max_tokens`"."""
+    found = _PLACE.fullmatch(message)
+    where = (found and found.group("where")) or None
+    what = (found.group("what") if found else message).replace("`", "")
+    what = what[:1].lower() + what[1:]
+    return invalid(f"{where}: {what}" if where else f"the body is wrong: {what}", where)
+
+
+def _unknown_fields(data: Any, made: Any, where: str) -> Iterator[str]:
+    """Places in the data that the struct made of it knows nothing of."""
+    if isinstance(made, msgspec.Struct) and isinstance(data, dict):
+        names = dict(zip(made.__struct_encode_fields__, made.__struct_fields__, strict=True))
+        for key, value in data.items():
+            if key not in names:
+                yield where + key
+            elif isinstance(value, dict | list):
+                yield from _unknown_fields(value, getattr(made, names[key]), f"{where}{key}.")
+    elif isinstance(made, list) and isinstance(data, list) and made and isinstance(made[0], msgspec.Struct):
+        for i, (item, struct) in enumerate(zip(data, made, strict=True)):
+            yield from _unknown_fields(item, struct, f"{where.removesuffix('.')}[{i}].")

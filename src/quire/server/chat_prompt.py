@@ -1,0 +1,89 @@
+"""Conversations as prompts: messages checked and written down by the chat template."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from quire.errors import InvalidPromptError
+from quire.server.errors import invalid
+from quire.server.protocol.chat import ChatMessage, ContentPart, Tool
+from quire.server.state import ServerState
+
+_RESERVED = ("self", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tools")
+_QUICK_MESSAGES = 32
+_QUICK_CHARS = 16_384
+"""conversations up to here are written down at once, others in a thread beside the event loop"""
+
+
+async def chat_prompt(
+    state: ServerState,
+    messages: Sequence[ChatMessage],
+    *,
+    tools: Sequence[Tool] | None = None,
+    chat_template: str | None = None,
+    variables: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool | None = None,
+    add_special_tokens: bool | None = None,
+) -> tuple[str, list[int]]:
+    """The prompt's text and tokens. Raises ApiError or RequestError for messages, tools or a template that are wrong,
+    TokenizerError where there is no template."""
+    if chat_template is not None and not state.args.allow_client_chat_template:
+        raise invalid("chat_template is not taken from requests by this server", "chat_template")
+    for name in _RESERVED:
+        if name in (variables or {}):
+            raise invalid(f"chat_template_kwargs cannot set {name!r}", "chat_template_kwargs")
+    plain = [_plain_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    render = partial(
+        state.llm.tokenizer.apply_chat_template,
+        plain,
+        tools=msgspec.to_builtins(tools) if tools else None,
+        chat_template=chat_template,
+        add_generation_prompt=not continue_final_message if add_generation_prompt is None else add_generation_prompt,
+        continue_final_message=bool(continue_final_message),
+        **(variables or {}),
+    )
+    is_quick = chat_template is None and not tools and not variables and len(plain) <= _QUICK_MESSAGES
+    if is_quick and sum(len(message["content"]) for message in plain) <= _QUICK_CHARS:
+        text = render()
+    else:
+        text = await asyncio.to_thread(render)
+    return text, await state.llm.encode(text, bool(add_special_tokens))
+
+
+def _plain_message(message: ChatMessage, where: str) -> dict[str, Any]:
+    """As templates know it: content always a text, arguments of calls as objects."""
+    plain: dict[str, Any] = msgspec.to_builtins(message)
+    plain["content"] = content_text(message.content, f"{where}.content")
+    if message.tool_calls is not None:
+        for i, call in enumerate(plain["tool_calls"]):
+            call["function"]["arguments"] = _arguments(call["function"]["arguments"], f"{where}.tool_calls[{i}]")
+    return plain
+
+
+def content_text(content: str | list[ContentPart] | None, where: str = "content") -> str:
+    """The text of a message's content. Raises ApiError for parts that are no text."""
+    if not isinstance(content, list):
+        return content or ""
+    for i, part in enumerate(content):
+        if part.type != "text" or part.text is None:
+            kind = part.type[:40]
+            message = f"{where}[{i}] has the type {kind!r}: only text parts, {{'type': 'text', 'text': ...}}, are taken"
+            raise invalid(message, f"{where}[{i}]", "unsupported_content")
+    return "\n".join(part.text or "" for part in content)
+
+
+def _arguments(text: str, where: str) -> dict[str, Any]:
+    try:
+        arguments = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise InvalidPromptError(f"{where}.function.arguments must be a JSON object, as text")
+    return arguments

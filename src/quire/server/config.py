@@ -1,0 +1,193 @@
+"""ServerArgs: everything a user can say about the server, and the configuration file that holds it with EngineArgs."""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import os
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from quire.config.args import EngineArgs, arg, check_types
+from quire.config.sizes import parse_bytes
+from quire.errors import ConfigError, nearest_name
+
+LOG_FORMATS = ("text", "json")
+TOOL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral")
+REASONING_PARSERS = ("auto", "none", "think")
+_AT_LEAST: Mapping[str, float] = {
+    "max_prompts_per_request": 1, "max_choices_per_request": 1, "max_waiting": 0, "max_concurrent_per_tenant": 1,
+    "requests_per_minute": 1, "tokens_per_minute": 1, "drain_timeout_s": 0, "response_store_max": 0,
+}  # fmt: skip
+_MORE_THAN_0 = ("header_timeout_s", "body_timeout_s", "request_timeout_s", "keep_alive_s", "idle_timeout_s")
+_BYTES = ("max_body_bytes", "max_header_bytes")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerArgs:
+    """vLLM's names where the meaning is the same. Each field's help is its documentation and the CLI's."""
+
+    host: str = arg("127.0.0.1", "address to listen on; beyond this machine only with an API key")
+    port: int = arg(8000, "port to listen on; 0: any that is free")
+    uds: str | None = arg(None, "listen on this Unix socket instead of host and port")
+    served_model_name: tuple[str, ...] = arg((), "names the model answers to, the first in answers; none: its own")
+    page: bool = arg(True, "serve the playground and the view of the cache at /")
+
+    api_key: tuple[str, ...] = arg((), "keys that clients must send one of; visible to other users of the machine")
+    api_key_file: str | None = arg(None, "file of keys, a name:key on each line; the name is the tenant")
+    allow_unauthenticated: bool = arg(False, "listen beyond this machine though there is no API key")
+    guard_metrics: bool = arg(False, "/metrics needs an API key too")
+    guard_health: bool = arg(False, "/health and /ready need an API key too")
+    allowed_hosts: tuple[str, ...] = arg(
+        (), "names that requests may be for (the Host header), * for any; none: this machine's, where no key is needed"
+    )
+    allowed_origins: tuple[str, ...] = arg((), "origins of other sites' pages that browsers may let call, * for any")
+    allow_credentials: bool = arg(False, "those pages' calls may carry cookies and credentials")
+    ssl_certfile: str | None = arg(None, "TLS: certificate chain, in PEM")
+    ssl_keyfile: str | None = arg(None, "TLS: its private key, if not in the same file")
+    ssl_ca_certs: str | None = arg(None, "TLS: clients must show a certificate that these authorities signed")
+
+    max_body_bytes: int | str = arg("32MiB", "longest body of a request")
+    max_header_bytes: int | str = arg("64KiB", "longest request line and headers")
+    header_timeout_s: float = arg(10.0, "seconds that request line and headers may take to come")
+    body_timeout_s: float = arg(60.0, "seconds that a body may take to come")
+    idle_timeout_s: float = arg(75.0, "seconds that a connection is kept without a request")
+    request_timeout_s: float | None = arg(None, "seconds after which a request is aborted")
+    keep_alive_s: float = arg(15.0, "seconds without a token after which a stream gets a comment, so that it is kept")
+    max_prompts_per_request: int = arg(1024, "prompts in one request")
+    max_choices_per_request: int = arg(1024, "prompts times n, or times best_of, in one request")
+
+    max_waiting: int = arg(1024, "requests that may wait for their turn; more are told to come again (429)")
+    max_concurrent_per_tenant: int | None = arg(None, "requests of one API key, or one address, at once")
+    requests_per_minute: int | None = arg(None, "requests of one API key, or one address")
+    tokens_per_minute: int | None = arg(None, "tokens, of prompts and outputs, of one API key, or one address")
+    drain_timeout_s: float = arg(30.0, "seconds that running requests have to finish once the server is told to stop")
+
+    allow_client_chat_template: bool = arg(False, "requests may bring a chat template of their own")
+    tool_parser: str = arg("auto", f"how the model writes tool calls: {', '.join(TOOL_PARSERS)}")
+    reasoning_parser: str = arg("auto", f"how the model marks its reasoning: {', '.join(REASONING_PARSERS)}")
+    response_store: str | None = arg(None, "file that keeps the answers of /v1/responses; none: kept until the end")
+    response_store_max: int = arg(10_000, "answers kept there; the oldest go first")
+
+    log_format: str = arg("text", "text or json, a line for each message and request")
+    log_requests: bool = arg(True, "log a line for each request, without what was said")
+    log_prompts: bool = arg(False, "log the bodies of requests too, prompts and all")
+    otlp_endpoint: str | None = arg(None, "send a trace of each request to this OpenTelemetry collector")
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        for name, allowed in (
+            ("log_format", LOG_FORMATS), ("tool_parser", TOOL_PARSERS), ("reasoning_parser", REASONING_PARSERS),
+        ):  # fmt: skip
+            if (value := getattr(self, name)) not in allowed:
+                raise ConfigError(f"{name}={value!r}{nearest_name(value, allowed)} (allowed: {', '.join(allowed)})")
+        for name, least in _AT_LEAST.items():
+            if (value := getattr(self, name)) is not None and not least <= value < float("inf"):
+                raise ConfigError(f"{name}={value}: must be {least} or more")
+        for name in _MORE_THAN_0:
+            if (value := getattr(self, name)) is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"{name}={value}: must be a number of seconds, more than 0")
+        for name in _BYTES:
+            if parse_bytes(name, getattr(self, name)) < 1024:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: must be 1024 bytes or more")
+        self._check_listening()
+
+    def _check_listening(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port={self.port}: must be from 0 to 65535; 0 takes any that is free")
+        if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
+            raise ConfigError("ssl_keyfile and ssl_ca_certs need ssl_certfile, the server's certificate")
+        if self.log_prompts and not self.log_requests:
+            raise ConfigError("log_prompts adds to the lines that log_requests writes: give both, or neither")
+        if not self.allow_unauthenticated and not self.is_local and not self.has_api_key:
+            raise ConfigError(
+                f"host={self.host!r} can be reached from other machines and there is no API key: give api_key_file, "
+                "api_key or QUIRE_API_KEY, or allow_unauthenticated if everybody may use this server"
+            )
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can connect."""
+        return self.uds is not None or is_loopback(self.host)
+
+    @property
+    def has_api_key(self) -> bool:
+        """Whether requests need a key."""
+        return bool(self.api_key or self.api_key_file or os.environ.get("QUIRE_API_KEY"))
+
+    @property
+    def max_body(self) -> int:
+        """max_body_bytes as a number."""
+        return parse_bytes("max_body_bytes", self.max_body_bytes)
+
+    @property
+    def max_header(self) -> int:
+        """max_header_bytes as a number."""
+        return parse_bytes("max_header_bytes", self.max_header_bytes)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address means this machine only. Names other than localhost are not looked up: False."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower().rstrip(".") == "localhost"
+
+
+def merge_args(config_file: str | None, flags: Mapping[str, Any]) -> tuple[ServerArgs, EngineArgs]:
+    """The arguments of a configuration file (YAML, or TOML by its suffix) with flags over them.
+
+    Raises ConfigError for a file that cannot be read, a name that is not an argument (suggesting the nearest) and a
+    value of a wrong type or range.
+    """
+    given = ({} if config_file is None else _read_config_file(Path(config_file))) | dict(flags)
+    server_names, engine_names = ([f.name for f in dataclasses.fields(cls)] for cls in (ServerArgs, EngineArgs))
+    for name in given:
+        if name not in server_names and name not in engine_names:
+            suggestion = nearest_name(name, server_names + engine_names)
+            raise ConfigError(f"unknown argument {name!r}{suggestion}: see docs/configuration.md for all")
+    engine = EngineArgs(**{name: value for name, value in given.items() if name in engine_names})
+    check_types(engine)
+    return ServerArgs(**{name: _tuple(value) for name, value in given.items() if name in server_names}), engine
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _read_config_file(path: Path) -> dict[str, Any]:
+    """Names may be written as flags are, with dashes. A list may be a single text."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"the configuration file {str(path)!r} cannot be read: {error}") from error
+    values = {} if values is None else values
+    if not isinstance(values, dict):
+        raise ConfigError(f"the configuration file {str(path)!r} must hold names and values, as in `port: 8000`")
+    lists = {f.name for f in dataclasses.fields(ServerArgs) if str(f.type) == "tuple[str, ...]"}
+    named = {str(name).replace("-", "_"): value for name, value in values.items()}
+    return {name: [value] if name in lists and isinstance(value, str) else value for name, value in named.items()}
+
+
+def describe_args(*args: ServerArgs | EngineArgs) -> str:
+    """The arguments that are not at their defaults, a line each as in a configuration file; keys are left out."""
+    return "\n".join(f"{name}: {value}" for name, value in _changed(args)) or "all arguments at their defaults"
+
+
+def _changed(args: Iterable[ServerArgs | EngineArgs]) -> Iterable[tuple[str, Any]]:
+    for each in args:
+        for field in dataclasses.fields(each):
+            value = getattr(each, field.name)
+            if value == field.default:
+                continue
+            if field.name == "api_key":
+                value = f"({len(value)} not shown)"
+            elif isinstance(value, tuple):
+                value = f"[{', '.join(value)}]"
+            yield field.name, value

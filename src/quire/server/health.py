@@ -1,0 +1,42 @@
+"""Whether the server is there, ready and busy, and which version it is."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from quire._version import __version__
+from quire.server.endpoint import Endpoint, json_response
+from quire.server.protocol.tokens import Load, Status, Version
+from quire.server.state import state_of
+
+
+async def health(request: Request) -> ASGIApp:
+    """GET /health: 200 while the engine runs, else 503."""
+    is_running = state_of(request).llm.is_running
+    return json_response(Status(status="ok" if is_running else "the engine is not running"), 200 if is_running else 503)
+
+
+async def ready(request: Request) -> ASGIApp:
+    """GET /ready: 200 while new requests are welcome, else 503."""
+    state = state_of(request)
+    is_ready = state.llm.is_running and not state.is_draining
+    return json_response(Status(status="ready" if is_ready else "not ready"), 200 if is_ready else 503)
+
+
+async def version(request: Request) -> ASGIApp:
+    """GET /version"""
+    return json_response(Version(version=__version__))
+
+
+async def load(request: Request) -> ASGIApp:
+    """GET /load"""
+    return json_response(Load(server_load=state_of(request).num_in_flight))
+
+
+ENDPOINTS = (
+    Endpoint(path="/health", method="GET", handler=health, summary="Is it alive?", response=Status, kind="health"),
+    Endpoint(path="/ready", method="GET", handler=ready, summary="Does it take requests?", response=Status, kind="health"),
+    Endpoint(path="/version", method="GET", handler=version, summary="Tell the version", response=Version),
+    Endpoint(path="/load", method="GET", handler=load, summary="Count requests in flight", response=Load),
+)

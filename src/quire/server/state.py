@@ -1,0 +1,101 @@
+"""What a handler is given: the server's state, and the context of the request it answers."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.types import Scope
+
+from quire.server.config import ServerArgs
+from quire.server.errors import ApiError
+
+if TYPE_CHECKING:
+    from quire.async_llm import AsyncLLM
+    from quire.server.tools import ReasoningFormat, ToolFormat
+
+MAX_REQUEST_ID_LEN = 128
+_CONTEXT = "quire"
+"""key of the request's context in the ASGI scope"""
+
+
+@dataclass(kw_only=True)
+class ServerState:
+    """One server: its engine, its arguments and what it keeps. `request.app.state.quire` is it.
+
+    Handlers may change `num_in_flight`, `is_draining` and what `parts` hold; the rest stays as it was made.
+    """
+
+    llm: AsyncLLM
+    args: ServerArgs
+    model_names: tuple[str, ...]
+    """names the model answers to, the first in answers"""
+    tool_format: ToolFormat | None = None
+    """how the model writes tool calls; None: tools are only for the template"""
+    reasoning_format: ReasoningFormat | None = None
+    """how the model marks its reasoning; None: it does not"""
+    started: float = field(default_factory=time.time)
+    num_in_flight: int = 0
+    """requests that generate, now"""
+    is_draining: bool = False
+    """no new requests are wanted: /ready says so"""
+    parts: dict[str, Any] = field(default_factory=dict)
+    """what other endpoints keep, by their module's name: the response store, metrics"""
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer with. Raises ApiError (404) for a model that is not served."""
+        if name is None or name in self.model_names:
+            return name or self.model_names[0]
+        raise ApiError(
+            404,
+            f"the model {name[:200]!r} is not served here; there is {', '.join(self.model_names)}",
+            param="model",
+            code="model_not_found",
+        )
+
+
+@dataclass(kw_only=True)
+class RequestContext:
+    """One HTTP request, from its headers to the end of its answer: what middleware and handlers tell each other."""
+
+    request_id: str
+    """the client's own, or one drawn; in the answer's `x-request-id`"""
+    arrival_time: float = field(default_factory=time.monotonic)
+    tenant: str = ""
+    """the API key's name, where there are keys"""
+    unknown_fields: list[str] = field(default_factory=list)
+    """of the body; told in `x-quire-warning`"""
+    prompt_param: str | None = None
+    """the body's field that errors about the prompt name"""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """what a log may tell of the request: model, counts of tokens, finish reasons; never text"""
+
+
+def state_of(request: Request) -> ServerState:
+    """The server that answers."""
+    state: ServerState = request.app.state.quire
+    return state
+
+
+def context_of(request: Request | Scope) -> RequestContext:
+    """The context of the request that is answered."""
+    scope = request.scope if isinstance(request, Request) else request
+    context: RequestContext = scope[_CONTEXT]
+    return context
+
+
+def add_context(scope: Scope) -> RequestContext:
+    """Begin a request."""
+    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+    is_sane = 0 < len(given) <= MAX_REQUEST_ID_LEN and all(0x21 <= byte <= 0x7E for byte in given)
+    context = RequestContext(request_id=given.decode() if is_sane else secrets.token_hex(12))
+    scope[_CONTEXT] = context
+    return context
+
+
+def engine_id(answer_id: str, place: int = 0) -> str:
+    """An id for the engine, which takes no two of the same: clients may send a request id again."""
+    return f"{answer_id}-{place}-{secrets.token_hex(4)}"

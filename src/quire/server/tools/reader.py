@@ -1,0 +1,129 @@
+"""Reading text that arrives in pieces, so that what is read does not depend on how it is cut."""
+
+import re
+from collections.abc import Callable, Generator
+from typing import TypeVar
+
+T = TypeVar("T")
+Reading = Generator[None, None, T]
+"""A part of a parser: it yields where it needs more text, and returns what it found."""
+Sink = Callable[[str], object]
+"""Takes text as it comes."""
+
+
+class Reader:
+    """The text not read yet, and the text held: read, but perhaps to be given back.
+
+    Whoever drives a Reading calls `push` or `end` and then goes on with it. Nothing is read twice, and no primitive
+    waits for more than a few characters (a tag, an escape, a number), so a parser made of them takes linear time.
+    """
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._at = 0
+        self._ended = False
+        self._held: list[str] | None = None
+
+    def push(self, text: str) -> None:
+        """Add text at the end."""
+        self._text = self._text[self._at :] + text
+        self._at = 0
+
+    def end(self) -> None:
+        """No more text will come."""
+        self._ended = True
+
+    @property
+    def num_waiting(self) -> int:
+        """Characters pushed and not read."""
+        return len(self._text) - self._at
+
+    def hold(self, text: str = "") -> None:
+        """Keep what is read from here on, behind `text`, for `release`; forget what was held before."""
+        self._held = [text]
+
+    def release(self) -> str:
+        """What is held, which is held no more."""
+        held, self._held = "".join(self._held or ()), None
+        return held
+
+    @property
+    def is_blank(self) -> bool:
+        """Nothing but white space is held."""
+        return not any(piece.strip() for piece in self._held or ())
+
+    def ends_with(self, text: str) -> bool:
+        """All that is left, now and later, is `text`."""
+        return self._ended and self._text[self._at :] == text
+
+    def take(self, num_chars: int) -> str:
+        """Read so many characters, which are there."""
+        text = self._text[self._at : self._at + num_chars]
+        self._at += num_chars
+        if self._held is not None:
+            self._held.append(text)
+        return text
+
+    def ahead(self, num_chars: int = 1) -> Reading[str]:
+        """The next characters, not read yet; fewer only at the end of the text."""
+        while self.num_waiting < num_chars and not self._ended:
+            yield
+        return self._text[self._at : self._at + num_chars]
+
+    def run_ahead(self, pattern: re.Pattern[str], max_chars: int) -> Reading[str]:
+        """The next characters that match, each by itself, not read yet; `max_chars` of them at most."""
+        while True:
+            match = pattern.match(self._text, self._at, self._at + max_chars)
+            num_chars = match.end() - self._at if match else 0
+            if num_chars < self.num_waiting or num_chars == max_chars or self._ended:
+                return self._text[self._at : self._at + num_chars]
+            yield
+
+    def match(self, literal: str) -> Reading[bool]:
+        """Read `literal` if it comes next, and nothing if not."""
+        while True:
+            text = self._text[self._at : self._at + len(literal)]
+            if text == literal:
+                self.take(len(literal))
+                return True
+            if self._ended or not literal.startswith(text):
+                return False
+            yield
+
+    def run(self, pattern: re.Pattern[str], sink: Sink | None = None) -> Reading[None]:
+        """Read as long as the pattern, one for runs of single characters, matches."""
+        while True:
+            match = pattern.match(self._text, self._at)
+            if match:
+                text = self.take(match.end() - self._at)
+                if sink is not None:
+                    sink(text)
+            if self.num_waiting or self._ended:
+                return
+            yield
+
+    def until(self, tag: str, sink: Sink) -> Reading[bool]:
+        """Read up to `tag` and it too; the text before it goes to the sink. False if the text ends before."""
+        while True:
+            found = self._text.find(tag, self._at)
+            if found >= 0:
+                sink(self.take(found - self._at))
+                self.take(len(tag))
+                return True
+            sink(self.take(self.num_waiting - (0 if self._ended else self._overlap(tag))))
+            if self._ended:
+                return False
+            yield
+
+    def rest(self, sink: Sink) -> Reading[None]:
+        """Read all there will be."""
+        while True:
+            sink(self.take(self.num_waiting))
+            if self._ended:
+                return
+            yield
+
+    def _overlap(self, tag: str) -> int:
+        """How many of the last characters could begin `tag`."""
+        longest = min(len(tag) - 1, self.num_waiting)
+        return next((n for n in range(longest, 0, -1) if self._text.endswith(tag[:n])), 0)

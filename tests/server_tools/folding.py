@@ -1,0 +1,61 @@
+"""Parsing a text in given pieces, and putting the answer together as a client does."""
+
+from dataclasses import dataclass, field
+from itertools import count, pairwise
+
+from quire.server.tools import (
+    OutputParser,
+    ParsedContent,
+    ParsedReasoning,
+    ParsedToolCall,
+    make_parser,
+)
+
+
+@dataclass
+class Answer:
+    content: str = ""
+    reasoning: str = ""
+    calls: list[tuple[str, str]] = field(default_factory=list)
+    """name and arguments"""
+    ids: list[str] = field(default_factory=list)
+
+
+def parse(pieces, **formats) -> Answer:
+    """The folded answer; checks the promises about each piece."""
+    numbers = count()
+    parser = make_parser(new_id=lambda: f"call_{next(numbers)}", **formats)
+    return fold(parser, pieces)
+
+
+def fold(parser: OutputParser, pieces) -> Answer:
+    answer = Answer()
+    for parsed in [*(p for piece in pieces for p in parser.feed(piece)), *parser.finish()]:
+        if isinstance(parsed, ParsedContent):
+            assert parsed.text
+            answer.content += parsed.text
+        elif isinstance(parsed, ParsedReasoning):
+            assert parsed.text
+            assert not answer.content
+            answer.reasoning += parsed.text
+        else:
+            _fold_call(answer, parsed)
+    return answer
+
+
+def _fold_call(answer: Answer, piece: ParsedToolCall) -> None:
+    if piece.id is not None:
+        assert piece.tool_index == len(answer.calls)
+        answer.calls.append((piece.name, piece.arguments))
+        answer.ids.append(piece.id)
+        return
+    assert piece.name is None
+    assert piece.tool_index == len(answer.calls) - 1
+    name, arguments = answer.calls[-1]
+    answer.calls[-1] = (name, arguments + piece.arguments)
+
+
+def cut(text: str, places) -> list[str]:
+    """The text cut at these places."""
+    edges = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
+    return [text[a:b] for a, b in pairwise(edges)]

@@ -1,0 +1,190 @@
+"""However a text is cut, the answer is the same; nothing is lost; hostile text costs no more than its length."""
+
+import json
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.server.tools import REASONING_FORMATS, TOOL_FORMATS, ForcedTools, make_parser
+
+from .folding import cut, parse
+
+FORMATS = [
+    {"tools": TOOL_FORMATS["hermes"]},
+    {"tools": TOOL_FORMATS["llama3_json"]},
+    {"tools": TOOL_FORMATS["mistral"]},
+    {"reasoning": REASONING_FORMATS["think"]},
+    {"reasoning": REASONING_FORMATS["think"].after("<think>"), "tools": TOOL_FORMATS["hermes"]},
+    {"reasoning": REASONING_FORMATS["mistral"], "tools": TOOL_FORMATS["mistral"]},
+    {"forced": ForcedTools()},
+    {"forced": ForcedTools("f")},
+    {},
+]
+FRAGMENTS = [
+    "<tool_call>", "</tool_call>", "<tool_", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<think>",
+    "</think>", "[THINK]", "[/THINK]", "</th", '{"name": "f", "arguments": ', '{"arguments": {"a": 1}, "name": ',
+    '"parameters": ', '{"name":', '"f"', "{", "}", "[", "]", ":", ",", ";", '"', "\\", "\\u", "\\u00e9", "\\n", "12",
+    "-0.5e+3", "true", "nul", " ", "\n", "word", "é", "\U0001f600", "\x00", '{"a": [1, {"b": "}]"}]}', "f",
+]  # fmt: skip
+texts = st.one_of(
+    st.text(max_size=60),
+    st.lists(st.sampled_from(FRAGMENTS), max_size=30).map("".join),
+    st.lists(st.one_of(st.sampled_from(FRAGMENTS), st.text(max_size=4)), max_size=30).map("".join),
+)
+formats = st.sampled_from(FORMATS)
+places = st.lists(st.integers(min_value=0, max_value=10_000), max_size=12)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=12),
+    lambda values: st.lists(values, max_size=3) | st.dictionaries(st.text(max_size=6), values, max_size=3),
+    max_leaves=10,
+)
+arguments = st.builds(
+    lambda value, ascii_only, indent: json.dumps(value, ensure_ascii=ascii_only, indent=indent),
+    st.dictionaries(st.text(max_size=8), json_values, max_size=4),
+    st.booleans(),
+    st.sampled_from([None, 2]),
+)
+names = st.from_regex(r"[A-Za-z0-9_.-]{1,128}", fullmatch=True)
+calls = st.lists(st.tuples(names, arguments), min_size=1, max_size=3)
+words = st.sampled_from(["", "Let me see.", "a < b {x} [1] ", 'é\n\n"q"', "<tool_cal"])
+
+
+@given(texts, formats, places)
+def test_any_cut_of_any_text_gives_the_same_answer(text, chosen, where):
+    whole = parse([text], **chosen)
+    assert parse(cut(text, where), **chosen) == whole
+    assert parse(text, **chosen) == whole  # character by character
+
+
+@given(texts, formats)
+def test_nothing_is_lost(text, chosen):
+    """Without calls only reasoning's tags and white space are left out; with calls, only what makes their form."""
+    answer = parse([text], **chosen)
+    for char in "é\U0001f600\x00":  # in no tag, key or name
+        kept = answer.reasoning + answer.content + "".join(arguments for _, arguments in answer.calls)
+        assert kept.count(char) == text.count(char)
+    if answer.calls:
+        return
+    if "reasoning" not in chosen or "forced" in chosen:
+        assert (answer.reasoning, answer.content) == ("", text)
+        return
+    tags = chosen["reasoning"]
+    possible = [a + answer.reasoning + b + answer.content for a in ("", tags.start) for b in ("", tags.end)]
+    assert _squeezed(text) in map(_squeezed, possible)
+
+
+def _squeezed(text):
+    return text.translate({ord(char): None for char in " \t\r\n"})
+
+
+def _hermes(calls):
+    return "\n".join(
+        f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>' for name, arguments in calls
+    )
+
+
+def _llama(calls):
+    return "<|python_tag|>" + "; ".join(f'{{"name": "{name}", "parameters": {args}}}' for name, args in calls)
+
+
+def _mistral(calls):
+    return "[TOOL_CALLS][" + ", ".join(f'{{"arguments": {args}, "name": "{name}"}}' for name, args in calls) + "]"
+
+
+def _mistral_named(calls):
+    return "".join(f"[TOOL_CALLS]{name}[ARGS]{arguments}" for name, arguments in calls)
+
+
+def _forced(calls):
+    return "[" + ", ".join(f'{{"name": "{name}", "parameters": {args}}}' for name, args in calls) + "]"
+
+
+@pytest.mark.parametrize(
+    ("write", "chosen"),
+    [
+        (_hermes, {"tools": TOOL_FORMATS["hermes"]}),
+        (_llama, {"tools": TOOL_FORMATS["llama3_json"]}),
+        (_mistral, {"tools": TOOL_FORMATS["mistral"]}),
+        (_mistral_named, {"tools": TOOL_FORMATS["mistral"]}),
+        (_forced, {"forced": ForcedTools()}),
+    ],
+)
+@given(calls, words, words, st.sampled_from([None, "I think.", "{\n<tool_call>"]), places)
+def test_well_formed_calls_come_out_with_exactly_their_json(write, chosen, calls, before, after, thought, where):
+    text = write(calls)
+    if "forced" in chosen:
+        before = after = ""
+    text = before + text + after
+    if thought is not None and "forced" not in chosen:
+        chosen = chosen | {"reasoning": REASONING_FORMATS["think"]}
+        text = f"<think>\n{thought}\n</think>\n\n{text}"
+    answer = parse(cut(text, where), **chosen)
+    assert answer.calls == calls
+    assert _squeezed(answer.content) == _squeezed(before + after)
+    assert answer.reasoning == (thought if "reasoning" in chosen else "")
+
+
+@given(calls, st.sampled_from([_hermes, _llama, _mistral, _mistral_named, _forced]), formats, st.data())
+def test_mutations_of_well_formed_output_never_raise(calls, write, chosen, data):
+    text = list(f"before {write(calls)} after")
+    for _ in range(data.draw(st.integers(1, 6))):
+        at = data.draw(st.integers(0, len(text)))
+        text[at : at + data.draw(st.integers(0, 3))] = data.draw(st.sampled_from([*FRAGMENTS, ""]))
+    text = "".join(text)
+    assert parse(text, **chosen) == parse([text], **chosen)
+
+
+HOSTILE = [
+    "<tool_call>", "<tool_call", "<tool_call>{", '<tool_call>{"name": "f", "arguments": ', '{"arguments": {"a": ',
+    "[TOOL_CALLS][{", "[", '{"a":', '"', "\\", "1", " ", "\n", "<", "</think", "<|python_tag|>{", ";",
+    '{"arguments": {}, "name": "f"}; ',
+]  # fmt: skip
+OPENINGS = [
+    "",
+    "<tool_call>",
+    '<tool_call>{"arguments": {"a": ',
+    '<tool_call>{"name": "f", "arguments": {"a": "',
+    "<think>",
+]
+
+
+@pytest.mark.parametrize("opening", OPENINGS)
+@pytest.mark.parametrize("chosen", FORMATS)
+def test_hostile_text_takes_linear_work(chosen, opening):
+    """Twice the text makes at most about twice the function calls, whole or character by character."""
+    for unit in HOSTILE:
+        for whole in (True, False):
+            few, many = (_num_calls(opening + unit * (size // len(unit)), chosen, whole) for size in (500, 1000))
+            assert many <= 2.2 * few + 200, unit
+
+
+def _num_calls(text, chosen, whole):
+    num_calls = 0
+
+    def count(frame, event, arg):
+        nonlocal num_calls
+        num_calls += 1
+
+    parser = make_parser(**chosen)
+    sys.setprofile(count)
+    try:
+        for piece in [text] if whole else text:
+            parser.feed(piece)
+        parser.finish()
+    finally:
+        sys.setprofile(None)
+    return num_calls
+
+
+@pytest.mark.parametrize("unit", ["abc", "1", '\\"', "<tool_call", "</thin"])
+@pytest.mark.parametrize("opening", ["", "<think>", '<tool_call>{"name": "f", "arguments": {"a": "'])
+def test_only_a_few_characters_wait(opening, unit):
+    """So what is kept to be looked at again is short, however long the text."""
+    parser = make_parser(reasoning=REASONING_FORMATS["think"], tools=TOOL_FORMATS["hermes"], new_id=lambda: "")
+    parser.feed(opening)
+    num_waiting = 0
+    for char in unit * 400:
+        num_waiting += 1 - sum(len(getattr(p, "text", "") or getattr(p, "arguments", "")) for p in parser.feed(char))
+        assert num_waiting < 20
