@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.engine import cache_view
-from quire.engine.cache_frame import CACHED, OWNED, PINNED, CacheUpdate, CacheMirror
+from quire.engine.cache_frame import CACHED, OWNED, PINNED, CacheMirror, CacheUpdate
 from quire.engine.cache_view import CacheView
 from quire.engine.sequence import SequenceGroup
 from quire.kv.content_hash import NO_KEY, ContentKey

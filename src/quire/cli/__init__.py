@@ -12,6 +12,7 @@ from quire.errors import QuireError
 _COMMANDS = {
     "generate": "complete prompts, or answer them with the checkpoint's chat template",
     "chat": "talk with a model",
+    "top": "watch a running server's cache and queues",
     "plan": "show how the memory would be used, without reading weights",
     "quantize": "save a checkpoint with quantized weights, which then only need mapping",
     "bench": "measure how fast a model runs on this machine",

@@ -23,8 +23,8 @@ from quire.engine.cache_frame import (
     PINNED,
     BlockColumns,
     CacheEvent,
-    CacheUpdate,
     CacheSetup,
+    CacheUpdate,
     RequestRow,
 )
 from quire.engine.sequence import SequenceGroup
