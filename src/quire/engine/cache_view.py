@@ -77,7 +77,8 @@ class CacheView:
         self._counters: dict[str, int] = {}
         caches = self._blocks.tiers.caches or (None, None)
         pools = self._blocks.pool, self._blocks.host
-        self._tiers = [_Tier(pool, cache and cache.tracker) for pool, cache in zip(pools, caches, strict=True)]
+        trackers = [None if cache is None else cache.tracker for cache in caches]
+        self._tiers = [_Tier(pool, tracker) for pool, tracker in zip(pools, trackers, strict=True)]
         self._scheduler.journal, self._blocks.tiers.journal = [], []
 
     def restart(self) -> None:
