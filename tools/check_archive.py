@@ -20,6 +20,9 @@ PACKAGE = (
     "quire/py.typed",
     "quire/_version.py",
     "quire/kernels/reference.py",
+    "quire/server/page/index.html",
+    "quire/server/page/app.js",
+    "quire/server/page/style.css",
     "quire/checkpoints/LICENSE-PSF.txt",
     *(f"quire/checkpoints/{name}/{file}" for name in ("quire-tiny", "quire-draft") for file in CHECKPOINT_FILES),
 )

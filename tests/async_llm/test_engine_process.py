@@ -194,6 +194,8 @@ def test_what_is_too_large_for_a_message_ends_its_request(
 
 
 def test_the_cache_view_is_made_only_while_it_is_on(scripted: tuple[LLMEngine, RecitingExecutor]) -> None:
+    told: list[str] = []
+
     class View:
         def __init__(self, engine: LLMEngine) -> None:
             self.engine = engine
@@ -202,14 +204,21 @@ def test_the_cache_view_is_made_only_while_it_is_on(scripted: tuple[LLMEngine, R
             num_steps = self.engine.stats().num_steps
             return str(num_steps).encode() if num_steps % 2 else None
 
+        def restart(self) -> None:
+            told.append("restart")
+
+        def close(self) -> None:
+            told.append("close")
+
     def switch(step: StepDone) -> None:
-        if step.stats.num_steps in (2, 6):
-            client.inbox.put(SetCacheView(step.stats.num_steps == 2))
+        if step.stats.num_steps in (2, 4, 6):
+            client.inbox.put(SetCacheView(step.stats.num_steps < 6))
 
     client = Client(scripted[0], switch)
     client.add(1, max_tokens=8, ignore_eos=True)
     client.run(make_cache_view=View)
     assert client.cache_frames == [b"3", b"5"]
+    assert told == ["restart", "close"]
 
 
 def test_reading_ends_with_the_client_and_with_nonsense(monkeypatch: pytest.MonkeyPatch) -> None:

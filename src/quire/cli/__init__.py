@@ -14,6 +14,7 @@ _COMMANDS = {
     "chat": "talk with a model",
     "serve": "serve a model over HTTP, to clients of the OpenAI and Anthropic APIs",
     "run-batch": "run a file of requests through the server's endpoints",
+    "top": "watch a running server's cache and queues",
     "plan": "show how the memory would be used, without reading weights",
     "quantize": "save a checkpoint with quantized weights, which then only need mapping",
     "bench": "measure how fast a model runs on this machine",

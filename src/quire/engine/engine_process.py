@@ -19,6 +19,7 @@ import msgspec
 
 from quire.batch import TokenLogprobs
 from quire.config.args import EngineArgs
+from quire.engine.cache_view import MIN_INTERVAL_S, CacheView
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.messages import (
     Abort,
@@ -58,6 +59,14 @@ class CacheFrames(Protocol):
         """What the watchers are told next, `now` in seconds of time.monotonic(); None: nothing, for the time being."""
         ...
 
+    def restart(self) -> None:
+        """The next frame is a whole one."""
+        ...
+
+    def close(self) -> None:
+        """Nobody watches any more."""
+        ...
+
 
 class EngineProcess:
     """The main loop around an engine: take messages, step, tell what has changed, in one frame."""
@@ -67,7 +76,7 @@ class EngineProcess:
         engine: LLMEngine,
         inbox: Inbox,
         send: Callable[[bytes], object],
-        make_cache_view: Callable[[LLMEngine], CacheFrames] | None = None,
+        make_cache_view: Callable[[LLMEngine], CacheFrames] = CacheView,
     ) -> None:
         self.engine = engine
         self._inbox = inbox
@@ -91,10 +100,11 @@ class EngineProcess:
             self._tell(deltas)
 
     def _messages(self) -> Iterator[ToEngine | None]:
-        """All that wait; the next one, however long it takes, while there is nothing to step."""
+        """All that wait; the next one, however long it takes, while there is nothing to step. Watchers of the cache are
+        told of the last step even so."""
         try:
             if not self.engine.has_unfinished_requests():
-                yield self._inbox.get()
+                yield self._inbox.get(timeout=None if self._cache_view is None else MIN_INTERVAL_S)
             while True:
                 yield self._inbox.get_nowait()
         except Empty:
@@ -107,9 +117,18 @@ class EngineProcess:
             case Abort():
                 self._keys.pop(message.request_id, None)
                 self.engine.abort_request(message.request_id)
-            case SetCacheView() if self._make_cache_view is not None:
-                self._cache_view = self._make_cache_view(self.engine) if message.on else None
+            case SetCacheView():
+                self._watch(message.on)
         return []
+
+    def _watch(self, on: bool) -> None:
+        if self._cache_view is None:
+            self._cache_view = self._make_cache_view(self.engine) if on else None
+        elif on:
+            self._cache_view.restart()
+        else:
+            self._cache_view.close()
+            self._cache_view = None
 
     def _add(self, message: AddRequest | AddScoring) -> list[RequestDelta]:
         """Queue a request; if the engine refuses it after all, that is its end."""

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED
 from concurrent.futures import wait as wait_for
+from itertools import islice
 
 from quire.batch import Draw
 from quire.engine.scheduler import Scheduler
@@ -30,6 +31,10 @@ class GrammarQueue:
     def __len__(self) -> int:
         """Requests that wait, or whose end nobody has been told."""
         return len(self._waiting) + len(self._failed)
+
+    def queued(self, limit: int) -> list[SequenceGroup]:
+        """So many of those that wait, at most."""
+        return list(islice(self._waiting, limit))
 
     def add(self, group: SequenceGroup) -> None:
         """Have a new request's grammar compiled."""

@@ -42,6 +42,10 @@ class SchedulingPolicy(ABC):
     def __contains__(self, group: SequenceGroup) -> bool: ...
 
     @abstractmethod
+    def queued(self, limit: int) -> list[SequenceGroup]:
+        """So many of those that wait, at most, for somebody to look at; by arrival, tenant by tenant."""
+
+    @abstractmethod
     def candidates(self, now_s: float) -> Iterator[SequenceGroup]:
         """The next `_LOOK_AHEAD` to start, in order, each once. Those yielded may be removed while iterating."""
 
@@ -76,6 +80,9 @@ class FirstComeFirstServed(SchedulingPolicy):
     def __contains__(self, group: SequenceGroup) -> bool:
         index = self._index(group)
         return index < len(self._entries) and self._entries[index][2] is group
+
+    def queued(self, limit: int) -> list[SequenceGroup]:
+        return [group for _, _, group in self._entries[:limit]]
 
     def candidates(self, now_s: float) -> Iterator[SequenceGroup]:
         return (group for _, _, group in self._entries[:_LOOK_AHEAD])
@@ -195,6 +202,12 @@ class FairShare(SchedulingPolicy):
 
     def __contains__(self, group: SequenceGroup) -> bool:
         return group.tenant in self._tenants and group in self._tenants[group.tenant].queue
+
+    def queued(self, limit: int) -> list[SequenceGroup]:
+        groups: list[SequenceGroup] = []
+        for _, _, tenant in self._queued[:limit]:
+            groups += tenant.queue.queued(limit - len(groups))
+        return groups
 
     def candidates(self, now_s: float) -> Iterator[SequenceGroup]:
         """Charges what was started on the way, for this pass only, so that one tenant does not get all of it."""

@@ -53,6 +53,8 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_preemptions_by_swap = 0
         self.num_swapped_blocks = 0
+        self.journal: list[tuple[str, SequenceGroup]] | None = None
+        """what happens to requests, one after another, while somebody watches; it is theirs to empty"""
         self._cost = PreemptionCost(config, blocks, self.step_time, block_copy_s)
         self._owners: dict[int, tuple[SequenceGroup, Sequence]] = {}
         self._unsettled: list[tuple[SequenceGroup, Sequence]] = []  # whose blocks only the coming step makes good
@@ -82,6 +84,7 @@ class Scheduler:
         if parent.seq_id in self.blocks:
             self.blocks.fork(parent.seq_id, child.seq_id)
         self._owners[child.seq_id] = (group, child)
+        self._note("forked", group)
         return child
 
     def finish(self, group: SequenceGroup, seq: Sequence) -> None:
@@ -94,6 +97,7 @@ class Scheduler:
         if group.is_finished:
             self.running.remove(group)
             self.policy.forget(group)
+            self._note("finished", group)
 
     def remove(self, group: SequenceGroup) -> None:
         """Forget an unfinished request and take its blocks back. It keeps its status."""
@@ -107,6 +111,11 @@ class Scheduler:
                 self.blocks.free(seq.seq_id)
             self._forget(seq)
         self.policy.forget(group)
+        self._note("finished", group)
+
+    def _note(self, event: str, group: SequenceGroup) -> None:
+        if self.journal is not None:
+            self.journal.append((event, group))
 
     def _forget(self, seq: Sequence) -> None:
         self.blocks.forget(seq.seq_id)
@@ -262,6 +271,7 @@ class Scheduler:
         group.metrics.num_preemptions += 1
         self.num_preemptions += 1
         self.num_preemptions_by_swap += preemption.by_swap
+        self._note("swapped out" if preemption.by_swap else "preempted", group)
         seqs = group.seqs_in(SequenceStatus.RUNNING)
         for seq in seqs:
             self.blocks.publish_tail(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
@@ -280,6 +290,7 @@ class Scheduler:
     def _park(self, seq: Sequence) -> None:
         """One sequence of a request gives way to the others; it starts again when there is room."""
         self.num_preemptions += 1
+        self._note("preempted", self._owners[seq.seq_id][0])
         self.blocks.publish_tail(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
         self._stop(seq)
 
@@ -377,6 +388,7 @@ class Scheduler:
             self._unsettled.append((group, seq))
         num_tokens = plan.chunk(seq)
         self.blocks.append(seq.seq_id, seq.num_computed_tokens, seq.num_computed_tokens + num_tokens)
+        self._note("started" if group.metrics.first_scheduled_time is None else "restarted", group)
         if group.metrics.first_scheduled_time is None:
             group.metrics.first_scheduled_time = self.clock()
             group.num_cached_tokens = seq.num_computed_tokens
@@ -396,6 +408,7 @@ class Scheduler:
         self.policy.remove(group)
         self.swapped.remove(group)
         self.blocks.swap_in(seq_ids)
+        self._note("swapped in", group)
         for seq in seqs:
             seq.status = SequenceStatus.RUNNING
             self._unsettled.append((group, seq))

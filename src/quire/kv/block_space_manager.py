@@ -1,7 +1,7 @@
 """Keeps every sequence's block tables over the pools of blocks."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -122,6 +122,8 @@ class BlockSpaceManager:
                 device.acquire(place)
             else:
                 host.acquire(~place)
+        for places in hit.places:
+            device.tracker.count_hits([place for place in places if place >= 0])
         tables = [
             BlockTable([place if place >= 0 else self.tiers.copy_in(~place) for place in places], first)
             for places, first in zip(hit.places, hit.first, strict=True)
@@ -164,6 +166,7 @@ class BlockSpaceManager:
         if not sources or missing + unheld > self.pool.num_free_blocks:
             return 0
         num_copied = min(n for _, n in sources)
+        self.cache.tracker.count_hits([block_id for block_id, _ in sources])
         for block_id, _ in sources:
             self.cache.acquire(block_id)
         for group, (table, (block_id, _)) in enumerate(zip(blocks.tables, sources, strict=True)):
@@ -411,6 +414,10 @@ class BlockSpaceManager:
         """Snapshots of the sequence's tables, one per group."""
         tables = self._sequences[seq_id].tables
         return (tables[0].snapshot(),) if len(tables) == 1 else tuple([table.snapshot() for table in tables])
+
+    def holdings(self) -> Iterator[tuple[int, bool, list[BlockTable]]]:
+        """Every sequence that has blocks, whether those are of the host tier, and its tables, to be read only."""
+        return ((seq_id, blocks.on_host, blocks.tables) for seq_id, blocks in self._sequences.items())
 
     def gain(self, seq_ids: Sequence[int]) -> tuple[int, int]:
         """Blocks that only these sequences hold, and all that they hold."""

@@ -27,6 +27,8 @@ class BlockContent:
     """blocks before it in its sequence"""
     block_hash: BlockHash | None
     """None for a block that is partly full: it serves as a tail only"""
+    num_hits: int = 0
+    """lookups that found it"""
 
     @property
     def num_tokens(self) -> int:
@@ -42,6 +44,8 @@ class BlockTracker:
         self._by_hash: list[dict[BlockHash, int]] = [{} for _ in range(num_groups)]
         self._children: list[dict[BlockHash, dict[int, None]]] = [{} for _ in range(num_groups)]
         self._beginnings: dict[bytes, dict[BlockHash, None]] = {}  # first blocks of group 0: tokens -> roots
+        self.touched: set[int] | None = None
+        """blocks whose content has changed, while somebody watches; it is theirs to empty"""
 
     def __contains__(self, block_id: int) -> bool:
         return block_id in self._contents
@@ -53,10 +57,29 @@ class BlockTracker:
         """All that is known, in no order."""
         return self._contents.values()
 
+    def block_ids(self) -> Iterable[int]:
+        """The blocks whose content is known, in the order of `contents`."""
+        return self._contents.keys()
+
+    def get(self, block_id: int) -> BlockContent | None:
+        """What the block holds; None if that is not known."""
+        return self._contents.get(block_id)
+
+    def count_hits(self, block_ids: Iterable[int]) -> None:
+        """A lookup uses these blocks; those that are still being computed do not count."""
+        for block_id in block_ids:
+            content = self._contents.get(block_id)
+            if content is not None:
+                content.num_hits += 1
+        if self.touched is not None:
+            self.touched.update(block_ids)
+
     def add(self, block_id: int, content: BlockContent) -> None:
         """A block's tokens are computed, or more of them than before."""
         self.discard(block_id)
         self._contents[block_id] = content
+        if self.touched is not None:
+            self.touched.add(block_id)
         self._children[content.group].setdefault(content.parent, {})[block_id] = None
         if content.block_hash is not None:
             self._by_hash[content.group][content.block_hash] = block_id
@@ -68,6 +91,8 @@ class BlockTracker:
         content = self._contents.pop(block_id, None)
         if content is None:
             return
+        if self.touched is not None:
+            self.touched.add(block_id)
         children = self._children[content.group]
         del children[content.parent][block_id]
         if not children[content.parent]:

@@ -30,6 +30,8 @@ class Tiers:
         self.evicted = EvictedHashes()
         self.held: list[int] = []
         """blocks of the host tier that the step's copies read or write"""
+        self.journal: list[tuple[str, int]] | None = None
+        """("evicted" or "spilled", block), one after another, while somebody watches; it is theirs to empty"""
         self._spilled: list[int] = []  # of these, the ones whose cached content comes with the step
         self._stats = stats
         self._swap_out: list[tuple[int, int]] = []
@@ -114,7 +116,9 @@ class Tiers:
                 self.held.append(host_block)
                 self._spilled.append(host_block)
                 self._stats.num_spilled_tokens += content.num_tokens
+                self._note("spilled", block_id)
                 return
+        self._note("evicted", block_id)
         self._lost(content)
 
     def _dropped(self, block_id: int, content: BlockContent) -> None:
@@ -123,6 +127,10 @@ class Tiers:
         assert content.block_hash is not None, f"block {block_id} of the host tier is partly full"
         if self.caches[0].tracker.find(content.group, content.block_hash, content.tokens) is None:
             self._lost(content)
+
+    def _note(self, event: str, block_id: int) -> None:
+        if self.journal is not None:
+            self.journal.append((event, block_id))
 
     def _lost(self, content: BlockContent) -> None:
         self._stats.num_evicted_tokens += content.num_tokens

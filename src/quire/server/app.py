@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.server import chat, completions, health, models, openapi, tokens
+from quire.server import chat, completions, debug, health, models, openapi, static_page, tokens
 from quire.server.bodies import warning
 from quire.server.endpoint import Endpoint
 from quire.server.errors import api_error, status_error
@@ -29,6 +29,8 @@ ROUTES: tuple[Endpoint, ...] = (
     *models.ENDPOINTS,
     *tokens.ENDPOINTS,
     *health.ENDPOINTS,
+    *debug.ENDPOINTS,
+    *static_page.ENDPOINTS,
 )
 """what is served, but for /openapi.json, which describes it"""
 

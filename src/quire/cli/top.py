@@ -1,0 +1,215 @@
+"""Watch a running server in the terminal: blocks, queues with each request's progress, tokens per second, events.
+
+It shows what the page at / shows. --once prints one picture as text and ends, as for a pipe or a ticket.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import math
+import os
+import shutil
+import sys
+import urllib.error
+import urllib.request
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from quire.errors import ConfigError, QuireError
+
+if TYPE_CHECKING:
+    from quire.engine.cache_frame import CacheEvent, CacheMirror, RequestRow
+
+_PATH = "/debug/cache/events"
+_TIMEOUT_S = 30.0  # the server says something, if only a comment, more often
+_WINDOW_S = 5.0
+_MAX_LINE = 256 * 2**20
+_CELLS = " ▁▂▃▄▅▆▇█"
+_STATE_MARKS = "·░█▓"  # free, cached, owned, pinned: told apart without colour
+_STATE_COLOURS = ("2", "33", "34", "31")
+_ALTERNATE_SCREEN = "\x1b[?1049h\x1b[?25l"
+_USUAL_SCREEN = "\x1b[?25h\x1b[?1049l"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument(
+        "--url", default="http://127.0.0.1:8000", help="where the server listens (default: %(default)s)"
+    )
+    parser.add_argument("--api-key", default=None, metavar="KEY", help="the server's API key (default: $QUIRE_API_KEY)")
+    parser.add_argument("--once", action="store_true", help="print one picture and end")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Show the server until Ctrl-C; raises QuireError where there is none."""
+    from quire.engine.cache_frame import CacheMirror
+
+    key = options.api_key or os.environ.get("QUIRE_API_KEY")
+    picture = Picture(CacheMirror(), is_coloured=not options.once and "NO_COLOR" not in os.environ)
+    updates = watch(options.url, key)
+    if options.once:
+        for update in updates:
+            picture.add(update)
+            if picture.is_whole:
+                print("\n".join(picture.lines(*_size())))
+                return 0
+        raise QuireError(f"the server at {options.url} ended the connection before it had told all")
+    sys.stdout.write(_ALTERNATE_SCREEN)
+    try:
+        for update in updates:
+            picture.add(update)
+            width, height = _size()
+            lines = [f"{line}\x1b[K" for line in picture.lines(width, height)[:height]]
+            sys.stdout.write("\x1b[H" + "\n".join(lines) + "\x1b[J")
+            sys.stdout.flush()
+    finally:
+        sys.stdout.write(_USUAL_SCREEN)
+    raise QuireError(f"the server at {options.url} ended the connection")
+
+
+def _size() -> tuple[int, int]:
+    size = shutil.get_terminal_size((100, 40))
+    return max(40, size.columns), max(12, size.lines)
+
+
+def watch(url: str, key: str | None) -> Iterator[Any]:
+    """The server's CacheUpdates as they come. Raises ConfigError for a wrong address, QuireError for no answer."""
+    from quire.engine.cache_frame import CacheUpdate
+
+    decoder = msgspec.json.Decoder(CacheUpdate)
+    headers = {"Accept": "text/event-stream"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"--url {url!r}: must begin with http:// or https://")
+    try:
+        request = urllib.request.Request(url.rstrip("/") + _PATH, headers=headers)
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
+            while line := response.readline(_MAX_LINE):
+                if line.startswith(b"data:"):
+                    yield decoder.decode(line[5:])
+    except urllib.error.HTTPError as error:
+        with error:
+            raise QuireError(f"the server at {url} answers {error.code}: {_reason(error)}") from error
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise QuireError(
+            f"no quire server answers at {url} ({reason}): start one by `quire serve`, or give --url"
+        ) from error
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    try:
+        return str(msgspec.json.decode(error.read(65536))["error"]["message"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        hint = ": is it a Quire server?" if error.code == 404 else ""
+        return f"{error.reason}{hint}"
+
+
+class Picture:
+    """What the terminal shows of a server."""
+
+    def __init__(self, mirror: CacheMirror, *, is_coloured: bool) -> None:
+        self.mirror = mirror
+        self._is_coloured = is_coloured
+        self._tokens: deque[tuple[float, int]] = deque()
+        self._events: deque[CacheEvent] = deque(maxlen=50)
+
+    @property
+    def is_whole(self) -> bool:
+        """All that is held has been told: a large cache comes in several frames."""
+        counters, blocks = self.mirror.counters, self.mirror.tiers["device"].values()
+        return self.mirror.setup is not None and sum(b["refs"] > 0 for b in blocks) >= counters.get("used_blocks", 0)
+
+    def add(self, update: Any) -> None:
+        """Take over a frame."""
+        if update.setup is None and self.mirror.setup is None:
+            return  # of another watcher's time: a snapshot comes
+        self.mirror.apply(update)
+        self._events.extend(update.events)
+        self._tokens.append((update.time_s, self.mirror.counters["generated_tokens"]))
+        while self._tokens[0][0] < update.time_s - _WINDOW_S:
+            self._tokens.popleft()
+
+    def lines(self, width: int, height: int) -> list[str]:
+        """As much as fits."""
+        if self.mirror.setup is None:
+            return ["waiting for the engine"]
+        queues = {name: self._queue(name) for name in ("running", "waiting", "swapped")}
+        head = [self._summary(), self._cache_line(width), *self._map(width, max(2, height // 4)), ""]
+        num_left = max(6, height - len(head) - 2)
+        lines = []
+        for name, rows in queues.items():
+            lines.append(self._style("1", f"{name} {self.mirror.counters[name]}"))
+            lines += [self._request(row, width) for row in rows[: max(1, num_left // (2 if name == "running" else 8))]]
+        num_events = max(1, height - len(head) - len(lines) - 2)
+        recent = [self._event(event)[:width] for event in list(self._events)[-num_events:]]
+        return [*head, *lines, "", *reversed(recent)]
+
+    def _style(self, code: str, text: str) -> str:
+        return f"\x1b[{code}m{text}\x1b[0m" if self._is_coloured else text
+
+    def _summary(self) -> str:
+        counters = self.mirror.counters
+        (start_s, start), (end_s, end) = self._tokens[0], self._tokens[-1]
+        speed = (end - start) / max(end_s - start_s, 1e-9) if end > start else 0.0
+        hit_rate = counters["prefix_hit"] / max(1, counters["prefix_queried"])
+        swaps = f" ({counters['preemptions_by_swap']} by swap)" if counters["preemptions_by_swap"] else ""
+        return self._style("1", "quire ") + (
+            f"{speed:.1f} tokens/s  {counters['generated_tokens']:,} generated  prefix hits {hit_rate:.0%}  "
+            f"preemptions {counters['preemptions']:,}{swaps}  evicted {counters['prefix_evicted']:,} tokens"
+        )
+
+    def _cache_line(self, width: int) -> str:
+        setup, counters = self.mirror.setup, self.mirror.counters
+        assert setup is not None
+        states = [sum(b["states"] == state for b in self.mirror.tiers["device"].values()) for state in range(4)]
+        states[0] = setup.num_blocks - sum(states[1:])
+        share = counters["used_blocks"] / setup.num_blocks
+        names = ("free", "cached", "owned", "pinned")
+        told = [f"{mark} {count:,} {name}" for mark, count, name in zip(_STATE_MARKS, states, names, strict=True)]
+        return f"cache {share:.1%} held of {setup.num_blocks:,} blocks of {setup.block_size}: " + "  ".join(told)
+
+    def _map(self, width: int, height: int) -> list[str]:
+        """One mark for so many blocks that all fit: the busiest state among them."""
+        assert self.mirror.setup is not None
+        num_blocks, blocks = self.mirror.setup.num_blocks, self.mirror.tiers["device"]
+        per_mark = max(1, math.ceil(num_blocks / (width * height)))
+        states = [0] * math.ceil(num_blocks / per_mark)
+        for block_id, block in blocks.items():
+            states[block_id // per_mark] = max(states[block_id // per_mark], block["states"])
+        rows = []
+        for start in range(0, len(states), width):
+            row = states[start : start + width]
+            rows.append("".join(self._style(_STATE_COLOURS[state], _STATE_MARKS[state]) for state in row))
+        return rows
+
+    def _queue(self, name: str) -> list[RequestRow]:
+        return sorted((r for r in self.mirror.requests.values() if r.queue == name), key=lambda r: r.order)
+
+    def _request(self, row: RequestRow, width: int) -> str:
+        limit = f"/{row.max_tokens}" if row.max_tokens else ""
+        computed = min(row.num_computed_tokens, row.num_prompt_tokens)
+        share = row.num_generated_tokens / row.max_tokens if row.max_tokens else 0.0
+        told = f"{row.num_generated_tokens}{limit} tokens, {row.num_blocks} blocks"
+        if row.num_preemptions:
+            told += f", preempted {row.num_preemptions}x"
+        name_width = max(12, width - 72)
+        prompt = _bar(computed / row.num_prompt_tokens)
+        name = f"{row.request_id[:name_width]:<{name_width}}"
+        return f"  {name} {row.stage:<7} prompt {prompt} output {_bar(share)} {told}"[:width]
+
+    def _event(self, event: CacheEvent) -> str:
+        times = f" x{event.count}" if event.count > 1 else ""
+        blocks = f" blocks {', '.join(map(str, event.block_ids[:8]))}" if event.block_ids else ""
+        took = f" after {event.e2e_s:.2f} s" if event.e2e_s is not None else ""
+        return f"  {event.kind}{times} {event.request_id}{blocks} {event.reason}{took}".rstrip()
+
+
+def _bar(share: float, width: int = 10) -> str:
+    """A bar of so many characters, an eighth of one at a time."""
+    eighths = round(min(max(share, 0.0), 1.0) * width * 8)
+    whole, rest = divmod(eighths, 8)
+    return ("█" * whole + (_CELLS[rest] if rest else "")).ljust(width, "·")

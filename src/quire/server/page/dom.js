@@ -1,0 +1,77 @@
+// Making and updating elements. Whatever comes from outside enters the page as text, never as markup.
+
+export const byId = (id) => document.getElementById(id);
+
+// element("p", { class: "note", "aria-label": "x", onclick: f }, "text", otherElement)
+export function element(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+    else if (value !== undefined && value !== null) made.setAttribute(name, value);
+  }
+  made.append(...children);
+  return made;
+}
+
+export function setText(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
+export function setAttribute(node, name, value) {
+  if (node.getAttribute(name) !== String(value)) node.setAttribute(name, value);
+}
+
+// Keeps one child of `parent` for each item, in order; what is there already is updated, so focus and scrolling stay.
+export function keyed(parent, items, keyOf, make, update) {
+  const known = new Map([...parent.children].map((child) => [child.dataset.key, child]));
+  let place = parent.firstElementChild;
+  for (const item of items) {
+    const key = String(keyOf(item));
+    let child = known.get(key);
+    if (child) known.delete(key);
+    else {
+      child = make(item);
+      child.dataset.key = key;
+    }
+    if (child === place) place = place.nextElementSibling;
+    else parent.insertBefore(child, place);
+    update(child, item);
+  }
+  for (const child of known.values()) child.remove();
+}
+
+const styles = new Map();
+
+// A colour of style.css, as it is now.
+export function colour(name) {
+  if (!styles.has(name)) styles.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
+  return styles.get(name);
+}
+
+export const forgetColours = () => styles.clear();
+
+// A canvas of the size it has on the page, sharp on any screen: its context, its width and its height.
+export function prepared(canvas, height) {
+  const scale = window.devicePixelRatio || 1;
+  const width = canvas.clientWidth;
+  if (canvas.width !== Math.round(width * scale) || canvas.height !== Math.round(height * scale)) {
+    canvas.width = Math.round(width * scale);
+    canvas.height = Math.round(height * scale);
+    canvas.style.height = `${height}px`;
+  }
+  const context = canvas.getContext("2d");
+  context.setTransform(scale, 0, 0, scale, 0, 0);
+  return [context, width, height];
+}
+
+const number = new Intl.NumberFormat("en");
+export const count = (value) => number.format(value);
+
+export function duration(seconds) {
+  if (seconds === null || seconds === undefined || Number.isNaN(seconds)) return "none";
+  if (seconds < 0.001) return `${(seconds * 1e6).toFixed(0)} µs`;
+  if (seconds < 1) return `${(seconds * 1e3).toFixed(seconds < 0.01 ? 1 : 0)} ms`;
+  return `${seconds.toFixed(seconds < 10 ? 2 : 1)} s`;
+}
+
+export const plural = (value, word) => `${count(value)} ${word}${value === 1 ? "" : "s"}`;
