@@ -20,7 +20,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from quire._version import __version__
-from quire.async_llm import AsyncLLM
+from quire.async_llm.async_llm import AsyncLLM
 from quire.config.args import EngineArgs
 from quire.config.model import EMBEDDED_CHECKPOINTS
 from quire.errors import ConfigError
