@@ -146,15 +146,17 @@ class Observer:
                 sink(record)
 
 
-def naming_route(app: ASGIApp, path: str) -> ASGIApp:
-    """`app`, the endpoint of this path, telling the record so."""
+class RouteNamed:
+    """An endpoint that tells the record its path. A class, since the router takes a function for a handler of requests."""
 
-    async def named(scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, app: ASGIApp, path: str) -> None:
+        self._app, self._path = app, path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
         if (record := _current.get(None)) is not None:
-            record.route = path
-        await app(scope, receive, send)
-
-    return named
+            record.route = self._path
+        await self._app(scope, receive, send)
 
 
 def _noting(receive: Receive, record: RequestRecord) -> Receive:
