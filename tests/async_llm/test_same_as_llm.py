@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace as replace_fields
 
-from quire import LLM, BeamSearchParams, CompletionOutput, RequestOutput, SamplingParams, StructuredOutputsParams
+from quire import (
+    LLM,
+    BeamSearchParams,
+    CompletionOutput,
+    PromptTooLongError,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 from .door import Door
 
@@ -119,7 +127,7 @@ def told(output: RequestOutput) -> tuple[Any, ...]:
     return output.prompt, output.prompt_token_ids, output.outputs, output.finished, output.error, output.prompt_logprobs
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(wanted=requests)
 def test_every_request_is_told_the_same(both: tuple[LLM, Door], wanted: list[tuple[Any, Any]]) -> None:
     llm, door = both
@@ -147,6 +155,15 @@ def test_stop_strings_end_each_sample_as_offline(both: tuple[LLM, Door], kind: s
     assert told(whole(outputs, kind)) == told(expected)
 
 
+def test_a_grammar_that_ends_with_the_last_token_allowed_is_a_stop(both: tuple[LLM, Door]) -> None:
+    llm, door = both
+    wanted = [("a", SamplingParams(seed=0, max_tokens=1, structured_outputs=StructuredOutputsParams(choice=["a"])))]
+    (expected,) = offline(llm, wanted)
+    assert expected.outputs[0].finish_reason == "stop"
+    ((output,),) = door.run(door.all_outputs(wanted))
+    assert told(output) == told(expected)
+
+
 def test_scores_are_those_of_score_tokens(both: tuple[LLM, Door]) -> None:
     llm, door = both
     (expected,) = llm.score_tokens("def f(x):", " return x + 1", use_tqdm=False)
@@ -162,8 +179,9 @@ def test_prompts_of_chats_and_texts_become_the_same_tokens(both: tuple[LLM, Door
     llm, door = both
     messages = [{"role": "user", "content": "Hi"}]
     assert door.llm.chat_prompt(messages) == llm.chat_prompt(messages)
-    text = "a long text, which goes to a thread. " * 200
-    with pytest.raises(Exception, match="characters"):
-        door.run(door.llm.encode(text * 100))
+    for text in ("short", "a long text, which goes to a thread. " * 150):
+        assert door.run(door.llm.encode(text)) == llm.get_tokenizer().encode(text)
+    with pytest.raises(PromptTooLongError, match="characters"):
+        door.run(door.llm.encode("a" * 10_000))
     assert door.llm.default_sampling_params() == llm.default_sampling_params()
     assert door.llm.model_config == llm.engine.model_config
