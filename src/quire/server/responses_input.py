@@ -86,6 +86,8 @@ def chat_request(request: ResponsesRequest, items: Sequence[Mapping[str, Any]]) 
     """Body of a chat request with the same meaning; `items` is the conversation, earlier responses included."""
     body: dict[str, Any] = {name: getattr(request, name) for name in _SAME_NAMES}
     body["messages"] = chat_messages(msgspec.convert(items, list[InputItem]), request.instructions)
+    if not body["messages"]:
+        raise _refused("input", "holds nothing to answer")
     body["max_completion_tokens"] = request.max_output_tokens
     body["response_format"] = _response_format(request.text)
     if request.tools:

@@ -31,6 +31,8 @@ MAX_BACKGROUND = 256
 """responses in the background at once"""
 MAX_KEPT_STREAMS = 32
 """background streams that have ended and can still be read"""
+_PARAMS = {"messages": "input", "response_format": "text"}
+"""fields of chat that have other names here"""
 
 
 class Run:
@@ -73,7 +75,7 @@ class Run:
         except BaseException as error:
             await self._close_chat()
             if isinstance(error, Exception):
-                raise api_error(error, self._request_id, "input") from error
+                raise self._api_error(error) from error
             raise
 
     async def events(self) -> AsyncGenerator[Event, None]:
@@ -93,7 +95,7 @@ class Run:
             for event in builder.complete(int(time.time()), await self._count_tokens(thoughts) if thoughts else 0):
                 yield event
         except Exception as error:
-            for event in self._fail(api_error(error, self._request_id, "input")):
+            for event in self._fail(self._api_error(error)):
                 yield event
         except asyncio.CancelledError:
             if self._ending is None:  # whoever reads has gone
@@ -110,6 +112,13 @@ class Run:
     def _fail(self, error: ApiError) -> list[Event]:
         self.error = error
         return self.builder.end("failed", ResponseError(error.code or "server_error", str(error)))
+
+    def _api_error(self, error: Exception) -> ApiError:
+        """With the names of this protocol's fields."""
+        found = api_error(error, self._request_id, "input")
+        name = (found.param or "").partition("[")[0]
+        found.param = _PARAMS.get(name, found.param)
+        return found
 
     def end_as(self, status: Status, error: ResponseError | None) -> None:
         """From now on, cancelling the task that reads the events ends them with this status."""
@@ -254,7 +263,7 @@ async def stored(call: Awaitable[T]) -> T:
         raise ApiError(400, str(error), param="previous_response_id") from error
     except StoreError as error:
         logger.error("%s", error)
-        raise ApiError(503, str(error), code="store_unavailable") from error
+        raise ApiError(500, str(error), code="store_unavailable") from error
 
 
 def event_frame(event: Event) -> bytes:

@@ -96,7 +96,7 @@ class FunctionChoice(msgspec.Struct, tag="function"):
     name: str
 
 
-class TextFormat(msgspec.Struct, tag="text"):
+class TextFormat(msgspec.Struct, tag="text", frozen=True):
     """Free text."""
 
 
