@@ -193,6 +193,8 @@ class InputTokensDetails(msgspec.Struct):
     """How the prompt's tokens came about."""
 
     cached_tokens: int = 0
+    cache_write_tokens: int = 0
+    """always 0: caching costs nothing and is not counted apart"""
 
 
 class OutputTokensDetails(msgspec.Struct):
