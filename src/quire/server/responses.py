@@ -52,7 +52,7 @@ async def create(request: Request) -> ASGIApp:
     state, owner = state_of(request), context_of(request).tenant
     shelf = shelf_of(state)
     if body.background:
-        shelf.check_room()
+        shelf.check_room(owner)
     run = await _make_run(request, body, shelf, owner)
     await unless_disconnected(request, run.begin())
     if body.background:

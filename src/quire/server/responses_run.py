@@ -205,6 +205,7 @@ class Shelf:
             fail=_failed_json,
         )
         self._timeout_s = args.request_timeout_s
+        self._max_per_owner = args.max_concurrent_per_tenant
         self._background: dict[str, BackgroundRun] = {}
         """those that run, and the last that can still be read"""
 
@@ -214,10 +215,12 @@ class Shelf:
         background.task = asyncio.create_task(self._drive(background))
         return background
 
-    def check_room(self) -> None:
-        """Raise ApiError 429 if no more may run in the background."""
-        if sum(not each.is_over for each in self._background.values()) >= MAX_BACKGROUND:
-            message = f"{MAX_BACKGROUND} responses are running in the background, and no more are allowed at once"
+    def check_room(self, owner: str) -> None:
+        """Raise ApiError 429 if no more may run in the background, in all or for this owner."""
+        running = [each.owner for each in self._background.values() if not each.is_over]
+        limit = self._max_per_owner if self._max_per_owner is not None else MAX_BACKGROUND
+        if len(running) >= MAX_BACKGROUND or running.count(owner) >= limit:
+            message = f"{len(running)} responses are running in the background, and no more are allowed at once"
             raise ApiError(429, message, headers={"retry-after": "10"})
 
     def background(self, owner: str, response_id: str) -> BackgroundRun | None:
@@ -225,10 +228,13 @@ class Shelf:
         found = self._background.get(response_id)
         return found if found is not None and found.owner == owner else None
 
-    async def shutdown(self) -> None:
-        """End what runs in the background, and close the store."""
+    async def shutdown(self, drain_s: float = 0.0) -> None:
+        """Give what runs in the background so many seconds, end what is left, and close the store."""
+        running = [each for each in self._background.values() if each.task is not None and not each.is_over]
+        if running and drain_s > 0:
+            await asyncio.wait({each.task for each in running if each.task is not None}, timeout=drain_s)
         error = ResponseError("server_error", "the server was shut down")
-        await asyncio.gather(*(each.cancel("failed", error) for each in list(self._background.values())))
+        await asyncio.gather(*(each.cancel("failed", error) for each in running))
         self.store.close()
 
     async def _drive(self, background: BackgroundRun) -> None:
