@@ -124,8 +124,9 @@ def test_the_line_in_both_formats(lines):
     assert "reason=length" in text
     fields = json.loads(JsonFormatter().format(lines[0]))
     assert fields | {"time": "", "seconds": 0} == {
-        "time": "", "level": "info", "message": "POST /v1/completions 200", "method": "POST", "route": "/v1/completions",
-        "status": 200, "request_id": "req-1", "tenant": "alice/carol", "prompt_tokens": 20, "cached_tokens": 8,
+        "time": "", "level": "info", "message": "POST /v1/completions 200", "method": "POST",
+        "route": "/v1/completions", "status": 200, "request_id": "req-1", "tenant": "alice/carol",
+        "prompt_tokens": 20, "cached_tokens": 8,
         "generated_tokens": 6, "queue_s": 0.25, "first_token_s": 0.5, "seconds": 0, "reason": "length",
     }  # fmt: skip
 
