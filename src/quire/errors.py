@@ -72,3 +72,11 @@ def nearest_name(name: str, allowed: Iterable[str]) -> str:
     """`, did you mean 'x'?` for the allowed name closest to `name`, or an empty string if none is close."""
     matches = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.6)
     return f", did you mean {matches[0]!r}?" if matches else ""
+
+
+def error_named(kind: str, message: str) -> QuireError:
+    """The error of this name, made again from what another process tells of it; QuireError for any other name."""
+    found = globals().get(kind)
+    if isinstance(found, type) and issubclass(found, QuireError):
+        return found(message)
+    return QuireError(f"{kind}: {message}")

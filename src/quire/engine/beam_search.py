@@ -191,16 +191,19 @@ class BeamSearch:
         num_returned = self.params.n or self.params.beam_width
         return [self._output(index, hypothesis) for index, hypothesis in enumerate(hypotheses[:num_returned])]
 
+    def text(self, token_ids: list[int]) -> str:
+        """Of an output's tokens; empty if none is wanted."""
+        if self._detokenizer is None:
+            return ""
+        detokenizer = self._detokenizer.fork()
+        for token_id in token_ids:
+            detokenizer.append(token_id)
+        return detokenizer.text
+
     def _output(self, index: int, hypothesis: _Hypothesis) -> CompletionOutput:
-        text = ""
-        if self._detokenizer is not None:
-            detokenizer = self._detokenizer.fork()
-            for token_id in hypothesis.token_ids:
-                detokenizer.append(token_id)
-            text = detokenizer.text
         return CompletionOutput(
             index=index,
-            text=text,
+            text=self.text(hypothesis.token_ids),
             token_ids=hypothesis.token_ids,
             finish_reason=hypothesis.finish_reason,
             stop_reason=hypothesis.stop_reason,

@@ -9,11 +9,12 @@ from typing import Any, TypeAlias
 
 from quire.batch import Draw
 from quire.config.args import EngineConfig
+from quire.engine.beam_search import BeamSearch
 from quire.engine.logprobs import LogprobRows, PromptScores
-from quire.engine.sequence import Sequence
+from quire.engine.sequence import Sequence, SequenceGroup
 from quire.errors import CheckpointError, InvalidParamsError, InvalidPromptError, PromptTooLongError
 from quire.kv.content_hash import ContentKey
-from quire.params import SamplingParams
+from quire.params import BeamSearchParams, SamplingParams
 from quire.params.checks import check_text
 from quire.params.sampling import ALL_LOGPROBS, MAX_SALT_LEN
 from quire.sampling.random import random_key, uniform_bits
@@ -24,14 +25,50 @@ Prompt: TypeAlias = str | SequenceOf[int] | Mapping[str, object]
 """text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`; in a dict also `cache_salt`"""
 
 
+_SCORING = SamplingParams(detokenize=False, output_kind="final_only")
+
+
 class InputProcessor:
-    """Makes sequences out of prompts and params, or raises a RequestError. Knows one model and its tokenizer."""
+    """Makes requests out of prompts and params, or raises a RequestError. Knows one model and its tokenizer."""
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer) -> None:
         self.config = config
         self.model = config.model
         self.tokenizer = tokenizer
         self._num_requests = 0
+
+    # Requests
+
+    def request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams,
+        seq_id: int,
+        arrival_time: float,
+    ) -> SequenceGroup:
+        """One that can run. Raises RequestError."""
+        search = None
+        if isinstance(params, BeamSearchParams):
+            search = BeamSearch(params, self.model, self.config.scheduler.max_num_seqs)
+            params = params.sampling_params()
+        text, token_ids, key = self.prompt(prompt, params)
+        self.check_params(params)
+        seq = self.sequence(seq_id, token_ids, params)
+        if search is not None:
+            search.start(seq)
+        return SequenceGroup(request_id, text, seq, params, arrival_time, key, search)
+
+    def scoring_request(
+        self, request_id: str, context: Prompt, continuation: Prompt | None, seq_id: int, arrival_time: float
+    ) -> SequenceGroup:
+        """One that draws nothing, and ends when the continuation's tokens are scored; the last of them need not run.
+        Raises RequestError."""
+        token_ids, first, key = self.continuation(context, continuation)
+        seq = Sequence(seq_id, token_ids[:-1], (), scores=PromptScores(first, token_ids[first:], 0, None))
+        group = SequenceGroup(request_id, None, seq, _SCORING, arrival_time, key)
+        group.prompt_token_ids = token_ids
+        return group
 
     # Prompts
 
@@ -46,13 +83,13 @@ class InputProcessor:
             if cache_salt and params.cache_salt and cache_salt != params.cache_salt:
                 raise InvalidParamsError("cache_salt is given with the prompt and in the params, and they differ")
             cache_salt = cache_salt or params.cache_salt
-        self._check_token_ids(token_ids)
         limit = self.model.max_model_len
         if len(token_ids) >= limit:
             raise PromptTooLongError(
                 f"the prompt has {len(token_ids)} tokens, and the context holds {limit}, one of them for the output: "
                 "shorten the prompt or raise max_model_len"
             )
+        self._check_token_ids(token_ids)
         return text, token_ids, ContentKey(cache_salt=cache_salt)
 
     def continuation(self, context: Prompt, continuation: Prompt | None) -> tuple[list[int], int, ContentKey]:
@@ -147,10 +184,6 @@ class InputProcessor:
             scores = PromptScores(1, token_ids[1:], num_top, decode)
         self._num_requests += 1
         return Sequence(seq_id, token_ids, draws, self._detokenizer(token_ids, params), logprobs, scores)
-
-    def scored_sequence(self, seq_id: int, token_ids: list[int], first: int) -> Sequence:
-        """One that draws nothing, and ends when the tokens from `first` on are scored. The last one need not run."""
-        return Sequence(seq_id, token_ids[:-1], (), scores=PromptScores(first, token_ids[first:], 0, None))
 
     def check_params(self, params: SamplingParams) -> None:
         """What only this model and this engine can refuse."""

@@ -8,7 +8,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from quire.batch import Batch, StepResult
 from quire.config.args import EngineArgs
 from quire.config.model import ModelConfig
-from quire.engine.beam_search import BeamSearch
 from quire.engine.commit import Committer
 from quire.engine.executor import Executor
 from quire.engine.grammar_queue import GrammarQueue
@@ -26,7 +25,6 @@ from quire.runner.memory_plan import MemoryPlan, plan_memory
 from quire.runner.worker import Worker
 from quire.tokenizer.tokenizer import Tokenizer
 
-_SCORING = SamplingParams(detokenize=False, output_kind="final_only")
 _GRAMMAR_WAIT_S = 0.05
 _COPY_BYTES_PER_S = 5e9
 """a cautious guess at how fast blocks are copied between the tiers, all threads together"""
@@ -61,6 +59,7 @@ class LLMEngine:
         self._groups: dict[str, SequenceGroup] = {}
         self._thread = ThreadPoolExecutor(1, "quire-step")  # starts with the first step that is executed ahead
         self._ahead: tuple[Batch, Future[tuple[StepResult, float]]] | None = None
+        self._planned: Batch | None = None  # of the step that was begun last
 
     @classmethod
     def from_args(cls, args: EngineArgs) -> LLMEngine:
@@ -83,28 +82,16 @@ class LLMEngine:
     ) -> None:
         """Queue a request. Raises a RequestError, and queues nothing, if it can never run."""
         self._check_request_id(request_id)
-        search = None
-        if isinstance(params, BeamSearchParams):
-            search = BeamSearch(params, self.model_config, self.plan.config.scheduler.max_num_seqs)
-            params = params.sampling_params()
-        text, token_ids, key = self.inputs.prompt(prompt, params)
-        self.inputs.check_params(params)
-        seq = self.inputs.sequence(self.scheduler.new_seq_id(), token_ids, params)
-        if search is not None:
-            search.start(seq)
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
-        self._add(SequenceGroup(request_id, text, seq, params, arrival_time, key, search))
+        self._add(self.inputs.request(request_id, prompt, params, self.scheduler.new_seq_id(), arrival_time))
 
     def add_scoring_request(self, request_id: str, context: Prompt, continuation: Prompt | None) -> None:
         """Queue a request that generates nothing: it ends, with `prompt_logprobs` of the continuation's tokens, once
         they are scored; None scores the context itself. Raises a RequestError, and queues nothing, if it can never
         run."""
         self._check_request_id(request_id)
-        token_ids, first, key = self.inputs.continuation(context, continuation)
-        seq = self.inputs.scored_sequence(self.scheduler.new_seq_id(), token_ids, first)
-        group = SequenceGroup(request_id, None, seq, _SCORING, time.monotonic(), key)
-        group.prompt_token_ids = token_ids
-        self._add(group)
+        seq_id = self.scheduler.new_seq_id()
+        self._add(self.inputs.scoring_request(request_id, context, continuation, seq_id, time.monotonic()))
 
     def _check_request_id(self, request_id: str) -> None:
         if request_id in self._groups:
@@ -116,8 +103,14 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """Schedule, execute, commit. Returns the requests that got a token or finished, as their output_kind says."""
-        changed = self._end_step() if self._ahead is not None else self._whole_step()
-        return self._outputs(changed)
+        return self._outputs(self._advance())
+
+    def advance(self) -> list[SequenceGroup]:
+        """As `step`, for a caller that makes outputs in its own way of the requests that got a token or finished."""
+        changed = self._advance()
+        for group in changed:
+            self._forget_if_finished(group)
+        return changed
 
     def step_ahead(self) -> list[RequestOutput]:
         """As `step`, but the next step is being executed already, in a thread, while outputs are made (text and
@@ -125,16 +118,21 @@ class LLMEngine:
 
         Until it is called again, requests may be added and aborted as ever; a new one starts a step later.
         """
-        changed = self._end_step() if self._ahead is not None else self._whole_step()
+        changed = self._advance()
         if self.scheduler.has_unfinished:
             batch = self._schedule()
             self._ahead = batch, self._thread.submit(self._execute, batch)
         return self._outputs(changed)
 
+    def _advance(self) -> list[SequenceGroup]:
+        return self._end_step() if self._ahead is not None else self._whole_step()
+
     def _schedule(self) -> Batch:
+        self._planned = None
         if self.grammars:
             self._admit_compiled()
-        return self.scheduler.schedule()
+        self._planned = self.scheduler.schedule()
+        return self._planned
 
     def _execute(self, batch: Batch) -> tuple[StepResult, float]:
         """The result, and the seconds it took."""
@@ -179,11 +177,26 @@ class LLMEngine:
         group = self._groups.get(request_id)
         if group is None:
             return None
+        self._abort(group)
+        return self._output(group)
+
+    def abort_failed_step(self, error: str) -> list[SequenceGroup]:
+        """After `step` raised: end the requests that it was to run, or all if it was not even planned, and say why."""
+        groups = dict.fromkeys(self._groups.values())
+        if self._planned is not None:
+            owners = (self.scheduler.owner(scheduled.seq_id) for scheduled in self._planned.sequences)
+            groups = dict.fromkeys(owner[0] for owner in owners if owner is not None)
+        for group in groups:
+            group.error = error
+            self._abort(group)
+            self._forget_if_finished(group)
+        return list(groups)
+
+    def _abort(self, group: SequenceGroup) -> None:
         if not self.grammars.remove(group) and not group.is_finished:  # else in a failed step, and nobody has been told
             self.scheduler.remove(group)
         for seq in group.unfinished_seqs:
             seq.status = SequenceStatus.FINISHED_ABORTED
-        return self._output(group)
 
     def check_pin(self, prompt: Prompt) -> None:
         """Raise a RequestError if the prompt is wrong, or larger than what may still be pinned."""
@@ -235,6 +248,9 @@ class LLMEngine:
 
     def _output(self, group: SequenceGroup) -> RequestOutput | None:
         """What a request's caller is told now; a finished request is forgotten."""
+        self._forget_if_finished(group)
+        return group.to_output()
+
+    def _forget_if_finished(self, group: SequenceGroup) -> None:
         if group.is_finished:
             del self._groups[group.request_id]
-        return group.to_output()

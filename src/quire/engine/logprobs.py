@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from quire.batch import Scored
+import numpy as np
+
+from quire.batch import Scored, TokenLogprobs
 from quire.outputs import Logprob
-
-if TYPE_CHECKING:
-    from quire.batch import TokenLogprobs
 
 DecodeToken = Callable[[int], str]
 """one token's text alone"""
@@ -18,7 +16,7 @@ DecodeToken = Callable[[int], str]
 class LogprobRows:
     """A row for each of a run of tokens. Grows in commit; as dicts they are made once, when they are asked for."""
 
-    __slots__ = ("_decode", "_keeps", "_made", "_waiting", "total")
+    __slots__ = ("_decode", "_keeps", "_made", "_num_taken", "_waiting", "total")
 
     def __init__(self, decode: DecodeToken | None, *, keeps: bool = True) -> None:
         """Without `decode` no text is told, without `keeps` only the total is kept."""
@@ -26,11 +24,12 @@ class LogprobRows:
         self._keeps = keeps
         self._waiting: list[tuple[TokenLogprobs, int]] = []
         self._made: list[dict[int, Logprob]] = []
+        self._num_taken = 0
         self.total = 0.0
         """sum over the tokens"""
 
     def __len__(self) -> int:
-        return len(self._made) + len(self._waiting)
+        return self._num_taken + len(self._made) + len(self._waiting)
 
     def extend(self, logprobs: TokenLogprobs) -> None:
         """The next tokens' rows."""
@@ -44,6 +43,19 @@ class LogprobRows:
         self._made += [self._to_dict(logprobs, row) for logprobs, row in self._waiting]
         self._waiting = []
         return self._made[start:] if self._keeps else None
+
+    def take(self) -> TokenLogprobs | None:
+        """Those that came since the last time, to be made dicts of elsewhere, and not kept here; None if there are
+        none."""
+        if not self._waiting:
+            return None
+        waiting, self._waiting = self._waiting, []
+        self._num_taken += len(waiting)
+        return TokenLogprobs(
+            np.stack([logprobs.token_ids[row] for logprobs, row in waiting]),
+            np.stack([logprobs.logprobs[row] for logprobs, row in waiting]),
+            np.array([logprobs.ranks[row] for logprobs, row in waiting], np.int32),
+        )
 
     def fork(self) -> LogprobRows:
         """One with the same past that goes on by itself."""

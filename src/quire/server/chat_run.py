@@ -153,8 +153,8 @@ class _Fold:
                 tool_calls=[call for call, _ in self._calls.values()] or UNSET,
             ),
             logprobs=None if self._logprobs is None else ChatLogprobs(self._logprobs),
-            finish_reason=self._end and self._end.finish_reason,
-            stop_reason=self._end and self._end.stop_reason,
+            finish_reason=None if self._end is None else self._end.finish_reason,
+            stop_reason=None if self._end is None else self._end.stop_reason,
             token_ids=UNSET if self._token_ids is None else self._token_ids,
         )
 

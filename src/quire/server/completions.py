@@ -40,6 +40,7 @@ async def create_completion(request: Request) -> ASGIApp:
     state, context = state_of(request), context_of(request)
     context.prompt_param = "prompt"
     body = await read_struct(request, CompletionRequest)
+    context.adopt_id(body.request_id)
     answer_id = f"cmpl-{context.request_id}"
     chunks = complete(state, context, body, answer_id)
     if body.stream:

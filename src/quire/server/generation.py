@@ -68,13 +68,13 @@ async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[
     try:
         num_left = len(tasks)
         while num_left:
-            item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
+            found = await queue.get()
+            if isinstance(found, Exception):
+                raise found
+            if found is None:
                 num_left -= 1
             else:
-                yield item
+                yield found
     finally:
         for task in tasks:
             task.cancel()
@@ -96,7 +96,9 @@ class TokenCounts:
         counts = len(output.prompt_token_ids), output.num_cached_tokens
         if self._prompts.get(place) != counts:
             self._prompts[place] = counts
-            self.prompt_tokens, self.cached_tokens = (sum(column) for column in zip(*self._prompts.values(), strict=True))
+            self.prompt_tokens, self.cached_tokens = (
+                sum(column) for column in zip(*self._prompts.values(), strict=True)
+            )
         self.completion_tokens += sum(len(choice.token_ids) for choice in output.outputs)
         self._facts["prompt_tokens"] = self.prompt_tokens
         self._facts["completion_tokens"] = self.completion_tokens
@@ -139,7 +141,11 @@ def chat_logprobs(
 
 def prompt_logprobs(rows: list[dict[int, Logprob] | None] | None) -> PromptLogprobs | None:
     """Of a prompt's tokens, as answers tell them."""
-    return rows and [
-        row and {str(i): PromptLogprob(finite(lp.logprob), lp.rank, lp.decoded_token) for i, lp in row.items()}
+    if rows is None:
+        return None
+    return [
+        None
+        if row is None
+        else {str(i): PromptLogprob(finite(lp.logprob), lp.rank, lp.decoded_token) for i, lp in row.items()}
         for row in rows
     ]

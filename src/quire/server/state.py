@@ -14,7 +14,7 @@ from quire.server.config import ServerArgs
 from quire.server.errors import ApiError
 
 if TYPE_CHECKING:
-    from quire.async_llm import AsyncLLM
+    from quire.async_llm.async_llm import AsyncLLM
     from quire.server.tools import ReasoningFormat, ToolFormat
 
 MAX_REQUEST_ID_LEN = 128
@@ -71,7 +71,18 @@ class RequestContext:
     prompt_param: str | None = None
     """the body's field that errors about the prompt name"""
     facts: dict[str, Any] = field(default_factory=dict)
-    """what a log may tell of the request: model, counts of tokens, finish reasons; never text"""
+    """what a log may tell of the request: model, counts of tokens; never text"""
+    is_named: bool = False
+    """the client chose the id"""
+
+    def adopt_id(self, given: str | None) -> None:
+        """The id that stands in a body, unless a header has one. Raises ApiError for one that is not sane."""
+        if given is None or self.is_named:
+            return
+        if not _is_sane(given):
+            message = f"request_id must have 1 to {MAX_REQUEST_ID_LEN} printable ASCII characters, and no spaces"
+            raise ApiError(400, message, param="request_id")
+        self.request_id, self.is_named = given, True
 
 
 def state_of(request: Request) -> ServerState:
@@ -89,9 +100,9 @@ def context_of(request: Request | Scope) -> RequestContext:
 
 def add_context(scope: Scope) -> RequestContext:
     """Begin a request."""
-    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-    is_sane = 0 < len(given) <= MAX_REQUEST_ID_LEN and all(0x21 <= byte <= 0x7E for byte in given)
-    context = RequestContext(request_id=given.decode() if is_sane else secrets.token_hex(12))
+    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
+    is_named = _is_sane(given)
+    context = RequestContext(request_id=given if is_named else secrets.token_hex(12), is_named=is_named)
     scope[_CONTEXT] = context
     return context
 
@@ -99,3 +110,7 @@ def add_context(scope: Scope) -> RequestContext:
 def engine_id(answer_id: str, place: int = 0) -> str:
     """An id for the engine, which takes no two of the same: clients may send a request id again."""
     return f"{answer_id}-{place}-{secrets.token_hex(4)}"
+
+
+def _is_sane(request_id: str) -> bool:
+    return 0 < len(request_id) <= MAX_REQUEST_ID_LEN and all("!" <= char <= "~" for char in request_id)

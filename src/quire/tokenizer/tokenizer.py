@@ -37,6 +37,11 @@ class Tokenizer:
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     @cached_property
+    def max_token_len(self) -> int:
+        """Characters that a token stands for, at most."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
+
+    @cached_property
     def special_token_texts(self) -> Mapping[int, str]:
         """Token id -> text of every token that stands for no text of a prompt's or an output's own."""
         added = self._backend.get_added_tokens_decoder()

@@ -56,6 +56,6 @@ class Completion(msgspec.Struct, kw_only=True):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
     timings: Timings | UnsetType = UNSET
     system_fingerprint: str | None = None

@@ -1,0 +1,151 @@
+"""What the engine sends, made into outputs: text, stop strings, log-probabilities, samples in order of likelihood.
+
+A request has a SequenceGroup here too, which follows the engine's token by token: what callers get is what the engine
+itself would have told them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from quire.batch import TokenLogprobs
+from quire.config.model import ModelConfig
+from quire.engine.beam_search import BeamSearch
+from quire.engine.commit import append_token
+from quire.engine.messages import RequestDelta, SequenceDelta
+from quire.engine.sequence import Sequence, SequenceGroup, SequenceStatus
+from quire.errors import QuireError
+from quire.outputs import CompletionOutput, RequestOutput
+
+
+class RequestState:
+    """One request on its way: deltas in, outputs out. What is not fetched adds up in one next output, so a slow caller
+    costs the memory of its tokens, which max_model_len bounds."""
+
+    def __init__(self, key: int, group: SequenceGroup, model: ModelConfig) -> None:
+        """Takes over `group`, as InputProcessor has made it."""
+        self.key = key
+        self.group = group
+        self._eos_token_ids = model.eos_token_ids
+        self._max_model_len = model.max_model_len
+        self._search = group.search if isinstance(group.search, BeamSearch) else None
+        group.search = None  # it goes on in the engine, and knows here how text is made
+        self._beams: list[CompletionOutput] | None = None
+        self._changed = asyncio.Event()
+        self._failure: QuireError | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """No more will come."""
+        return self._failure is not None or self.group.is_finished
+
+    @property
+    def finish_reason(self) -> str:
+        """Why, in one word, of the first output: stop, length, abort or error."""
+        reason = self._beams[0].finish_reason if self._beams else self.group.seqs[0].status.finish_reason
+        failed = self._failure is not None or self.group.error is not None
+        return "error" if failed or reason is None else reason
+
+    async def next_output(self) -> RequestOutput:
+        """What is new, as soon as there is anything to tell. Raises what the request has failed with."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            if self._failure is not None:
+                raise self._failure
+            output = self.group.to_output()
+            if output is not None:
+                if self._beams is not None:
+                    output.outputs = self._beams
+                return output
+
+    def whole_output(self) -> RequestOutput:
+        """All that has come so far, of every sample, whatever was asked for; without the prompt's log-probabilities."""
+        group = self.group
+        return RequestOutput(
+            group.request_id,
+            group.prompt,
+            group.prompt_token_ids,
+            self._beams or [seq.to_output() for seq in group.seqs],
+            group.is_finished,
+            group.num_cached_tokens,
+            group.metrics,
+            group.error,
+        )
+
+    def update(self, delta: RequestDelta) -> int:
+        """Take what the engine has sent. Returns the number of new tokens; any behind a stop string do not count."""
+        group = self.group
+        group.num_cached_tokens, group.error = delta.num_cached_tokens, delta.error
+        group.metrics = delta.metrics or group.metrics
+        if delta.prompt_logprobs is not None and group.scores is not None:
+            group.scores.rows.extend(delta.prompt_logprobs.unpack())
+        if self._search is not None:
+            self._beams = [_beam_output(self._search, beam) for beam in delta.sequences]
+            num_tokens = sum(len(beam.token_ids) for beam in delta.sequences)
+        else:
+            if any(sequence.token_ids for sequence in delta.sequences):
+                self._fork_samples()
+            num_tokens = sum([self._extend(group.seqs[sequence.index], sequence) for sequence in delta.sequences])
+        if delta.finished:
+            self._finish(SequenceStatus.FINISHED_ABORTED if delta.error else SequenceStatus.FINISHED_STOPPED)
+        if group.is_finished and group.metrics.finished_time is None:  # with a stop string, which the engine never sees
+            group.metrics.finished_time = time.monotonic()
+        if group.is_finished or (num_tokens and group.params.output_kind != "final_only"):
+            self._changed.set()
+        return num_tokens
+
+    def abort(self) -> None:
+        """The end; what has come so far is the last output."""
+        self._finish(SequenceStatus.FINISHED_ABORTED)
+        self.group.metrics.finished_time = time.monotonic()
+        self._changed.set()
+
+    def fail(self, error: QuireError) -> None:
+        """The end; this is what the caller is told."""
+        self._failure = error
+        self._changed.set()
+
+    def _finish(self, status: SequenceStatus) -> None:
+        """End what has not ended."""
+        for seq in self.group.unfinished_seqs:
+            seq.status = status
+
+    def _fork_samples(self) -> None:
+        """As commit does, once the prompt is computed."""
+        group = self.group
+        first, *others = group.seqs[0].draws
+        group.seqs += [group.seqs[0].fork(place, draw) for place, draw in enumerate(others, start=1)]
+        group.seqs[0].draws = (first,)
+
+    def _extend(self, seq: Sequence, delta: SequenceDelta) -> int:
+        if seq.status.is_finished:
+            return 0
+        rows = None if delta.logprobs is None else delta.logprobs.unpack()
+        for place, token_id in enumerate(delta.token_ids):
+            if rows is not None and seq.logprobs is not None:
+                seq.logprobs.extend(_row(rows, place))
+            status = append_token(self.group, seq, token_id, self._eos_token_ids, self._max_model_len)
+            if status is not None:
+                seq.status = status
+                return place + 1
+        if delta.finish_reason is not None:
+            seq.status, seq.stop_reason = SequenceStatus(delta.finish_reason), delta.stop_reason
+        return len(delta.token_ids)
+
+
+def _row(rows: TokenLogprobs, place: int) -> TokenLogprobs:
+    one = slice(place, place + 1)
+    return TokenLogprobs(rows.token_ids[one], rows.logprobs[one], rows.ranks[one])
+
+
+def _beam_output(search: BeamSearch, beam: SequenceDelta) -> CompletionOutput:
+    return CompletionOutput(
+        beam.index,
+        search.text(beam.token_ids),
+        beam.token_ids,
+        beam.finish_reason,
+        beam.stop_reason,
+        beam.cumulative_logprob,
+    )

@@ -1,0 +1,266 @@
+"""The engine process: an LLMEngine between two ends of a socket. `python -m quire.engine.engine_process DESCRIPTOR`.
+
+It serves one client, whose socket it inherits, and ends when that is closed. The main thread steps; another one reads.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from queue import Empty, SimpleQueue
+from typing import BinaryIO, Protocol, TypeAlias
+
+import msgspec
+
+from quire.batch import TokenLogprobs
+from quire.config.args import EngineArgs
+from quire.engine.llm_engine import LLMEngine
+from quire.engine.messages import (
+    Abort,
+    AddRequest,
+    AddScoring,
+    CacheFrame,
+    ProtocolError,
+    Ready,
+    RequestDelta,
+    Rows,
+    SequenceDelta,
+    SetCacheView,
+    Start,
+    StartFailed,
+    StepDone,
+    ToEngine,
+    read_frame,
+    to_frame,
+)
+from quire.engine.sequence import Sequence, SequenceGroup
+from quire.errors import QuireError
+from quire.log import logger
+from quire.outputs import EngineStats
+from quire.params import BeamSearchParams, SamplingParams
+
+_EXIT_GRACE_S = 0.5
+"""left to the step that runs when the client goes"""
+
+Inbox: TypeAlias = "SimpleQueue[ToEngine | None]"
+"""messages as they come; None is the end"""
+
+
+class CacheFrames(Protocol):
+    """The cache view of one engine."""
+
+    def frame(self, now: float) -> bytes | None:
+        """What the watchers are told next, `now` in seconds of time.monotonic(); None: nothing, for the time being."""
+        ...
+
+
+class EngineProcess:
+    """The main loop around an engine: take messages, step, tell what has changed, in one frame."""
+
+    def __init__(
+        self,
+        engine: LLMEngine,
+        inbox: Inbox,
+        send: Callable[[bytes], object],
+        make_cache_view: Callable[[LLMEngine], CacheFrames] | None = None,
+    ) -> None:
+        self.engine = engine
+        self._inbox = inbox
+        self._send = send
+        self._make_cache_view = make_cache_view
+        self._cache_view: CacheFrames | None = None
+        self._keys: dict[str, int] = {}
+        self._told: EngineStats | None = None
+
+    def run(self) -> None:
+        """Until the client has gone. A step that fails ends its requests, and the loop goes on."""
+        self._send(to_frame(Ready(self.engine.model_config.max_model_len, self.engine.stats())))
+        while True:
+            deltas = []
+            for message in self._messages():
+                if message is None:
+                    return
+                deltas += self._handle(message)
+            if self.engine.has_unfinished_requests():
+                deltas += self._step()
+            self._tell(deltas)
+
+    def _messages(self) -> Iterator[ToEngine | None]:
+        """All that wait; the next one, however long it takes, while there is nothing to step."""
+        try:
+            if not self.engine.has_unfinished_requests():
+                yield self._inbox.get()
+            while True:
+                yield self._inbox.get_nowait()
+        except Empty:
+            return
+
+    def _handle(self, message: ToEngine) -> list[RequestDelta]:
+        match message:
+            case AddRequest() | AddScoring():
+                return self._add(message)
+            case Abort():
+                self._keys.pop(message.request_id, None)
+                self.engine.abort_request(message.request_id)
+            case SetCacheView() if self._make_cache_view is not None:
+                self._cache_view = self._make_cache_view(self.engine) if message.on else None
+        return []
+
+    def _add(self, message: AddRequest | AddScoring) -> list[RequestDelta]:
+        """Queue a request; if the engine refuses it after all, that is its end."""
+        try:
+            if isinstance(message, AddRequest):
+                prompt = {"prompt_token_ids": message.token_ids, "cache_salt": message.cache_salt}
+                kind: type[BeamSearchParams | SamplingParams]
+                kind = BeamSearchParams if message.is_beam_search else SamplingParams
+                params = msgspec.msgpack.decode(message.params, type=kind)
+                self.engine.add_request(message.request_id, prompt, params, arrival_time=message.arrival_time)
+            else:
+                context = {
+                    "prompt_token_ids": message.token_ids[: message.first],
+                    "cache_salt": message.cache_salt,
+                }
+                self.engine.add_scoring_request(message.request_id, context, message.token_ids[message.first :])
+        except Exception as error:
+            logger.exception("request %s was refused by the engine", message.request_id)
+            ignored = SequenceDelta(0, [], "ignored")
+            return [RequestDelta(message.key, [ignored], True, error=str(error), error_kind=type(error).__name__)]
+        self._keys[message.request_id] = message.key
+        return []
+
+    def _step(self) -> list[RequestDelta]:
+        try:
+            changed = self.engine.advance()
+        except Exception as error:
+            logger.exception("a step failed: its requests are ended")
+            changed = self.engine.abort_failed_step(f"the engine failed: {type(error).__name__}")
+        deltas = []
+        for group in changed:
+            key = self._keys.pop(group.request_id) if group.is_finished else self._keys[group.request_id]
+            if group.search is None or group.is_finished:
+                deltas.append(to_delta(key, group))
+        return deltas
+
+    def _tell(self, deltas: list[RequestDelta]) -> None:
+        """One frame for the step, if anything has changed; and one for those who watch the cache."""
+        stats = self.engine.stats()
+        if deltas or stats != self._told:
+            self._told = stats
+            for frame in self._frames(deltas, stats):
+                self._send(frame)
+        if self._cache_view is not None and (payload := self._cache_view.frame(time.monotonic())) is not None:
+            self._send(to_frame(CacheFrame(payload)))
+
+    def _frames(self, deltas: list[RequestDelta], stats: EngineStats) -> Iterator[bytes]:
+        """One frame; where that is too large, one for each request. What is too large even so ends its request."""
+        try:
+            yield to_frame(StepDone(deltas, stats))
+            return
+        except ProtocolError as error:
+            reason = f"the log-probabilities are too many to be sent: {error}; ask for fewer"
+        for delta in deltas:
+            try:
+                frame = to_frame(StepDone([delta], stats))
+            except ProtocolError:
+                for request_id in [request_id for request_id, key in self._keys.items() if key == delta.key]:
+                    self._handle(Abort(request_id))
+                end = RequestDelta(delta.key, [SequenceDelta(0, [], "abort")], True, error=reason)
+                frame = to_frame(StepDone([end], stats))
+            yield frame
+
+
+def to_delta(key: int, group: SequenceGroup) -> RequestDelta:
+    """What has not been told of a request yet. A beam search is told at its end, as its outputs."""
+    if group.search is not None:
+        sequences = [
+            SequenceDelta(
+                beam.index,
+                beam.token_ids,
+                beam.finish_reason,
+                beam.stop_reason if isinstance(beam.stop_reason, int) else None,
+                cumulative_logprob=beam.cumulative_logprob,
+            )
+            for beam in group.search.outputs(group.seqs)
+        ]
+    else:
+        sequences = [_sequence_delta(seq) for seq in group.seqs if not seq.has_told_end]
+    return RequestDelta(
+        key,
+        sequences,
+        group.is_finished,
+        group.num_cached_tokens,
+        group.metrics,
+        None if group.scores is None else _packed(group.scores.rows.take()),
+        group.error,
+    )
+
+
+def _sequence_delta(seq: Sequence) -> SequenceDelta:
+    start = seq.num_prompt_tokens + seq.num_told[0]
+    seq.num_told, seq.has_told_end = (seq.num_output_tokens, 0), seq.status.is_finished
+    return SequenceDelta(
+        seq.index,
+        seq.token_ids[start:],
+        seq.status.finish_reason,
+        seq.stop_reason if isinstance(seq.stop_reason, int) else None,
+        None if seq.logprobs is None else _packed(seq.logprobs.take()),
+    )
+
+
+def _packed(logprobs: TokenLogprobs | None) -> Rows | None:
+    return None if logprobs is None else Rows.pack(logprobs)
+
+
+def read_messages(stream: BinaryIO, inbox: Inbox) -> None:
+    """Fill the inbox until the client has gone or sends nonsense."""
+    decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+    try:
+        while (frame := read_frame(stream)) is not None:
+            inbox.put(decoder.decode(frame))
+    except (OSError, msgspec.MsgspecError):
+        logger.exception("the engine's client sent what it must not")
+    inbox.put(None)
+
+
+def _read_to_the_end(stream: BinaryIO, inbox: Inbox) -> None:
+    """As read_messages; then the process ends, with its step if that is soon over, for nobody wants the outcome."""
+    read_messages(stream, inbox)
+    time.sleep(_EXIT_GRACE_S)
+    os._exit(0)
+
+
+def main(descriptor: int) -> None:
+    """Serve the client whose socket this is. The first message says what engine to make."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the client, which may want to finish its requests
+        signal.signal(number, signal.SIG_IGN)
+    client = socket.socket(fileno=descriptor)
+    client.set_inheritable(False)
+    inbox: Inbox = SimpleQueue()
+    threading.Thread(target=_read_to_the_end, args=(client.makefile("rb"), inbox), daemon=True).start()
+
+    def send(frame: bytes) -> None:
+        try:
+            client.sendall(frame)
+        except (BrokenPipeError, ConnectionResetError):
+            sys.exit()
+
+    start = inbox.get()
+    if not isinstance(start, Start):
+        return
+    try:
+        engine = LLMEngine.from_args(EngineArgs.from_kwargs(**start.args))
+    except Exception as error:
+        if not isinstance(error, QuireError):
+            logger.exception("the engine could not be made")
+        send(to_frame(StartFailed(type(error).__name__, str(error))))
+        return
+    EngineProcess(engine, inbox, send).run()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

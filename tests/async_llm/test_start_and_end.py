@@ -1,0 +1,106 @@
+"""How an engine process starts, fails to, and ends."""
+
+import os
+import select
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, CheckpointError, ConfigError, EngineDeadError, OutOfMemoryError, SamplingParams
+from quire.async_llm import engine_client
+
+from .door import Door
+
+LIMIT_MS = 20_000
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error"),
+    [
+        ({"num_gpu_blocks_override": 2, "max_model_len": 2048}, OutOfMemoryError),
+        ({"block_size": 3}, ConfigError),
+        ({"kv_cache_dtype": "int3"}, ConfigError),
+        ({"model": "no-such-folder/at-all"}, CheckpointError),
+    ],
+)
+def test_what_llm_would_raise_is_raised(kwargs: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error) as offline:
+        LLM(**kwargs)
+    with pytest.raises(error) as online:
+        Door(**kwargs)
+    assert (type(online.value), str(online.value)) == (type(offline.value), str(offline.value))
+
+
+def test_an_engine_that_dies_while_it_starts_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = engine_client._start_process
+
+    def start_and_kill(its: Any) -> subprocess.Popen[bytes]:
+        process = start(its)
+        process.kill()
+        return process
+
+    monkeypatch.setattr(engine_client, "_start_process", start_and_kill)
+    with pytest.raises(EngineDeadError, match=r"did not start.*signal 9"):
+        Door()
+
+
+def test_max_model_len_is_what_the_engine_has_room_for() -> None:
+    door = Door(num_gpu_blocks_override=10, num_threads=1)
+    try:
+        assert door.llm.model_config.max_model_len == door.llm.config.model.max_model_len == 160
+        assert door.llm.stats().num_blocks == 10
+        (output,) = door.run(door.outputs("a", SamplingParams(max_tokens=1)))
+        assert output.finished
+    finally:
+        door.close()
+    assert door.llm._client._process.returncode == 0
+    assert not door.llm.is_running
+
+
+def test_the_engine_ends_when_its_client_is_gone() -> None:
+    program = (
+        "import asyncio, os\n"
+        "from quire import AsyncLLM, EngineArgs\n"
+        "async def start():\n"
+        "    llm = await AsyncLLM.from_args(EngineArgs(num_gpu_blocks_override=10))\n"
+        "    os.write(1, b'%d' % llm._client._process.pid)\n"
+        "    os.read(0, 1)\n"
+        "    os._exit(0)\n"
+        "asyncio.run(start())\n"
+    )
+    source = str(Path(engine_client.__file__).parents[2])
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join([source, *filter(None, sys.path)]))
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    ) as client:
+        assert client.stdin is not None
+        assert client.stdout is not None
+        engine = os.pidfd_open(int(os.read(client.stdout.fileno(), 20)))
+        client.stdin.write(b"\n")
+        client.stdin.flush()
+        poll = select.poll()
+        poll.register(engine, select.POLLIN)
+        assert poll.poll(LIMIT_MS), "the engine has ended"
+        os.close(engine)
+
+
+def test_the_api_process_has_no_torch() -> None:
+    program = (
+        "import asyncio, sys\n"
+        "from quire import AsyncLLM, EngineArgs, SamplingParams, StructuredOutputsParams\n"
+        "async def run():\n"
+        "    llm = await AsyncLLM.from_args(EngineArgs(num_gpu_blocks_override=10))\n"
+        "    form = StructuredOutputsParams(choice=['yes', 'no'])\n"
+        "    params = SamplingParams(n=2, logprobs=1, prompt_logprobs=1, stop=['e'], structured_outputs=form)\n"
+        "    assert [output async for output in llm.generate('Yes or no?', params, request_id='a')][-1].finished\n"
+        "    await llm.shutdown()\n"
+        "asyncio.run(run())\n"
+        "assert not {'torch', 'safetensors', 'transformers'} & sys.modules.keys(), sorted(sys.modules)\n"
+    )
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "KV cache" in done.stderr, "the memory plan is shown, as with LLM"
