@@ -35,6 +35,7 @@ from quire.server.lifecycle import Admitting, Front, Gate
 from quire.server.metrics import METRICS_ENDPOINT, Metrics
 from quire.server.request_log import Observer, RecordListener, RequestRecord, log_request, naming_route, set_up_logging
 from quire.server.state import ServerState
+from quire.server.tools import choose_reasoning_format, choose_tool_format
 from quire.server.tracing import Tracer
 
 _NUM_FILES = 65_536
@@ -125,7 +126,14 @@ class _Service:
     async def _serve(self, llm: AsyncLLM, url: str, began: float) -> None:
         args = self._args
         names = args.served_model_name or (self._engine_args.model or EMBEDDED_CHECKPOINTS[0],)
-        state = ServerState(llm=llm, args=args, model_names=names)
+        templates = "".join(llm.tokenizer.chat_templates.values())
+        state = ServerState(
+            llm=llm,
+            args=args,
+            model_names=names,
+            tool_format=choose_tool_format(args.tool_parser, templates),
+            reasoning_format=choose_reasoning_format(args.reasoning_parser, templates),
+        )
         gate = Gate(request_timeout_s=args.request_timeout_s, drain_timeout_s=args.drain_timeout_s)
         with _tracer(args, names[0]) as tracer:
             self._front.app = build_app(state, gate, self._keys, [tracer] if tracer is not None else [])
