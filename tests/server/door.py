@@ -184,9 +184,10 @@ class Server:
 def serve(engine: LLMEngine, executor: Any = None, *, args: ServerArgs | None = None, **state: Any) -> Server:
     """An application over this engine."""
     llm: Any = InProcessLLM(engine)
-    return Server(
-        ServerState(llm=llm, args=args or ServerArgs(), model_names=("quire-tiny", "alias"), **state), executor
-    )
+    made = ServerState(llm=llm, args=args or ServerArgs(), model_names=("quire-tiny", "alias"))
+    for name, value in state.items():
+        setattr(made, name, value)
+    return Server(made, executor)
 
 
 def saying(reply: str = "Hello!", **kwargs: Any) -> Server:

@@ -70,7 +70,7 @@ async def run_chat(
     )
     if plan.shows_special_tokens and isinstance(params, SamplingParams):
         params = replace(params, skip_special_tokens=False)
-    counts, choices = TokenCounts(context), ChatChoices(plan, request, prompt[0])
+    counts, choices = TokenCounts(context), ChatChoices(plan, request, prompt["prompt"])
     timings: Timings | None = None
     async with aclosing(generate(state, [prompt], params, request_id)) as outputs:
         async for _, output in outputs:
