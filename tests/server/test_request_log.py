@@ -13,13 +13,13 @@ from quire.params import SamplingParams
 from quire.server.request_log import (
     CLIENT_GONE,
     JsonFormatter,
+    NamedRoute,
     Observer,
     RecordListener,
     RequestRecord,
     TextFormatter,
     current_record,
     log_request,
-    naming_route,
 )
 from quire.server.state import add_context
 
@@ -77,7 +77,7 @@ def answering(status: int = 200, tenant: str = "alice", listener: RecordListener
         await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    return naming_route(app, "/v1/completions")
+    return NamedRoute(app, "/v1/completions")
 
 
 def test_a_record_gathers_what_engine_and_answer_tell():

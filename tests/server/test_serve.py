@@ -75,6 +75,7 @@ def serving(*args: str | Path) -> Iterator[Server]:
         yield server
     finally:
         server.close()
+        print(*server.lines, sep="\n")  # shown if the test fails
 
 
 def ask(port: int, method: str, path: str, body=None, **headers: str) -> tuple[http.client.HTTPResponse, bytes]:

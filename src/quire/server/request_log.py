@@ -146,15 +146,18 @@ class Observer:
                 sink(record)
 
 
-def naming_route(app: ASGIApp, path: str) -> ASGIApp:
-    """`app`, the endpoint of this path, telling the record so."""
+class NamedRoute:
+    """Around an endpoint: tells the record which it is."""
 
-    async def named(scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, app: ASGIApp, path: str) -> None:
+        self._app = app
+        self._path = path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Hand on."""
         if (record := _current.get(None)) is not None:
-            record.route = path
-        await app(scope, receive, send)
-
-    return named
+            record.route = self._path
+        await self._app(scope, receive, send)
 
 
 def _noting(receive: Receive, record: RequestRecord) -> Receive:

@@ -20,7 +20,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from quire._version import __version__
-from quire.async_llm import AsyncLLM
+from quire.async_llm.async_llm import AsyncLLM
 from quire.config.args import EngineArgs
 from quire.config.model import EMBEDDED_CHECKPOINTS
 from quire.errors import ConfigError
@@ -33,9 +33,8 @@ from quire.server.endpoint import Endpoint
 from quire.server.http_protocol import limited_protocol
 from quire.server.lifecycle import Admitting, Front, Gate
 from quire.server.metrics import METRICS_ENDPOINT, Metrics
-from quire.server.request_log import Observer, RecordListener, RequestRecord, log_request, naming_route, set_up_logging
+from quire.server.request_log import NamedRoute, Observer, RecordListener, RequestRecord, log_request, set_up_logging
 from quire.server.state import ServerState
-from quire.server.tools import choose_reasoning_format, choose_tool_format
 from quire.server.tracing import Tracer
 
 _NUM_FILES = 65_536
@@ -126,14 +125,7 @@ class _Service:
     async def _serve(self, llm: AsyncLLM, url: str, began: float) -> None:
         args = self._args
         names = args.served_model_name or (self._engine_args.model or EMBEDDED_CHECKPOINTS[0],)
-        templates = "".join(llm.tokenizer.chat_templates.values())
-        state = ServerState(
-            llm=llm,
-            args=args,
-            model_names=names,
-            tool_format=choose_tool_format(args.tool_parser, templates),
-            reasoning_format=choose_reasoning_format(args.reasoning_parser, templates),
-        )
+        state = ServerState(llm=llm, args=args, model_names=names)
         gate = Gate(request_timeout_s=args.request_timeout_s, drain_timeout_s=args.drain_timeout_s)
         with _tracer(args, names[0]) as tracer:
             self._front.app = build_app(state, gate, self._keys, [tracer] if tracer is not None else [])
@@ -173,7 +165,7 @@ def build_app(
             app = Authentication(app, keys)
         if endpoint.kind in ("api", "page"):
             app = gate.around(app)
-        return naming_route(app, endpoint.path)
+        return NamedRoute(app, endpoint.path)
 
     around = [Middleware(AllowedHosts, args.allowed_hosts)] if checks_hosts(args, bool(keys)) else []
     routes = [row for row in (*ROUTES, METRICS_ENDPOINT) if args.page or row.kind != "page"]
