@@ -157,7 +157,7 @@ def test_hostile_text_takes_linear_work(chosen, opening):
     for unit in HOSTILE:
         for whole in (True, False):
             few, many = (_num_calls(opening + unit * (size // len(unit)), chosen, whole) for size in (500, 1000))
-            assert many <= 2.2 * few + 200, unit
+            assert many <= 2.2 * few + 2000, unit  # some units change their meaning after 128 characters
 
 
 def _num_calls(text, chosen, whole):

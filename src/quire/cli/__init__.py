@@ -13,6 +13,7 @@ _COMMANDS = {
     "generate": "complete prompts, or answer them with the checkpoint's chat template",
     "chat": "talk with a model",
     "top": "watch a running server's cache and queues",
+    "run-batch": "run a file of requests through the server's endpoints",
     "plan": "show how the memory would be used, without reading weights",
     "quantize": "save a checkpoint with quantized weights, which then only need mapping",
     "bench": "measure how fast a model runs on this machine",
@@ -77,7 +78,7 @@ def _parser(arguments: list[str]) -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if name == chosen:
-            module = importlib.import_module(f"quire.cli.{name}")
+            module = importlib.import_module(f"quire.cli.{name.replace('-', '_')}")
             command.description = module.__doc__
             module.add_arguments(command)
             command.set_defaults(run=module.run)

@@ -36,7 +36,11 @@ ROUTES: tuple[Endpoint, ...] = (
 
 
 def make_app(
-    state: ServerState, *, routes: Sequence[Endpoint] = ROUTES, around: Sequence[Middleware] = (), wrap: Wrap | None = None
+    state: ServerState,
+    *,
+    routes: Sequence[Endpoint] = ROUTES,
+    around: Sequence[Middleware] = (),
+    wrap: Wrap | None = None,
 ) -> Starlette:
     """The ASGI application.
 

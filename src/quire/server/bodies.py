@@ -16,6 +16,7 @@ from quire.server.state import ServerState, context_of, state_of
 
 T = TypeVar("T", bound=msgspec.Struct)
 MAX_NAMED_FIELDS = 10
+_LONG_NUMBER = re.compile(rb"\d{19}")
 _PLACE = re.compile(r"(?P<what>.*?)(?: - at `(?:key in )?\$\.?(?P<where>.*)`)?", re.DOTALL)
 
 
@@ -32,7 +33,7 @@ def decode(raw: bytes, kind: type[T]) -> tuple[T, list[str]]:
     """JSON as a struct, and the names of fields that it has not. Raises ApiError (400), which names the field."""
     try:
         data = msgspec.json.decode(raw)
-        json.loads(raw, object_pairs_hook=_check_keys)
+        json.loads(raw, object_pairs_hook=_check_keys, parse_int=_check_int if _LONG_NUMBER.search(raw) else None)
         body = msgspec.convert(data, kind, strict=True)
     except msgspec.ValidationError as error:
         raise _wrong_field(str(error)) from None
@@ -83,6 +84,11 @@ async def _read(request: Request, state: ServerState) -> bytes:
 def _too_large(limit: int) -> ApiError:
     message = f"the body is longer than {limit:,} bytes, the most this server takes"
     return ApiError(413, message, code="request_too_large", headers={"connection": "close"})
+
+
+def _check_int(digits: str) -> None:
+    if not -(2**63) <= int(digits) < 2**63:
+        raise invalid(f"the number {digits[:40]} is beyond 64 bits", code="invalid_json")
 
 
 def _check_keys(pairs: list[tuple[str, Any]]) -> None:

@@ -43,6 +43,7 @@ async def create_chat_completion(request: Request) -> ASGIApp:
     state, context = state_of(request), context_of(request)
     context.prompt_param = "messages"
     body = await read_struct(request, ChatCompletionRequest)
+    context.adopt_id(body.request_id)
     answer_id, model = f"chatcmpl-{context.request_id}", state.check_model(body.model)
     events = run_chat(state, body, answer_id, request)
     if body.stream:

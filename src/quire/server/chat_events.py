@@ -73,6 +73,4 @@ class UsageEvent(msgspec.Struct, frozen=True):
     """in the last one"""
 
 
-ChatEvent: TypeAlias = (
-    PromptEvent | ContentDelta | ReasoningDelta | ToolCallDelta | ChoiceFinished | UsageEvent
-)
+ChatEvent: TypeAlias = PromptEvent | ContentDelta | ReasoningDelta | ToolCallDelta | ChoiceFinished | UsageEvent

@@ -101,9 +101,7 @@ class ChatChoices:
 
     def _new_parser(self) -> OutputParser:
         plan = self._plan
-        return make_parser(
-            reasoning=self._reasoning, tools=plan.tools, forced=plan.forced, max_calls=plan.max_calls
-        )
+        return make_parser(reasoning=self._reasoning, tools=plan.tools, forced=plan.forced, max_calls=plan.max_calls)
 
     def _event(self, index: int, parsed: Parsed) -> ChatEvent | None:
         if isinstance(parsed, ParsedContent):

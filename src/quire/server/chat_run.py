@@ -70,7 +70,7 @@ async def run_chat(
     )
     if plan.shows_special_tokens and isinstance(params, SamplingParams):
         params = replace(params, skip_special_tokens=False)
-    counts, choices = TokenCounts(context), ChatChoices(plan, request, prompt[0])
+    counts, choices = TokenCounts(context), ChatChoices(plan, request, prompt["prompt"])
     timings: Timings | None = None
     async with aclosing(generate(state, [prompt], params, request_id)) as outputs:
         async for _, output in outputs:
@@ -153,8 +153,8 @@ class _Fold:
                 tool_calls=[call for call, _ in self._calls.values()] or UNSET,
             ),
             logprobs=None if self._logprobs is None else ChatLogprobs(self._logprobs),
-            finish_reason=self._end and self._end.finish_reason,
-            stop_reason=self._end and self._end.stop_reason,
+            finish_reason=None if self._end is None else self._end.finish_reason,
+            stop_reason=None if self._end is None else self._end.stop_reason,
             token_ids=UNSET if self._token_ids is None else self._token_ids,
         )
 

@@ -28,6 +28,7 @@ _PARAM_NAMES = {
     name: name for kind in (SamplingParams, BeamSearchParams) for name in kind.__struct_fields__
 } | dict.fromkeys(StructuredOutputsParams.__struct_fields__, "structured_outputs")
 _PARAM_NAMES |= {"tenant": "user", "beam_width": "n", "structured_outputs": "structured_outputs"}
+_PARAM_NAMES |= {name: name for name in ("tools", "tool_choice")}
 _LEADING_NAME = re.compile(r"(?:messages|tools)\[\d+\]|\w+")
 
 
@@ -131,7 +132,9 @@ def status_error(status: int, method: str, path: str, headers: Mapping[str, str]
     """For a path or method that no endpoint has, and other refusals of the router."""
     match status:
         case 404:
-            return ApiError(404, f"there is no {path[:200]!r} here; /openapi.json lists what there is", code="not_found")
+            return ApiError(
+                404, f"there is no {path[:200]!r} here; /openapi.json lists what there is", code="not_found"
+            )
         case 405:
             message = f"{method[:20]} is not what {path[:200]!r} takes"
             return ApiError(405, message, code="method_not_allowed", headers=headers)

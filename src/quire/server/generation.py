@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
-from typing import TypeVar, cast
+from typing import TypeVar
 
+from quire.engine.input_processor import Prompt
 from quire.errors import RequestError
 from quire.outputs import Logprob, RequestOutput
 from quire.params import BeamSearchParams, SamplingParams
@@ -22,22 +23,20 @@ LOWEST_LOGPROB = -9999.0
 
 async def generate(
     state: ServerState,
-    prompts: Sequence[tuple[str | None, list[int]]],
+    prompts: Sequence[Prompt],
     params: SamplingParams | BeamSearchParams,
     answer_id: str,
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """The outputs of all prompts (text if there is one, token ids) as they come, with the prompt's place.
+    """The outputs of all prompts as they come, with the prompt's place.
 
     Raises RequestError for a request that is wrong, also where the engine found out late, and ApiError where it was
     aborted. Closing the generator aborts what still runs.
     """
-
-    def output(place: int, text: str | None, token_ids: list[int]) -> AsyncIterator[RequestOutput]:
-        prompt = {"prompt_token_ids": token_ids} if text is None else {"prompt": text, "prompt_token_ids": token_ids}
-        return state.llm.generate(prompt, params, request_id=engine_id(answer_id, place))
-
-    streams = [output(place, text, token_ids) for place, (text, token_ids) in enumerate(prompts)]
-    async with aclosing(_merged(cast("list[AsyncGenerator[RequestOutput, None]]", streams))) as outputs:
+    streams = [
+        state.llm.generate(prompt, params, request_id=engine_id(answer_id, place))
+        for place, prompt in enumerate(prompts)
+    ]
+    async with aclosing(_merged(streams)) as outputs:
         async for place, one in outputs:
             if one.error is not None:
                 raise RequestError(one.error)
@@ -68,13 +67,13 @@ async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[
     try:
         num_left = len(tasks)
         while num_left:
-            item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
+            found = await queue.get()
+            if isinstance(found, Exception):
+                raise found
+            if found is None:
                 num_left -= 1
             else:
-                yield item
+                yield found
     finally:
         for task in tasks:
             task.cancel()
@@ -96,7 +95,9 @@ class TokenCounts:
         counts = len(output.prompt_token_ids), output.num_cached_tokens
         if self._prompts.get(place) != counts:
             self._prompts[place] = counts
-            self.prompt_tokens, self.cached_tokens = (sum(column) for column in zip(*self._prompts.values(), strict=True))
+            self.prompt_tokens, self.cached_tokens = (
+                sum(column) for column in zip(*self._prompts.values(), strict=True)
+            )
         self.completion_tokens += sum(len(choice.token_ids) for choice in output.outputs)
         self._facts["prompt_tokens"] = self.prompt_tokens
         self._facts["completion_tokens"] = self.completion_tokens
@@ -139,7 +140,11 @@ def chat_logprobs(
 
 def prompt_logprobs(rows: list[dict[int, Logprob] | None] | None) -> PromptLogprobs | None:
     """Of a prompt's tokens, as answers tell them."""
-    return rows and [
-        row and {str(i): PromptLogprob(finite(lp.logprob), lp.rank, lp.decoded_token) for i, lp in row.items()}
+    if rows is None:
+        return None
+    return [
+        None
+        if row is None
+        else {str(i): PromptLogprob(finite(lp.logprob), lp.rank, lp.decoded_token) for i, lp in row.items()}
         for row in rows
     ]

@@ -36,7 +36,9 @@ async def load(request: Request) -> ASGIApp:
 
 ENDPOINTS = (
     Endpoint(path="/health", method="GET", handler=health, summary="Is it alive?", response=Status, kind="health"),
-    Endpoint(path="/ready", method="GET", handler=ready, summary="Does it take requests?", response=Status, kind="health"),
+    Endpoint(
+        path="/ready", method="GET", handler=ready, summary="Does it take requests?", response=Status, kind="health"
+    ),
     Endpoint(path="/version", method="GET", handler=version, summary="Tell the version", response=Version),
     Endpoint(path="/load", method="GET", handler=load, summary="Count requests in flight", response=Load),
 )

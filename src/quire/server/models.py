@@ -29,7 +29,11 @@ def _card(state: ServerState, name: str) -> ModelCard:
 
 ENDPOINTS = (
     Endpoint(
-        path="/v1/models", method="GET", handler=list_models, summary="List the models that are served", response=ModelList
+        path="/v1/models",
+        method="GET",
+        handler=list_models,
+        summary="List the models that are served",
+        response=ModelList,
     ),
     Endpoint(
         path="/v1/models/{model:path}",

@@ -12,10 +12,10 @@ from starlette.types import Scope
 
 from quire.server.config import ServerArgs
 from quire.server.errors import ApiError
+from quire.server.tools import ReasoningFormat, ToolFormat, choose_reasoning_format, choose_tool_format
 
 if TYPE_CHECKING:
-    from quire.async_llm import AsyncLLM
-    from quire.server.tools import ReasoningFormat, ToolFormat
+    from quire.async_llm.async_llm import AsyncLLM
 
 MAX_REQUEST_ID_LEN = 128
 _CONTEXT = "quire"
@@ -33,9 +33,9 @@ class ServerState:
     args: ServerArgs
     model_names: tuple[str, ...]
     """names the model answers to, the first in answers"""
-    tool_format: ToolFormat | None = None
+    tool_format: ToolFormat | None = field(init=False)
     """how the model writes tool calls; None: tools are only for the template"""
-    reasoning_format: ReasoningFormat | None = None
+    reasoning_format: ReasoningFormat | None = field(init=False)
     """how the model marks its reasoning; None: it does not"""
     started: float = field(default_factory=time.time)
     num_in_flight: int = 0
@@ -44,6 +44,12 @@ class ServerState:
     """no new requests are wanted: /ready says so"""
     parts: dict[str, Any] = field(default_factory=dict)
     """what other endpoints keep, by their module's name: the response store, metrics"""
+
+    def __post_init__(self) -> None:
+        templates = self.llm.tokenizer.chat_templates
+        template = templates.get("tool_use") or templates.get("default")
+        self.tool_format = choose_tool_format(self.args.tool_parser, template)
+        self.reasoning_format = choose_reasoning_format(self.args.reasoning_parser, template)
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with. Raises ApiError (404) for a model that is not served."""
@@ -71,7 +77,18 @@ class RequestContext:
     prompt_param: str | None = None
     """the body's field that errors about the prompt name"""
     facts: dict[str, Any] = field(default_factory=dict)
-    """what a log may tell of the request: model, counts of tokens, finish reasons; never text"""
+    """what a log may tell of the request: model, counts of tokens; never text"""
+    is_named: bool = False
+    """the client chose the id"""
+
+    def adopt_id(self, given: str | None) -> None:
+        """The id that stands in a body, unless a header has one. Raises ApiError for one that is not sane."""
+        if given is None or self.is_named:
+            return
+        if not _is_sane(given):
+            message = f"request_id must have 1 to {MAX_REQUEST_ID_LEN} printable ASCII characters, and no spaces"
+            raise ApiError(400, message, param="request_id")
+        self.request_id, self.is_named = given, True
 
 
 def state_of(request: Request) -> ServerState:
@@ -89,9 +106,9 @@ def context_of(request: Request | Scope) -> RequestContext:
 
 def add_context(scope: Scope) -> RequestContext:
     """Begin a request."""
-    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-    is_sane = 0 < len(given) <= MAX_REQUEST_ID_LEN and all(0x21 <= byte <= 0x7E for byte in given)
-    context = RequestContext(request_id=given.decode() if is_sane else secrets.token_hex(12))
+    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
+    is_named = _is_sane(given)
+    context = RequestContext(request_id=given if is_named else secrets.token_hex(12), is_named=is_named)
     scope[_CONTEXT] = context
     return context
 
@@ -99,3 +116,7 @@ def add_context(scope: Scope) -> RequestContext:
 def engine_id(answer_id: str, place: int = 0) -> str:
     """An id for the engine, which takes no two of the same: clients may send a request id again."""
     return f"{answer_id}-{place}-{secrets.token_hex(4)}"
+
+
+def _is_sane(request_id: str) -> bool:
+    return 0 < len(request_id) <= MAX_REQUEST_ID_LEN and all("!" <= char <= "~" for char in request_id)

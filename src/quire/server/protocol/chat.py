@@ -151,7 +151,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
+class ChatCompletionChunk(msgspec.Struct, kw_only=True):
     """One event of a stream."""
 
     id: str

@@ -7,7 +7,7 @@ from quire.server.tools.reader import Reader, Reading, Sink
 
 MAX_DEPTH = 128
 """of objects and arrays in each other: what every client's parser takes"""
-MAX_NUMBER_CHARS = 512
+MAX_NUMBER_CHARS = 128
 
 SPACE = re.compile(r"[ \t\r\n]+")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')

@@ -1,0 +1,109 @@
+"""Run a file of requests through the server's endpoints, without a server; OpenAI's batch files, in and out.
+
+Each line of the input is an object with `custom_id`, `method`, `url` and `body`; each line of the output, in the same
+order, has the `custom_id` with the `response` or an `error`. The output appears when all is done. What a run that was
+interrupted has done is in OUTPUT.partial, and --resume goes on from there. Exit status 1: some lines failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quire.cli.options import add_engine_arguments, engine_kwargs
+from quire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.async_llm import AsyncLLM
+    from quire.server.batch_file import BatchRun
+    from quire.server.config import ServerArgs
+
+_EXIT_SOME_FAILED = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument("-i", "--input-file", required=True, metavar="FILE", type=Path, help="requests, one a line")
+    parser.add_argument("-o", "--output-file", required=True, metavar="FILE", type=Path, help="answers, one a line")
+    parser.add_argument("--resume", action="store_true", help="go on with a run that was interrupted")
+    parser.add_argument(
+        "--max-in-flight", type=int, metavar="N", help="lines at once (default: twice as many as the engine runs)"
+    )
+    parser.add_argument(
+        "--served-model-name", nargs="+", default=[], metavar="NAME", help="names of the model that lines may ask for"
+    )
+    parser.add_argument("--tool-parser", default="auto", metavar="FORMAT", help="how the model writes tool calls")
+    parser.add_argument("--reasoning-parser", default="auto", metavar="FORMAT", help="how it marks its reasoning")
+    add_engine_arguments(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Check the files, load the model, run the lines; 1 if some failed."""
+    source, output = options.input_file, options.output_file
+    if not source.is_file():
+        raise ConfigError(f"the input file {str(source)!r} is no file that can be read")
+    if output.exists() and (output.is_dir() or output.samefile(source)):
+        raise ConfigError(f"the output file {str(output)!r} must be a file, and not the input")
+    if options.max_in_flight is not None and options.max_in_flight < 1:
+        raise ConfigError(f"max_in_flight={options.max_in_flight}: must be 1 or more")
+    return asyncio.run(_run(options))
+
+
+async def _run(options: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    from quire.async_llm import AsyncLLM
+    from quire.config.args import EngineArgs
+    from quire.server.batch_file import PartialFile, read_lines
+    from quire.server.config import ServerArgs
+
+    args = ServerArgs(
+        served_model_name=tuple(options.served_model_name),
+        tool_parser=options.tool_parser,
+        reasoning_parser=options.reasoning_parser,
+    )
+    source: Path = options.input_file
+    num_lines = sum(1 for _ in read_lines(source, args.max_body))
+    partial = PartialFile(options.output_file, source, num_lines, resume=options.resume)
+    try:
+        llm = await AsyncLLM.from_args(EngineArgs(**engine_kwargs(options)))
+        try:
+            with tqdm(total=num_lines, initial=partial.num_done, unit="line") as bar:
+                num_failed = await _batch_run(llm, args, options).run(source, partial, bar.update)
+        finally:
+            await llm.shutdown()
+        partial.finish()
+    except BaseException:
+        print(f"quire: {partial.num_done} of {num_lines} lines are done, kept in {partial.path}", file=sys.stderr)
+        raise
+    finally:
+        partial.close()
+    return _EXIT_SOME_FAILED if num_failed else 0
+
+
+def _batch_run(llm: AsyncLLM, args: ServerArgs, options: argparse.Namespace) -> BatchRun:
+    """The server's application, with all endpoints that generate."""
+    from quire.config.model import EMBEDDED_CHECKPOINTS
+    from quire.server.app import ROUTES, make_app
+    from quire.server.batch_file import BatchRun
+    from quire.server.state import ServerState
+    from quire.server.tools import choose_reasoning_format, choose_tool_format
+
+    templates = "\n".join(llm.tokenizer.chat_templates.values())
+    state = ServerState(
+        llm=llm,
+        args=args,
+        model_names=args.served_model_name or (engine_kwargs(options).get("model") or EMBEDDED_CHECKPOINTS[0],),
+        tool_format=choose_tool_format(args.tool_parser, templates),
+        reasoning_format=choose_reasoning_format(args.reasoning_parser, templates),
+    )
+    return BatchRun(
+        app=make_app(state),
+        paths={row.path for row in ROUTES if row.generates and row.method == "POST"},
+        is_running=lambda: llm.is_running,
+        max_in_flight=options.max_in_flight or 2 * llm.config.scheduler.max_num_seqs,
+        max_body_bytes=args.max_body,
+    )

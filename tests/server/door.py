@@ -1,0 +1,203 @@
+"""The server without processes and sockets: AsyncLLM's interface over an engine in this process, and ASGI calls."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire import LLMEngine
+from quire.outputs import RequestOutput
+from quire.server.app import make_app
+from quire.server.config import ServerArgs
+from quire.server.state import ServerState
+from quire.tokenizer.tokenizer import Tokenizer
+from tests.scripted_engine import RecitingExecutor, scripted_llm
+
+
+class InProcessLLM:
+    """As AsyncLLM. The engine steps in the event loop while anybody waits for it, once between any two other things."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self.engine = engine
+        self.tokenizer = engine.tokenizer
+        self.model_config = engine.model_config
+        self.is_running = True
+        self.default_sampling_params = engine.default_sampling_params
+        self._queues: dict[str, asyncio.Queue[RequestOutput | Exception]] = {}
+        self._stepping: asyncio.Task[None] | None = None
+
+    async def generate(self, prompt, params, *, request_id: str) -> AsyncIterator[RequestOutput]:
+        self.engine.add_request(request_id, prompt, params)
+        queue = self._queues[request_id] = asyncio.Queue()
+        if self._stepping is None or self._stepping.done():
+            self._stepping = asyncio.create_task(self._step())
+        try:
+            while True:
+                output = await queue.get()
+                if isinstance(output, Exception):
+                    raise output
+                yield output
+                if output.finished:
+                    return
+        finally:
+            del self._queues[request_id]
+            self.engine.abort_request(request_id)
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens)
+
+    async def _step(self) -> None:
+        while self.engine.has_unfinished_requests():
+            try:
+                outputs = self.engine.step()
+            except Exception as error:
+                for queue in self._queues.values():
+                    queue.put_nowait(error)
+                return
+            for output in outputs:
+                if output.request_id in self._queues:
+                    self._queues[output.request_id].put_nowait(output)
+            await asyncio.sleep(0)
+
+
+class SayingExecutor(RecitingExecutor):
+    """Says `reply` to everything."""
+
+    reply = "Hello!"
+
+    def _next_token(self, seq_id: int, num_tokens: int) -> int:
+        prompt_len = self.prompt_lens.setdefault(seq_id, num_tokens)
+        reply = [*self.tokenizer.encode(self.reply), self.tokenizer.eos_token_id]
+        return reply[(num_tokens - prompt_len) % len(reply)]
+
+
+@dataclass
+class Answer:
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
+    is_complete: bool = False
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        return self.json["error"]
+
+    @property
+    def frames(self) -> list[str]:
+        """Events and comments of a stream."""
+        assert self.headers["content-type"].startswith("text/event-stream")
+        assert self.body.endswith(b"\n\n")
+        return self.body.decode()[:-2].split("\n\n")
+
+    @property
+    def events(self) -> list[Any]:
+        """The data of a stream that ended as it should."""
+        data = [frame.removeprefix("data: ") for frame in self.frames if not frame.startswith(":")]
+        assert data[-1] == "[DONE]"
+        return [json.loads(item) for item in data[:-1]]
+
+
+@dataclass
+class Server:
+    """An application to be called."""
+
+    state: ServerState
+    executor: Any = None
+
+    def __post_init__(self) -> None:
+        self.app = make_app(self.state)
+
+    @property
+    def engine(self) -> LLMEngine:
+        return self.state.llm.engine
+
+    def post(self, path: str, body: Any, **kwargs: Any) -> Answer:
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self.call("POST", path, raw, **kwargs)
+
+    def get(self, path: str, **kwargs: Any) -> Answer:
+        return self.call("GET", path, **kwargs)
+
+    def call(self, method: str, path: str, body: bytes = b"", **kwargs: Any) -> Answer:
+        return asyncio.run(self.request(method, path, body, **kwargs))
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        headers: dict[str, str] | None = None,
+        vanish_after: int | None = None,
+    ) -> Answer:
+        """One HTTP request; the client goes away after `vanish_after` messages of the answer, 0: at once."""
+        answer, gone = Answer(), asyncio.Event()
+        if vanish_after == 0:
+            gone.set()
+        incoming = [{"type": "http.request", "body": body, "more_body": False}]
+        num_sent = 0
+
+        async def receive() -> dict[str, Any]:
+            if incoming:
+                return incoming.pop(0)
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict[str, Any]) -> None:
+            nonlocal num_sent
+            if gone.is_set():
+                return
+            num_sent += 1
+            if message["type"] == "http.response.start":
+                answer.status = message["status"]
+                answer.headers = {name.decode(): value.decode() for name, value in message["headers"]}
+            else:
+                answer.body += message.get("body", b"")
+                answer.is_complete = not message.get("more_body", False)
+            if answer.is_complete or num_sent == vanish_after:
+                gone.set()
+
+        given = {"content-type": "application/json", "host": "localhost"} | (headers or {})
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": method,
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": [(name.encode(), value.encode()) for name, value in given.items()],
+            "client": ("127.0.0.1", 1),
+            "server": ("localhost", 80),
+            "state": {},
+        }
+        await self.app(scope, receive, send)
+        return answer
+
+
+def serve(engine: LLMEngine, executor: Any = None, *, args: ServerArgs | None = None, **state: Any) -> Server:
+    """An application over this engine."""
+    llm: Any = InProcessLLM(engine)
+    made = ServerState(llm=llm, args=args or ServerArgs(), model_names=("quire-tiny", "alias"))
+    for name, value in state.items():
+        setattr(made, name, value)
+    return Server(made, executor)
+
+
+def saying(reply: str = "Hello!", **kwargs: Any) -> Server:
+    """An application over a model that says `reply` to everything."""
+    llm, executor = scripted_llm()
+    said = SayingExecutor(executor.tokenizer)
+    said.reply = reply
+    llm.engine.executor = said
+    return serve(llm.engine, said, **kwargs)
+
+
+def tokenizer_of(server: Server) -> Tokenizer:
+    return server.state.llm.tokenizer

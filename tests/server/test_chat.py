@@ -1,0 +1,260 @@
+"""/v1/chat/completions: the protocol of the stream, tools, reasoning, and streams against whole answers."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.server.config import ServerArgs
+from quire.server.tools import REASONING_FORMATS, TOOL_FORMATS
+from tests.scripted_engine import recital
+from tests.server.door import saying, tokenizer_of
+
+PATH = "/v1/chat/completions"
+HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Bonn", "Ulm"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
+
+
+def test_an_answer_has_openai_s_shape():
+    answer = saying("Hello there.").post(PATH, HELLO)
+    body = answer.json
+    assert answer.status == 200
+    assert body["id"] == "chatcmpl-" + answer.headers["x-request-id"]
+    assert (body["object"], body["model"]) == ("chat.completion", "quire-tiny")
+    assert body["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "Hello there.", "refusal": None},
+            "logprobs": None,
+            "finish_reason": "stop",
+            "stop_reason": None,
+        }
+    ]
+    assert body["usage"]["total_tokens"] == body["usage"]["prompt_tokens"] + body["usage"]["completion_tokens"]
+    assert body["timings"]["total_s"] >= 0
+
+
+def test_a_stream_begins_with_the_role_and_ends_with_the_reason_and_the_usage():
+    request = HELLO | {"stream": True, "stream_options": {"include_usage": True}}
+    first, *middle, last, usage = saying("Hello there.").post(PATH, request).events
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in middle) == "Hello there."
+    assert all(chunk["choices"][0]["finish_reason"] is None for chunk in [first, *middle])
+    assert last["choices"][0]["delta"] == {}
+    assert last["choices"][0]["finish_reason"] == "stop"
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] > 0
+    assert usage["timings"]["decode_s"] >= 0
+    assert {chunk["object"] for chunk in (first, last, usage)} == {"chat.completion.chunk"}
+
+
+REPLIES = (
+    "Hello there 😀.",
+    "<think>\nWell, now.\n</think>\n\nHello!",
+    CALL,
+    "I will ask.\n" + CALL + "\n" + CALL.replace("Bonn", "Ulm"),
+    "<think>Hm, " + CALL + "</think>" + CALL,
+    "<tool_call>{broken}</tool_call>",
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    reply=st.sampled_from(REPLIES),
+    more=st.fixed_dictionaries(
+        {"n": st.integers(1, 3), "max_tokens": st.integers(1, 60)},
+        optional={
+            "logprobs": st.just(True),
+            "tools": st.just([WEATHER]),
+            "tool_choice": st.sampled_from(["auto", "none"]),
+            "parallel_tool_calls": st.booleans(),
+            "include_reasoning": st.booleans(),
+            "return_token_ids": st.booleans(),
+            "prompt_logprobs": st.just(1),
+            "stop": st.sampled_from(["lo", "city"]),
+        },
+    ),
+)
+def test_a_stream_adds_up_to_the_whole_answer(reply, more):
+    server = saying(reply, tool_format=TOOL_FORMATS["hermes"], reasoning_format=REASONING_FORMATS["think"])
+    more = {"temperature": 1} | more | ({"top_logprobs": 2} if "logprobs" in more else {})
+    whole = server.post(PATH, HELLO | more).json
+    options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    chunks = server.post(PATH, HELLO | more | options).events
+    usage = chunks.pop()["usage"]
+    assert usage["completion_tokens"] == whole["usage"]["completion_tokens"]
+    folded = added_up(chunks)
+    for choice, expected in zip(folded, whole["choices"], strict=True):
+        _same_ids(choice["message"], expected["message"])
+    assert folded == whole["choices"]
+    assert chunks[0].get("prompt_logprobs") == whole.get("prompt_logprobs")
+    assert chunks[0].get("prompt_token_ids") == whole.get("prompt_token_ids")
+
+
+def added_up(chunks):
+    """Choices as a client puts them together."""
+    choices = {}
+    for chunk in chunks:
+        (delta,) = chunk["choices"]
+        message = {"role": "assistant", "content": "", "refusal": None}
+        blank = {"index": delta["index"], "message": message, "logprobs": None, "finish_reason": None}
+        is_first = delta["index"] not in choices
+        choice = choices.setdefault(delta["index"], blank)
+        assert choice["finish_reason"] is None
+        assert ("role" in delta["delta"]) == is_first
+        message = choice["message"]
+        for key in ("content", "reasoning_content", "reasoning"):
+            if key in delta["delta"]:
+                message[key] = message.get(key, "") + delta["delta"][key]
+        for call in delta["delta"].get("tool_calls", ()):
+            calls = message.setdefault("tool_calls", [])
+            if call["index"] == len(calls):
+                function = {"name": call["function"]["name"], "arguments": ""}
+                calls.append({"id": call["id"], "type": call["type"], "function": function})
+            calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+        if delta["logprobs"] is not None:
+            choice["logprobs"] = choice["logprobs"] or {"content": [], "refusal": None}
+            choice["logprobs"]["content"] += delta["logprobs"]["content"]
+        if "token_ids" in delta:
+            choice["token_ids"] = choice.get("token_ids", []) + delta["token_ids"]
+        choice["finish_reason"] = delta["finish_reason"]
+        choice["stop_reason"] = delta.get("stop_reason")
+    for choice in choices.values():
+        if not choice["message"]["content"] and "tool_calls" in choice["message"]:
+            choice["message"]["content"] = None
+    return [choices[index] for index in sorted(choices)]
+
+
+def _same_ids(message, expected):
+    """Ids of calls are drawn."""
+    for one in (message, expected):
+        for i, call in enumerate(one.get("tool_calls", ())):
+            assert call["id"].startswith("call_")
+            call["id"] = str(i)
+
+
+def test_reasoning_and_calls_are_told_apart():
+    reply = "<think>Ask.</think>\n" + CALL
+    server = saying(reply, tool_format=TOOL_FORMATS["hermes"], reasoning_format=REASONING_FORMATS["think"])
+    (choice,) = server.post(PATH, HELLO | {"tools": [WEATHER]}).json["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] is None
+    assert choice["message"]["reasoning_content"] == "Ask."
+    (call,) = choice["message"]["tool_calls"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("weather", {"city": "Bonn"})
+
+
+def test_without_tools_or_with_none_chosen_calls_are_text():
+    server = saying(CALL, tool_format=TOOL_FORMATS["hermes"])
+    for more in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
+        message = server.post(PATH, HELLO | more).json["choices"][0]["message"]
+        assert message["content"] == CALL
+        assert "tool_calls" not in message
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_forced_call_is_made_by_any_model(tiny, choice):
+    request = HELLO | {"tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 100}
+    whole = tiny.post(PATH, request | {"temperature": 0}).json["choices"][0]
+    assert whole["finish_reason"] == ("tool_calls" if choice == "required" else "stop")
+    (call,) = whole["message"]["tool_calls"]
+    assert call["function"]["name"] == "weather"
+    assert json.loads(call["function"]["arguments"])["city"] in ("Bonn", "Ulm")
+    (streamed,) = added_up(tiny.post(PATH, request | {"temperature": 0, "stream": True}).events)
+    _same_ids(streamed["message"], whole["message"])
+    assert streamed == whole
+
+
+def test_logprobs_in_the_shape_of_chats(tiny):
+    request = HELLO | {"logprobs": True, "top_logprobs": 2, "temperature": 0, "max_tokens": 5}
+    (choice,) = tiny.post(PATH, request).json["choices"]
+    told = choice["logprobs"]["content"]
+    assert len(told) == 5
+    for token in told:
+        assert len(token["top_logprobs"]) == 2
+        assert token["top_logprobs"][0]["logprob"] == token["logprob"]  # greedy
+        assert bytes(token["bytes"]).decode() == token["token"]
+    assert "".join(token["token"] for token in told) == choice["message"]["content"]
+
+
+def test_tokens_by_their_numbers(tiny):
+    request = HELLO | {"logprobs": True, "temperature": 0, "max_tokens": 3}
+    more = {"return_tokens_as_token_ids": True, "return_token_ids": True}
+    body = tiny.post(PATH, request | more).json
+    (choice,) = body["choices"]
+    assert [t["token"] for t in choice["logprobs"]["content"]] == [f"token_id:{i}" for i in choice["token_ids"]]
+    assert len(body["prompt_token_ids"]) == body["usage"]["prompt_tokens"]
+
+
+def test_the_prompt_is_the_template_s(reciting):
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]}]
+    tokenizer = tokenizer_of(reciting)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "Hel\nlo"}])
+    num_tokens = len(tokenizer.encode(text, add_special_tokens=False))
+    body = reciting.post(PATH, {"messages": messages}).json
+    assert body["usage"]["prompt_tokens"] == num_tokens
+    assert body["choices"][0]["message"]["content"] == recital(num_tokens)
+
+
+def test_continuing_the_final_message_and_echoing_it():
+    server = saying(" there.")
+    messages = [{"role": "user", "content": "Greet"}, {"role": "assistant", "content": "Hello"}]
+    request = {"messages": messages, "continue_final_message": True}
+    contents = [
+        server.post(PATH, request | more).json["choices"][0]["message"]["content"] for more in ({}, {"echo": True})
+    ]
+    assert contents == [" there.", "Hello there."]
+
+
+def test_variables_of_the_template():
+    server = saying("ok", args=ServerArgs(allow_client_chat_template=True))
+    template = "{{ reasoning_effort }} {{ tone }} {% for m in messages %}{{ m.content }}{% endfor %}"
+    request = HELLO | {
+        "chat_template": template,
+        "chat_template_kwargs": {"tone": "soft"},
+        "reasoning_effort": "low",
+        "return_token_ids": True,
+    }
+    body = server.post(PATH, request).json
+    assert tokenizer_of(server).decode(body["prompt_token_ids"]) == "low soft Hello"
+
+
+def test_a_conversation_with_calls_goes_into_the_template():
+    template = (
+        "{% for m in messages %}[{{ m.role }}:{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name }}({{ c.function.arguments.city }}){% endfor %}]{% endfor %}"
+    )
+    server = saying("ok", args=ServerArgs(allow_client_chat_template=True))
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Ulm"}'}}
+    messages = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
+    ]
+    request = {"messages": messages, "chat_template": template, "return_token_ids": True}
+    body = server.post(PATH, request).json
+    assert tokenizer_of(server).decode(body["prompt_token_ids"]) == "[user:?][assistant:weather(Ulm)][tool:rain]"
+
+
+def test_max_completion_tokens_outranks_max_tokens():
+    usage = saying("one two three four").post(PATH, HELLO | {"max_tokens": 1, "max_completion_tokens": 3}).json["usage"]
+    assert usage["completion_tokens"] == 3
+
+
+def test_the_default_length_is_what_the_context_holds(tiny):
+    (choice,) = tiny.post(PATH, HELLO | {"ignore_eos": True}).json["choices"]
+    assert choice["finish_reason"] == "length"

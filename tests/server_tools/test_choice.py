@@ -1,0 +1,159 @@
+"""Tools and tool_choice of a request: what is refused, and what grammar a choice forces."""
+
+import json
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from quire.errors import InvalidParamsError
+from quire.grammar.source import library_grammar
+from quire.server.tools import ForcedTools, check_tools, forced_tools, tool_choice_structure
+
+
+def tool(name="f", **function):
+    return {"type": "function", "function": {"name": name, **function}}
+
+
+def named(name="f"):
+    return {"type": "function", "function": {"name": name}}
+
+
+def nested(depth):
+    return {"type": "object", "properties": {"a": nested(depth - 1)}} if depth else {}
+
+
+TREE = {
+    "type": "object",
+    "properties": {"value": {"$ref": "#/$defs/v"}, "left": {"$ref": "#"}},
+    "required": ["value"],
+    "additionalProperties": False,
+    "$defs": {"v": {"type": "integer"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice"),
+    [
+        (None, None),
+        (None, "auto"),
+        ([], "none"),
+        ([tool()], "required"),
+        ([tool(description=None, parameters=None), tool("g-1.x_Y", parameters={})], named("g-1.x_Y")),
+        ([{"function": {"name": "f"}}], {"function": {"name": "f"}}),
+        ([tool(parameters=TREE, strict=True)], "auto"),
+        ([tool(f"f{i}") for i in range(128)], None),
+    ],
+)
+def test_tools_that_can_be_served_are_taken(tools, choice):
+    check_tools(tools, choice)
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "message"),
+    [
+        ({}, None, "tools must be a list of functions, not an object"),
+        ("f", None, "tools must be a list"),
+        ([tool(), 3], None, r"tools\[1\] must be an object, not a number"),
+        ([{"type": "function"}], None, r"tools\[0\].function is missing"),
+        ([{"type": "web_search", "function": {"name": "f"}}], None, r"tools\[0\].type='web_search': only 'function'"),
+        ([tool(), tool(None)], None, r"tools\[1\].function.name must be a text, not null"),
+        ([tool("a b")], None, r"tools\[0\].function.name='a b': must be 1 to 128 letters"),
+        ([tool("f\n")], None, r"tools\[0\].function.name"),
+        ([tool("x" * 129)], None, r"tools\[0\].function.name"),
+        ([tool(), tool("g"), tool()], None, r"tools\[2\].function.name: tools\[0\] has the name 'f' too"),
+        ([tool(description=1)], None, r"tools\[0\].function.description must be a text"),
+        ([tool(parameters=[])], None, r"tools\[0\].function.parameters must be an object, not a list"),
+        ([tool(parameters={"type": "string"})], None, r"parameters.type='string': must be 'object'"),
+        ([tool(parameters=nested(40))], None, r"tools\[0\].function is nested too deeply"),
+        ([tool(f"f{i}") for i in range(129)], None, "tools has 129 functions: at most 128"),
+        ([tool(description="x" * 200_000)], None, "tools has 200,.* bytes as JSON: at most 196,608"),
+        ([tool(description="\ud800")], None, "tools cannot be written as JSON"),
+        ([tool()], "Auto", "tool_choice='Auto': must be none, auto, required"),
+        ([tool()], 1, "tool_choice must be an object, not a number"),
+        ([tool()], {"type": "function"}, "tool_choice.function is missing"),
+        ([tool()], {"type": "allowed_tools"}, "tool_choice.type='allowed_tools': only 'function'"),
+        ([tool("search")], named("serch"), "tool_choice.function.name='serch' is none of the tools, did you mean"),
+        (None, "required", "tool_choice='required', but tools is empty"),
+        (None, named(), "tool_choice.function.name='f' is none of the tools"),
+    ],
+)
+def test_wrong_tools_are_refused_by_their_place(tools, choice, message):
+    with pytest.raises(InvalidParamsError, match=message):
+        check_tools(tools, choice)
+
+
+def test_what_is_too_deep_for_recursion_is_refused_too():
+    schema = {}
+    for _ in range(100_000):
+        schema = {"not": schema}
+    with pytest.raises(InvalidParamsError, match="nested too deeply"):
+        check_tools([tool(parameters=schema)])
+    while schema:  # taken apart one by one: freeing it at once would recurse
+        schema = schema["not"]
+
+
+@pytest.mark.parametrize("choice", [None, "auto", "none"])
+def test_a_free_choice_forces_nothing(choice):
+    assert tool_choice_structure([tool()], choice) is forced_tools([tool()], choice) is None
+
+
+def test_a_named_function_forces_its_arguments():
+    tools = [tool("g"), tool("tree", parameters=TREE)]
+    assert forced_tools(tools, named("tree")) == ForcedTools("tree")
+    structure = tool_choice_structure(tools, named("tree"))
+    assert structure.json == TREE
+    assert tool_choice_structure(tools, named("g")).json == {"type": "object"}
+
+
+CALL = {"name": "tree", "parameters": {"value": 1, "left": {"value": 2}}}
+
+
+@pytest.mark.parametrize(
+    ("output", "parallel", "is_right"),
+    [
+        ([CALL], True, True),
+        ([CALL], False, True),
+        ([CALL, {"name": "g", "parameters": {"any": [1]}}], True, True),
+        ([CALL, CALL], False, False),
+        ([], True, False),
+        ([{"name": "tree", "parameters": {"value": "one"}}], True, False),
+        ([{"name": "tree", "parameters": {"value": 1, "left": {}}}], True, False),
+        ([{"name": "g"}], True, False),
+        ([{"name": "h", "parameters": {}}], True, False),
+        (CALL, True, False),
+    ],
+)
+def test_required_forces_calls_of_the_tools(output, parallel, is_right, accepts):
+    tools = [tool("tree", parameters=TREE), tool("g")]
+    assert forced_tools(tools, "required") == ForcedTools()
+    structure = tool_choice_structure(tools, "required", parallel)
+    assert Draft202012Validator(structure.json).is_valid(output) == is_right
+    assert accepts(library_grammar(structure), json.dumps(output)) == is_right
+
+
+def test_forced_json_has_no_room_for_endless_space(accepts):
+    grammar = library_grammar(tool_choice_structure([tool()], named()))
+    assert accepts(grammar, '{"a": 1}')
+    assert accepts(grammar, '{"a":1}')
+    assert not accepts(grammar, '{"a":  1}')
+
+
+@pytest.fixture(scope="module")
+def accepts():
+    """Whether a grammar, as the library takes it, has this text as a sentence."""
+    from llguidance import LLMatcher, LLTokenizer
+
+    from quire.config.args import EngineArgs
+    from quire.config.model import EMBEDDED_CHECKPOINTS
+    from quire.tokenizer.tokenizer import Tokenizer
+
+    config = EngineArgs(model=EMBEDDED_CHECKPOINTS[0]).resolve()
+    tokenizer = LLTokenizer(Tokenizer.from_path(config.model.tokenizer_path).to_json())
+
+    def accepts(grammar, text):
+        matcher = LLMatcher(tokenizer, grammar)
+        assert not matcher.get_error()
+        tokens = tokenizer.tokenize_str(text)
+        return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+    return accepts
