@@ -38,6 +38,7 @@ from quire.server.state import ServerState
 from quire.server.tracing import Tracer
 
 _NUM_FILES = 65_536
+_BACKLOG = 2048
 _LAST_CONNECTIONS_S = 2
 
 
@@ -152,6 +153,7 @@ def build_app(
         is_running=lambda: llm.is_running,
         refused=lambda: admission.num_refused,
         cache=llm.config.cache,
+        engine_pid=llm.engine_pid,
     )
     state.parts["metrics"] = metrics
     for listener in (metrics, RecordListener()):
@@ -245,6 +247,7 @@ def _bind_port(host: str, port: int) -> socket.socket:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind(address)
+        sock.listen(_BACKLOG)
     except OSError as error:
         sock.close()
         what = "in use by another program" if error.errno == errno.EADDRINUSE else f"not to be had: {error.strerror}"
@@ -264,6 +267,7 @@ def _bind_path(path: Path) -> socket.socket:
                     raise ConfigError(f"uds={str(path)!r} is in use by another server; choose another path")
             path.unlink()
         sock.bind(str(path))
+        sock.listen(_BACKLOG)
     except OSError as error:
         sock.close()
         raise ConfigError(f"uds={str(path)!r} cannot be made: {error}") from error
