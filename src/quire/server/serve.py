@@ -73,6 +73,7 @@ class _Service:
         self._front = Front()
         self._http = _Server(_uvicorn_config(self._front, args))
         self._stop = asyncio.Event()
+        self._draining: asyncio.Task[None] | None = None
         self._exit_status = 0
 
     async def run(self, sock: socket.socket, began: float) -> int:
@@ -85,9 +86,6 @@ class _Service:
             llm = await self._load()
             if llm is not None:
                 await self._serve(llm, url, began)
-        except asyncio.CancelledError:
-            if not self._exit_status:
-                raise
         finally:
             self._http.should_exit = True
             await http
@@ -96,17 +94,16 @@ class _Service:
         return self._exit_status
 
     def _catch_signals(self) -> None:
-        """The first asks to stop, the second does not wait."""
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        """The first asks to stop, the second does not wait for what runs."""
+        loop = asyncio.get_running_loop()
 
         def on_signal(number: int) -> None:
             if not self._stop.is_set():
                 logger.info("stopping: running requests have %g s to finish", self._args.drain_timeout_s)
                 self._stop.set()
-            elif not self._exit_status and task is not None:
+            elif self._draining is not None and self._draining.cancel():
                 self._exit_status = 128 + number
                 self._http.force_exit = True
-                task.cancel()
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, on_signal, number)
@@ -135,7 +132,8 @@ class _Service:
             )
             await self._stop.wait()
             state.is_draining = True
-            await gate.drain()
+            self._draining = asyncio.create_task(gate.drain())
+            await asyncio.wait({self._draining})
 
 
 def build_app(
