@@ -119,7 +119,7 @@ def told(output: RequestOutput) -> tuple[Any, ...]:
     return output.prompt, output.prompt_token_ids, output.outputs, output.finished, output.error, output.prompt_logprobs
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(wanted=requests)
 def test_every_request_is_told_the_same(both: tuple[LLM, Door], wanted: list[tuple[Any, Any]]) -> None:
     llm, door = both
@@ -145,6 +145,15 @@ def test_stop_strings_end_each_sample_as_offline(both: tuple[LLM, Door], kind: s
     ), "the samples end in different places"
     ((*outputs,),) = door.run(door.all_outputs(wanted))
     assert told(whole(outputs, kind)) == told(expected)
+
+
+def test_a_grammar_that_ends_with_the_last_token_allowed_is_a_stop(both: tuple[LLM, Door]) -> None:
+    llm, door = both
+    wanted = [("a", SamplingParams(seed=0, max_tokens=1, structured_outputs=StructuredOutputsParams(choice=["a"])))]
+    (expected,) = offline(llm, wanted)
+    assert expected.outputs[0].finish_reason == "stop"
+    ((output,),) = door.run(door.all_outputs(wanted))
+    assert told(output) == told(expected)
 
 
 def test_scores_are_those_of_score_tokens(both: tuple[LLM, Door]) -> None:

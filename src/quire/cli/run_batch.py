@@ -17,7 +17,7 @@ from quire.cli.options import add_engine_arguments, engine_kwargs
 from quire.errors import ConfigError
 
 if TYPE_CHECKING:
-    from quire.async_llm import AsyncLLM
+    from quire.async_llm.async_llm import AsyncLLM
     from quire.server.batch_file import BatchRun
     from quire.server.config import ServerArgs
 
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
 async def _run(options: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    from quire.async_llm import AsyncLLM
+    from quire.async_llm.async_llm import AsyncLLM
     from quire.config.args import EngineArgs
     from quire.server.batch_file import PartialFile, read_lines
     from quire.server.config import ServerArgs
@@ -90,15 +90,11 @@ def _batch_run(llm: AsyncLLM, args: ServerArgs, options: argparse.Namespace) -> 
     from quire.server.app import ROUTES, make_app
     from quire.server.batch_file import BatchRun
     from quire.server.state import ServerState
-    from quire.server.tools import choose_reasoning_format, choose_tool_format
 
-    templates = "\n".join(llm.tokenizer.chat_templates.values())
     state = ServerState(
         llm=llm,
         args=args,
         model_names=args.served_model_name or (engine_kwargs(options).get("model") or EMBEDDED_CHECKPOINTS[0],),
-        tool_format=choose_tool_format(args.tool_parser, templates),
-        reasoning_format=choose_reasoning_format(args.reasoning_parser, templates),
     )
     return BatchRun(
         app=make_app(state),

@@ -23,12 +23,7 @@ from quire.server.endpoint import Endpoint, json_response
 from quire.server.errors import invalid
 from quire.server.generation import TokenCounts, finite, generate, prompt_logprobs, token_text
 from quire.server.protocol.common import Prompts, Timings
-from quire.server.protocol.completions import (
-    Completion,
-    CompletionChoice,
-    CompletionLogprobs,
-    CompletionRequest,
-)
+from quire.server.protocol.completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from quire.server.sampling import check_request, make_params, num_choices
 from quire.server.state import RequestContext, ServerState, context_of, state_of
 
@@ -118,7 +113,7 @@ def _listed(prompt: Prompts) -> list[Prompt]:
         return [prompt]
     if prompt and all(isinstance(item, int) for item in prompt):
         return [[item for item in prompt if isinstance(item, int)]]
-    listed = [item for item in prompt if not isinstance(item, int)]
+    listed: list[Prompt] = [item for item in prompt if not isinstance(item, int)]
     if not listed or len(listed) < len(prompt):
         raise InvalidPromptError("the prompt must be a text, token ids, or a list of either, and not empty")
     return listed

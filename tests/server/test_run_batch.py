@@ -1,0 +1,209 @@
+"""`quire run-batch`: files of requests, answered by the endpoints."""
+
+import asyncio
+import json
+
+import pytest
+
+from quire.cli import main
+from quire.errors import ConfigError, EngineDeadError
+from quire.server.batch_file import BatchRun, PartialFile, read_lines
+
+PATH = "/v1/echo"
+MAX_BODY = 4096
+
+
+class Echo:
+    """An application that answers with the body it was sent; `status` and `wait` in it say how."""
+
+    def __init__(self):
+        self.num_running = self.most_running = self.num_answered = 0
+        self.is_running = True
+        self.dies_after = None
+        self.released = {}
+
+    async def __call__(self, scope, receive, send):
+        assert (scope["type"], scope["method"], scope["path"]) == ("http", "POST", PATH)
+        message = await receive()
+        assert not message["more_body"]
+        body = json.loads(message["body"])
+        self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
+        for _ in range(body.get("steps", 1)):
+            await asyncio.sleep(0)
+        self.num_running -= 1
+        self.num_answered += 1
+        self.is_running = self.is_running and self.num_answered != self.dies_after
+        status = body.get("status", 200) if self.is_running else 503
+        headers = [(b"Content-Type", b"application/json"), (b"X-Request-ID", b"req-%d" % self.num_answered)]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        text = json.dumps({"echo": body})
+        await send({"type": "http.response.body", "body": text[:5].encode(), "more_body": True})
+        await send({"type": "http.response.body", "body": text[5:].encode()})
+
+
+class Batch:
+    """One input and output, run by an Echo."""
+
+    def __init__(self, folder):
+        self.source, self.output = folder / "in.jsonl", folder / "out.jsonl"
+        self.app = Echo()
+
+    def write(self, *lines):
+        self.source.write_bytes(
+            b"".join((x if isinstance(x, bytes) else json.dumps(x).encode()) + b"\n" for x in lines)
+        )
+
+    def run(self, *, resume=False, max_in_flight=4):
+        """Returns how many lines failed and how many were asked."""
+        app, num_asked = self.app, 0
+
+        def progress():
+            nonlocal num_asked
+            num_asked += 1
+
+        run = BatchRun(
+            app=app,
+            paths={PATH},
+            is_running=lambda: app.is_running,
+            max_in_flight=max_in_flight,
+            max_body_bytes=MAX_BODY,
+        )
+        num_lines = sum(1 for _ in read_lines(self.source, MAX_BODY))
+        partial = PartialFile(self.output, self.source, num_lines, resume=resume)
+        try:
+            num_failed = asyncio.run(run.run(self.source, partial, progress))
+            partial.finish()
+        finally:
+            partial.close()
+        return num_failed, num_asked
+
+    @property
+    def rows(self):
+        return [json.loads(line) for line in self.output.read_text().splitlines()]
+
+    @property
+    def partial(self):
+        return self.output.with_name("out.jsonl.partial")
+
+
+@pytest.fixture
+def batch(tmp_path):
+    return Batch(tmp_path)
+
+
+def line(i, **body):
+    return {"custom_id": f"line-{i}", "method": "POST", "url": PATH, "body": {"i": i, **body}}
+
+
+def test_answers_come_out_in_the_order_of_the_input_many_at_once(batch):
+    batch.write(*(line(i, steps=20 - i) for i in range(20)))
+    assert batch.run(max_in_flight=6) == (0, 20)
+    assert [row["custom_id"] for row in batch.rows] == [f"line-{i}" for i in range(20)]
+    assert [row["response"]["body"]["echo"]["i"] for row in batch.rows] == list(range(20))
+    first = batch.rows[0]
+    assert first["error"] is None
+    assert (first["response"]["status_code"], first["response"]["request_id"][:4]) == (200, "req-")
+    assert len({row["id"] for row in batch.rows}) == 20
+    assert batch.app.most_running == 6
+    assert sorted(batch.output.parent.iterdir()) == [batch.source, batch.output]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "code", "custom_id"),
+    [
+        (b"{", "invalid_line", None),
+        (b"[1]", "invalid_line", None),
+        (b'"\xff"', "invalid_line", None),
+        (b"[" * 3000, "invalid_line", None),
+        ({"custom_id": "a"}, "invalid_line", "a"),
+        ({"custom_id": 3, "url": PATH, "body": {}}, "invalid_line", None),
+        ({"custom_id": "a", "url": PATH, "body": {}, "method": "GET"}, "invalid_method", "a"),
+        ({"custom_id": "a", "url": "/v1/else", "body": {}}, "invalid_url", "a"),
+        ({"custom_id": "a", "url": PATH, "body": {"stream": True}}, "invalid_body", "a"),
+        (b"x" * 200_000, "line_too_long", None),
+    ],
+)
+def test_a_wrong_line_fails_alone(batch, wrong, code, custom_id):
+    batch.write(line(0), b"  ", wrong, line(1))
+    assert batch.run() == (1, 3)
+    before, failed, after = batch.rows
+    assert before["response"]["status_code"] == after["response"]["status_code"] == 200
+    assert (failed["custom_id"], failed["response"], failed["error"]["code"]) == (custom_id, None, code)
+
+
+def test_a_refusal_of_the_server_is_told_as_it_is(batch):
+    batch.write(line(0, status=400))
+    assert batch.run() == (1, 1)
+    assert batch.rows[0]["error"] is None
+    assert batch.rows[0]["response"]["status_code"] == 400
+    assert batch.rows[0]["response"]["body"] == {"echo": {"i": 0, "status": 400}}
+
+
+def test_what_is_done_when_the_engine_dies_is_kept_and_gone_on_from(batch):
+    batch.write(*(line(i) for i in range(12)))
+    batch.app.dies_after = 8
+    with pytest.raises(EngineDeadError):
+        batch.run(max_in_flight=3)
+    assert not batch.output.exists()
+    num_done = len(batch.partial.read_bytes().splitlines()) - 1
+    assert 5 <= num_done < 8
+    with pytest.raises(ConfigError, match="--resume"):
+        batch.run()
+    batch.app = Echo()
+    assert batch.run(resume=True) == (0, 12 - num_done)
+    assert [row["custom_id"] for row in batch.rows] == [f"line-{i}" for i in range(12)]
+    assert not batch.partial.exists()
+
+
+def test_a_line_cut_off_in_the_partial_file_is_asked_again(batch):
+    batch.write(*(line(i) for i in range(4)))
+    batch.app.dies_after = 4
+    with pytest.raises(EngineDeadError):
+        batch.run(max_in_flight=1)
+    batch.partial.write_bytes(batch.partial.read_bytes()[:-10])
+    batch.app = Echo()
+    assert batch.run(resume=True) == (0, 2)
+    assert [row["response"]["body"]["echo"]["i"] for row in batch.rows] == list(range(4))
+
+
+def test_another_input_is_not_mixed_in(batch):
+    batch.write(line(0), line(1))
+    batch.app.dies_after = 2
+    with pytest.raises(EngineDeadError):
+        batch.run(max_in_flight=1)
+    batch.write(line(0), line(2))
+    with pytest.raises(ConfigError, match="another input"):
+        batch.run(resume=True)
+
+
+def test_resume_begins_where_there_is_nothing_to_go_on_with_and_empty_files_are_files(batch):
+    batch.write()
+    assert batch.run(resume=True) == (0, 0)
+    assert batch.output.read_bytes() == b""
+
+
+@pytest.mark.parametrize("change", [{"-i": "missing.jsonl"}, {"-o": "in.jsonl"}, {"-o": "."}, {"--max-in-flight": "0"}])
+def test_wrong_files_are_refused_before_the_model_is_loaded(batch, change, capsys, monkeypatch):
+    batch.write(line(0))
+    monkeypatch.chdir(batch.source.parent)
+    options = {"-i": "in.jsonl", "-o": "out.jsonl"} | change
+    assert main(["run-batch", *(word for pair in options.items() for word in pair)]) == 2
+    assert capsys.readouterr().err.startswith("quire: ")
+
+
+def test_the_command_answers_with_the_model(batch, capsys):
+    chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "temperature": 0}
+    batch.write(
+        {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "def", "max_tokens": 3}},
+        {"custom_id": "b", "method": "POST", "url": "/v1/chat/completions", "body": chat},
+        {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "max_tokens": "3"}},
+    )
+    arguments = ["-i", str(batch.source), "-o", str(batch.output), "--num-gpu-blocks-override", "64"]
+    assert main(["run-batch", *arguments, "--max-model-len", "256"]) == 1
+    completion, answer, refused = (row["response"] for row in batch.rows)
+    assert completion["body"]["usage"]["completion_tokens"] == 3
+    assert answer["body"]["choices"][0]["message"]["role"] == "assistant"
+    assert refused["status_code"] == 400
+    assert refused["body"]["error"]["param"] == "max_tokens"
+    assert "3/3" in capsys.readouterr().err
