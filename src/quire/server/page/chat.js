@@ -302,6 +302,6 @@ class Answer {
         copy.textContent = "The browser does not allow copying";
       }
     });
-    this.turn.foot.replaceChildren(copy, element("span", {}, said.filter(Boolean).join(" · ")));
+    this.turn.foot.replaceChildren(element("span", {}, said.filter(Boolean).join(" · ")), copy);
   }
 }
