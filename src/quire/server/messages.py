@@ -34,8 +34,7 @@ async def create(request: Request) -> ASGIApp:
     events = _events(request, chat, model)
     if body.stream:  # the first event tells how long the prompt is
         chat.stream, chat.stream_options = True, StreamOptions(continuous_usage_stats=True)
-        frames = _framed(events)
-        return await event_stream(request, frames, error_event=_error_frame, keep_alive=PING)
+        return await event_stream(request, _framed(events), error_event=_error_frame, keep_alive=PING)
     return json_response(fold(await unless_disconnected(request, _read_all(events))))
 
 
@@ -46,8 +45,8 @@ async def count_tokens(request: Request) -> ASGIApp:
     state = state_of(request)
     state.check_model(body.model)
     chat = msgspec.convert(prompt_request(body), ChatCompletionRequest)
-    _, token_ids = await make_prompt(state, chat, ChatPlan(state, chat))
-    return json_response(TokenCount(len(token_ids)))
+    prompt = await make_prompt(state, chat, ChatPlan(state, chat))
+    return json_response(TokenCount(len(prompt["prompt_token_ids"])))
 
 
 async def _events(request: Request, chat: ChatCompletionRequest, model: str) -> AsyncGenerator[Event, None]:

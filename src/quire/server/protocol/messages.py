@@ -86,6 +86,19 @@ class Thinking(msgspec.Struct):
     budget_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
+class OutputFormat(msgspec.Struct, tag="json_schema"):
+    """JSON that fits a schema."""
+
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct):
+    """The form of the answer, and how much to think."""
+
+    format: OutputFormat | None = None
+    effort: str | None = None
+
+
 class RequestMetadata(msgspec.Struct):
     """About the request."""
 
@@ -112,6 +125,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     metadata: RequestMetadata | None = None
+    output_config: OutputConfig | None = None
     service_tier: str | None = None
     container: Any = None
     mcp_servers: Any = None
