@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -25,6 +26,7 @@ class WatchedLLM:
 
     def __init__(self, *scripts: list[bytes | Exception | None]) -> None:
         self.scripts = list(scripts)
+        self.tokenizer = SimpleNamespace(chat_templates={})
         self.num_open = 0
 
     async def watch_cache(self) -> AsyncGenerator[bytes, None]:
