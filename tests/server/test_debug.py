@@ -28,6 +28,7 @@ class WatchedLLM:
 
     def __init__(self, *scripts: list[bytes | Exception | None]) -> None:
         self.scripts = list(scripts)
+        self.tokenizer = SimpleNamespace(chat_templates={})
         self.num_open = 0
 
     async def watch_cache(self) -> AsyncGenerator[bytes, None]:
