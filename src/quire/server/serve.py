@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import resource
 import signal
 import socket
@@ -130,6 +131,8 @@ class _Service:
         gate = Gate(request_timeout_s=args.request_timeout_s, drain_timeout_s=args.drain_timeout_s)
         with _tracer(args, names[0]) as tracer:
             self._front.app = build_app(state, gate, self._keys, [tracer] if tracer is not None else [])
+            gc.collect()
+            gc.freeze()  # as in the engine process
             logger.info(
                 "quire %s serves %s at %s (ready in %.1f s)", __version__, names[0], url, time.monotonic() - began
             )
