@@ -46,7 +46,7 @@ def door(shared: Door) -> Iterator[Door]:
     [
         ([], SHORT, InvalidPromptError, "empty"),
         ([9999], SHORT, InvalidPromptError, "9999"),
-        (None, SHORT, InvalidPromptError, "NoneType"),
+        (None, SHORT, InvalidPromptError, "neither text nor token ids"),
         ({"text": "a"}, SHORT, InvalidPromptError, "'prompt'"),
         ("\ud800", SHORT, InvalidPromptError, "Unicode"),
         ([5] * 3000, SHORT, PromptTooLongError, "3000 tokens.*2048"),

@@ -147,6 +147,15 @@ def test_stop_strings_end_each_sample_as_offline(both: tuple[LLM, Door], kind: s
     assert told(whole(outputs, kind)) == told(expected)
 
 
+def test_a_grammar_that_ends_with_the_last_token_allowed_is_a_stop(both: tuple[LLM, Door]) -> None:
+    llm, door = both
+    wanted = [("a", SamplingParams(seed=0, max_tokens=1, structured_outputs=StructuredOutputsParams(choice=["a"])))]
+    (expected,) = offline(llm, wanted)
+    assert expected.outputs[0].finish_reason == "stop"
+    ((output,),) = door.run(door.all_outputs(wanted))
+    assert told(output) == told(expected)
+
+
 def test_scores_are_those_of_score_tokens(both: tuple[LLM, Door]) -> None:
     llm, door = both
     (expected,) = llm.score_tokens("def f(x):", " return x + 1", use_tqdm=False)

@@ -21,7 +21,7 @@ LIMIT_MS = 20_000
     ("kwargs", "error"),
     [
         ({"num_gpu_blocks_override": 2, "max_model_len": 2048}, OutOfMemoryError),
-        ({"block_size": 3}, ConfigError),
+        ({"block_size": 0}, ConfigError),
         ({"kv_cache_dtype": "int3"}, ConfigError),
         ({"model": "no-such-folder/at-all"}, CheckpointError),
     ],

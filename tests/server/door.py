@@ -168,9 +168,9 @@ class Server:
             "http_version": "1.1",
             "method": method,
             "scheme": "http",
-            "path": path,
+            "path": path.partition("?")[0],
             "raw_path": path.encode(),
-            "query_string": b"",
+            "query_string": path.partition("?")[2].encode(),
             "root_path": "",
             "headers": [(name.encode(), value.encode()) for name, value in given.items()],
             "client": ("127.0.0.1", 1),
@@ -184,9 +184,10 @@ class Server:
 def serve(engine: LLMEngine, executor: Any = None, *, args: ServerArgs | None = None, **state: Any) -> Server:
     """An application over this engine."""
     llm: Any = InProcessLLM(engine)
-    return Server(
-        ServerState(llm=llm, args=args or ServerArgs(), model_names=("quire-tiny", "alias"), **state), executor
-    )
+    made = ServerState(llm=llm, args=args or ServerArgs(), model_names=("quire-tiny", "alias"))
+    for name, value in state.items():
+        setattr(made, name, value)
+    return Server(made, executor)
 
 
 def saying(reply: str = "Hello!", **kwargs: Any) -> Server:

@@ -69,7 +69,7 @@ COMPLETION_CASES = [
 CHAT_CASES = [
     ({"messages": []}, "messages"),
     ({"messages": "Hello"}, "messages"),
-    ({"messages": [{"content": "Hello"}]}, "messages[0]"),
+    ({"messages": [{"content": "Hello"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
     (
         {"messages": [*USER, {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
@@ -79,7 +79,7 @@ CHAT_CASES = [
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}]},
         "messages[0]",
     ),
-    ({"tools": [{"type": "function"}]}, "tools[0]"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"tools": [{"type": "custom", "function": {"name": "f"}}]}, "tools[0].type"),
     ({"tools": [{"function": {"name": "no spaces"}}]}, "tools[0]"),
     ({"tools": [{"function": {"name": "f", "parameters": {"type": "array"}}}]}, "tools[0]"),
@@ -233,6 +233,18 @@ def test_a_body_beyond_the_limit_is_not_read(reciting):
     answer = reciting.post(COMPLETIONS, b"", headers={"content-length": str(limit + 1)})
     assert answer.status == 413
     assert reciting.post(COMPLETIONS, b" " * (limit + 1)).status == 413
+
+
+@pytest.mark.parametrize("many", ["[5],", "5,", '{"a":5},', '":",'])
+def test_a_body_of_more_values_than_anybody_needs_is_refused(reciting, many):
+    answer = reciting.post(COMPLETIONS, f'{{"prompt": [{many * 1_000_001}5]}}'.encode())
+    assert answer.status == 413
+    assert answer.error["code"] == "request_too_large"
+
+
+def test_a_missing_field_is_named(reciting):
+    assert reciting.post(COMPLETIONS, {}).error["param"] == "prompt"
+    assert reciting.post(CHAT, {}).error["param"] == "messages"
 
 
 def test_request_ids_come_back_if_they_are_sane(reciting):

@@ -61,7 +61,8 @@ def test_texts_and_blocks_are_messages() -> None:
 def test_calls_and_their_results_are_messages_in_their_order() -> None:
     thinking = {"type": "thinking", "thinking": "hm", "signature": "s"}
     found = as_chat(
-        {"role": "user", "content": "Weather?"}, {"role": "assistant", "content": [thinking, text("Let me look."), USE]},
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": [thinking, text("Let me look."), USE]},
         user(result("sun"), text("and now?")), {"role": "assistant", "content": [{"type": "redacted_thinking"}, USE]},
         user(result([text("rain")])),
     )  # fmt: skip

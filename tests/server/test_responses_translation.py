@@ -214,7 +214,7 @@ def test_the_events_of_a_text_come_in_order() -> None:
     assert events[9]["response"] == msgspec.to_builtins(response)
     assert response.usage is not None
     assert msgspec.to_builtins(response.usage) == {
-        "input_tokens": 10, "input_tokens_details": {"cached_tokens": 4}, "output_tokens": 5,
+        "input_tokens": 10, "input_tokens_details": {"cached_tokens": 4, "cache_write_tokens": 0}, "output_tokens": 5,
         "output_tokens_details": {"reasoning_tokens": 3}, "total_tokens": 15,
     }  # fmt: skip
 

@@ -28,7 +28,6 @@ class RequestState:
         self.key = key
         self.group = group
         self._eos_token_ids = model.eos_token_ids
-        self._max_model_len = model.max_model_len
         self._search = group.search if isinstance(group.search, BeamSearch) else None
         group.search = None  # it goes on in the engine, and knows here how text is made
         self._beams: list[CompletionOutput] | None = None
@@ -126,7 +125,7 @@ class RequestState:
         for place, token_id in enumerate(delta.token_ids):
             if rows is not None and seq.logprobs is not None:
                 seq.logprobs.extend(_row(rows, place))
-            status = append_token(self.group, seq, token_id, self._eos_token_ids, self._max_model_len)
+            status = append_token(self.group, seq, token_id, self._eos_token_ids)
             if status is not None:
                 seq.status = status
                 return place + 1

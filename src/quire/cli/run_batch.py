@@ -90,15 +90,11 @@ def _batch_run(llm: AsyncLLM, args: ServerArgs, options: argparse.Namespace) -> 
     from quire.server.app import ROUTES, make_app
     from quire.server.batch_file import BatchRun
     from quire.server.state import ServerState
-    from quire.server.tools import choose_reasoning_format, choose_tool_format
 
-    templates = "\n".join(llm.tokenizer.chat_templates.values())
     state = ServerState(
         llm=llm,
         args=args,
         model_names=args.served_model_name or (engine_kwargs(options).get("model") or EMBEDDED_CHECKPOINTS[0],),
-        tool_format=choose_tool_format(args.tool_parser, templates),
-        reasoning_format=choose_reasoning_format(args.reasoning_parser, templates),
     )
     return BatchRun(
         app=make_app(state),

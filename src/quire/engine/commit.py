@@ -129,9 +129,17 @@ class Committer:
 
     def _add(self, group: SequenceGroup, seq: Sequence, token_id: int) -> None:
         self.num_generated_tokens += 1
-        status = append_token(group, seq, token_id, self.eos_token_ids, self.max_model_len)
+        status = append_token(group, seq, token_id, self.eos_token_ids) or self._limit_reached(group, seq)
         if status is not None:
             self._finish(group, seq, status)
+
+    def _limit_reached(self, group: SequenceGroup, seq: Sequence) -> SequenceStatus | None:
+        if seq.grammar is not None and seq.grammar.is_finished:
+            return SequenceStatus.FINISHED_STOPPED
+        num_tokens = len(seq.token_ids)
+        if num_tokens - seq.num_prompt_tokens == group.params.max_tokens or num_tokens >= self.max_model_len:
+            return SequenceStatus.FINISHED_LENGTH_CAPPED
+        return None
 
     def _finish(self, group: SequenceGroup, seq: Sequence, status: SequenceStatus) -> None:
         seq.status = status
@@ -146,23 +154,18 @@ class Committer:
 
 
 def append_token(
-    group: SequenceGroup, seq: Sequence, token_id: int, eos_token_ids: frozenset[int], max_model_len: int
+    group: SequenceGroup, seq: Sequence, token_id: int, eos_token_ids: frozenset[int]
 ) -> SequenceStatus | None:
-    """Append a token. Returns how the sequence has finished with it, if it has. Its text goes on, but for the stop
-    token's."""
+    """Append a token. FINISHED_STOPPED if it is a stop token, or completes a stop string. Its text goes on, but for a
+    stop token's."""
     seq.token_ids.append(token_id)
-    params, num_tokens = group.params, len(seq.token_ids)
-    num_output_tokens = num_tokens - seq.num_prompt_tokens
+    params, num_output_tokens = group.params, len(seq.token_ids) - seq.num_prompt_tokens
     is_eos = token_id in eos_token_ids and not params.ignore_eos
     is_stop = (is_eos or token_id in group.stop_token_ids) and num_output_tokens > params.min_tokens
     matched = None
     if seq.detokenizer is not None and (not is_stop or params.include_stop_str_in_output):
         matched = seq.detokenizer.append(token_id)
-    if is_stop or matched is not None:
-        seq.stop_reason = matched if not is_stop else None if is_eos else token_id
-        return SequenceStatus.FINISHED_STOPPED
-    if seq.grammar is not None and seq.grammar.is_finished:
-        return SequenceStatus.FINISHED_STOPPED
-    if num_output_tokens == params.max_tokens or num_tokens >= max_model_len:
-        return SequenceStatus.FINISHED_LENGTH_CAPPED
-    return None
+    if not is_stop and matched is None:
+        return None
+    seq.stop_reason = matched if not is_stop else None if is_eos else token_id
+    return SequenceStatus.FINISHED_STOPPED

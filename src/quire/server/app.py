@@ -14,7 +14,18 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.server import chat, completions, debug, health, models, openapi, static_page, tokens
+from quire.server import (
+    chat,
+    completions,
+    debug,
+    health,
+    messages,
+    models,
+    openapi,
+    responses,
+    static_page,
+    tokens,
+)
 from quire.server.bodies import warning
 from quire.server.endpoint import Endpoint
 from quire.server.errors import api_error, status_error
@@ -26,6 +37,8 @@ Wrap: TypeAlias = Callable[[ASGIApp, Endpoint], ASGIApp]
 ROUTES: tuple[Endpoint, ...] = (
     *completions.ENDPOINTS,
     *chat.ENDPOINTS,
+    *responses.ENDPOINTS,
+    *messages.ENDPOINTS,
     *models.ENDPOINTS,
     *tokens.ENDPOINTS,
     *health.ENDPOINTS,

@@ -154,17 +154,10 @@ class BatchRun:
 async def call(app: ASGIApp, path: str, body: bytes) -> tuple[int, Mapping[str, str], bytes]:
     """POST JSON to an ASGI application, by a call: status, headers (names in lower case) and body of its answer."""
     scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "root_path": "",
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http",
+        "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
         "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
-    }
+    }  # fmt: skip
     requests: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
     status, headers, chunks = 500, {}, []
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
 import msgspec
 
@@ -21,6 +21,13 @@ _QUICK_CHARS = 16_384
 """conversations up to here are written down at once, others in a thread beside the event loop"""
 
 
+class ChatPrompt(TypedDict):
+    """As the engine's door takes it."""
+
+    prompt: str
+    prompt_token_ids: list[int]
+
+
 async def chat_prompt(
     state: ServerState,
     messages: Sequence[ChatMessage],
@@ -31,8 +38,8 @@ async def chat_prompt(
     add_generation_prompt: bool | None = None,
     continue_final_message: bool | None = None,
     add_special_tokens: bool | None = None,
-) -> tuple[str, list[int]]:
-    """The prompt's text and tokens. Raises ApiError or RequestError for messages, tools or a template that are wrong,
+) -> ChatPrompt:
+    """The prompt of a conversation. Raises ApiError or RequestError for messages, tools or a template that are wrong,
     TokenizerError where there is no template."""
     if chat_template is not None and not state.args.allow_client_chat_template:
         raise invalid("chat_template is not taken from requests by this server", "chat_template")
@@ -54,7 +61,7 @@ async def chat_prompt(
         text = render()
     else:
         text = await asyncio.to_thread(render)
-    return text, await state.llm.encode(text, bool(add_special_tokens))
+    return {"prompt": text, "prompt_token_ids": await state.llm.encode(text, bool(add_special_tokens))}
 
 
 def _plain_message(message: ChatMessage, where: str) -> dict[str, Any]:

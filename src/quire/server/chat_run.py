@@ -50,16 +50,7 @@ async def run_chat(
     context.facts["model"] = state.check_model(request.model)
     check_request(state, request)
     plan = ChatPlan(state, request)
-    prompt = await chat_prompt(
-        state,
-        request.messages,
-        tools=request.tools if plan.shows_tools else None,
-        chat_template=request.chat_template,
-        variables=_variables(request),
-        add_generation_prompt=request.add_generation_prompt,
-        continue_final_message=request.continue_final_message,
-        add_special_tokens=request.add_special_tokens,
-    )
+    prompt = await make_prompt(state, request, plan)
     params = make_params(
         state,
         context,
@@ -70,7 +61,7 @@ async def run_chat(
     )
     if plan.shows_special_tokens and isinstance(params, SamplingParams):
         params = replace(params, skip_special_tokens=False)
-    counts, choices = TokenCounts(context), ChatChoices(plan, request, prompt[0])
+    counts, choices = TokenCounts(context), ChatChoices(plan, request, prompt["prompt"])
     timings: Timings | None = None
     async with aclosing(generate(state, [prompt], params, request_id)) as outputs:
         async for _, output in outputs:
@@ -81,6 +72,20 @@ async def run_chat(
             for event in choices.events(output, timings):
                 yield event
     yield UsageEvent(counts.prompt_tokens, counts.completion_tokens, counts.cached_tokens, timings)
+
+
+async def make_prompt(state: ServerState, request: ChatCompletionRequest, plan: ChatPlan) -> tuple[str, list[int]]:
+    """Text and tokens of the prompt. Raises RequestError or ApiError."""
+    return await chat_prompt(
+        state,
+        request.messages,
+        tools=request.tools if plan.shows_tools else None,
+        chat_template=request.chat_template,
+        variables=_variables(request),
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        add_special_tokens=request.add_special_tokens,
+    )
 
 
 async def fold(

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
+from quire.engine.input_processor import Prompt
 from quire.errors import InvalidPromptError
 from quire.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.params import BeamSearchParams, SamplingParams
@@ -22,17 +23,9 @@ from quire.server.endpoint import Endpoint, json_response
 from quire.server.errors import invalid
 from quire.server.generation import TokenCounts, finite, generate, prompt_logprobs, token_text
 from quire.server.protocol.common import Prompts, Timings
-from quire.server.protocol.completions import (
-    Completion,
-    CompletionChoice,
-    CompletionLogprobs,
-    CompletionRequest,
-)
+from quire.server.protocol.completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from quire.server.sampling import check_request, make_params, num_choices
 from quire.server.state import RequestContext, ServerState, context_of, state_of
-
-Prompt = tuple[str | None, list[int]]
-"""text if it was given, token ids"""
 
 
 async def create_completion(request: Request) -> ASGIApp:
@@ -56,11 +49,12 @@ async def complete(
     prompts = _listed(request.prompt)
     check_request(state, request, len(prompts))
     params = _params(state, context, request)
-    encoded = [await _encoded(state, prompt, request.add_special_tokens) for prompt in prompts]
-    choices = _Choices(state, request, encoded)
+    if request.add_special_tokens is False:
+        prompts = [await _plainly_encoded(state, prompt) for prompt in prompts]
+    choices = _Choices(state, request)
     counts, created = TokenCounts(context), int(time.time())
     num_unfinished, timings = len(prompts), None
-    async with aclosing(generate(state, encoded, params, answer_id)) as outputs:
+    async with aclosing(generate(state, prompts, params, answer_id)) as outputs:
         async for place, output in outputs:
             if request.max_tokens == 0:
                 _forget_tokens(output)
@@ -113,13 +107,13 @@ async def _frames(chunks: AsyncGenerator[Completion, None]) -> sse.Events:
     yield sse.DONE
 
 
-def _listed(prompt: Prompts) -> list[str | list[int]]:
+def _listed(prompt: Prompts) -> list[Prompt]:
     """One prompt or several as several."""
     if isinstance(prompt, str):
         return [prompt]
     if prompt and all(isinstance(item, int) for item in prompt):
         return [[item for item in prompt if isinstance(item, int)]]
-    listed = [item for item in prompt if not isinstance(item, int)]
+    listed: list[Prompt] = [item for item in prompt if not isinstance(item, int)]
     if not listed or len(listed) < len(prompt):
         raise InvalidPromptError("the prompt must be a text, token ids, or a list of either, and not empty")
     return listed
@@ -141,10 +135,11 @@ def _params(
     return params
 
 
-async def _encoded(state: ServerState, prompt: str | list[int], add_special_tokens: bool | None) -> Prompt:
+async def _plainly_encoded(state: ServerState, prompt: Prompt) -> Prompt:
+    """Without the special tokens around it, which the engine's door would add."""
     if not isinstance(prompt, str):
-        return None, prompt
-    return prompt, await state.llm.encode(prompt, add_special_tokens is not False)
+        return prompt
+    return {"prompt": prompt, "prompt_token_ids": await state.llm.encode(prompt, add_special_tokens=False)}
 
 
 def _forget_tokens(output: RequestOutput) -> None:
@@ -157,10 +152,9 @@ def _forget_tokens(output: RequestOutput) -> None:
 class _Choices:
     """Makes a request's outputs into choices, with the prompt in front where it is to be echoed."""
 
-    def __init__(self, state: ServerState, request: CompletionRequest, prompts: list[Prompt]) -> None:
+    def __init__(self, state: ServerState, request: CompletionRequest) -> None:
         self._tokenizer = state.llm.tokenizer
         self._request = request
-        self._prompts = prompts
         self._num_choices = num_choices(request)
         self._offsets: dict[int, int] = {}
         self._prompt_logprobs: dict[int, list[dict[int, Logprob] | None]] = {}
@@ -181,7 +175,7 @@ class _Choices:
         )
         logprobs = CompletionLogprobs([], [], [], []) if request.logprobs is not None else None
         if is_first and request.echo:
-            choice.text = self._prompt_text(place, output) + delta.text
+            choice.text = self._prompt_text(output) + delta.text
             if logprobs is not None:
                 rows = self._prompt_logprobs[place]
                 offset = self._tell(logprobs, output.prompt_token_ids, rows, offset)
@@ -201,12 +195,11 @@ class _Choices:
         if self._request.prompt_logprobs is not None:
             choice.prompt_logprobs = prompt_logprobs(self._prompt_logprobs[place]) or UNSET
 
-    def _prompt_text(self, place: int, output: RequestOutput) -> str:
-        text, token_ids = self._prompts[place]
-        if text is None or len(token_ids) != len(output.prompt_token_ids):  # or it was truncated
-            skip = self._request.skip_special_tokens is not False
-            return self._tokenizer.decode(output.prompt_token_ids, skip_special_tokens=skip)
-        return text
+    def _prompt_text(self, output: RequestOutput) -> str:
+        if output.prompt is not None and self._request.truncate_prompt_tokens is None:
+            return output.prompt
+        skip = self._request.skip_special_tokens is not False
+        return self._tokenizer.decode(output.prompt_token_ids, skip_special_tokens=skip)
 
     def _tell(
         self,

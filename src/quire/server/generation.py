@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
-from typing import TypeVar, cast
+from typing import TypeVar
 
+from quire.engine.input_processor import Prompt
 from quire.errors import RequestError
 from quire.outputs import Logprob, RequestOutput
 from quire.params import BeamSearchParams, SamplingParams
@@ -22,22 +23,20 @@ LOWEST_LOGPROB = -9999.0
 
 async def generate(
     state: ServerState,
-    prompts: Sequence[tuple[str | None, list[int]]],
+    prompts: Sequence[Prompt],
     params: SamplingParams | BeamSearchParams,
     answer_id: str,
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """The outputs of all prompts (text if there is one, token ids) as they come, with the prompt's place.
+    """The outputs of all prompts as they come, with the prompt's place.
 
     Raises RequestError for a request that is wrong, also where the engine found out late, and ApiError where it was
     aborted. Closing the generator aborts what still runs.
     """
-
-    def output(place: int, text: str | None, token_ids: list[int]) -> AsyncIterator[RequestOutput]:
-        prompt = {"prompt_token_ids": token_ids} if text is None else {"prompt": text, "prompt_token_ids": token_ids}
-        return state.llm.generate(prompt, params, request_id=engine_id(answer_id, place))
-
-    streams = [output(place, text, token_ids) for place, (text, token_ids) in enumerate(prompts)]
-    async with aclosing(_merged(cast("list[AsyncGenerator[RequestOutput, None]]", streams))) as outputs:
+    streams = [
+        state.llm.generate(prompt, params, request_id=engine_id(answer_id, place))
+        for place, prompt in enumerate(prompts)
+    ]
+    async with aclosing(_merged(streams)) as outputs:
         async for place, one in outputs:
             if one.error is not None:
                 raise RequestError(one.error)

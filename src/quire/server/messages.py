@@ -9,40 +9,45 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from quire.server.bodies import read_struct
-from quire.server.chat_run import run_chat
+from quire.server.chat_output import ChatPlan
+from quire.server.chat_run import make_prompt, run_chat
 from quire.server.endpoint import Endpoint, json_response
 from quire.server.errors import ANTHROPIC_PATH, ApiError
 from quire.server.messages_input import chat_request, prompt_request
 from quire.server.messages_stream import Event, MessageBuilder, fold
 from quire.server.protocol.chat import ChatCompletionRequest
+from quire.server.protocol.common import StreamOptions
 from quire.server.protocol.messages import CountTokensRequest, Message, MessagesRequest, TokenCount
 from quire.server.responses_input import new_id
 from quire.server.sse import event_stream, frame, unless_disconnected
-from quire.server.state import state_of
+from quire.server.state import context_of, state_of
 
 PING = frame(b'{"type":"ping"}', "ping")
 
 
 async def create(request: Request) -> ASGIApp:
     """Answer a conversation."""
+    context_of(request).prompt_param = "messages"
     body = await read_struct(request, MessagesRequest)
     model = state_of(request).check_model(body.model)
     chat = msgspec.convert(chat_request(body), ChatCompletionRequest)
     events = _events(request, chat, model)
-    if body.stream:
+    if body.stream:  # the first event tells how long the prompt is
+        chat.stream, chat.stream_options = True, StreamOptions(continuous_usage_stats=True)
         frames = _framed(events)
-        return await event_stream(request, frames, error_event=_error_frame, prompt_param="messages", keep_alive=PING)
+        return await event_stream(request, frames, error_event=_error_frame, keep_alive=PING)
     return json_response(fold(await unless_disconnected(request, _read_all(events))))
 
 
 async def count_tokens(request: Request) -> ASGIApp:
     """How many tokens the prompt of this conversation has."""
+    context_of(request).prompt_param = "messages"
     body = await read_struct(request, CountTokensRequest)
     state = state_of(request)
     state.check_model(body.model)
     chat = msgspec.convert(prompt_request(body), ChatCompletionRequest)
-    prompt = await chat_prompt(state, chat)
-    return json_response(TokenCount(len(prompt["prompt_token_ids"])))
+    _, token_ids = await make_prompt(state, chat, ChatPlan(state, chat))
+    return json_response(TokenCount(len(token_ids)))
 
 
 async def _events(request: Request, chat: ChatCompletionRequest, model: str) -> AsyncGenerator[Event, None]:

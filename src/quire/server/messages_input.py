@@ -6,30 +6,18 @@ from typing import Any
 import msgspec
 
 from quire.server.errors import ApiError
+from quire.server.protocol import messages as api
 from quire.server.protocol.extensions import fields_of
-from quire.server.protocol.messages import (
-    Block,
-    CountTokensRequest,
-    DocumentBlock,
-    ImageBlock,
-    InputMessage,
-    MessagesRequest,
-    TextBlock,
-    ThinkingBlock,
-    Tool,
-    ToolChoice,
-    ToolResultBlock,
-    ToolUseBlock,
-)
+from quire.server.responses_input import refused
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def chat_request(request: MessagesRequest) -> dict[str, Any]:
+def chat_request(request: api.MessagesRequest) -> dict[str, Any]:
     """Body of a chat request with the same meaning. Raises ApiError 400 for what is well-formed but not served."""
     for name in ("container", "mcp_servers"):
         if getattr(request, name):
-            raise _refused(name, "not supported: tools run where the client is")
+            raise refused(name, "not supported: tools run where the client is")
     body = {
         "max_completion_tokens": request.max_tokens,
         "stop": request.stop_sequences,
@@ -41,13 +29,13 @@ def chat_request(request: MessagesRequest) -> dict[str, Any]:
     return prompt_request(request) | fields_of(request) | given | _template_kwargs(request)
 
 
-def prompt_request(request: CountTokensRequest) -> dict[str, Any]:
+def prompt_request(request: api.CountTokensRequest) -> dict[str, Any]:
     """The part of the chat request that makes the prompt. A last message of the assistant is gone on with."""
     messages = chat_messages(request.messages, request.system)
     body: dict[str, Any] = {"messages": messages, "model": request.model}
     if messages[-1]["role"] == "assistant":
         if messages[-1].get("tool_calls"):
-            raise _refused("messages", "ends with a call of a tool: its 'tool_result' must follow")
+            raise refused("messages", "ends with a call of a tool: its 'tool_result' must follow")
         body |= {"continue_final_message": True, "add_generation_prompt": False}
     if request.tools:
         body["tools"] = [_chat_tool(tool) for tool in request.tools]
@@ -56,7 +44,9 @@ def prompt_request(request: CountTokensRequest) -> dict[str, Any]:
     return body | _template_kwargs(request)
 
 
-def chat_messages(messages: Sequence[InputMessage], system: str | Sequence[TextBlock] | None) -> list[dict[str, Any]]:
+def chat_messages(
+    messages: Sequence[api.InputMessage], system: str | Sequence[api.TextBlock] | None
+) -> list[dict[str, Any]]:
     """The conversation as chat messages. Results of tools are messages of their own, in the order of the blocks."""
     chat: list[dict[str, Any]] = []
     if system:
@@ -65,7 +55,7 @@ def chat_messages(messages: Sequence[InputMessage], system: str | Sequence[TextB
     for i, message in enumerate(messages):
         where = f"messages[{i}]"
         content = message.content
-        blocks: Sequence[Block] = [TextBlock(content)] if isinstance(content, str) else content
+        blocks: Sequence[api.Block] = [api.TextBlock(content)] if isinstance(content, str) else content
         if message.role == "assistant":
             chat.append(_assistant_message(blocks, names, where))
         else:
@@ -73,20 +63,20 @@ def chat_messages(messages: Sequence[InputMessage], system: str | Sequence[TextB
     return chat
 
 
-def _assistant_message(blocks: Sequence[Block], names: dict[str, str], where: str) -> dict[str, Any]:
+def _assistant_message(blocks: Sequence[api.Block], names: dict[str, str], where: str) -> dict[str, Any]:
     texts, thoughts, calls = [], [], []
     for i, block in enumerate(blocks):
         match block:
-            case TextBlock():
+            case api.TextBlock():
                 texts.append(block.text)
-            case ThinkingBlock():
+            case api.ThinkingBlock():
                 thoughts.append(block.thinking)
-            case ToolUseBlock():
+            case api.ToolUseBlock():
                 names[block.id] = block.name
                 arguments = msgspec.json.encode(block.input).decode()
                 function = {"name": block.name, "arguments": arguments}
                 calls.append({"id": block.id, "type": "function", "function": function})
-            case ToolResultBlock() | ImageBlock() | DocumentBlock():
+            case api.ToolResultBlock() | api.ImageBlock() | api.DocumentBlock():
                 raise _misplaced(block, f"{where}.content[{i}]", "assistant")
     message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
     if thoughts:
@@ -96,9 +86,9 @@ def _assistant_message(blocks: Sequence[Block], names: dict[str, str], where: st
     return message
 
 
-def _user_messages(blocks: Sequence[Block], names: dict[str, str], where: str) -> list[dict[str, Any]]:
+def _user_messages(blocks: Sequence[api.Block], names: dict[str, str], where: str) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
-    texts: list[TextBlock] = []
+    texts: list[api.TextBlock] = []
 
     def flush() -> None:
         if texts:
@@ -108,54 +98,54 @@ def _user_messages(blocks: Sequence[Block], names: dict[str, str], where: str) -
     for i, block in enumerate(blocks):
         place = f"{where}.content[{i}]"
         match block:
-            case TextBlock():
+            case api.TextBlock():
                 texts.append(block)
-            case ToolResultBlock():
+            case api.ToolResultBlock():
                 flush()
                 messages.append(_tool_message(block, names, place))
             case _:
                 raise _misplaced(block, place, "user")
     flush()
     if not messages:
-        raise _refused(f"{where}.content", "is empty")
+        raise refused(f"{where}.content", "is empty")
     return messages
 
 
-def _tool_message(block: ToolResultBlock, names: dict[str, str], place: str) -> dict[str, Any]:
+def _tool_message(block: api.ToolResultBlock, names: dict[str, str], place: str) -> dict[str, Any]:
     name = names.get(block.tool_use_id)
     if name is None:
-        raise _refused(f"{place}.tool_use_id", f"no 'tool_use' before it has the id {block.tool_use_id[:100]!r}")
+        raise refused(f"{place}.tool_use_id", f"no 'tool_use' before it has the id {block.tool_use_id[:100]!r}")
     content = block.content or ""
     text = content if isinstance(content, str) else _joined(content, f"{place}.content")
     return {"role": "tool", "tool_call_id": block.tool_use_id, "name": name, "content": text}
 
 
-def _joined(blocks: Sequence[TextBlock | ImageBlock | DocumentBlock], where: str) -> str:
+def _joined(blocks: Sequence[api.TextBlock | api.ImageBlock | api.DocumentBlock], where: str) -> str:
     for i, block in enumerate(blocks):
-        if not isinstance(block, TextBlock):
+        if not isinstance(block, api.TextBlock):
             raise _misplaced(block, f"{where}[{i}]", "user")
-    return "\n".join(block.text for block in blocks if isinstance(block, TextBlock))
+    return "\n".join(block.text for block in blocks if isinstance(block, api.TextBlock))
 
 
-def _misplaced(block: Block, place: str, role: str) -> ApiError:
+def _misplaced(block: api.Block, place: str, role: str) -> ApiError:
     kind = block.__struct_config__.tag
-    if isinstance(block, ImageBlock | DocumentBlock):
-        return _refused(place, f"the model reads text only: no block of type {kind!r}")
-    return _refused(place, f"a block of type {kind!r} does not belong into a message of the {role}")
+    if isinstance(block, api.ImageBlock | api.DocumentBlock):
+        return refused(place, f"the model reads text only: no block of type {kind!r}")
+    return refused(place, f"a block of type {kind!r} does not belong into a message of the {role}")
 
 
-def _chat_tool(tool: Tool) -> dict[str, Any]:
+def _chat_tool(tool: api.Tool) -> dict[str, Any]:
     function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
     if tool.description is not None:
         function["description"] = tool.description
     return {"type": "function", "function": function}
 
 
-def _tool_choice(choice: ToolChoice) -> dict[str, Any]:
+def _tool_choice(choice: api.ToolChoice) -> dict[str, Any]:
     body: dict[str, Any] = {}
     if choice.type == "tool":
         if choice.name is None:
-            raise _refused("tool_choice.name", "is missing: type 'tool' needs the name of one of the tools")
+            raise refused("tool_choice.name", "is missing: type 'tool' needs the name of one of the tools")
         body["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
     else:
         body["tool_choice"] = _CHOICES[choice.type]
@@ -164,13 +154,9 @@ def _tool_choice(choice: ToolChoice) -> dict[str, Any]:
     return body
 
 
-def _template_kwargs(request: CountTokensRequest) -> dict[str, Any]:
+def _template_kwargs(request: api.CountTokensRequest) -> dict[str, Any]:
     """Templates of models that can think or not take the variable `enable_thinking`."""
     kwargs = dict(request.chat_template_kwargs or {})
     if request.thinking is not None:
         kwargs.setdefault("enable_thinking", request.thinking.type != "disabled")
     return {"chat_template_kwargs": kwargs} if kwargs else {}
-
-
-def _refused(param: str, reason: str) -> ApiError:
-    return ApiError(400, f"{param}: {reason}", param=param)

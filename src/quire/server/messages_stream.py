@@ -17,13 +17,12 @@ from quire.server.protocol.messages import Message, MessageUsage, StopReason, Te
 
 Event = dict[str, Any]
 _STOP_REASONS: dict[str, StopReason] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-_NO_TOKENS = UsageEvent(0, 0, 0)
 
 
 class MessageBuilder:
     """Call `feed` for each event of the chat, then `finish`: each gives the events to send.
 
-    The first event comes with the first of the chat, so that it can tell the tokens of the prompt.
+    The first event tells how long the prompt is, so nothing comes before a usage of the chat.
     """
 
     def __init__(self, message_id: str, model: str) -> None:
@@ -31,30 +30,20 @@ class MessageBuilder:
         self._started = False
         self._num_blocks = 0
         self._open: tuple[str, int] | None = None
-        self._usage = _NO_TOKENS
+        self._usage: UsageEvent | None = None
+        self._held: list[ChatEvent] = []
         self._finish: ChoiceFinished | None = None
         self._called = False
 
     def feed(self, event: ChatEvent) -> list[Event]:
-        """What one event of the chat means for the stream."""
+        """What one event of the chat means for the stream. Until the first usage is known, nothing is told."""
         if isinstance(event, UsageEvent):
             self._usage = event
-        events = self._start()
-        match event:
-            case ContentDelta(text=text) if text:
-                block: Event = {"type": "text", "text": ""}
-                events += self._delta(("text", 0), block, {"type": "text_delta", "text": text})
-            case ReasoningDelta(text=text) if text:
-                block = {"type": "thinking", "thinking": "", "signature": ""}
-                events += self._delta(("thinking", 0), block, {"type": "thinking_delta", "thinking": text})
-            case ToolCallDelta():
-                self._called = True
-                block = {"type": "tool_use", "id": event.id, "name": event.name, "input": {}}
-                delta = {"type": "input_json_delta", "partial_json": event.arguments}
-                events += self._delta(("tool_use", event.tool_index), block, delta if event.arguments else None)
-            case ChoiceFinished():
-                self._finish = event
-        return events
+        elif self._usage is None:
+            self._held.append(event)
+            return []
+        held, self._held = self._held, []
+        return self._start() + [told for each in (*held, event) for told in self._told(each)]
 
     def finish(self) -> list[Event]:
         """The chat has ended."""
@@ -69,6 +58,23 @@ class MessageBuilder:
             },
             {"type": "message_stop"},
         ]
+
+    def _told(self, event: ChatEvent) -> list[Event]:
+        match event:
+            case ContentDelta(text=text) if text:
+                block: Event = {"type": "text", "text": ""}
+                return self._delta(("text", 0), block, {"type": "text_delta", "text": text})
+            case ReasoningDelta(text=text) if text:
+                block = {"type": "thinking", "thinking": "", "signature": ""}
+                return self._delta(("thinking", 0), block, {"type": "thinking_delta", "thinking": text})
+            case ToolCallDelta():
+                self._called = True
+                block = {"type": "tool_use", "id": event.id, "name": event.name, "input": {}}
+                delta = {"type": "input_json_delta", "partial_json": event.arguments}
+                return self._delta(("tool_use", event.tool_index), block, delta if event.arguments else None)
+            case ChoiceFinished():
+                self._finish = event
+        return []
 
     def _start(self) -> list[Event]:
         if self._started:
@@ -150,7 +156,9 @@ def _arguments(text: str) -> dict[str, Any]:
         return {"invalid_json": text}
 
 
-def _usage(usage: UsageEvent) -> MessageUsage:
+def _usage(usage: UsageEvent | None) -> MessageUsage:
+    if usage is None:
+        return MessageUsage(0, 0)
     return MessageUsage(
         input_tokens=usage.prompt_tokens - usage.cached_tokens,
         output_tokens=usage.completion_tokens,

@@ -47,11 +47,12 @@ def shelf_of(state: ServerState) -> Shelf:
 
 async def create(request: Request) -> ASGIApp:
     """Answer, wait for the answer, or promise it."""
+    context_of(request).prompt_param = "input"
     body = await read_struct(request, ResponsesRequest)
     state, owner = state_of(request), context_of(request).tenant
     shelf = shelf_of(state)
     if body.background:
-        shelf.check_room()
+        shelf.check_room(owner)
     run = await _make_run(request, body, shelf, owner)
     await unless_disconnected(request, run.begin())
     if body.background:
@@ -127,6 +128,7 @@ async def _make_run(request: Request, body: ResponsesRequest, shelf: Shelf, owne
     own = own_items(body)
     earlier = await _history(shelf, owner, body.previous_response_id, state.args.max_body)
     chat = msgspec.convert(chat_request(body, earlier + own), ChatCompletionRequest)
+    chat.stream = bool(body.stream or body.background)
     response = _new_response(state, body, model)
     encoded = msgspec.json.encode(own)
 
@@ -204,7 +206,7 @@ async def _framed(run: Run) -> AsyncGenerator[bytes, None]:
 
 
 async def _stream(request: Request, frames: AsyncGenerator[bytes, None]) -> ASGIApp:
-    return await event_stream(request, frames, error_event=_error_frame, prompt_param="input")
+    return await event_stream(request, frames, error_event=_error_frame)
 
 
 def _error_frame(error: ApiError) -> bytes:

@@ -8,23 +8,8 @@ from typing import Any
 import msgspec
 
 from quire.server.errors import ApiError
+from quire.server.protocol import responses as api
 from quire.server.protocol.extensions import fields_of
-from quire.server.protocol.responses import (
-    FunctionChoice,
-    FunctionTool,
-    InputFile,
-    InputImage,
-    InputItem,
-    InputPart,
-    InputText,
-    JsonObjectFormat,
-    JsonSchemaFormat,
-    OutputText,
-    ReasoningText,
-    Refusal,
-    ResponsesRequest,
-    TextConfig,
-)
 
 LOGPROBS = "message.output_text.logprobs"
 _INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
@@ -44,29 +29,29 @@ def is_response_id(text: str) -> bool:
     return _RESPONSE_ID.fullmatch(text) is not None
 
 
-def check_request(request: ResponsesRequest) -> None:
+def check_request(request: api.ResponsesRequest) -> None:
     """Raise ApiError 400 for what is well-formed but not served."""
     for name in ("conversation", "prompt"):
         if getattr(request, name) is not None:
-            raise _refused(name, "not supported: send the items in 'input', or set 'previous_response_id'")
+            raise refused(name, "not supported: send the items in 'input', or set 'previous_response_id'")
     if request.truncation == "auto":
-        raise _refused("truncation", "'auto' is not supported: no item is dropped unasked; use 'disabled'")
+        raise refused("truncation", "'auto' is not supported: no item is dropped unasked; use 'disabled'")
     if request.background and request.store is False:
-        raise _refused("background", "needs 'store': the response is fetched from the store")
+        raise refused("background", "needs 'store': the response is fetched from the store")
     for name in request.include or ():
         if name not in _INCLUDED:
-            raise _refused("include", f"{name!r} is not one of {', '.join(_INCLUDED)}")
+            raise refused("include", f"{name!r} is not one of {', '.join(_INCLUDED)}")
     if request.top_logprobs and LOGPROBS not in (request.include or ()):
-        raise _refused("top_logprobs", f"needs {LOGPROBS!r} in 'include'")
+        raise refused("top_logprobs", f"needs {LOGPROBS!r} in 'include'")
 
 
-def own_items(request: ResponsesRequest) -> list[dict[str, Any]]:
+def own_items(request: api.ResponsesRequest) -> list[dict[str, Any]]:
     """The items of the request in full, as they are stored and listed: each with an id, its text as parts.
 
     Raises ApiError 400 for an item that lacks what its type needs, naming it.
     """
     given = request.input
-    items = [InputItem(role="user", content=given)] if isinstance(given, str) else given
+    items = [api.InputItem(role="user", content=given)] if isinstance(given, str) else given
     full = []
     for i, item in enumerate(items):
         _check_item(item, f"input[{i}]")
@@ -82,17 +67,21 @@ def own_items(request: ResponsesRequest) -> list[dict[str, Any]]:
     return full
 
 
-def chat_request(request: ResponsesRequest, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def chat_request(request: api.ResponsesRequest, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Body of a chat request with the same meaning; `items` is the conversation, earlier responses included."""
     body: dict[str, Any] = {name: getattr(request, name) for name in _SAME_NAMES}
-    body["messages"] = chat_messages(msgspec.convert(items, list[InputItem]), request.instructions)
+    body["messages"] = chat_messages(msgspec.convert(items, list[api.InputItem]), request.instructions)
+    if not body["messages"]:
+        raise refused("input", "holds nothing to answer")
     body["max_completion_tokens"] = request.max_output_tokens
     body["response_format"] = _response_format(request.text)
     if request.tools:
         body["tools"] = [_chat_tool(tool) for tool in request.tools]
         choice = request.tool_choice
-        named = isinstance(choice, FunctionChoice)
-        body["tool_choice"] = {"type": "function", "function": {"name": choice.name}} if named else choice
+        if isinstance(choice, api.FunctionChoice):
+            body["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+        else:
+            body["tool_choice"] = choice
     if LOGPROBS in (request.include or ()):
         body["logprobs"] = True
         body["top_logprobs"] = request.top_logprobs or 0
@@ -101,7 +90,7 @@ def chat_request(request: ResponsesRequest, items: Sequence[Mapping[str, Any]]) 
     return fields_of(request) | {name: value for name, value in body.items() if value is not None}
 
 
-def chat_messages(items: Sequence[InputItem], instructions: str | None) -> list[dict[str, Any]]:
+def chat_messages(items: Sequence[api.InputItem], instructions: str | None) -> list[dict[str, Any]]:
     """The conversation as chat messages.
 
     `instructions` and the system and developer messages that open the conversation become one system message, since
@@ -141,28 +130,28 @@ def _assistant(messages: list[dict[str, Any]], thoughts: list[str]) -> dict[str,
     return messages[-1]
 
 
-def _chat_call(item: InputItem) -> dict[str, Any]:
+def _chat_call(item: api.InputItem) -> dict[str, Any]:
     return {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
 
 
-def _tool_message(item: InputItem, names: Mapping[str, str]) -> dict[str, Any]:
+def _tool_message(item: api.InputItem, names: Mapping[str, str]) -> dict[str, Any]:
     name = names.get(item.call_id or "")
     if name is None:
-        raise _refused("input", f"holds an output for the call {item.call_id!r}, but no such call before it")
+        raise refused("input", f"holds an output for the call {item.call_id!r}, but no such call before it")
     return {"role": "tool", "tool_call_id": item.call_id, "name": name, "content": _text(item.output)}
 
 
-def _text(content: str | Sequence[InputPart | ReasoningText] | None) -> str:
+def _text(content: str | Sequence[api.InputPart | api.ReasoningText] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    return "\n".join(part.refusal if isinstance(part, Refusal) else part.text for part in content)  # type: ignore[union-attr]
+    return "\n".join(part.refusal if isinstance(part, api.Refusal) else part.text for part in content)  # type: ignore[union-attr]
 
 
-def _thoughts(item: InputItem) -> str:
+def _thoughts(item: api.InputItem) -> str:
     return _text(item.content) or "\n".join(part.text for part in item.summary or ())
 
 
-def _check_item(item: InputItem, where: str) -> None:
+def _check_item(item: api.InputItem, where: str) -> None:
     needed = {
         "message": ("role", "content"),
         "function_call": ("call_id", "name", "arguments"),
@@ -171,29 +160,30 @@ def _check_item(item: InputItem, where: str) -> None:
     }[item.type]
     for name in needed:
         if getattr(item, name) is None:
-            raise _refused(f"{where}.{name}", f"is missing: an item of type {item.type!r} needs it")
-    readable = (InputText, OutputText, Refusal) if item.type != "reasoning" else (ReasoningText,)
+            raise refused(f"{where}.{name}", f"is missing: an item of type {item.type!r} needs it")
+    readable = (api.InputText, api.OutputText, api.Refusal) if item.type != "reasoning" else (api.ReasoningText,)
     for name in ("content", "output"):
         parts = getattr(item, name)
         for i, part in enumerate(parts if isinstance(parts, list) else ()):
-            if isinstance(part, InputImage | InputFile):
-                raise _refused(f"{where}.{name}[{i}]", "the model reads text only: no images and no files")
+            if isinstance(part, api.InputImage | api.InputFile):
+                raise refused(f"{where}.{name}[{i}]", "the model reads text only: no images and no files")
             if not isinstance(part, readable):
-                raise _refused(f"{where}.{name}[{i}]", f"does not belong into an item of type {item.type!r}")
+                raise refused(f"{where}.{name}[{i}]", f"does not belong into an item of type {item.type!r}")
 
 
-def _chat_tool(tool: FunctionTool) -> dict[str, Any]:
+def _chat_tool(tool: api.FunctionTool) -> dict[str, Any]:
     function = {name: value for name, value in msgspec.structs.asdict(tool).items() if value is not None}
     return {"type": "function", "function": function}
 
 
-def _response_format(text: TextConfig | None) -> dict[str, Any] | None:
+def _response_format(text: api.TextConfig | None) -> dict[str, Any] | None:
     form = text.format if text is not None else None
-    if isinstance(form, JsonSchemaFormat):
+    if isinstance(form, api.JsonSchemaFormat):
         schema = {name: value for name, value in msgspec.structs.asdict(form).items() if value is not None}
         return {"type": "json_schema", "json_schema": schema}
-    return {"type": "json_object"} if isinstance(form, JsonObjectFormat) else None
+    return {"type": "json_object"} if isinstance(form, api.JsonObjectFormat) else None
 
 
-def _refused(param: str, reason: str) -> ApiError:
+def refused(param: str, reason: str) -> ApiError:
+    """400, naming the field and why."""
     return ApiError(400, f"{param}: {reason}", param=param)

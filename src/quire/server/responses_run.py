@@ -31,6 +31,8 @@ MAX_BACKGROUND = 256
 """responses in the background at once"""
 MAX_KEPT_STREAMS = 32
 """background streams that have ended and can still be read"""
+_PARAMS = {"messages": "input", "response_format": "text"}
+"""fields of chat that have other names here"""
 
 
 class Run:
@@ -73,7 +75,7 @@ class Run:
         except BaseException as error:
             await self._close_chat()
             if isinstance(error, Exception):
-                raise api_error(error, self._request_id, "input") from error
+                raise self._api_error(error) from error
             raise
 
     async def events(self) -> AsyncGenerator[Event, None]:
@@ -93,7 +95,7 @@ class Run:
             for event in builder.complete(int(time.time()), await self._count_tokens(thoughts) if thoughts else 0):
                 yield event
         except Exception as error:
-            for event in self._fail(api_error(error, self._request_id, "input")):
+            for event in self._fail(self._api_error(error)):
                 yield event
         except asyncio.CancelledError:
             if self._ending is None:  # whoever reads has gone
@@ -110,6 +112,13 @@ class Run:
     def _fail(self, error: ApiError) -> list[Event]:
         self.error = error
         return self.builder.end("failed", ResponseError(error.code or "server_error", str(error)))
+
+    def _api_error(self, error: Exception) -> ApiError:
+        """With the names of this protocol's fields."""
+        found = api_error(error, self._request_id, "input")
+        name = (found.param or "").partition("[")[0]
+        found.param = _PARAMS.get(name, found.param)
+        return found
 
     def end_as(self, status: Status, error: ResponseError | None) -> None:
         """From now on, cancelling the task that reads the events ends them with this status."""
@@ -196,6 +205,7 @@ class Shelf:
             fail=_failed_json,
         )
         self._timeout_s = args.request_timeout_s
+        self._max_per_owner = args.max_concurrent_per_tenant
         self._background: dict[str, BackgroundRun] = {}
         """those that run, and the last that can still be read"""
 
@@ -205,10 +215,12 @@ class Shelf:
         background.task = asyncio.create_task(self._drive(background))
         return background
 
-    def check_room(self) -> None:
-        """Raise ApiError 429 if no more may run in the background."""
-        if sum(not each.is_over for each in self._background.values()) >= MAX_BACKGROUND:
-            message = f"{MAX_BACKGROUND} responses are running in the background, and no more are allowed at once"
+    def check_room(self, owner: str) -> None:
+        """Raise ApiError 429 if no more may run in the background, in all or for this owner."""
+        running = [each.owner for each in self._background.values() if not each.is_over]
+        limit = self._max_per_owner if self._max_per_owner is not None else MAX_BACKGROUND
+        if len(running) >= MAX_BACKGROUND or running.count(owner) >= limit:
+            message = f"{len(running)} responses are running in the background, and no more are allowed at once"
             raise ApiError(429, message, headers={"retry-after": "10"})
 
     def background(self, owner: str, response_id: str) -> BackgroundRun | None:
@@ -216,10 +228,13 @@ class Shelf:
         found = self._background.get(response_id)
         return found if found is not None and found.owner == owner else None
 
-    async def shutdown(self) -> None:
-        """End what runs in the background, and close the store."""
+    async def shutdown(self, drain_s: float = 0.0) -> None:
+        """Give what runs in the background so many seconds, end what is left, and close the store."""
+        running = [each for each in self._background.values() if each.task is not None and not each.is_over]
+        if running and drain_s > 0:
+            await asyncio.wait({each.task for each in running if each.task is not None}, timeout=drain_s)
         error = ResponseError("server_error", "the server was shut down")
-        await asyncio.gather(*(each.cancel("failed", error) for each in list(self._background.values())))
+        await asyncio.gather(*(each.cancel("failed", error) for each in running))
         self.store.close()
 
     async def _drive(self, background: BackgroundRun) -> None:
@@ -254,7 +269,7 @@ async def stored(call: Awaitable[T]) -> T:
         raise ApiError(400, str(error), param="previous_response_id") from error
     except StoreError as error:
         logger.error("%s", error)
-        raise ApiError(503, str(error), code="store_unavailable") from error
+        raise ApiError(500, str(error), code="store_unavailable") from error
 
 
 def event_frame(event: Event) -> bytes:

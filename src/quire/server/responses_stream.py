@@ -18,22 +18,7 @@ from quire.server.chat_events import (
     ToolCallDelta,
     UsageEvent,
 )
-from quire.server.protocol.responses import (
-    FunctionCall,
-    IncompleteDetails,
-    InputTokensDetails,
-    ItemStatus,
-    OutputItem,
-    OutputMessage,
-    OutputText,
-    OutputTokensDetails,
-    ReasoningItem,
-    ReasoningText,
-    Response,
-    ResponseError,
-    ResponseUsage,
-    Status,
-)
+from quire.server.protocol import responses as api
 
 Event = dict[str, Any]
 TEXT, REASONING, CALL = "output_text", "reasoning_text", "function_call_arguments"
@@ -63,7 +48,7 @@ class ResponseBuilder:
     """Builds `response`, which grows by each item that is done. Call `start`, `feed` for each event, `complete` or
     `end`, then `last`: each gives what to send."""
 
-    def __init__(self, response: Response, new_id: Callable[[str], str]) -> None:
+    def __init__(self, response: api.Response, new_id: Callable[[str], str]) -> None:
         """`new_id` makes the id of an item from a prefix."""
         self.response = response
         self._new_id = new_id
@@ -96,7 +81,7 @@ class ResponseBuilder:
     @property
     def reasoning_text(self) -> str:
         """All thoughts so far."""
-        done = [item.content[0].text for item in self.response.output if isinstance(item, ReasoningItem)]
+        done = [item.content[0].text for item in self.response.output if isinstance(item, api.ReasoningItem)]
         return "".join(done) + (self._open.text if self._open is not None and self._open.kind == REASONING else "")
 
     def complete(self, now: int, num_reasoning_tokens: int) -> list[Event]:
@@ -105,12 +90,12 @@ class ResponseBuilder:
         if self._usage is not None:
             self.response.usage = _usage(self._usage, num_reasoning_tokens)
         if self._finish is not None and self._finish.finish_reason == "length":
-            self.response.incomplete_details = IncompleteDetails("max_output_tokens")
+            self.response.incomplete_details = api.IncompleteDetails("max_output_tokens")
             return events + self.end("incomplete")
         self.response.completed_at = now
         return events + self.end("completed")
 
-    def end(self, status: Status, error: ResponseError | None = None) -> list[Event]:
+    def end(self, status: api.Status, error: api.ResponseError | None = None) -> list[Event]:
         """Close what is open and take this status; it may be called once more if the end itself fails."""
         events = self._close("completed" if status == "completed" else "incomplete")
         self.response.status = status
@@ -153,20 +138,20 @@ class ResponseBuilder:
         index = len(self.response.output)
         opened = self._open = _Open(kind=kind, id=self._new_id(_PREFIXES[kind]), output_index=index, **more)
         item = _item(opened, "in_progress")
-        if not isinstance(item, FunctionCall):
+        if not isinstance(item, api.FunctionCall):
             item.content = []
         events.append(self._item_event("added", opened, item))
         if kind != CALL:
             events.append(self._part_event("added", opened))
         return events
 
-    def _close(self, status: ItemStatus) -> list[Event]:
+    def _close(self, status: api.ItemStatus) -> list[Event]:
         """The open item is done: tell of its text, its part and itself, and put it into the response."""
         opened, self._open = self._open, None
         if opened is None:
             return []
         if opened.kind == CALL:
-            done = {"arguments": opened.text, "name": opened.name}
+            done: Event = {"arguments": opened.text, "name": opened.name}
             events = [self._event(f"response.{CALL}.done", opened, **done)]
         else:
             more = {"logprobs": opened.logprobs} if opened.kind == TEXT else {}
@@ -182,7 +167,7 @@ class ResponseBuilder:
     def _part_event(self, change: str, opened: _Open) -> Event:
         return self._event(f"response.content_part.{change}", opened, content_index=0, part=_part(opened))
 
-    def _item_event(self, change: str, opened: _Open, item: OutputItem) -> Event:
+    def _item_event(self, change: str, opened: _Open, item: api.OutputItem) -> Event:
         return self._numbered(f"response.output_item.{change}", {"output_index": opened.output_index, "item": item})
 
     def _response_event(self, change: str) -> Event:
@@ -194,26 +179,28 @@ class ResponseBuilder:
         return {"type": kind, "sequence_number": self._num_events - 1, **fields}
 
 
-def _part(opened: _Open) -> OutputText | ReasoningText:
+def _part(opened: _Open) -> api.OutputText | api.ReasoningText:
     if opened.kind == REASONING:
-        return ReasoningText(opened.text)
-    return OutputText(opened.text, logprobs=list(opened.logprobs))
+        return api.ReasoningText(opened.text)
+    return api.OutputText(opened.text, logprobs=list(opened.logprobs))
 
 
-def _item(opened: _Open, status: ItemStatus) -> OutputItem:
+def _item(opened: _Open, status: api.ItemStatus) -> api.OutputItem:
     match opened.kind:
         case "reasoning_text":
-            return ReasoningItem(opened.id, content=[ReasoningText(opened.text)], status=status)
+            return api.ReasoningItem(opened.id, content=[api.ReasoningText(opened.text)], status=status)
         case "output_text":
-            return OutputMessage(opened.id, status, content=[OutputText(opened.text, logprobs=list(opened.logprobs))])
-    return FunctionCall(opened.id, opened.call_id, opened.name, opened.text, status)
+            return api.OutputMessage(
+                opened.id, status, content=[api.OutputText(opened.text, logprobs=list(opened.logprobs))]
+            )
+    return api.FunctionCall(opened.id, opened.call_id, opened.name, opened.text, status)
 
 
-def _usage(usage: UsageEvent, num_reasoning_tokens: int) -> ResponseUsage:
-    return ResponseUsage(
+def _usage(usage: UsageEvent, num_reasoning_tokens: int) -> api.ResponseUsage:
+    return api.ResponseUsage(
         input_tokens=usage.prompt_tokens,
-        input_tokens_details=InputTokensDetails(usage.cached_tokens),
+        input_tokens_details=api.InputTokensDetails(usage.cached_tokens),
         output_tokens=usage.completion_tokens,
-        output_tokens_details=OutputTokensDetails(num_reasoning_tokens),
+        output_tokens_details=api.OutputTokensDetails(num_reasoning_tokens),
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
     )

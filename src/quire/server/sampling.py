@@ -19,19 +19,9 @@ _SAME = tuple(
 )
 """fields with one name and meaning in both"""
 _NOT_WITH_BEAMS = (
-    "stop",
-    "prompt_logprobs",
-    "logit_bias",
-    "bad_words",
-    "allowed_token_ids",
-    "min_tokens",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "truncate_prompt_tokens",
-    "cache_salt",
-)
+    "stop", "prompt_logprobs", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens", "min_p",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "truncate_prompt_tokens", "cache_salt",
+)  # fmt: skip
 """what a beam search would have to heed and does not; what only random draws heed may stand there"""
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 

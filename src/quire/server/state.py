@@ -12,10 +12,10 @@ from starlette.types import Scope
 
 from quire.server.config import ServerArgs
 from quire.server.errors import ApiError
+from quire.server.tools import ReasoningFormat, ToolFormat, choose_reasoning_format, choose_tool_format
 
 if TYPE_CHECKING:
     from quire.async_llm.async_llm import AsyncLLM
-    from quire.server.tools import ReasoningFormat, ToolFormat
 
 MAX_REQUEST_ID_LEN = 128
 _CONTEXT = "quire"
@@ -33,9 +33,9 @@ class ServerState:
     args: ServerArgs
     model_names: tuple[str, ...]
     """names the model answers to, the first in answers"""
-    tool_format: ToolFormat | None = None
+    tool_format: ToolFormat | None = field(init=False)
     """how the model writes tool calls; None: tools are only for the template"""
-    reasoning_format: ReasoningFormat | None = None
+    reasoning_format: ReasoningFormat | None = field(init=False)
     """how the model marks its reasoning; None: it does not"""
     started: float = field(default_factory=time.time)
     num_in_flight: int = 0
@@ -44,6 +44,12 @@ class ServerState:
     """no new requests are wanted: /ready says so"""
     parts: dict[str, Any] = field(default_factory=dict)
     """what other endpoints keep, by their module's name: the response store, metrics"""
+
+    def __post_init__(self) -> None:
+        templates = self.llm.tokenizer.chat_templates
+        template = templates.get("tool_use") or templates.get("default")
+        self.tool_format = choose_tool_format(self.args.tool_parser, template)
+        self.reasoning_format = choose_reasoning_format(self.args.reasoning_parser, template)
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with. Raises ApiError (404) for a model that is not served."""

@@ -44,7 +44,7 @@ async def _token_ids(state: ServerState, body: TokenizeRequest) -> list[int]:
         raise invalid("give either prompt or messages", "prompt")
     if body.prompt is not None:
         return await state.llm.encode(body.prompt, body.add_special_tokens is not False)
-    _, token_ids = await chat_prompt(
+    prompt = await chat_prompt(
         state,
         body.messages or [],
         tools=body.tools,
@@ -54,7 +54,7 @@ async def _token_ids(state: ServerState, body: TokenizeRequest) -> list[int]:
         continue_final_message=body.continue_final_message,
         add_special_tokens=body.add_special_tokens,
     )
-    return token_ids
+    return prompt["prompt_token_ids"]
 
 
 async def detokenize(request: Request) -> ASGIApp:

@@ -102,8 +102,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
     @property
     def continuous_usage(self) -> bool:
-        """Every chunk of a stream has the usage."""
-        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+        """Every chunk of a stream has the usage so far; only together with the last one, as in vLLM."""
+        return self.includes_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
@@ -145,12 +145,8 @@ class Timings(msgspec.Struct, frozen=True):
         """From the engine's moments."""
         if metrics is None:
             return None
-        start, run, first, end = (
-            metrics.arrival_time,
-            metrics.first_scheduled_time,
-            metrics.first_token_time,
-            metrics.finished_time,
-        )
+        start, end = metrics.arrival_time, metrics.finished_time
+        run, first = metrics.first_scheduled_time, metrics.first_token_time
         return cls(_lap(start, run), _lap(run, first), _lap(first, end), _lap(start, end), metrics.num_preemptions)
 
 

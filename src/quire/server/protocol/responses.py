@@ -96,7 +96,7 @@ class FunctionChoice(msgspec.Struct, tag="function"):
     name: str
 
 
-class TextFormat(msgspec.Struct, tag="text"):
+class TextFormat(msgspec.Struct, tag="text", frozen=True):
     """Free text."""
 
 
@@ -193,6 +193,8 @@ class InputTokensDetails(msgspec.Struct):
     """How the prompt's tokens came about."""
 
     cached_tokens: int = 0
+    cache_write_tokens: int = 0
+    """always 0: caching costs nothing and is not counted apart"""
 
 
 class OutputTokensDetails(msgspec.Struct):

@@ -19,22 +19,7 @@ from quire.server.tools.output_parser import ForcedTools, OutputParser, make_par
 from quire.server.tools.parsed import Parsed, ParsedContent, ParsedReasoning, ParsedToolCall
 
 __all__ = [
-    "REASONING_FORMATS",
-    "TOOL_FORMATS",
-    "ForcedTools",
-    "OutputParser",
-    "Parsed",
-    "ParsedContent",
-    "ParsedReasoning",
-    "ParsedToolCall",
-    "ReasoningFormat",
-    "ToolFormat",
-    "check_tools",
-    "choose_reasoning_format",
-    "choose_tool_format",
-    "forced_tools",
-    "make_parser",
-    "new_call_id",
-    "shows_special_tokens",
-    "tool_choice_structure",
-]
+    "REASONING_FORMATS", "TOOL_FORMATS", "ForcedTools", "OutputParser", "Parsed", "ParsedContent", "ParsedReasoning",
+    "ParsedToolCall", "ReasoningFormat", "ToolFormat", "check_tools", "choose_reasoning_format", "choose_tool_format",
+    "forced_tools", "make_parser", "new_call_id", "shows_special_tokens", "tool_choice_structure",
+]  # fmt: skip

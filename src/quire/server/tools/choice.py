@@ -98,7 +98,7 @@ def _field(parent: Any, key: str, kind: type, where: str) -> Any:
     if key not in parent:
         raise InvalidParamsError(f"{where}.{key} is missing")
     if not isinstance(parent[key], kind):
-        wanted = {dict: "an object", str: "a text"}[kind]
+        wanted = "an object" if kind is dict else "a text"
         raise InvalidParamsError(f"{where}.{key} must be {wanted}, not {_kind(parent[key])}")
     return parent[key]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TypeAlias
 
 _WHITE_SPACE = " \t\r\n"
@@ -90,19 +91,11 @@ class ParsedList:
 
 def merged(found: list[Parsed]) -> list[Parsed]:
     """The same with neighbours of one kind as one."""
-    groups: list[list[Parsed]] = []
-    for parsed in found:
-        if groups and _goes_on(groups[-1][0], parsed):
-            groups[-1].append(parsed)
-        else:
-            groups.append([parsed])
-    return [_joined(group) for group in groups]
+    return [_joined(list(group)) for _, group in groupby(found, _kind)]
 
 
-def _goes_on(first: Parsed, parsed: Parsed) -> bool:
-    if isinstance(parsed, ParsedToolCall):
-        return isinstance(first, ParsedToolCall) and parsed.tool_index == first.tool_index
-    return type(first) is type(parsed)
+def _kind(parsed: Parsed) -> int | type:
+    return parsed.tool_index if isinstance(parsed, ParsedToolCall) else type(parsed)
 
 
 def _joined(group: list[Parsed]) -> Parsed:

@@ -1,0 +1,460 @@
+"""/v1/responses over HTTP, with an engine that says what it is told to."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.outputs import RequestOutput
+from quire.server.config import ServerArgs
+from quire.server.responses import PART, shelf_of
+from quire.server.state import RequestContext, context_of
+from quire.server.tools import REASONING_FORMATS, TOOL_FORMATS
+from tests.server.door import Answer, Server, saying
+
+Say = Callable[..., Server]
+URL = "/v1/responses"
+FORECAST = {
+    "type": "function",
+    "name": "forecast",
+    "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
+}
+CALL = '<tool_call>\n{"name": "forecast", "arguments": {"place": "Rome"}}\n</tool_call>'
+
+
+@pytest.fixture
+def say() -> Iterator[Say]:
+    """Makes servers whose model says one thing."""
+    servers = []
+
+    def made(reply: str = "Hello!", **kwargs: Any) -> Server:
+        servers.append(saying(reply, **kwargs))
+        return servers[-1]
+
+    yield made
+    for server in servers:
+        if PART in server.state.parts:
+            server.state.parts[PART].store.close()
+
+
+def create(server: Server, **fields: Any) -> Any:
+    answer = server.post(URL, {"input": "Hi", "max_output_tokens": 64, **fields})
+    assert answer.status == 200, answer.body
+    return answer.json
+
+
+def events_of(answer: Answer) -> list[dict[str, Any]]:
+    """The stream's events, whose names are those of their data."""
+    events = []
+    for frame in answer.frames:
+        name, data = frame.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
+def without_what_differs(response: dict[str, Any]) -> str:
+    """Ids, times and what the cache held are not the same twice."""
+    plain = json.loads(json.dumps(response))
+    for name in ("id", "created_at", "completed_at", "usage"):
+        del plain[name]
+    for item in plain["output"]:
+        item["id"] = item["call_id"] = ""
+    return json.dumps(plain)
+
+
+def test_an_answer(say: Say) -> None:
+    response = create(say(), metadata={"a": "b"}, temperature=0.5, user="u")
+    assert response["id"].startswith("resp_")
+    (message,) = response["output"]
+    assert message["content"] == [{"type": "output_text", "text": "Hello!", "annotations": [], "logprobs": []}]
+    expected = {
+        "object": "response", "status": "completed", "model": "quire-tiny", "error": None, "metadata": {"a": "b"},
+        "temperature": 0.5, "user": "u", "store": True, "tool_choice": "auto", "incomplete_details": None,
+    }  # fmt: skip
+    assert {name: response[name] for name in expected} == expected
+    usage = response["usage"]
+    assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+    assert usage["output_tokens"] > 0
+
+
+def test_an_answer_at_the_limit_is_incomplete(say: Say) -> None:
+    response = create(say("Hello! Hello! Hello!"), max_output_tokens=2)
+    assert response["status"] == "incomplete"
+    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert response["usage"]["output_tokens"] == 2
+
+
+THOUGHTFUL = "<think>\nhm\n</think>\nWell. " + CALL
+
+
+@pytest.mark.parametrize(("reply", "num_items"), [("Hello!", 1), (CALL, 1), (THOUGHTFUL, 3), ("", 1)])
+def test_a_stream_folded_is_the_whole_answer(say: Say, reply: str, num_items: int) -> None:
+    formats = {"tool_format": TOOL_FORMATS["hermes"], "reasoning_format": REASONING_FORMATS["think"]}
+    server = say(reply, **formats)
+    fields = {"input": "Hi", "max_output_tokens": 200, "tools": [FORECAST]}
+    whole = server.post(URL, fields).json
+    events = events_of(server.post(URL, {**fields, "stream": True}))
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert events[-1]["type"] == "response.completed"
+    assert without_what_differs(events[-1]["response"]) == without_what_differs(whole)
+    assert len(whole["output"]) == num_items
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == events[-1]["response"]["output"]
+
+
+def test_thoughts_are_counted(say: Say) -> None:
+    response = create(say("<think>\nhm\n</think>\nYes.", reasoning_format=REASONING_FORMATS["think"]))
+    reasoning, message = response["output"]
+    assert (reasoning["type"], reasoning["content"][0]["text"]) == ("reasoning", "hm")
+    assert message["content"][0]["text"] == "Yes."
+    details = response["usage"]["output_tokens_details"]
+    assert 0 < details["reasoning_tokens"] < response["usage"]["output_tokens"]
+
+
+def test_a_call_and_its_result_go_on(say: Say) -> None:
+    server = say(CALL, tool_format=TOOL_FORMATS["hermes"])
+    first = create(server, tools=[FORECAST])
+    (call,) = first["output"]
+    assert (call["type"], call["name"], json.loads(call["arguments"])) == (
+        "function_call", "forecast", {"place": "Rome"},
+    )  # fmt: skip
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "sun"}
+    assert create(server, input=[result], previous_response_id=first["id"])["status"] == "completed"
+    refused = server.post(URL, {"input": [result]})
+    assert (refused.status, refused.error["param"]) == (400, "input")
+
+
+def test_logprobs_when_they_are_asked_for(say: Say) -> None:
+    response = create(say(), include=["message.output_text.logprobs"], top_logprobs=2)
+    logprobs = response["output"][0]["content"][0]["logprobs"]
+    assert "".join(entry["token"] for entry in logprobs).startswith("Hello!")
+    assert {len(entry["top_logprobs"]) for entry in logprobs} == {2}
+
+
+def input_tokens(server: Server, **fields: Any) -> int:
+    return int(create(server, **fields)["usage"]["input_tokens"])
+
+
+def test_a_chain_has_all_items_but_no_instructions_of_before(say: Say) -> None:
+    server = say()
+    first = create(server, instructions="Be terse.")
+    second = create(server, input="And now?", previous_response_id=first["id"])
+    items = [
+        {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"},
+        {"role": "user", "content": "And now?"},
+    ]  # fmt: skip
+    assert second["usage"]["input_tokens"] == input_tokens(server, input=items)
+    assert second["instructions"] is None
+    third = create(server, input="More", previous_response_id=second["id"], instructions="Be terse.")
+    items += [{"role": "assistant", "content": "Hello!"}, {"role": "user", "content": "More"}]
+    assert third["usage"]["input_tokens"] == input_tokens(server, input=items, instructions="Be terse.")
+
+
+@pytest.mark.parametrize("previous", ["resp_" + "0" * 32, "", "nonsense", "'; DROP TABLE responses", "é"])
+def test_a_chain_from_nowhere_is_not_found(say: Say, previous: str) -> None:
+    answer = say().post(URL, {"input": "Hi", "previous_response_id": previous})
+    assert (answer.status, answer.error["param"]) == (404, "previous_response_id")
+
+
+def test_what_is_kept_is_got_listed_and_forgotten(say: Say) -> None:
+    server = say()
+    response = create(server, input=[{"role": "user", "content": word} for word in "abc"])
+    url = f"{URL}/{response['id']}"
+    assert server.get(url).json == response
+    listed = server.get(f"{url}/input_items").json
+    assert [item["content"][0]["text"] for item in listed["data"]] == ["c", "b", "a"]
+    page = server.get(f"{url}/input_items?limit=1&order=asc&after={listed['last_id']}").json
+    assert (page["data"][0]["content"][0]["text"], page["has_more"]) == ("b", True)
+    assert server.call("DELETE", url).json == {"id": response["id"], "object": "response.deleted", "deleted": True}
+    for method, path in (("GET", url), ("DELETE", url), ("POST", f"{url}/cancel"), ("GET", f"{url}/input_items")):
+        assert server.call(method, path).status == 404
+    assert server.post(URL, {"input": "Hi", "previous_response_id": response["id"]}).status == 404
+
+
+@pytest.mark.parametrize("query", ["limit=0", "limit=101", "limit=x", "after=nobody", "limit=-1"])
+def test_a_page_that_is_none_is_refused(say: Say, query: str) -> None:
+    server = say()
+    answer = server.get(f"{URL}/{create(server)['id']}/input_items?{query}")
+    assert (answer.status, answer.error["param"]) == (400, query.partition("=")[0])
+
+
+def test_what_is_not_to_be_kept_is_not(say: Say) -> None:
+    server = say()
+    response = create(server, store=False)
+    assert server.get(f"{URL}/{response['id']}").status == 404
+
+
+def test_a_response_is_there_for_its_key_alone(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = say()
+
+    def context(request: Any) -> RequestContext:
+        found = context_of(request)
+        found.tenant = request.headers.get("x-api-key", "")
+        return found
+
+    monkeypatch.setattr("quire.server.responses.context_of", context)
+    mine = server.post(URL, {"input": "Hi"}, headers={"x-api-key": "mine"}).json
+    url = f"{URL}/{mine['id']}"
+    for key, status in (("other", 404), ("", 404), ("mine", 200)):
+        headers = {"x-api-key": key}
+        follow = {"input": "Hi", "previous_response_id": mine["id"]}
+        assert server.get(url, headers=headers).status == status
+        assert server.get(f"{url}/input_items", headers=headers).status == status
+        assert server.post(URL, follow, headers=headers).status == status
+        if status == 404:
+            assert server.call("DELETE", url, headers=headers).status == status
+            assert server.post(f"{url}/cancel", {}, headers=headers).status == status
+
+
+def test_kept_responses_survive_a_restart(say: Say, tmp_path: Path) -> None:
+    args = ServerArgs(response_store=str(tmp_path / "responses.db"))
+    server = say(args=args)
+    response = create(server)
+    asyncio.run(shelf_of(server.state).shutdown())
+    del server.state.parts[PART]
+    again = say(args=args)
+    assert again.get(f"{URL}/{response['id']}").json == response
+    assert create(again, previous_response_id=response["id"])["status"] == "completed"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": 3}, "input"),
+        ({"input": []}, "input"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"temperature": -1}, "temperature"),
+        ({"input": "word " * 5000}, "input"),
+        ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "nonsense"}}}}, None),
+        ({"tools": [FORECAST], "tool_choice": {"type": "function", "name": "other"}}, None),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_wrong_is_told_by_the_status_and_not_kept(
+    say: Say, fields: dict[str, Any], param: str | None, stream: bool
+) -> None:
+    server = say()
+    answer = server.post(URL, {"input": "Hi", "stream": stream, **fields})
+    assert answer.status == 400, answer.body
+    if param is not None:
+        assert answer.error["param"] == param
+    if PART in server.state.parts:
+        assert asyncio.run(shelf_of(server.state).store._run(number_kept)) == 0
+
+
+def number_kept(connection: Any) -> int:
+    return int(connection.execute("SELECT count(*) FROM responses").fetchone()[0])
+
+
+def test_unknown_fields_are_named(say: Say) -> None:
+    answer = say().post(URL, {"input": "Hi", "frobnicate": 1})
+    assert answer.status == 200
+    assert "frobnicate" in answer.headers["x-quire-warning"]
+
+
+def test_a_request_id_of_the_client_is_no_id_of_a_response(say: Say) -> None:
+    server = say()
+    mine = create(server)
+    other = server.post(URL, {"input": "Hi"}, headers={"x-request-id": mine["id"]}).json
+    assert other["id"] != mine["id"]
+
+
+LONG = "word " * 60
+
+
+def hold(server: Server) -> asyncio.Event:
+    """From now on, answers stop after three tokens, until the event that is returned is set."""
+    gate, generate = asyncio.Event(), server.state.llm.generate
+
+    async def held(*args: Any, **kwargs: Any) -> AsyncIterator[RequestOutput]:
+        num_outputs = 0
+        async with aclosing(generate(*args, **kwargs)) as outputs:
+            async for output in outputs:
+                yield output
+                num_outputs += 1
+                if num_outputs == 3:
+                    await gate.wait()
+
+    server.state.llm.generate = held
+    return gate
+
+
+@asynccontextmanager
+async def serving(server: Server) -> AsyncIterator[Server]:
+    yield server
+    await shelf_of(server.state).shutdown()
+    del server.state.parts[PART]
+
+
+async def ask(server: Server, method: str, path: str, **body: Any) -> Any:
+    return (await server.request(method, path, json.dumps(body).encode() if body else b"")).json
+
+
+async def until_over(server: Server, url: str) -> Any:
+    while (found := await ask(server, "GET", url))["status"] == "in_progress":
+        await asyncio.sleep(0)
+    return found
+
+
+def test_a_response_in_the_background_goes_on_alone(say: Say) -> None:
+    async def play() -> None:
+        async with serving(say(LONG)) as server:
+            gate = hold(server)
+            response = await ask(server, "POST", URL, input="Hi", background=True)
+            assert (response["status"], response["output"], response["background"]) == ("in_progress", [], True)
+            refused = await ask(server, "POST", URL, input="Hi", previous_response_id=response["id"])
+            assert "has not ended" in refused["error"]["message"]
+            gate.set()
+            done = await until_over(server, f"{URL}/{response['id']}")
+            assert done["status"] == "completed"
+            assert done["output"][0]["content"][0]["text"] == LONG
+            again = await ask(server, "POST", f"{URL}/{response['id']}/cancel")
+            assert again == done
+
+    asyncio.run(play())
+
+
+def test_a_response_in_the_background_is_cancelled_once(say: Say) -> None:
+    async def play() -> None:
+        async with serving(say(LONG)) as server:
+            hold(server)
+            response = await ask(server, "POST", URL, input="Hi", background=True)
+            url = f"{URL}/{response['id']}"
+            cancelled = await ask(server, "POST", f"{url}/cancel")
+            assert cancelled["status"] == "cancelled"
+            assert not server.engine.has_unfinished_requests()
+            assert await ask(server, "POST", f"{url}/cancel") == cancelled
+            assert await ask(server, "GET", url) == cancelled
+
+    asyncio.run(play())
+
+
+def test_one_that_is_not_in_the_background_cannot_be_cancelled(say: Say) -> None:
+    server = say()
+    answer = server.post(f"{URL}/{create(server)['id']}/cancel", {})
+    assert answer.status == 400
+    assert "background" in answer.error["message"]
+
+
+def test_a_response_in_the_background_that_is_deleted_ends(say: Say) -> None:
+    async def play() -> None:
+        async with serving(say(LONG)) as server:
+            hold(server)
+            response = await ask(server, "POST", URL, input="Hi", background=True)
+            url = f"{URL}/{response['id']}"
+            assert (await ask(server, "DELETE", url))["deleted"]
+            assert not server.engine.has_unfinished_requests()
+            assert "error" in await ask(server, "GET", url)
+
+    asyncio.run(play())
+
+
+def test_the_stream_of_a_response_in_the_background_can_be_taken_up(say: Say) -> None:
+    async def play() -> None:
+        async with serving(say(LONG)) as server:
+            body = json.dumps({"input": "Hi", "background": True, "stream": True}).encode()
+            broken = await server.request("POST", URL, body, vanish_after=4)
+            seen = [json.loads(line[6:]) for line in broken.body.decode().splitlines() if line.startswith("data: ")]
+            url = f"{URL}/{seen[0]['response']['id']}"
+            assert not broken.is_complete
+            last = seen[-1]["sequence_number"]
+            for _ in range(2):  # while it runs, and when it is over
+                rest = events_of(await server.request("GET", f"{url}?stream=true&starting_after={last}"))
+                assert [event["sequence_number"] for event in rest] == list(range(last + 1, last + 1 + len(rest)))
+                assert rest[-1]["type"] == "response.completed"
+                text = "".join(event["delta"] for event in [*seen, *rest] if event["type"].endswith("text.delta"))
+                assert text == LONG
+
+    asyncio.run(play())
+
+
+def test_only_a_stream_in_the_background_can_be_streamed_again(say: Say) -> None:
+    server = say()
+    answer = server.get(f"{URL}/{create(server)['id']}?stream=true")
+    assert (answer.status, answer.error["param"]) == (400, "stream")
+
+
+def test_a_client_that_goes_away_cancels_its_response(say: Say) -> None:
+    async def play() -> None:
+        async with serving(say(LONG)) as server:
+            gate = hold(server)
+            body = json.dumps({"input": "Hi", "stream": True}).encode()
+            broken = await server.request("POST", URL, body, vanish_after=4)
+            response_id = json.loads(broken.body.decode().splitlines()[1][6:])["response"]["id"]
+            assert not server.engine.has_unfinished_requests()
+            kept = await ask(server, "GET", f"{URL}/{response_id}")
+            assert kept["status"] == "cancelled"
+            gate.set()
+            follow = await ask(server, "POST", URL, input="Go on", previous_response_id=response_id)
+            assert follow["status"] == "completed"
+
+    asyncio.run(play())
+
+
+def test_the_end_of_the_server_fails_what_runs(say: Say, tmp_path: Path) -> None:
+    args = ServerArgs(response_store=str(tmp_path / "responses.db"))
+
+    async def play() -> str:
+        async with serving(say(LONG, args=args)) as server:
+            hold(server)
+            response = await ask(server, "POST", URL, input="Hi", background=True)
+            return str(response["id"])
+
+    response_id = asyncio.run(play())
+    found = say(args=args).get(f"{URL}/{response_id}").json
+    assert (found["status"], found["error"]["message"]) == ("failed", "the server was shut down")
+
+
+def test_a_background_response_that_takes_too_long_fails(say: Say) -> None:
+    async def play() -> None:
+        async with serving(say(LONG, args=ServerArgs(request_timeout_s=1e-6))) as server:
+            hold(server)
+            response = await ask(server, "POST", URL, input="Hi", background=True)
+            done = await until_over(server, f"{URL}/{response['id']}")
+            assert (done["status"], done["error"]["code"]) == ("failed", "request_timeout")
+
+    asyncio.run(play())
+
+
+def fail_writes(server: Server) -> None:
+    """As on a full disk."""
+    store = shelf_of(server.state).store
+    store._thread.submit(store._connection.execute, "PRAGMA query_only = ON").result()
+
+
+def test_a_store_that_fails_before_is_told_by_the_status(say: Say) -> None:
+    server = say()
+    fail_writes(server)
+    answer = server.post(URL, {"input": "Hi"})
+    assert (answer.status, answer.error["code"]) == (500, "store_unavailable")
+    assert create(server, store=False)["status"] == "completed"
+
+
+def test_a_store_that_fails_at_the_end_fails_the_response(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = say()
+    store = shelf_of(server.state).store
+    add = store.add
+
+    async def add_then_fail(*args: Any) -> None:
+        await add(*args)
+        fail_writes(server)
+
+    monkeypatch.setattr(store, "add", add_then_fail)
+    events = events_of(server.post(URL, {"input": "Hi", "stream": True}))
+    assert [event["type"] for event in events[-2:]] == ["response.output_item.done", "response.failed"]
+    assert events[-1]["response"]["error"]["code"] == "store_unavailable"
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+
+
+def test_the_oldest_responses_give_way(say: Say) -> None:
+    server = say(args=ServerArgs(response_store_max=2))
+    ids = [create(server)["id"] for _ in range(3)]
+    assert [server.get(f"{URL}/{name}").status for name in ids] == [404, 200, 200]
