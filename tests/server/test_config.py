@@ -123,7 +123,8 @@ def test_others_may_connect_only_with_a_key_or_leave(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("host", "expected"),
     [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("[::1]", True), ("localhost", True),
-     ("LOCALHOST.", True), ("0.0.0.0", False), ("::", False), ("", False), ("localhost.example.org", False), ("10.0.0.1", False)],
+     ("LOCALHOST.", True), ("0.0.0.0", False), ("::", False), ("", False),
+     ("localhost.example.org", False), ("10.0.0.1", False)],
 )  # fmt: skip
 def test_which_hosts_are_this_machine(host, expected):
     assert is_loopback(host) is expected

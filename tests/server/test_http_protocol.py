@@ -63,8 +63,10 @@ def talk(*pieces: bytes, timeout_s: float = 60.0, until_closed: bool = False) ->
         for piece in pieces:
             if not transport.is_closing():
                 protocol.data_received(piece)
-            while state.tasks:
+            for _ in range(10):  # whatever can be done now
                 await asyncio.sleep(0)
+        if state.tasks:
+            await asyncio.wait(state.tasks)
         if until_closed:
             await transport.closed.wait()
         protocol.connection_lost(None)

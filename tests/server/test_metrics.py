@@ -104,9 +104,11 @@ def test_a_request_is_measured_from_its_arrival_to_its_end(metrics, clock):
     found = samples(metrics)
     sums = {
         "time_to_first_token_seconds": 3.0, "inter_token_latency_seconds": 3.0, "time_per_output_token_seconds": 3.0,
-        "request_time_per_output_token_seconds": 1.0, "e2e_request_latency_seconds": 9.5, "request_queue_time_seconds": 1.0,
+        "request_time_per_output_token_seconds": 1.0, "e2e_request_latency_seconds": 9.5,
+        "request_queue_time_seconds": 1.0,
         "request_prefill_time_seconds": 2.0, "request_decode_time_seconds": 6.0, "request_inference_time_seconds": 8.0,
-        "request_prompt_tokens": 12, "request_generation_tokens": 4, "request_params_n": 2, "request_params_max_tokens": 50,
+        "request_prompt_tokens": 12, "request_generation_tokens": 4, "request_params_n": 2,
+        "request_params_max_tokens": 50,
     }  # fmt: skip
     assert {name: found[f"vllm:{name}_sum"] for name in sums} == sums
     assert found["vllm:inter_token_latency_seconds_count"] == 2

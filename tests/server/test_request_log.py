@@ -13,13 +13,13 @@ from quire.params import SamplingParams
 from quire.server.request_log import (
     CLIENT_GONE,
     JsonFormatter,
+    NamedRoute,
     Observer,
     RecordListener,
     RequestRecord,
     TextFormatter,
     current_record,
     log_request,
-    naming_route,
 )
 from quire.server.state import add_context
 
@@ -77,7 +77,7 @@ def answering(status: int = 200, tenant: str = "alice", listener: RecordListener
         await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    return naming_route(app, "/v1/completions")
+    return NamedRoute(app, "/v1/completions")
 
 
 def test_a_record_gathers_what_engine_and_answer_tell():
@@ -124,8 +124,9 @@ def test_the_line_in_both_formats(lines):
     assert "reason=length" in text
     fields = json.loads(JsonFormatter().format(lines[0]))
     assert fields | {"time": "", "seconds": 0} == {
-        "time": "", "level": "info", "message": "POST /v1/completions 200", "method": "POST", "route": "/v1/completions",
-        "status": 200, "request_id": "req-1", "tenant": "alice/carol", "prompt_tokens": 20, "cached_tokens": 8,
+        "time": "", "level": "info", "message": "POST /v1/completions 200", "method": "POST",
+        "route": "/v1/completions", "status": 200, "request_id": "req-1", "tenant": "alice/carol",
+        "prompt_tokens": 20, "cached_tokens": 8,
         "generated_tokens": 6, "queue_s": 0.25, "first_token_s": 0.5, "seconds": 0, "reason": "length",
     }  # fmt: skip
 

@@ -75,6 +75,7 @@ def serving(*args: str | Path) -> Iterator[Server]:
         yield server
     finally:
         server.close()
+        print(*server.lines, sep="\n")  # shown if the test fails
 
 
 def ask(port: int, method: str, path: str, body=None, **headers: str) -> tuple[http.client.HTTPResponse, bytes]:
@@ -120,7 +121,8 @@ def test_a_server_from_its_start_to_its_end(config):
         line = json.loads(server.wait_for('"request_id": "mine"').string)
         assert line | {"time": 0, "first_token_s": 0, "seconds": 0, "queue_s": 0} == {
             "time": 0, "level": "info", "message": "POST /v1/chat/completions 200", "method": "POST", "status": 200,
-            "route": "/v1/chat/completions", "request_id": "mine", "tenant": "alice", "model": "tiny", "reason": "length",
+            "route": "/v1/chat/completions", "request_id": "mine", "tenant": "alice", "model": "tiny",
+            "reason": "length",
             "prompt_tokens": json.loads(body)["usage"]["prompt_tokens"], "generated_tokens": 5, "queue_s": 0,
             "first_token_s": 0, "seconds": 0,
         }  # fmt: skip
@@ -215,9 +217,9 @@ def test_a_port_or_socket_that_is_taken_is_refused(tmp_path):
         with pytest.raises(ConfigError, match="cannot be made"), _listening(ServerArgs(uds=str(wrong))):
             pass
     assert (tmp_path / "file").read_text() == "mine"
-    with pytest.raises(ConfigError, match="no address of this machine|not to be had"):
-        with _listening(ServerArgs(host="192.0.2.1", port=0, allow_unauthenticated=True)):
-            pass
+    elsewhere = ServerArgs(host="192.0.2.1", port=0, allow_unauthenticated=True)
+    with pytest.raises(ConfigError, match="not to be had"), _listening(elsewhere):
+        pass
 
 
 def test_certificates_that_are_none_are_refused(tmp_path):

@@ -67,7 +67,7 @@ def _read_key_file(path: Path) -> Iterator[tuple[str, str]]:
             raise ConfigError(
                 f"api_key_file={str(path)!r}, line {number}: write name:key, the name of letters, digits, '.', '_', '-'"
             )
-        yield name, key
+        yield name, key.strip()
 
 
 class Authentication:

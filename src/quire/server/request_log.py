@@ -146,14 +146,15 @@ class Observer:
                 sink(record)
 
 
-class RouteNamed:
-    """An endpoint that tells the record its path. A class, since the router takes a function for a handler of requests."""
+class NamedRoute:
+    """Around an endpoint: tells the record which it is."""
 
     def __init__(self, app: ASGIApp, path: str) -> None:
-        self._app, self._path = app, path
+        self._app = app
+        self._path = path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
+        """Hand on."""
         if (record := _current.get(None)) is not None:
             record.route = self._path
         await self._app(scope, receive, send)

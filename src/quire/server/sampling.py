@@ -41,7 +41,7 @@ def make_params(
     for it demands, instead of theirs. Raises RequestError or ApiError for what is wrong or cannot go together.
     """
     structured_outputs = structured_outputs or structure(request)
-    tenant = request.user or context.tenant
+    tenant = "/".join(filter(None, (context.tenant, request.user)))  # nobody poses as another key's tenant
     if request.use_beam_search:
         return _beam_search(state, request, max_tokens, logprobs, structured_outputs, tenant)
     given: dict[str, Any] = {name: value for name in _SAME if (value := getattr(request, name)) is not None}

@@ -33,7 +33,7 @@ from quire.server.endpoint import Endpoint
 from quire.server.http_protocol import limited_protocol
 from quire.server.lifecycle import Admitting, Front, Gate
 from quire.server.metrics import METRICS_ENDPOINT, Metrics
-from quire.server.request_log import Observer, RecordListener, RequestRecord, RouteNamed, log_request, set_up_logging
+from quire.server.request_log import NamedRoute, Observer, RecordListener, RequestRecord, log_request, set_up_logging
 from quire.server.state import ServerState
 from quire.server.tracing import Tracer
 
@@ -165,7 +165,7 @@ def build_app(
             app = Authentication(app, keys)
         if endpoint.kind in ("api", "page"):
             app = gate.around(app)
-        return RouteNamed(app, endpoint.path)
+        return NamedRoute(app, endpoint.path)
 
     around = [Middleware(AllowedHosts, args.allowed_hosts)] if checks_hosts(args, bool(keys)) else []
     routes = [row for row in (*ROUTES, METRICS_ENDPOINT) if args.page or row.kind != "page"]
