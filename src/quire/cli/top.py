@@ -196,7 +196,7 @@ class Picture:
         told = f"{row.num_generated_tokens}{limit} tokens, {row.num_blocks} blocks"
         if row.num_preemptions:
             told += f", preempted {row.num_preemptions}x"
-        name_width = max(12, width - 72)
+        name_width = max(12, width - 84)
         prompt = _bar(computed / row.num_prompt_tokens)
         name = f"{row.request_id[:name_width]:<{name_width}}"
         return f"  {name} {row.stage:<7} prompt {prompt} output {_bar(share)} {told}"[:width]

@@ -1,0 +1,142 @@
+"""`quire top`: a server's cache and queues as text."""
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import msgspec
+import pytest
+
+from quire.cli import main
+from quire.cli.top import Picture
+from quire.engine.cache_frame import (
+    CACHED,
+    OWNED,
+    BlockColumns,
+    CacheEvent,
+    CacheMirror,
+    CacheSetup,
+    CacheUpdate,
+    RequestRow,
+)
+
+COUNTERS = {
+    "running": 1, "waiting": 1, "swapped": 0, "used_blocks": 2, "generated_tokens": 30, "preemptions": 3,
+    "preemptions_by_swap": 1, "prefix_hit": 30, "prefix_queried": 40, "prefix_evicted": 16,
+}  # fmt: skip
+BLOCKS = BlockColumns(
+    ids=[0, 1, 5],
+    states=[OWNED, OWNED, CACHED],
+    refs=[2, 1, 0],
+    filled=[16, 3, 16],
+    depths=[0, 1, 0],
+    hits=[4, 0, 0],
+    hashes=[11, 0, 12],
+    parents=[1, 11, 1],
+    owners=[[0, 1], [0], []],
+)
+REQUESTS = [
+    RequestRow(0, "cmpl-first", "running", "decode", "", 0, 1, 18, 16, 18, 30, 60, 2, 1),
+    RequestRow(1, "cmpl-second", "waiting", "prefill", "", 0, 1, 20, 0, 0, 0, 0, 0, 0),
+]
+SNAPSHOT = CacheUpdate(0, 10.0, CacheSetup(16, 8, 0, 1, 4), BLOCKS, None, REQUESTS, [], COUNTERS)
+LATER = CacheUpdate(1, 12.0, counters={"generated_tokens": 50}, events=[CacheEvent("evicted", 2, block_ids=[5, 6])])
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Tells two frames, or refuses."""
+
+    def do_GET(self) -> None:
+        assert self.path == "/debug/cache/events"
+        if self.headers["authorization"] != "Bearer right":
+            body = b'{"error": {"message": "no such key"}}'
+            self.send_response(401)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+            return
+        self.send_response(200)
+        self.end_headers()
+        for update in (LATER, SNAPSHOT, LATER):  # the first is meant for somebody who has watched before
+            self.wfile.write(b": keep-alive\n\ndata: " + msgspec.json.encode(update) + b"\n\n")
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(autouse=True)
+def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("QUIRE_API_KEY", raising=False)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("LINES", "30")
+
+
+def test_once_prints_one_picture(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", "--url", url, "--api-key", "right", "--once"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "prefix hits 75%" in lines[0]
+    assert "preemptions 3 (1 by swap)" in lines[0]
+    assert "25.0% held of 8 blocks of 16" in lines[1]
+    assert "5 free" in lines[1]
+    assert lines[2] == "██···░··"
+    assert lines[4] == "running 1"
+    assert "cmpl-first" in lines[5]
+    assert "prompt ██████████ output █████····· 30/60 tokens, 2 blocks, preempted 1x" in lines[5]
+    assert lines[6] == "waiting 1"
+    assert all(len(line) <= 100 for line in lines)
+
+
+def test_the_key_may_come_from_the_environment(
+    url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["top", "--url", url, "--once"]) == 2
+    assert "answers 401: no such key" in capsys.readouterr().err
+    monkeypatch.setenv("QUIRE_API_KEY", "right")
+    assert main(["top", "--url", url, "--once"]) == 0
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:9", "http://127.0.0.1:bad", "ftp://x", "nonsense"])
+def test_where_there_is_no_server_it_says_so(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", "--url", address, "--once"]) == 2
+    error = capsys.readouterr().err
+    assert address in error
+    assert error.count("\n") == 1
+
+
+def test_it_shows_server_after_server_until_the_stream_ends(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", "--url", url, "--api-key", "right"]) == 2
+    captured = capsys.readouterr()
+    assert "ended the connection" in captured.err
+    last = captured.out.rpartition("\x1b[H")[2]
+    assert "10.0 tokens/s" in last  # 20 more in 2 s
+    assert "evicted x2  blocks 5, 6" in last
+    assert captured.out.endswith("\x1b[?25h\x1b[?1049l")
+
+
+def test_a_large_cache_fits_and_shows_the_busiest_of_blocks() -> None:
+    picture = Picture(CacheMirror(), is_coloured=False)
+    setup = CacheSetup(16, 100_000, 0, 1, 4)
+    picture.add(CacheUpdate(0, 0.0, setup, BLOCKS, None, REQUESTS, [], COUNTERS))
+    lines = picture.lines(80, 24)
+    assert len(lines) <= 24
+    assert lines[2][0] == "█"
+    assert picture.is_whole
+
+
+def test_a_picture_is_whole_once_all_that_is_held_has_been_told() -> None:
+    picture = Picture(CacheMirror(), is_coloured=False)
+    assert not picture.is_whole
+    picture.add(CacheUpdate(0, 0.0, CacheSetup(16, 8, 0, 1, 4), None, None, [], [], COUNTERS))
+    assert not picture.is_whole
+    picture.add(CacheUpdate(1, 0.1, device=BLOCKS))
+    assert picture.is_whole

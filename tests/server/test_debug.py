@@ -1,0 +1,191 @@
+"""Watching the cache: one stream for each watcher, over one view in the engine."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+from starlette.types import ASGIApp, Message
+
+from quire import EngineDeadError, SamplingParams
+from quire.engine.cache_frame import OWNED, CacheMirror, CacheUpdate
+from quire.server import debug
+from quire.server.app import make_app
+from quire.server.config import ServerArgs
+from quire.server.state import ServerState
+from tests.async_llm.door import Door
+
+PATH = "/debug/cache/events"
+
+
+class WatchedLLM:
+    """Gives each watcher frames from a script; None ends them, as for a watcher who is too slow."""
+
+    def __init__(self, *scripts: list[bytes | Exception | None]) -> None:
+        self.scripts = list(scripts)
+        self.num_open = 0
+
+    async def watch_cache(self) -> AsyncGenerator[bytes, None]:
+        self.num_open += 1
+        try:
+            for frame in self.scripts.pop(0):
+                if frame is None:
+                    return
+                if isinstance(frame, Exception):
+                    raise frame
+                yield frame
+            await asyncio.Event().wait()
+        finally:
+            self.num_open -= 1
+
+
+def app_over(llm: Any) -> ASGIApp:
+    return make_app(ServerState(llm=llm, args=ServerArgs(), model_names=("tiny",)))
+
+
+class Watcher:
+    """One client of the stream."""
+
+    def __init__(self) -> None:
+        self.messages: asyncio.Queue[Message] = asyncio.Queue()
+        self.left = asyncio.Event()
+        self.status = 0
+        self.headers: dict[bytes, bytes] = {}
+        self.has_asked = False
+
+    async def receive(self) -> Message:
+        if not self.has_asked:
+            self.has_asked = True
+            return {"type": "http.request", "body": b"", "more_body": False}
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def next(self) -> bytes:
+        """The next event, or the whole body of an answer that is none."""
+        message = await asyncio.wait_for(self.messages.get(), 20)
+        if message["type"] == "http.response.start":
+            self.status, self.headers = message["status"], dict(message["headers"])
+            return await self.next()
+        body: bytes = message["body"]
+        return await self.next() if body.startswith(b":") else body
+
+
+@asynccontextmanager
+async def watching(app: ASGIApp) -> AsyncIterator[Watcher]:
+    watcher = Watcher()
+    scope = {
+        "type": "http", "method": "GET", "path": PATH, "raw_path": PATH.encode(), "query_string": b"", "headers": [],
+        "root_path": "", "scheme": "http", "http_version": "1.1", "server": None, "client": None,
+    }  # fmt: skip
+    task = asyncio.create_task(app(scope, watcher.receive, watcher.messages.put))
+    try:
+        yield watcher
+    finally:
+        watcher.left.set()
+        await asyncio.wait_for(task, 20)
+
+
+def test_frames_are_handed_through_until_the_watcher_leaves() -> None:
+    llm = WatchedLLM([b'{"number":0}', b'{"number":1}'])
+
+    async def watch() -> None:
+        async with watching(app_over(llm)) as watcher:
+            assert await watcher.next() == b'data: {"number":0}\n\n'
+            assert await watcher.next() == b'data: {"number":1}\n\n'
+            assert watcher.status == 200
+            assert watcher.headers[b"content-type"].startswith(b"text/event-stream")
+            assert llm.num_open == 1
+        assert llm.num_open == 0
+
+    asyncio.run(watch())
+
+
+def test_a_watcher_who_was_too_slow_begins_anew() -> None:
+    llm = WatchedLLM([b'{"number":0}', None], [b'{"number":7}'])
+
+    async def watch() -> None:
+        async with watching(app_over(llm)) as watcher:
+            assert [await watcher.next(), await watcher.next()] == [
+                b'data: {"number":0}\n\n',
+                b'data: {"number":7}\n\n',
+            ]
+            assert llm.num_open == 1
+
+    asyncio.run(watch())
+
+
+def test_there_is_room_for_so_many_watchers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(debug, "MAX_WATCHERS", 1)
+    app = app_over(WatchedLLM([b"{}"], [b"{}"]))
+
+    async def watch() -> None:
+        async with watching(app) as first:
+            await first.next()
+            async with watching(app) as second:
+                assert b"too_many_watchers" in await second.next()
+                assert second.status == 429
+        async with watching(app) as third:
+            assert await third.next() == b"data: {}\n\n"
+
+    asyncio.run(watch())
+
+
+def test_the_end_of_the_engine_is_the_last_event() -> None:
+    llm = WatchedLLM([b"{}", EngineDeadError("it has died")])
+
+    async def watch() -> None:
+        async with watching(app_over(llm)) as watcher:
+            await watcher.next()
+            assert b"error" in await watcher.next()
+
+    asyncio.run(watch())
+
+
+def test_watchers_see_a_second_request_share_the_blocks_of_the_first() -> None:
+    door = Door(num_gpu_blocks_override=64, max_num_seqs=4, num_threads=1)
+    prompt = {"prompt_token_ids": list(range(40, 90))}
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, output_kind="final_only")
+
+    async def generate(name: str) -> None:
+        async for _ in door.llm.generate(prompt, params, request_id=name):
+            pass
+
+    async def watch() -> list[CacheMirror]:
+        """What is told after each frame, up to the last of two requests."""
+        app = app_over(door.llm)
+        seen: list[CacheMirror] = []
+        finished: set[str] = set()
+        async with watching(app) as watcher, watching(app) as other:
+            mirror = CacheMirror()
+            await other.next()
+            requests = None
+            while len(finished) < 2:
+                event = await watcher.next()
+                update = msgspec.json.decode(event.removeprefix(b"data: "), type=CacheUpdate)
+                if mirror.setup is None and update.setup is None:
+                    continue  # meant for the other one
+                mirror.apply(update)
+                finished |= {e.request_id for e in update.events if e.kind == "finished"}
+                seen.append(msgspec.convert(msgspec.to_builtins(vars(mirror)), Any))
+                if requests is None:
+                    requests = asyncio.gather(generate("a"), generate("b"))
+            assert requests is not None
+            await requests
+        return seen
+
+    try:
+        seen = door.run(watch())
+    finally:
+        door.close()
+    assert seen[0]["setup"]["num_blocks"] == 64
+    assert seen[0]["tiers"]["device"] == {}
+    last = seen[-1]
+    assert last["requests"] == {}
+    hits = [row["hits"] for row in last["tiers"]["device"].values() if row["hashes"]]
+    assert max(hits) == 1 or last["counters"]["prefix_hit_joined"] > 0
+    assert last["counters"]["generated_tokens"] == 80
+    assert any(
+        row["states"] >= OWNED and len(row["owners"]) == 2 for told in seen for row in told["tiers"]["device"].values()
+    )
