@@ -18,6 +18,7 @@ from quire import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from quire.engine.messages import CacheFrame
 
 from .door import Door
 
@@ -189,6 +190,25 @@ def test_a_schema_deeper_than_messages_may_be_arrives(door: Door) -> None:
     params = SamplingParams(max_tokens=2, structured_outputs=StructuredOutputsParams(json=schema))
     (output, *_) = door.run(door.outputs("a", params))
     assert output.outputs[0].finish_reason in (None, "length", "ignored")
+
+
+def test_watchers_get_every_frame_or_an_end(door: Door) -> None:
+    async def watch() -> None:
+        quick, slow = door.llm.watch_cache(), door.llm.watch_cache()
+        waiting = [asyncio.ensure_future(anext(quick)), asyncio.ensure_future(anext(slow))]
+        await asyncio.sleep(0)
+        sent = [b"%d" % i for i in range(100)]
+        got = []
+        for frame in sent:
+            door.llm._on_message(CacheFrame(frame))
+            got.append(await (anext(quick) if got else waiting[0]))
+        assert got == sent
+        behind = [await waiting[1], *[frame async for frame in slow]]
+        assert behind == sent[: len(behind)]
+        assert len(behind) < len(sent)
+        await quick.aclose()
+
+    door.run(watch())
 
 
 def test_signals_of_the_terminal_do_not_reach_the_engine(door: Door) -> None:

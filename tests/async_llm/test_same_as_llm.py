@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace as replace_fields
 
-from quire import LLM, BeamSearchParams, CompletionOutput, RequestOutput, SamplingParams, StructuredOutputsParams
+from quire import (
+    LLM,
+    BeamSearchParams,
+    CompletionOutput,
+    PromptTooLongError,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 from .door import Door
 
@@ -171,8 +179,9 @@ def test_prompts_of_chats_and_texts_become_the_same_tokens(both: tuple[LLM, Door
     llm, door = both
     messages = [{"role": "user", "content": "Hi"}]
     assert door.llm.chat_prompt(messages) == llm.chat_prompt(messages)
-    text = "a long text, which goes to a thread. " * 200
-    with pytest.raises(Exception, match="characters"):
-        door.run(door.llm.encode(text * 100))
+    for text in ("short", "a long text, which goes to a thread. " * 150):
+        assert door.run(door.llm.encode(text)) == llm.get_tokenizer().encode(text)
+    with pytest.raises(PromptTooLongError, match="characters"):
+        door.run(door.llm.encode("a" * 10_000))
     assert door.llm.default_sampling_params() == llm.default_sampling_params()
     assert door.llm.model_config == llm.engine.model_config
