@@ -127,7 +127,7 @@ def told(output: RequestOutput) -> tuple[Any, ...]:
     return output.prompt, output.prompt_token_ids, output.outputs, output.finished, output.error, output.prompt_logprobs
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(wanted=requests)
 def test_every_request_is_told_the_same(both: tuple[LLM, Door], wanted: list[tuple[Any, Any]]) -> None:
     llm, door = both

@@ -33,11 +33,8 @@ class RequestState:
         self._beams: list[CompletionOutput] | None = None
         self._changed = asyncio.Event()
         self._failure: QuireError | None = None
-
-    @property
-    def is_finished(self) -> bool:
-        """No more will come."""
-        return self._failure is not None or self.group.is_finished
+        self.is_finished = False
+        """no more will come"""
 
     @property
     def finish_reason(self) -> str:
@@ -84,14 +81,15 @@ class RequestState:
             self._beams = [_beam_output(self._search, beam) for beam in delta.sequences]
             num_tokens = sum(len(beam.token_ids) for beam in delta.sequences)
         else:
-            if any(sequence.token_ids for sequence in delta.sequences):
+            if len(group.seqs[0].draws) > 1 and any(sequence.token_ids for sequence in delta.sequences):
                 self._fork_samples()
             num_tokens = sum([self._extend(group.seqs[sequence.index], sequence) for sequence in delta.sequences])
         if delta.finished:
             self._finish(SequenceStatus.FINISHED_ABORTED if delta.error else SequenceStatus.FINISHED_STOPPED)
-        if group.is_finished and group.metrics.finished_time is None:  # with a stop string, which the engine never sees
+        self.is_finished = group.is_finished
+        if self.is_finished and group.metrics.finished_time is None:  # with a stop string, which the engine never sees
             group.metrics.finished_time = time.monotonic()
-        if group.is_finished or (num_tokens and group.params.output_kind != "final_only"):
+        if self.is_finished or (num_tokens and group.params.output_kind != "final_only"):
             self._changed.set()
         return num_tokens
 
@@ -103,13 +101,14 @@ class RequestState:
 
     def fail(self, error: QuireError) -> None:
         """The end; this is what the caller is told."""
-        self._failure = error
+        self._failure, self.is_finished = error, True
         self._changed.set()
 
     def _finish(self, status: SequenceStatus) -> None:
         """End what has not ended."""
         for seq in self.group.unfinished_seqs:
             seq.status = status
+        self.is_finished = True
 
     def _fork_samples(self) -> None:
         """As commit does, once the prompt is computed."""
