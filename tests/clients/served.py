@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import uvicorn
 
+from quire.server.tools import TOOL_FORMATS
 from tests.server.door import saying
 
 MODEL = "quire-tiny"
@@ -91,7 +92,7 @@ def _wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
 @contextmanager
 def saying_server(reply: str) -> Iterator[Served]:
     """The server's application over a model that says `reply` to everything, behind a real socket."""
-    server = saying(reply, tool_format=hermes())
+    server = saying(reply, tool_format=TOOL_FORMATS["hermes"])
     http = uvicorn.Server(uvicorn.Config(server.app, port=0, lifespan="off", log_config=None, ws="none"))
     thread = threading.Thread(target=lambda: asyncio.run(http.serve()))
     thread.start()
