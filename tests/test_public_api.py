@@ -55,3 +55,15 @@ def test_what_needs_no_tensors_loads_no_torch(code: str) -> None:
     check = "\nimport sys\nassert not {'torch', 'numpy', 'transformers'} & sys.modules.keys(), sorted(sys.modules)"
     result = subprocess.run([sys.executable, "-c", code + check], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
+
+
+def test_generating_does_not_load_torchs_compiler() -> None:
+    """It takes more than a second, which the first request would wait for."""
+    code = (
+        "import sys; from quire import LLM, SamplingParams\n"
+        "llm = LLM(max_model_len=64, num_gpu_blocks_override=16)\n"
+        "llm.generate('a', SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)\n"
+        "assert not {'torch._dynamo', 'sympy'} & sys.modules.keys()"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr

@@ -197,6 +197,11 @@ class AsyncLLM:
         """The engine process is there."""
         return self._client.death is None
 
+    @property
+    def engine_pid(self) -> int:
+        """The engine process, for those who look at its memory."""
+        return self._client.pid
+
     async def shutdown(self) -> None:
         """End the engine process; requests that still run raise EngineDeadError."""
         await self._client.close()

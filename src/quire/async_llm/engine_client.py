@@ -41,6 +41,7 @@ class EngineClient:
         self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         self._process = process
+        self.pid = process.pid
         self._reader = reader
         self._writer = writer
         self._decoder: msgspec.msgpack.Decoder[ToClient] = msgspec.msgpack.Decoder(ToClient)

@@ -42,7 +42,7 @@ class BlockColumns(msgspec.Struct):
     """`order` of the requests whose sequences hold it"""
 
 
-class RequestRow(msgspec.Struct, array_like=True):
+class RequestRow(msgspec.Struct, array_like=True, gc=False):
     """One unfinished request."""
 
     order: int

@@ -1,7 +1,7 @@
 """The engine's cache and queues for somebody to watch, as snapshots and differences. No torch here.
 
-While nobody watches there is no view, and the engine pays nothing. While somebody does, a frame is made at most every
-100 ms, and later where that took longer than a hundredth of this. Counts and tables are compared whole, by numpy;
+While nobody watches there is no view, and nothing is noted. While somebody does, a frame is made at most every 100 ms,
+and less often where making it takes more than COST_SHARE of the time. Counts and tables are compared whole, in arrays;
 what blocks hold is read only where the allocators have noted a change.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from itertools import repeat
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -27,7 +27,7 @@ from quire.engine.cache_frame import (
     CacheUpdate,
     RequestRow,
 )
-from quire.engine.sequence import SequenceGroup
+from quire.engine.sequence import SequenceGroup, SequenceStage
 
 if TYPE_CHECKING:
     from quire.engine.commit import Committer
@@ -39,19 +39,20 @@ if TYPE_CHECKING:
 
 MIN_INTERVAL_S = 0.1
 MAX_INTERVAL_S = 1.0
-COST_SHARE = 0.01
+COST_SHARE = 0.008
 """of the time between two frames that making one may take, up to MAX_INTERVAL_S"""
-MAX_BLOCKS = 8192
+MAX_BLOCKS = 3072
 """told in one frame; the others follow in the next ones"""
 MAX_QUEUED = 256
 """requests told of those that wait, and of those swapped out"""
 MAX_EVENTS = 256
 MAX_LISTED_BLOCKS = 32
 _HASH_BYTES = 6  # what JavaScript can count exactly
-_PIN_KEY = np.uint64(0x9E3779B97F4A7C15)
+_PIN_KEY = 0x1E3779B97F4A7C15
 
 IntArray = npt.NDArray[np.int64]
 T = TypeVar("T")
+_PREFILL, _DECODE = SequenceStage.PREFILL.value, SequenceStage.DECODE.value
 
 
 class Watched(Protocol):
@@ -112,7 +113,7 @@ class CacheView:
         holds = _Holds(self._scheduler, self._blocks)
         pinned = [block_id for block_ids in self._blocks.pins.block_ids.values() for block_id in block_ids]
         device, host = [
-            tier.changes(holds.entries(on_host), pinned if not on_host else [])
+            tier.changes(holds.entries(on_host), [] if on_host else pinned) if tier.num_blocks else None
             for tier, on_host in zip(self._tiers, (False, True), strict=True)
         ]
         rows = self._request_rows(holds.num_blocks)
@@ -193,22 +194,26 @@ def _taken(journal: list[T] | None) -> list[T]:
 
 
 def _row(group: SequenceGroup, queue: str, stage: str | None, num_blocks: int) -> RequestRow:
-    seqs = group.seqs
-    furthest = max(seqs, key=lambda seq: seq.num_computed_tokens) if len(seqs) > 1 else seqs[0]
-    num_wanted = max(len(seqs), len(furthest.draws))
+    seqs, first = group.seqs, group.seqs[0]
+    furthest, num_seqs = first, max(len(seqs), len(first.draws))
+    num_generated = len(first.token_ids) - first.num_prompt_tokens
+    if len(seqs) > 1:
+        furthest = max(seqs, key=lambda seq: seq.num_computed_tokens)
+        num_generated = sum([seq.num_output_tokens for seq in seqs])
+    params = group.params
     return RequestRow(
         group.order,
         group.request_id,
         queue,
-        stage or furthest.stage.value,
+        stage or (_DECODE if len(furthest.token_ids) - furthest.num_computed_tokens == 1 else _PREFILL),
         group.tenant,
-        group.params.priority,
-        num_wanted,
-        seqs[0].num_prompt_tokens,
+        params.priority,
+        num_seqs,
+        first.num_prompt_tokens,
         group.num_cached_tokens,
         furthest.num_computed_tokens,
-        sum([len(seq.token_ids) for seq in seqs]) - len(seqs) * seqs[0].num_prompt_tokens,
-        (group.params.max_tokens or 0) * num_wanted,
+        num_generated,
+        (params.max_tokens or 0) * num_seqs,
         num_blocks,
         group.metrics.num_preemptions,
     )
@@ -229,23 +234,26 @@ def _tell_end(event: CacheEvent, group: SequenceGroup) -> None:
             event.inter_token_s = (end_s - first_s) / num_more
 
 
+_Table: TypeAlias = tuple[npt.NDArray[np.int32], int, int, int, int]
+"""its blocks; the index of the first one; tokens computed; its request, and the key of that"""
+
+
 class _Entries:
     """The entries of many block tables, one after another."""
 
-    def __init__(self, tables: list[tuple[npt.NDArray[np.int32], int, int, int]], block_size: int) -> None:
-        """Of each table: its blocks, the index of the first one, tokens computed, and its request."""
-        lengths = np.array([len(ids) for ids, _, _, _ in tables], np.int64)
-        first = np.array([first for _, first, _, _ in tables], np.int64)
-        computed = np.array([computed for _, _, computed, _ in tables], np.int64)
-        keys = np.array([hash((order,)) & (2**64 - 1) for _, _, _, order in tables], np.uint64)
-        self.ids = np.concatenate([np.zeros(0, np.int32), *[ids for ids, _, _, _ in tables]])
-        self.index = np.arange(len(self.ids)) - np.repeat(np.cumsum(lengths) - lengths - first, lengths)
+    def __init__(self, tables: list[_Table], block_size: int) -> None:
+        arrays = [table[0] for table in tables]
+        facts = np.array([(len(ids), *others) for ids, *others in tables], np.int64).reshape(-1, 5)
+        lengths, first, computed, orders, keys = facts.T
+        self.ids = np.concatenate(arrays) if arrays else np.zeros(0, np.int32)
+        starts = np.cumsum(lengths) - lengths
+        self.index = np.arange(len(self.ids)) - (starts - first).repeat(lengths)
         """which of its table's blocks each is"""
-        self.filled = np.clip(np.repeat(computed, lengths) - self.index * block_size, 0, block_size)
+        self.filled = np.minimum(np.maximum(computed.repeat(lengths) - self.index * block_size, 0), block_size)
         """tokens computed in it"""
-        self.keys = np.repeat(keys, lengths)
+        self.keys = keys.repeat(lengths)
         """stands for the request: sums of keys tell sets of requests apart"""
-        self.orders = np.repeat(np.array([order for _, _, _, order in tables], np.int64), lengths)
+        self.orders = orders.repeat(lengths)
 
 
 class _Holds:
@@ -255,15 +263,18 @@ class _Holds:
         self.num_blocks: dict[int, int] = {}
         """by request"""
         self._block_size = blocks.block_size
-        self._tables: tuple[list[tuple[npt.NDArray[np.int32], int, int, int]], ...] = ([], [])
+        self._tables: tuple[list[_Table], list[_Table]] = ([], [])
         for seq_id, on_host, tables in blocks.holdings():
             owner = scheduler.owner(seq_id)
             assert owner is not None, f"sequence {seq_id} has blocks and is not known"
             order, num_computed, count = owner[0].order, owner[1].num_computed_tokens, 0
+            key = hash((order,))
             for table in tables:
-                ids = table.snapshot()[table.first :]
+                ids = table.snapshot()
+                if table.first:
+                    ids = ids[table.first :]
                 count += len(ids)
-                self._tables[on_host].append((ids, table.first, num_computed, order))
+                self._tables[on_host].append((ids, table.first, num_computed, order, key))
             self.num_blocks[order] = self.num_blocks.get(order, 0) + count
 
     def entries(self, on_host: bool) -> _Entries:
@@ -275,12 +286,12 @@ class _Tier:
     """The blocks of one pool, as the frames so far have told them."""
 
     def __init__(self, pool: BlockAllocator, tracker: BlockTracker | None) -> None:
-        size = pool.num_blocks
+        self.num_blocks = size = pool.num_blocks
         self._pool, self._tracker = pool, tracker
         self._refs, self._filled, self._tokens, self._depths, self._hits, self._hashes, self._parents = np.zeros(
             (7, size), np.int64
         )
-        self._owners = np.zeros(size, np.uint64)
+        self._owners = np.zeros(size, np.int64)
         self._pending = np.zeros(size, np.bool_)
         """changed and not told yet"""
         if tracker is not None:
@@ -297,8 +308,6 @@ class _Tier:
 
     def changes(self, entries: _Entries, pinned: list[int]) -> BlockColumns | None:
         """The blocks that have changed, MAX_BLOCKS at most; None if there are none."""
-        if not self._pool.num_blocks:
-            return None
         self._read_contents()
         refs = np.array(self._pool.ref_counts, np.int64)
         filled, owners = np.zeros_like(self._filled), np.zeros_like(self._owners)
@@ -353,13 +362,13 @@ class _Tier:
 
     def _owners_of(self, ids: IntArray, entries: _Entries) -> list[list[int]]:
         """The requests that hold each of these blocks."""
-        is_told = np.zeros(self._pool.num_blocks, np.bool_)
+        is_told = np.zeros(self.num_blocks, np.bool_)
         is_told[ids] = True
         places = np.flatnonzero(is_told[entries.ids])
         owners: dict[int, set[int]] = {}
         for block_id, order in zip(entries.ids[places].tolist(), entries.orders[places].tolist(), strict=True):
             owners.setdefault(block_id, set()).add(order)
-        return [sorted(owners.get(block_id, ())) for block_id in ids.tolist()]
+        return [sorted(owners[block_id]) if block_id in owners else [] for block_id in ids.tolist()]
 
 
 def _short(block_hash: bytes, group: int) -> int:

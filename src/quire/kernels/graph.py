@@ -48,6 +48,12 @@ class KernelGraph:
 class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses what torch would compute, and memory that may be another's at the replay."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch asks whether to shield the mode from its compiler. Nothing is compiled here, and the shield imports the
+        compiler: more than a second, in the first step of all."""
+        return False
+
     def __torch_dispatch__(
         self,
         func: Callable[..., Any],

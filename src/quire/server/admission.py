@@ -91,7 +91,7 @@ class Admission:
         self._interval_s = 1.0  # between the ends of requests
         self.num_running = 0
         """requests granted and not yet left"""
-        self.num_refused: Counter[RefusalReason] = Counter()
+        self.num_refused: Counter[str] = Counter()
 
     def enter(self, tenant: str) -> Refusal | None:
         """Grant a request, or say why not."""

@@ -14,18 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.server import (
-    chat,
-    completions,
-    debug,
-    health,
-    messages,
-    models,
-    openapi,
-    responses,
-    static_page,
-    tokens,
-)
+from quire.server import chat, completions, debug, health, messages, models, openapi, responses, static_page, tokens
 from quire.server.bodies import warning
 from quire.server.endpoint import Endpoint
 from quire.server.errors import api_error, status_error

@@ -74,8 +74,8 @@ async def run_chat(
     yield UsageEvent(counts.prompt_tokens, counts.completion_tokens, counts.cached_tokens, timings)
 
 
-async def make_prompt(state: ServerState, request: ChatCompletionRequest, plan: ChatPlan) -> tuple[str, list[int]]:
-    """Text and tokens of the prompt. Raises RequestError or ApiError."""
+async def make_prompt(state: ServerState, request: ChatCompletionRequest, plan: ChatPlan) -> dict[str, Any]:
+    """The prompt, as the engine takes it. Raises RequestError or ApiError."""
     return await chat_prompt(
         state,
         request.messages,

@@ -46,8 +46,8 @@ async def count_tokens(request: Request) -> ASGIApp:
     state = state_of(request)
     state.check_model(body.model)
     chat = msgspec.convert(prompt_request(body), ChatCompletionRequest)
-    _, token_ids = await make_prompt(state, chat, ChatPlan(state, chat))
-    return json_response(TokenCount(len(token_ids)))
+    prompt = await make_prompt(state, chat, ChatPlan(state, chat))
+    return json_response(TokenCount(len(prompt["prompt_token_ids"])))
 
 
 async def _events(request: Request, chat: ChatCompletionRequest, model: str) -> AsyncGenerator[Event, None]:

@@ -206,7 +206,7 @@ class Metrics:
         stats = self._stats()
         for family, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
             for name, (text, value) in table.items():
-                yield self._family(family, f"vllm:{name}", text, [({}, value(stats))])
+                yield self._single(family, f"vllm:{name}", text, value(stats))
         finished = [({"finished_reason": reason}, count) for reason, count in self._finished.items()]
         yield self._family(CounterMetricFamily, "vllm:request_success", "Requests ended, by why", finished)
         for name, (text, _) in _HISTOGRAMS.items():
@@ -227,8 +227,9 @@ class Metrics:
             "free": stats.num_blocks - stats.num_used_blocks - stats.num_cached_blocks,
         }
         yield self._gauge("quire:kv_cache_blocks", "KV cache blocks, by state", "state", blocks)
-        pinned = [({}, stats.num_pinned_blocks)]
-        yield self._family(GaugeMetricFamily, "quire:kv_cache_pinned_blocks", "Of the owned, pinned", pinned)
+        yield self._single(
+            GaugeMetricFamily, "quire:kv_cache_pinned_blocks", "Of them, pinned", stats.num_pinned_blocks
+        )
         counters = (
             ("quire:engine_steps", "Steps of the engine", stats.num_steps),
             ("quire:swapped_blocks", "Blocks copied to the host tier or back", stats.num_swapped_blocks),
@@ -240,7 +241,7 @@ class Metrics:
             ),
         )
         for name, text, value in counters:
-            yield self._family(CounterMetricFamily, name, text, [({}, value)])
+            yield self._single(CounterMetricFamily, name, text, value)
         for kind, label, text in (("hit", "source", "found, by where"), ("missed", "reason", "not found, by why")):
             found = {n.removeprefix(f"{kind}_"): v for n, v in stats.prefix_cache.items() if n.startswith(f"{kind}_")}
             rows = [({label: name}, value) for name, value in found.items()]
@@ -248,8 +249,8 @@ class Metrics:
             yield self._family(CounterMetricFamily, name, f"Looked-up tokens {text}", rows)
 
     def _collect_server(self) -> Iterator[Metric]:
-        up = [({}, int(self._is_running()))]
-        yield self._family(GaugeMetricFamily, "quire:engine_up", "Whether the engine process runs", up)
+        is_running = self._is_running()
+        yield self._single(GaugeMetricFamily, "quire:engine_up", "Whether the engine process runs", int(is_running))
         rows = [({"route": r, "method": m, "status": s}, count) for (r, m, s), count in self._http.items()]
         yield self._family(CounterMetricFamily, "quire:http_requests", "HTTP requests answered", rows)
         refused = [({"reason": reason}, count) for reason, count in self._refused().items()]
@@ -260,6 +261,9 @@ class Metrics:
 
     def _gauge(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
         return self._family(GaugeMetricFamily, name, text, [({label: key}, value) for key, value in values.items()])
+
+    def _single(self, kind: Any, name: str, text: str, value: float) -> Metric:
+        return self._family(kind, name, text, [({}, value)])
 
     def _family(self, kind: Any, name: str, text: str, rows: Sequence[tuple[Mapping[str, str], float]]) -> Metric:
         """A family with a row for each set of labels beside the model's."""

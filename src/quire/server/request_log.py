@@ -229,12 +229,12 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up_logging(log_format: str) -> None:
-    """Quire's messages, and uvicorn's warnings, to standard error in this format."""
+    """Quire's messages, and uvicorn's errors, to standard error in this format."""
     handler = logging.StreamHandler()
     handler.setFormatter(
         JsonFormatter() if log_format == "json" else TextFormatter("%(asctime)s %(levelname)s %(message)s")
     )
-    for name, level in (("quire", logging.INFO), ("uvicorn.error", logging.WARNING)):
+    for name, level in (("quire", logging.INFO), ("uvicorn.error", logging.ERROR)):
         target = logging.getLogger(name)
         target.handlers[:] = [handler]
         target.setLevel(level)

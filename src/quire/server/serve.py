@@ -38,6 +38,7 @@ from quire.server.state import ServerState
 from quire.server.tracing import Tracer
 
 _NUM_FILES = 65_536
+_BACKLOG = 2048
 _LAST_CONNECTIONS_S = 2
 
 
@@ -72,6 +73,7 @@ class _Service:
         self._front = Front()
         self._http = _Server(_uvicorn_config(self._front, args))
         self._stop = asyncio.Event()
+        self._draining: asyncio.Task[None] | None = None
         self._exit_status = 0
 
     async def run(self, sock: socket.socket, began: float) -> int:
@@ -84,9 +86,6 @@ class _Service:
             llm = await self._load()
             if llm is not None:
                 await self._serve(llm, url, began)
-        except asyncio.CancelledError:
-            if not self._exit_status:
-                raise
         finally:
             self._http.should_exit = True
             await http
@@ -95,17 +94,16 @@ class _Service:
         return self._exit_status
 
     def _catch_signals(self) -> None:
-        """The first asks to stop, the second does not wait."""
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        """The first asks to stop, the second does not wait for what runs."""
+        loop = asyncio.get_running_loop()
 
         def on_signal(number: int) -> None:
             if not self._stop.is_set():
                 logger.info("stopping: running requests have %g s to finish", self._args.drain_timeout_s)
                 self._stop.set()
-            elif not self._exit_status and task is not None:
+            elif self._draining is not None and self._draining.cancel():
                 self._exit_status = 128 + number
                 self._http.force_exit = True
-                task.cancel()
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, on_signal, number)
@@ -134,7 +132,8 @@ class _Service:
             )
             await self._stop.wait()
             state.is_draining = True
-            await gate.drain()
+            self._draining = asyncio.create_task(gate.drain())
+            await asyncio.wait({self._draining})
 
 
 def build_app(
@@ -152,6 +151,7 @@ def build_app(
         is_running=lambda: llm.is_running,
         refused=lambda: admission.num_refused,
         cache=llm.config.cache,
+        engine_pid=llm.engine_pid,
     )
     state.parts["metrics"] = metrics
     for listener in (metrics, RecordListener()):
@@ -245,6 +245,7 @@ def _bind_port(host: str, port: int) -> socket.socket:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind(address)
+        sock.listen(_BACKLOG)
     except OSError as error:
         sock.close()
         what = "in use by another program" if error.errno == errno.EADDRINUSE else f"not to be had: {error.strerror}"
@@ -264,6 +265,7 @@ def _bind_path(path: Path) -> socket.socket:
                     raise ConfigError(f"uds={str(path)!r} is in use by another server; choose another path")
             path.unlink()
         sock.bind(str(path))
+        sock.listen(_BACKLOG)
     except OSError as error:
         sock.close()
         raise ConfigError(f"uds={str(path)!r} cannot be made: {error}") from error

@@ -229,7 +229,7 @@ export class BlockMap {
         said.push(plural(tier.refs[id], "holder") + (names.length ? ` (${names.slice(0, 4).join(", ")}${names.length > 4 ? ", …" : ""})` : ""));
       }
       said.push(`depth ${tier.depth[id]}`, `${tier.filled[id]} of ${this.mirror.setup.block_size} tokens`);
-      said.push(tier.hash[id] || tier.parent[id] ? plural(tier.hits[id], "hit") : "not to be found yet");
+      said.push(tier.hash[id] || tier.parent[id] ? plural(tier.hits[id], "hit") : "not in the prefix tree");
     }
     this.tell(said.join(" · "));
   }

@@ -1,28 +1,30 @@
 // Small charts on a canvas; what they show is also said in words below them.
 
-import { colour, duration, prepared } from "./dom.js";
+import { colour, count, duration, prepared } from "./dom.js";
 
+// One or two lines, each on a scale of its own; the greatest value stands above.
 export function sparkline(canvas, series) {
   const [context, width, height] = prepared(canvas, 96);
   context.clearRect(0, 0, width, height);
-  const top = Math.max(1, ...series.flatMap((each) => each.values));
-  const floor = height - 14;
+  const floor = height - 16;
   context.font = "11px system-ui, sans-serif";
   context.fillStyle = colour("ink-soft");
   context.textAlign = "left";
-  context.fillText(`${Math.round(top)}`, 0, 10);
-  context.fillText(`${series[0].values.length} s ago`, 0, height - 2);
+  context.fillText(`${series[0].values.length} s ago`, 0, height - 4);
   context.textAlign = "right";
-  context.fillText("now", width, height - 2);
+  context.fillText("now", width, height - 4);
   context.strokeStyle = colour("rule");
   context.lineWidth = 1;
   line(context, [[0, floor + 0.5], [width, floor + 0.5]]);
-  for (const { values, name, dashed } of series) {
+  series.forEach(({ values, name, unit, dashed }, i) => {
+    const top = Math.max(1, ...values);
+    context.textAlign = i ? "right" : "left";
+    context.fillText(`${count(Math.round(top))} ${unit}`, i ? width : 0, 10);
     context.strokeStyle = colour(name);
     context.lineWidth = 1.5;
     context.setLineDash(dashed ? [3, 3] : []);
-    line(context, values.map((value, i) => [(i / (values.length - 1)) * width, floor - (value / top) * (floor - 14)]));
-  }
+    line(context, values.map((value, i) => [(i / (values.length - 1)) * width, floor - (value / top) * (floor - 16)]));
+  });
   context.setLineDash([]);
 }
 
@@ -38,7 +40,7 @@ const PER_DECADE = 5;
 export function histogram(canvas, values, marked) {
   const [context, width, height] = prepared(canvas, 74);
   context.clearRect(0, 0, width, height);
-  const floor = height - 14;
+  const floor = height - 16;
   context.strokeStyle = colour("rule");
   context.lineWidth = 1;
   line(context, [[0, floor + 0.5], [width, floor + 0.5]]);
@@ -72,7 +74,7 @@ export function histogram(canvas, values, marked) {
     const i = Math.round((label * (counts.length - 1)) / Math.max(1, labels - 1));
     context.textAlign = label === 0 ? "left" : label === labels - 1 ? "right" : "center";
     const x = label === 0 ? 0 : label === labels - 1 ? width : middle(i);
-    context.fillText(duration(10 ** ((i + least + 0.5) / PER_DECADE)), x, height - 2);
+    context.fillText(duration(10 ** ((i + least + 0.5) / PER_DECADE)), x, height - 4);
   }
 }
 

@@ -49,6 +49,7 @@ export class Playground {
     byId("stop").addEventListener("click", () => this.aborter?.abort());
     byId("regenerate").addEventListener("click", () => this.#regenerate());
     byId("clear").addEventListener("click", () => this.#clear());
+    byId("settings").addEventListener("toggle", () => (this.log.scrollTop = this.log.scrollHeight));
     for (const radio of document.querySelectorAll("input[name=mode]")) {
       radio.addEventListener("change", () => this.#showMode());
     }
@@ -302,6 +303,6 @@ class Answer {
         copy.textContent = "The browser does not allow copying";
       }
     });
-    this.turn.foot.replaceChildren(copy, element("span", {}, said.filter(Boolean).join(" · ")));
+    this.turn.foot.replaceChildren(element("span", {}, said.filter(Boolean).join(" · ")), copy);
   }
 }

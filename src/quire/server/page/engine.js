@@ -155,6 +155,7 @@ export class EngineView {
     const scrub = byId("scrub");
     const paused = this.shownAt !== null;
     scrub.min = String(-Math.max(0, live.time - start).toFixed(1));
+    scrub.disabled = live.time - start < 0.1;
     const back = paused ? live.time - this.shownAt : 0;
     if (document.activeElement !== scrub || !paused) scrub.value = String(-back);
     const text = paused ? `${back.toFixed(1)} s ago` : "live";
@@ -177,7 +178,7 @@ export class EngineView {
       ["Running", count(counters.running), `of ${mirror.setup.max_num_seqs}`],
       ["Waiting", count(counters.waiting), counters.swapped ? `+ ${counters.swapped} swapped` : ""],
       ["Cache held", `${((100 * counters.used_blocks) / mirror.setup.num_blocks).toFixed(1)} %`, ""],
-      ["Prefix hits", `${(100 * hitRate).toFixed(0)} %`, "of prompt tokens"],
+      ["Prefix hits", `${(100 * hitRate).toFixed(0)} %`, ""],
       ["Preemptions", count(counters.preemptions), counters.preemptions_by_swap ? `${counters.preemptions_by_swap} by swap` : ""],
       ["Evicted", count(counters.prefix_evicted), "tokens"],
     ];
@@ -188,13 +189,13 @@ export class EngineView {
       setText(small, unit);
     });
     sparkline(byId("speed"), [
-      { values: prompt, name: "cached", dashed: true },
-      { values: generated, name: "rubric" },
+      { values: generated, name: "rubric", unit: "generated/s" },
+      { values: prompt, name: "cached", unit: "prompt/s", dashed: true },
     ]);
     const misses = ["never_seen", "evicted", "other_key", "not_computed"]
       .filter((reason) => counters[`prefix_missed_${reason}`])
       .map((reason) => `${count(counters[`prefix_missed_${reason}`])} ${reason.replace("_", " ")}`);
-    setText(byId("speed-note"), `Solid: generated, ${count(counters.generated_tokens)} in all. Dashed: prompts, ${count(counters.prompt_tokens)}. `
+    setText(byId("speed-note"), `Solid: ${count(counters.generated_tokens)} generated in all. Dashed, on a scale of its own: ${count(counters.prompt_tokens)} of prompts. `
       + (misses.length ? `Prompt tokens not found in the cache: ${misses.join(", ")}.` : ""));
   }
 
@@ -226,9 +227,11 @@ export class EngineView {
 
 const ago = (seconds) => (seconds < 60 ? `${Math.max(0, seconds).toFixed(0)} s ago` : `${Math.floor(seconds / 60)} min ago`);
 
+const short = (id) => (id.length > 24 ? `${id.slice(0, 14)}…${id.slice(-8)}` : id);
+
 function makeEvent({ event }) {
   const times = event.count > 1 ? ` × ${count(event.count)}` : "";
-  const parts = [event.request_id ?? ""];
+  const parts = [short(event.request_id ?? "")];
   if (event.reason) parts.push(event.reason);
   if (event.ttft_s !== undefined) parts.push(`first token ${duration(event.ttft_s)}`);
   if (event.e2e_s !== undefined) parts.push(`all ${duration(event.e2e_s)}`);
@@ -240,6 +243,6 @@ function makeEvent({ event }) {
     {},
     element("time"),
     element("span", { class: PRESSURE.has(event.kind) ? "pressure" : "" }, event.kind + times),
-    element("span", { title: text }, text),
+    element("span", { title: `${event.request_id ?? ""} ${text}` }, text),
   );
 }

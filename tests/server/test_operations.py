@@ -1,0 +1,163 @@
+"""All that stands around the endpoints, together: who gets through to them, and what is remembered of it."""
+
+import re
+from typing import Any
+
+import pytest
+
+from quire.kv.stats import PrefixCacheStats
+from quire.outputs import EngineStats
+from quire.server.auth import ApiKeys
+from quire.server.config import ServerArgs
+from quire.server.lifecycle import Gate
+from quire.server.serve import build_app
+from tests.scripted_engine import scripted_llm
+from tests.server.door import InProcessLLM, Server, serve
+
+KEY = {"authorization": "Bearer sk-1"}
+PROMPT = {"prompt": "hello", "max_tokens": 2}
+
+
+class ListenedLLM(InProcessLLM):
+    """With what the operator's side of AsyncLLM has."""
+
+    engine_pid = 1
+
+    def __init__(self, engine) -> None:
+        super().__init__(engine)
+        self.config = engine.plan.config
+        self.listeners: list[Any] = []
+        self.params: list[Any] = []
+
+    def add_listener(self, listener) -> None:
+        self.listeners.append(listener)
+
+    def stats(self) -> EngineStats:
+        counts = dict.fromkeys(EngineStats.__dataclass_fields__, 0) | {"num_blocks": 1}
+        return EngineStats(**counts | {"prefix_cache": PrefixCacheStats().to_dict()})
+
+    async def generate(self, prompt, params, *, request_id: str):
+        self.params.append(params)
+        for listener in self.listeners:
+            listener.on_request_start(request_id, 7, params)
+        async for output in super().generate(prompt, params, request_id=request_id):
+            for listener in self.listeners:
+                listener.on_tokens(request_id, 2, 0.0)
+            yield output
+        for listener in self.listeners:
+            listener.on_request_end(request_id, output, "length")
+
+
+@pytest.fixture
+def operated():
+    """A server with these arguments."""
+
+    def make(**args: Any) -> Server:
+        llm, _ = scripted_llm()
+        server = serve(llm.engine, args=ServerArgs(**args))
+        server.state.llm = ListenedLLM(llm.engine)
+        gate = Gate(request_timeout_s=None, drain_timeout_s=1)
+        server.app = build_app(server.state, gate, ApiKeys.load(server.state.args, {}))
+        return server
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("args", "path", "status"),
+    [({}, "/health", 200), ({}, "/ready", 200), ({}, "/metrics", 200), ({}, "/v1/models", 401), ({}, "/version", 401),
+     ({}, "/openapi.json", 401), ({}, "/load", 401), ({}, "/none", 404), ({"guard_metrics": True}, "/metrics", 401),
+     ({"guard_metrics": True}, "/health", 200), ({"guard_health": True}, "/health", 401),
+     ({"guard_health": True}, "/ready", 401), ({"guard_health": True}, "/metrics", 200)],
+)  # fmt: skip
+def test_what_is_open_without_a_key(operated, args, path, status):
+    server = operated(api_key=("sk-1",), **args)
+    assert server.get(path).status == status
+    assert server.get(path, headers=KEY).status in (200, 404)
+
+
+def test_every_endpoint_that_makes_something_is_guarded(operated):
+    server = operated(api_key=("sk-1",))
+    described = server.get("/openapi.json", headers=KEY).json["paths"]
+    posted = [path for path, methods in described.items() if "post" in methods]
+    assert len(posted) >= 4
+    assert {server.post(path.replace("{", "").replace("}", ""), {}).status for path in posted} == {401}
+
+
+@pytest.mark.parametrize(
+    ("headers", "user", "tenant"),
+    [(KEY, None, "key-1"), (KEY, "carol", "key-1/carol"), (KEY, "key-2/carol", "key-1/key-2/carol")],
+)
+def test_no_tenant_can_pose_as_another(operated, headers, user, tenant):
+    server = operated(api_key=("sk-1", "sk-2"))
+    body = PROMPT if user is None else PROMPT | {"user": user}
+    assert server.post("/v1/completions", body, headers=headers).status == 200
+    assert server.state.llm.params[0].tenant == tenant
+
+
+def test_without_keys_the_user_is_the_tenant(operated):
+    server = operated()
+    assert server.post("/v1/completions", PROMPT | {"user": "carol"}).status == 200
+    assert server.state.llm.params[0].tenant == "carol"
+
+
+def test_other_sites_pages_may_call_only_if_they_are_named(operated):
+    server = operated(api_key=("sk-1",), allowed_origins=("https://app.example",))
+    origin = {"origin": "https://app.example"}
+    refused = server.get("/v1/models", headers=origin)
+    assert refused.status == 401
+    assert refused.headers["access-control-allow-origin"] == "https://app.example"
+    ask_first = origin | {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    assert server.call("OPTIONS", "/v1/chat/completions", headers=ask_first).status == 200
+    other = server.get("/v1/models", headers=KEY | {"origin": "https://evil.example"})
+    assert "access-control-allow-origin" not in other.headers
+    assert "access-control-allow-origin" not in operated().get("/v1/models", headers=origin).headers
+
+
+def test_requests_for_other_hosts_are_refused_where_no_key_is_needed(operated):
+    evil = {"host": "evil.example:8000"}
+    assert operated().get("/v1/models", headers=evil).status == 403
+    assert operated(allowed_hosts=("evil.example",)).get("/v1/models", headers=evil).status == 200
+    assert operated(api_key=("sk-1",)).get("/v1/models", headers=KEY | evil).status == 200
+
+
+def test_refusals_are_counted_and_routes_are_few(operated):
+    server = operated(requests_per_minute=1)
+    assert server.post("/v1/completions", PROMPT).status == 200
+    refused = server.post("/v1/completions", PROMPT)
+    assert (refused.status, refused.error["code"]) == (429, "requests_per_minute")
+    assert 1 <= int(refused.headers["retry-after"]) <= 60
+    assert refused.headers["x-request-id"]
+    assert server.get("/v1/models").status == 200, "only what generates is limited"
+    for name in ("a", "b", "c\n"):
+        server.get(f"/no/such/{name}")
+    server.call("BREW", "/pot")
+    answer = server.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    text = answer.body.decode()
+    assert 'quire:requests_refused_total{engine="0",model_name="quire-tiny",reason="requests_per_minute"} 1.0' in text
+    counted = dict(re.findall(r"quire:http_requests_total\{(?:[^}]*?)(method=[^}]*)\} ([\d.]+)", text))
+    assert counted == {
+        'method="POST",model_name="quire-tiny",route="/v1/completions",status="200"': "1.0",
+        'method="POST",model_name="quire-tiny",route="/v1/completions",status="429"': "1.0",
+        'method="GET",model_name="quire-tiny",route="/v1/models",status="200"': "1.0",
+        'method="GET",model_name="quire-tiny",route="other",status="404"': "3.0",
+        'method="other",model_name="quire-tiny",route="other",status="404"': "1.0",
+    }
+
+
+def test_tokens_are_charged_to_the_key(operated):
+    server = operated(api_key=("sk-1", "sk-2"), tokens_per_minute=5)
+    assert server.post("/v1/completions", PROMPT, headers=KEY).status == 200
+    refused = server.post("/v1/completions", PROMPT, headers=KEY)
+    assert (refused.status, refused.error["code"]) == (429, "tokens_per_minute")
+    assert server.post("/v1/completions", PROMPT, headers={"x-api-key": "sk-2"}).status == 200
+
+
+def test_a_stream_is_measured_as_a_whole_answer_is(operated):
+    server = operated()
+    for stream in (False, True):
+        assert server.post("/v1/completions", PROMPT | {"stream": stream}).status == 200
+    metrics = server.state.parts["metrics"]
+    assert metrics.histograms["request_prompt_tokens"].sum == 14
+    assert sum(metrics.histograms["e2e_request_latency_seconds"].counts) == 2
