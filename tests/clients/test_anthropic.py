@@ -11,6 +11,8 @@ from anthropic import Anthropic, AsyncAnthropic
 from tests.clients.served import KEY, MODEL, Served, saying_server
 
 QUESTION = [{"role": "user", "content": "What does json.dumps do?"}]
+GREEDY = {"temperature": 0}
+"""a field of the API that the SDK has no argument for"""
 LOOK_UP = {
     "name": "look_up",
     "description": "Look a function up",
@@ -30,7 +32,9 @@ def client(served: Served) -> Iterator[Anthropic]:
 
 
 def test_a_message_is_answered(client: Anthropic) -> None:
-    answer = client.messages.create(model=MODEL, max_tokens=60, messages=QUESTION, temperature=0, system="Be brief.")
+    answer = client.messages.create(
+        model=MODEL, max_tokens=60, messages=QUESTION, extra_body=GREEDY, system="Be brief."
+    )
     assert (answer.role, answer.type, answer.stop_reason) == ("assistant", "message", "end_turn")
     assert answer.content[0].text
     assert answer.usage.input_tokens + answer.usage.cache_read_input_tokens > 0
@@ -38,7 +42,7 @@ def test_a_message_is_answered(client: Anthropic) -> None:
 
 
 def test_a_stream_says_the_same(client: Anthropic) -> None:
-    asked = {"model": MODEL, "max_tokens": 60, "messages": QUESTION, "temperature": 0}
+    asked = {"model": MODEL, "max_tokens": 60, "messages": QUESTION, "extra_body": GREEDY}
     whole = client.messages.create(**asked)
     with client.messages.stream(**asked) as stream:
         texts = list(stream.text_stream)
@@ -54,7 +58,7 @@ def test_async_messages(served: Served) -> None:
         async with AsyncAnthropic(base_url=served.url, api_key=KEY) as client:
             create = client.messages.create
             answers = await asyncio.gather(
-                *(create(model=MODEL, max_tokens=9, messages=QUESTION, temperature=0) for _ in range(4))
+                *(create(model=MODEL, max_tokens=9, messages=QUESTION, extra_body=GREEDY) for _ in range(4))
             )
             return [answer.content[0].text for answer in answers]
 
@@ -63,14 +67,14 @@ def test_async_messages(served: Served) -> None:
 
 def test_a_stop_sequence_is_told(client: Anthropic) -> None:
     answer = client.messages.create(
-        model=MODEL, max_tokens=60, messages=QUESTION, temperature=0, stop_sequences=["JSON"]
+        model=MODEL, max_tokens=60, messages=QUESTION, extra_body=GREEDY, stop_sequences=["JSON"]
     )
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "JSON")
     assert "JSON" not in answer.content[0].text
 
 
 def test_a_tool_that_must_be_called_and_its_result(client: Anthropic) -> None:
-    asked = {"model": MODEL, "max_tokens": 60, "temperature": 0, "tools": [LOOK_UP]}
+    asked = {"model": MODEL, "max_tokens": 60, "extra_body": GREEDY, "tools": [LOOK_UP]}
     choice = {"type": "tool", "name": "look_up"}
     call = client.messages.create(**asked, messages=QUESTION, tool_choice=choice).content[0]
     assert (call.type, call.name, set(call.input)) == ("tool_use", "look_up", {"name"})
@@ -107,7 +111,7 @@ def test_counted_tokens_are_those_of_the_message(client: Anthropic) -> None:
 
 def test_errors_are_the_sdks_own(client: Anthropic, served: Served) -> None:
     with pytest.raises(anthropic.BadRequestError, match="temperature"):
-        client.messages.create(model=MODEL, max_tokens=4, messages=QUESTION, temperature=-1)
+        client.messages.create(model=MODEL, max_tokens=4, messages=QUESTION, extra_body={"temperature": -1})
     with pytest.raises(anthropic.NotFoundError, match="quire-tiny"):
         client.messages.create(model="claude-x", max_tokens=4, messages=QUESTION)
     with (

@@ -1,11 +1,13 @@
 """LangChain's client for OpenAI's API against a real server."""
 
 import asyncio
+import functools
+import operator
 from typing import Literal
 
 import pydantic
 import pytest
-from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.messages import HumanMessage, SystemMessage, ToolMessage
 from langchain_openai import ChatOpenAI
 
 from tests.clients.served import MODEL, Served, saying_server
@@ -61,7 +63,7 @@ def test_a_tool_that_the_model_calls_by_itself_and_its_result() -> None:
     said = '<tool_call>\n{"name": "LookUp", "arguments": {"name": "json.loads"}}\n</tool_call>'
     with saying_server(said) as served:
         model = chat_model(served).bind_tools([LookUp])
-        message = sum(model.stream(QUESTION), start=AIMessage(""))
+        message = functools.reduce(operator.add, model.stream(QUESTION))
         (call,) = message.tool_calls
         assert (call["name"], call["args"]) == ("LookUp", {"name": "json.loads"})
         conversation = [HumanMessage(QUESTION), message, ToolMessage("Deserialize.", tool_call_id=call["id"])]

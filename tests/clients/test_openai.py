@@ -127,9 +127,7 @@ def test_a_tool_that_must_be_called(client: OpenAI, choice) -> None:
     assert call.function.name == "get_weather"
     assert Weather.model_validate_json(call.function.arguments).place in ("Oslo", "Kyoto")
     with client.chat.completions.stream(**asked) as stream:
-        pieces = [
-            event.arguments_delta for event in stream if event.type == "tool_calls.function.arguments.delta"
-        ]
+        pieces = [event.arguments_delta for event in stream if event.type == "tool_calls.function.arguments.delta"]
         streamed = stream.get_final_completion().choices[0]
     assert "".join(pieces) == call.function.arguments
     assert len(pieces) > 1

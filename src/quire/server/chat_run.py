@@ -22,7 +22,7 @@ from quire.server.chat_events import (
     UsageEvent,
 )
 from quire.server.chat_output import ChatChoices, ChatPlan
-from quire.server.chat_prompt import chat_prompt
+from quire.server.chat_prompt import ChatPrompt, chat_prompt
 from quire.server.errors import invalid
 from quire.server.generation import TokenCounts, generate
 from quire.server.protocol.chat import (
@@ -74,7 +74,7 @@ async def run_chat(
     yield UsageEvent(counts.prompt_tokens, counts.completion_tokens, counts.cached_tokens, timings)
 
 
-async def make_prompt(state: ServerState, request: ChatCompletionRequest, plan: ChatPlan) -> dict[str, Any]:
+async def make_prompt(state: ServerState, request: ChatCompletionRequest, plan: ChatPlan) -> ChatPrompt:
     """The prompt, as the engine takes it. Raises RequestError or ApiError."""
     return await chat_prompt(
         state,
