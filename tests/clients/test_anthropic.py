@@ -3,8 +3,10 @@
 import asyncio
 import json
 from collections.abc import Iterator
+from typing import Literal
 
 import anthropic
+import pydantic
 import pytest
 from anthropic import Anthropic, AsyncAnthropic
 
@@ -23,6 +25,14 @@ LOOK_UP = {
         "additionalProperties": False,
     },
 }
+
+
+class Entry(pydantic.BaseModel):
+    """The form of a parsed answer."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+    kind: Literal["function", "class"]
+    is_public: bool
 
 
 @pytest.fixture
@@ -101,6 +111,11 @@ def test_a_tool_that_the_model_calls_by_itself_is_streamed() -> None:
     assert text.text.strip() == "Let me see."
     assert (call.name, call.input, final.stop_reason) == ("look_up", {"name": "json.loads"}, "tool_use")
     assert json.loads("".join(pieces)) == call.input
+
+
+def test_a_parse_gives_the_model_of_the_answer(client: Anthropic) -> None:
+    answer = client.messages.parse(model=MODEL, max_tokens=60, messages=QUESTION, output_format=Entry)
+    assert isinstance(answer.parsed_output, Entry)
 
 
 def test_counted_tokens_are_those_of_the_message(client: Anthropic) -> None:

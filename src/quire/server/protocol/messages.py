@@ -86,6 +86,21 @@ class Thinking(msgspec.Struct):
     budget_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
+class OutputFormat(msgspec.Struct):
+    """The form of the answer."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct):
+    """How to answer."""
+
+    format: OutputFormat | None = None
+    effort: str | None = None
+    """the variable `reasoning_effort` of the template"""
+
+
 class RequestMetadata(msgspec.Struct):
     """About the request."""
 
@@ -101,6 +116,7 @@ class CountTokensRequest(ChatExtensions, kw_only=True):
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
