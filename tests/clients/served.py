@@ -15,10 +15,12 @@ from pathlib import Path
 import httpx
 import uvicorn
 
+import quire
 from quire.server.tools import TOOL_FORMATS
 from tests.server.door import saying
 
 MODEL = "quire-tiny"
+CHECKPOINT = Path(quire.__file__).parent / "checkpoints" / MODEL
 KEY = "a-key-for-tests"
 MAX_NUM_SEQS = 32
 MAX_WAITING = 96
