@@ -101,7 +101,7 @@ def test_the_key_may_come_from_the_environment(
 ) -> None:
     assert main(["top", "--url", url, "--once"]) == 2
     assert "answers 401: no such key" in capsys.readouterr().err
-    monkeypatch.setenv("QUIRE_API_KEY", "right")
+    monkeypatch.setenv("QUIRE_API_KEY", "right, other")
     assert main(["top", "--url", url, "--once"]) == 0
 
 

@@ -123,3 +123,13 @@ def test_hosts_are_checked_where_every_program_here_may_call():
     assert not checks_hosts(ServerArgs(host="0.0.0.0", allow_unauthenticated=True), has_keys=False)
     assert not checks_hosts(ServerArgs(allowed_hosts=("*",)), has_keys=False)
     assert checks_hosts(ServerArgs(allowed_hosts=("a",), api_key=("k",)), has_keys=True)
+
+
+def test_every_key_is_compared_whichever_it_is(monkeypatch):
+    keys = ApiKeys.load(ServerArgs(api_key=("sk-a", "sk-b", "sk-c")), {})
+    compared: list[bytes] = []
+    monkeypatch.setattr("hmac.compare_digest", lambda given, known: compared.append(known) or given == known)
+    for key in (b"sk-a", b"sk-c", b"nobody's"):
+        compared.clear()
+        keys.name_of(key)
+        assert len(set(compared)) == 3

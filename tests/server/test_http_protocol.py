@@ -68,7 +68,7 @@ def talk(*pieces: bytes, timeout_s: float = 60.0, until_closed: bool = False) ->
         if state.tasks:
             await asyncio.wait(state.tasks)
         if until_closed:
-            await transport.closed.wait()
+            await asyncio.wait_for(transport.closed.wait(), 10)
         protocol.connection_lost(None)
         protocol._unset_keepalive_if_required()
         return transport.written

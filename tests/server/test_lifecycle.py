@@ -59,6 +59,11 @@ class Endless:
             await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
 
+def run(test) -> None:
+    """A test that waits for what does not come fails instead."""
+    asyncio.run(asyncio.wait_for(test, 10))
+
+
 def gate_of(request_timeout_s: float | None = None, drain_timeout_s: float = 0.01) -> Gate:
     return Gate(request_timeout_s=request_timeout_s, drain_timeout_s=drain_timeout_s)
 
@@ -71,7 +76,7 @@ def test_a_request_that_takes_too_long_is_aborted():
         assert app.was_cancelled
         assert (raised.value.status, raised.value.code) == (504, "request_timeout")
 
-    asyncio.run(main())
+    run(main())
 
 
 @pytest.mark.parametrize(
@@ -85,7 +90,7 @@ def test_a_stream_that_takes_too_long_ends_with_an_error(path, event):
         assert event in sent.body
         assert sent.messages[-1]["more_body"] is False
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_the_applications_own_timeouts_are_its_own():
@@ -113,7 +118,7 @@ def test_draining_waits_for_what_runs_and_lets_nothing_in():
         assert sent.body.endswith(b"[DONE]\n\n")
         assert not app.was_cancelled
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_what_does_not_end_in_time_is_aborted_and_told():
@@ -135,7 +140,7 @@ def test_what_does_not_end_in_time_is_aborted_and_told():
         assert view.was_cancelled
         assert seen.messages[-1]["more_body"] is False
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_one_that_only_looks_is_not_waited_for_and_has_no_deadline():
@@ -148,7 +153,7 @@ def test_one_that_only_looks_is_not_waited_for_and_has_no_deadline():
         await gate.drain()
         await running
 
-    asyncio.run(main())
+    run(main())
 
 
 @pytest.mark.parametrize(
@@ -166,7 +171,7 @@ def test_until_the_model_is_there_the_answer_is_503(path, expected):
         await front(scope_of("GET", path), None, sent)
         assert sent.status == 200
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_admission_is_asked_for_the_key_or_else_the_address_and_told_the_tokens(monkeypatch):
@@ -195,7 +200,7 @@ def test_admission_is_asked_for_the_key_or_else_the_address_and_told_the_tokens(
         await middleware(local, None, None)
         assert admission.num_running == 0
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_a_request_that_fails_leaves_too():

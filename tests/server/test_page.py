@@ -2,6 +2,7 @@
 
 import re
 from importlib.resources import files
+from types import SimpleNamespace
 
 import pytest
 from starlette.testclient import TestClient
@@ -17,7 +18,8 @@ INDEX = FILES["index.html"]
 
 @pytest.fixture(scope="module")
 def client() -> TestClient:
-    return TestClient(make_app(ServerState(llm=None, args=ServerArgs(), model_names=("tiny",))))
+    llm = SimpleNamespace(tokenizer=SimpleNamespace(chat_templates={}))  # files need no engine
+    return TestClient(make_app(ServerState(llm=llm, args=ServerArgs(), model_names=("tiny",))))
 
 
 @pytest.mark.parametrize("name", FILES)

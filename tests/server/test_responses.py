@@ -7,10 +7,12 @@ from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from quire.outputs import RequestOutput
 from quire.server.config import ServerArgs
+from quire.server.response_store import StoredResponse
 from quire.server.responses import PART, shelf_of
 from quire.server.state import RequestContext, context_of
 from quire.server.tools import REASONING_FORMATS, TOOL_FORMATS
@@ -175,6 +177,23 @@ def test_what_is_kept_is_got_listed_and_forgotten(say: Say) -> None:
     for method, path in (("GET", url), ("DELETE", url), ("POST", f"{url}/cancel"), ("GET", f"{url}/input_items")):
         assert server.call(method, path).status == 404
     assert server.post(URL, {"input": "Hi", "previous_response_id": response["id"]}).status == 404
+
+
+def test_answers_are_as_described(say: Say) -> None:
+    server = say()
+    document = server.get("/openapi.json").json
+    path = f"{URL}/{{response_id}}"
+    one = f"{URL}/{create(server, metadata={'a': 'b'}, tools=[FORECAST])['id']}"
+    background = f"{URL}/{create(server, background=True)['id']}"
+    for method, described, called in (
+        ("POST", URL, URL), ("GET", path, one), ("GET", f"{path}/input_items", f"{one}/input_items"),
+        ("POST", f"{path}/cancel", f"{background}/cancel"), ("DELETE", path, one),
+    ):  # fmt: skip
+        answer = server.call(method, called, b'{"input": "Hi"}' if called == URL else b"")
+        content = document["paths"][described][method.lower()]["responses"][str(answer.status)]["content"]
+        schema = content["application/json"]["schema"] | {"components": document["components"]}
+        jsonschema.validate(answer.json, schema)
+        assert answer.status == 200, called
 
 
 @pytest.mark.parametrize("query", ["limit=0", "limit=101", "limit=x", "after=nobody", "limit=-1"])
@@ -452,6 +471,26 @@ def test_a_store_that_fails_at_the_end_fails_the_response(say: Say, monkeypatch:
     assert [event["type"] for event in events[-2:]] == ["response.output_item.done", "response.failed"]
     assert events[-1]["response"]["error"]["code"] == "store_unavailable"
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
+
+
+def test_a_client_that_goes_away_while_its_response_is_stored_cancels_it(say: Say) -> None:
+    async def play() -> None:
+        async with serving(say(LONG)) as server:
+            store = shelf_of(server.state).store
+            add, ids = store.add, []
+
+            async def add_and_vanish(owner: str, new: StoredResponse) -> None:
+                ids.append(new.id)
+                await add(owner, new)
+                raise asyncio.CancelledError
+
+            store.add = add_and_vanish  # type: ignore[method-assign]
+            with pytest.raises(asyncio.CancelledError):
+                await server.request("POST", URL, b'{"input": "Hi"}')
+            assert (await ask(server, "GET", f"{URL}/{ids[0]}"))["status"] == "cancelled"
+            assert not server.engine.has_unfinished_requests()
+
+    asyncio.run(play())
 
 
 def test_the_oldest_responses_give_way(say: Say) -> None:

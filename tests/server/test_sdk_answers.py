@@ -182,6 +182,17 @@ def test_anthropic_streams(thoughtful: Server) -> None:
     with_anthropic(thoughtful, play)
 
 
+def test_anthropic_parses_what_has_a_form(tiny: Server) -> None:
+    async def play(client: Any) -> None:
+        messages = [{"role": "user", "content": "Greet me."}]
+        parsed = await client.messages.parse(
+            model="quire-tiny", max_tokens=64, messages=messages, output_format=Greeting, extra_body={"temperature": 0}
+        )
+        assert isinstance(parsed.parsed_output, Greeting)
+
+    with_anthropic(tiny, play)
+
+
 def test_what_anthropic_streams_is_made_of(thoughtful: Server) -> None:
     kinds = by_name(anthropic.types.RawMessageStreamEvent)
     body = {"max_tokens": 200, "messages": [{"role": "user", "content": "Hi"}], "tools": [ANTHROPIC_FORECAST]}

@@ -202,6 +202,14 @@ def test_a_wrong_model_is_told_in_one_line():
         server.wait_for("quire: .*/nowhere/at/all")
 
 
+def test_a_file_that_is_no_response_store_is_told_in_one_line(tmp_path):
+    (tmp_path / "notes.txt").write_text("not a database " * 100)
+    with serving("--port", "0", "--response-store", str(tmp_path / "notes.txt")) as server:
+        assert server.process.wait(WAIT_S) == 2
+        server.wait_for("quire: response store .*notes.txt")
+    assert (tmp_path / "notes.txt").read_text() == "not a database " * 100
+
+
 def test_a_port_or_socket_that_is_taken_is_refused(tmp_path):
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as other:
         port = other.getsockname()[1]

@@ -48,7 +48,8 @@ def run(options: argparse.Namespace) -> int:
     """Show the server until Ctrl-C; raises QuireError where there is none."""
     from quire.engine.cache_frame import CacheMirror
 
-    key = options.api_key or os.environ.get("QUIRE_API_KEY")
+    keys = options.api_key or os.environ.get("QUIRE_API_KEY", "")  # a server may know several, with commas between
+    key = keys.split(",")[0].strip() or None
     picture = Picture(CacheMirror(), is_coloured=not options.once and "NO_COLOR" not in os.environ)
     updates = watch(options.url, key)
     if options.once:

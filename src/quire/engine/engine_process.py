@@ -278,6 +278,7 @@ def main(descriptor: int) -> None:
             logger.exception("the engine could not be made")
         send(to_frame(StartFailed(type(error).__name__, str(error))))
         return
+    engine.grammars.prepare()
     EngineProcess(engine, inbox, send).run()
 
 

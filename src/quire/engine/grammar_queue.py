@@ -36,6 +36,10 @@ class GrammarQueue:
         """So many of those that wait, at most."""
         return list(islice(self._waiting, limit))
 
+    def prepare(self) -> None:
+        """Load what the first grammar would load, which takes up to a second in which no step could run."""
+        self.compiler.prepare()
+
     def add(self, group: SequenceGroup) -> None:
         """Have a new request's grammar compiled."""
         assert group.params.structured_outputs is not None

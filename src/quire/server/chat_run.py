@@ -75,7 +75,7 @@ async def run_chat(
 
 
 async def make_prompt(state: ServerState, request: ChatCompletionRequest, plan: ChatPlan) -> ChatPrompt:
-    """The prompt, as the engine takes it. Raises RequestError or ApiError."""
+    """Text and tokens of the prompt. Raises RequestError or ApiError."""
     return await chat_prompt(
         state,
         request.messages,

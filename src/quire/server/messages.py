@@ -34,8 +34,7 @@ async def create(request: Request) -> ASGIApp:
     events = _events(request, chat, model)
     if body.stream:  # the first event tells how long the prompt is
         chat.stream, chat.stream_options = True, StreamOptions(continuous_usage_stats=True)
-        frames = _framed(events)
-        return await event_stream(request, frames, error_event=_error_frame, keep_alive=PING)
+        return await event_stream(request, _framed(events), error_event=_error_frame, keep_alive=PING)
     return json_response(fold(await unless_disconnected(request, _read_all(events))))
 
 

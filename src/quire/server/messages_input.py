@@ -18,13 +18,17 @@ def chat_request(request: api.MessagesRequest) -> dict[str, Any]:
     for name in ("container", "mcp_servers"):
         if getattr(request, name):
             raise refused(name, "not supported: tools run where the client is")
-    body = {
+    output = request.output_config or api.OutputConfig()
+    body: dict[str, Any] = {
         "max_completion_tokens": request.max_tokens,
         "stop": request.stop_sequences,
         "temperature": request.temperature,
         "top_p": request.top_p,
         "user": request.metadata.user_id if request.metadata is not None else None,
+        "reasoning_effort": output.effort,
     }
+    if output.format is not None:
+        body["response_format"] = {"type": "json_schema", "json_schema": {"schema": output.format.schema}}
     given = {name: value for name, value in body.items() if value is not None}
     return prompt_request(request) | fields_of(request) | given | _template_kwargs(request)
 

@@ -139,7 +139,7 @@ def _open(path: Path | None, fail: Callable[[bytes, str], bytes]) -> sqlite3.Con
     try:
         if path is not None:  # readable for nobody else, from its first byte on
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-        connection = sqlite3.connect(path or ":memory:", timeout=1.0, isolation_level=None)
+        connection = sqlite3.connect(path or ":memory:", timeout=0.2, isolation_level=None)
     except (OSError, sqlite3.Error) as error:
         raise ConfigError(f"response store {path}: cannot be opened: {error}") from error
     try:
@@ -268,5 +268,4 @@ def _chain(connection: sqlite3.Connection, owner: str, response_id: str, max_byt
 
 def _delete(connection: sqlite3.Connection, owner: str, response_id: str) -> bool:
     with _Transaction(connection):
-        cursor = connection.execute("DELETE FROM responses WHERE id = ? AND owner = ?", (response_id, owner))
-        return cursor.rowcount > 0
+        return connection.execute("DELETE FROM responses WHERE id = ? AND owner = ?", (response_id, owner)).rowcount > 0

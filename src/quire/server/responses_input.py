@@ -101,7 +101,7 @@ def chat_messages(items: Sequence[api.InputItem], instructions: str | None) -> l
     names: dict[str, str] = {}
     for item in items:
         if item.type == "reasoning":
-            thoughts.append(_thoughts(item))
+            thoughts.append(_text(item.content) or "\n".join(part.text for part in item.summary or ()))
         elif item.type == "function_call":
             names[item.call_id or ""] = item.name or ""
             _assistant(messages, thoughts).setdefault("tool_calls", []).append(_chat_call(item))
@@ -145,10 +145,6 @@ def _text(content: str | Sequence[api.InputPart | api.ReasoningText] | None) -> 
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(part.refusal if isinstance(part, api.Refusal) else part.text for part in content)  # type: ignore[union-attr]
-
-
-def _thoughts(item: api.InputItem) -> str:
-    return _text(item.content) or "\n".join(part.text for part in item.summary or ())
 
 
 def _check_item(item: api.InputItem, where: str) -> None:

@@ -58,22 +58,22 @@ class Run:
         self._first: asyncio.Task[ChatEvent | None] | None = None
         self._ending: tuple[Status, ResponseError | None] | None = None
 
-    @property
-    def id(self) -> str:
-        """Of the response."""
-        return self.builder.response.id
-
     async def begin(self) -> None:
         """Start the chat and store the response. Raises what is wrong with the request; then nothing is stored."""
         self._first = asyncio.create_task(_next(self._chat))
+        is_kept = False
         try:
             await asyncio.wait({self._first}, timeout=CHECK_S)
             if self._first.done():
                 self._first.result()
             if self._keep is not None:
+                is_kept = True
                 await self._keep(self, True)
         except BaseException as error:
             await self._close_chat()
+            if is_kept:  # cut off while it was stored
+                self.builder.end("cancelled")
+                await self._store_end()
             if isinstance(error, Exception):
                 raise self._api_error(error) from error
             raise
@@ -205,21 +205,20 @@ class Shelf:
             fail=_failed_json,
         )
         self._timeout_s = args.request_timeout_s
-        self._max_per_owner = args.max_concurrent_per_tenant
+        self._max_per_owner = args.max_concurrent_per_tenant or MAX_BACKGROUND
         self._background: dict[str, BackgroundRun] = {}
         """those that run, and the last that can still be read"""
 
     def start(self, run: Run, owner: str, keeps_frames: bool) -> BackgroundRun:
         """Run it in the background."""
-        background = self._background[run.id] = BackgroundRun(run, owner, keeps_frames)
+        background = self._background[run.builder.response.id] = BackgroundRun(run, owner, keeps_frames)
         background.task = asyncio.create_task(self._drive(background))
         return background
 
     def check_room(self, owner: str) -> None:
         """Raise ApiError 429 if no more may run in the background, in all or for this owner."""
         running = [each.owner for each in self._background.values() if not each.is_over]
-        limit = self._max_per_owner if self._max_per_owner is not None else MAX_BACKGROUND
-        if len(running) >= MAX_BACKGROUND or running.count(owner) >= limit:
+        if len(running) >= MAX_BACKGROUND or running.count(owner) >= self._max_per_owner:
             message = f"{len(running)} responses are running in the background, and no more are allowed at once"
             raise ApiError(429, message, headers={"retry-after": "10"})
 
@@ -228,14 +227,19 @@ class Shelf:
         found = self._background.get(response_id)
         return found if found is not None and found.owner == owner else None
 
-    async def shutdown(self, drain_s: float = 0.0) -> None:
-        """Give what runs in the background so many seconds, end what is left, and close the store."""
-        running = [each for each in self._background.values() if each.task is not None and not each.is_over]
-        if running and drain_s > 0:
-            await asyncio.wait({each.task for each in running if each.task is not None}, timeout=drain_s)
+    async def drain(self, timeout_s: float) -> None:
+        """Give what runs in the background so many seconds."""
+        if tasks := {each.task for each in self._running() if each.task is not None}:
+            await asyncio.wait(tasks, timeout=timeout_s)
+
+    async def shutdown(self) -> None:
+        """End what runs in the background, and close the store."""
         error = ResponseError("server_error", "the server was shut down")
-        await asyncio.gather(*(each.cancel("failed", error) for each in running))
+        await asyncio.gather(*(each.cancel("failed", error) for each in self._running()))
         self.store.close()
+
+    def _running(self) -> list[BackgroundRun]:
+        return [each for each in self._background.values() if each.task is not None and not each.is_over]
 
     async def _drive(self, background: BackgroundRun) -> None:
         error = ResponseError("request_timeout", f"the response was not done within {self._timeout_s} s")
@@ -253,7 +257,7 @@ class Shelf:
     def forget(self, background: BackgroundRun) -> None:
         """Drop it if its stream cannot be read, and the oldest of those whose streams can."""
         if not background.keeps_frames:
-            self._background.pop(background.run.id, None)
+            self._background.pop(background.run.builder.response.id, None)
         ended = [key for key, each in self._background.items() if each.is_over]
         for key in ended[:-MAX_KEPT_STREAMS]:
             del self._background[key]

@@ -25,6 +25,7 @@ from quire.config.args import EngineArgs
 from quire.config.model import EMBEDDED_CHECKPOINTS
 from quire.errors import ConfigError
 from quire.log import logger
+from quire.server import responses
 from quire.server.admission import Admission
 from quire.server.app import ROUTES, make_app
 from quire.server.auth import AllowedHosts, ApiKeys, Authentication, checks_hosts
@@ -34,6 +35,7 @@ from quire.server.http_protocol import limited_protocol
 from quire.server.lifecycle import Admitting, Front, Gate
 from quire.server.metrics import METRICS_ENDPOINT, Metrics
 from quire.server.request_log import NamedRoute, Observer, RecordListener, RequestRecord, log_request, set_up_logging
+from quire.server.responses_run import Shelf
 from quire.server.state import ServerState
 from quire.server.tracing import Tracer
 
@@ -124,6 +126,7 @@ class _Service:
         args = self._args
         names = args.served_model_name or (self._engine_args.model or EMBEDDED_CHECKPOINTS[0],)
         state = ServerState(llm=llm, args=args, model_names=names)
+        shelf = responses.shelf_of(state)  # a store that is wrong stops the server before anybody asks for it
         gate = Gate(request_timeout_s=args.request_timeout_s, drain_timeout_s=args.drain_timeout_s)
         with _tracer(args, names[0]) as tracer:
             self._front.app = build_app(state, gate, self._keys, [tracer] if tracer is not None else [])
@@ -132,8 +135,15 @@ class _Service:
             )
             await self._stop.wait()
             state.is_draining = True
-            self._draining = asyncio.create_task(gate.drain())
+            self._draining = asyncio.create_task(self._drain(gate, shelf))
             await asyncio.wait({self._draining})
+            await shelf.shutdown()
+
+    async def _drain(self, gate: Gate, shelf: Shelf) -> None:
+        """Both within one time limit."""
+        began = time.monotonic()
+        await gate.drain()
+        await shelf.drain(max(0.0, began + self._args.drain_timeout_s - time.monotonic()))
 
 
 def build_app(

@@ -86,19 +86,17 @@ class Thinking(msgspec.Struct):
     budget_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
-class OutputFormat(msgspec.Struct):
-    """The form of the answer."""
+class OutputFormat(msgspec.Struct, tag="json_schema"):
+    """JSON that fits a schema."""
 
-    type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
 class OutputConfig(msgspec.Struct):
-    """How to answer."""
+    """The form of the answer, and how much to think."""
 
     format: OutputFormat | None = None
     effort: str | None = None
-    """the variable `reasoning_effort` of the template"""
 
 
 class RequestMetadata(msgspec.Struct):
@@ -116,7 +114,6 @@ class CountTokensRequest(ChatExtensions, kw_only=True):
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
-    output_config: OutputConfig | None = None
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
@@ -128,6 +125,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     metadata: RequestMetadata | None = None
+    output_config: OutputConfig | None = None
     service_tier: str | None = None
     container: Any = None
     mcp_servers: Any = None
