@@ -45,8 +45,6 @@ def prompt_request(request: api.CountTokensRequest) -> dict[str, Any]:
         body["tools"] = [_chat_tool(tool) for tool in request.tools]
     if request.tool_choice is not None:
         body |= _tool_choice(request.tool_choice)
-    if request.output_config is not None:
-        body |= _output_config(request.output_config)
     return body | _template_kwargs(request)
 
 
@@ -157,13 +155,6 @@ def _tool_choice(choice: api.ToolChoice) -> dict[str, Any]:
         body["tool_choice"] = _CHOICES[choice.type]
     if choice.disable_parallel_tool_use:
         body["parallel_tool_calls"] = False
-    return body
-
-
-def _output_config(config: api.OutputConfig) -> dict[str, Any]:
-    body: dict[str, Any] = {} if config.effort is None else {"reasoning_effort": config.effort}
-    if config.format is not None:
-        body["response_format"] = {"type": "json_schema", "json_schema": {"schema": config.format.schema}}
     return body
 
 
