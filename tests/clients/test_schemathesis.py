@@ -1,4 +1,4 @@
-"""Schemathesis against /openapi.json of a real server: good and bad requests that it makes up, and what may be answered.
+"""Schemathesis against a real server: requests, good and bad, made from /openapi.json, and what may be answered.
 
 More of them: `QUIRE_SCHEMATHESIS_EXAMPLES=1000 make test ARGS=tests/clients/test_schemathesis.py`, with another
 `QUIRE_SCHEMATHESIS_SEED` each time.
