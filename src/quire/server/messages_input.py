@@ -49,7 +49,8 @@ def prompt_request(request: api.CountTokensRequest) -> dict[str, Any]:
 
 
 def chat_messages(
-    messages: Sequence[api.InputMessage], system: str | Sequence[api.TextBlock] | None
+    messages: Sequence[api.InputMessage],
+    system: str | Sequence[api.TextBlock | api.ImageBlock | api.DocumentBlock] | None,
 ) -> list[dict[str, Any]]:
     """The conversation as chat messages. Results of tools are messages of their own, in the order of the blocks."""
     chat: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""/openapi.json: the table of endpoints as OpenAPI 3.1, with every status that an endpoint can answer."""
+"""/openapi.json: the table of endpoints as OpenAPI 3.2, with every status that an endpoint can answer."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def describe(rows: Iterable[Endpoint]) -> dict[str, Any]:
         operation = _operation(row, schema_of)
         paths.setdefault(_PARAMETER.sub(r"{\1}", row.path), {})[row.method.lower()] = operation
     return {
-        "openapi": "3.1.0",
+        "openapi": "3.2.0",
         "info": {"title": "Quire", "version": __version__, "description": "OpenAI-compatible API of a Quire server"},
         "paths": paths,
         "components": {
@@ -96,7 +96,7 @@ def _operation(row: Endpoint, schema_of: dict[Any, Any]) -> dict[str, Any]:
 def _responses(row: Endpoint, schema_of: dict[Any, Any]) -> dict[str, Any]:
     content: dict[str, Any] = {row.media_type: {} if row.response is None else {"schema": schema_of[row.response]}}
     if row.chunk is not None:
-        content["text/event-stream"] = {"schema": {"type": "string"}, "x-event": schema_of[row.chunk]}
+        content["text/event-stream"] = {"itemSchema": _event(schema_of[row.chunk])}
     responses: dict[str, Any] = {"200": {"description": row.summary, "content": content}}
     name = "AnthropicError" if row.path.startswith(ANTHROPIC_PATH) else "ErrorResponse"
     error = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
@@ -104,6 +104,12 @@ def _responses(row: Endpoint, schema_of: dict[Any, Any]) -> dict[str, Any]:
         described = content if row.kind == "health" and status == 503 else error
         responses[str(status)] = {"description": HTTPStatus(status).phrase, "content": described}
     return responses
+
+
+def _event(schema: Any) -> dict[str, Any]:
+    """One server-sent event."""
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema}
+    return {"type": "object", "required": ["data"], "properties": {"event": {"type": "string"}, "data": data}}
 
 
 def _statuses(row: Endpoint) -> set[int]:

@@ -86,9 +86,10 @@ class Thinking(msgspec.Struct):
     budget_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
-class OutputFormat(msgspec.Struct, tag="json_schema"):
+class OutputFormat(msgspec.Struct):
     """JSON that fits a schema."""
 
+    type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
@@ -110,7 +111,7 @@ class CountTokensRequest(ChatExtensions, kw_only=True):
 
     messages: Annotated[list[InputMessage], msgspec.Meta(min_length=1)]
     model: str | None = None
-    system: str | list[TextBlock] | None = None
+    system: str | list[TextBlock | ImageBlock | DocumentBlock] | None = None
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None

@@ -90,9 +90,10 @@ class FunctionTool(msgspec.Struct, tag="function"):
     strict: bool | None = None
 
 
-class FunctionChoice(msgspec.Struct, tag="function"):
+class FunctionChoice(msgspec.Struct):
     """Call this function."""
 
+    type: Literal["function"]
     name: str
 
 

@@ -1,0 +1,110 @@
+"""Servers for real clients: a `quire serve` process, and one in a thread whose model says what it is told to."""
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import uvicorn
+
+import quire
+from quire.server.tools import TOOL_FORMATS
+from tests.server.door import saying
+
+MODEL = "quire-tiny"
+CHECKPOINT = Path(quire.__file__).parent / "checkpoints" / MODEL
+KEY = "a-key-for-tests"
+MAX_NUM_SEQS = 32
+MAX_WAITING = 96
+WAIT_S = 90
+_ARGS = ["--port", "0", "--kv-cache-memory", "32MiB", "--max-num-seqs", str(MAX_NUM_SEQS),
+         "--max-waiting", str(MAX_WAITING), "--tool-parser", "hermes", "--log-format", "json"]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Served:
+    """Where clients find a server."""
+
+    url: str
+    """without a slash at its end"""
+    pids: tuple[int, ...] = ()
+    """of the server's process and its engine's"""
+
+    @property
+    def openai(self) -> dict[str, str]:
+        """What OpenAI's client is made with."""
+        return {"base_url": f"{self.url}/v1", "api_key": KEY}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {KEY}"}
+
+    def metric(self, name: str) -> float:
+        """A metric's value, summed over its labels."""
+        text = httpx.get(f"{self.url}/metrics").text
+        found = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+        assert found, f"there is no metric {name}"
+        return sum(map(float, found))
+
+    def wait_until_idle(self) -> None:
+        """Until the engine has no request any more; fails if that does not happen."""
+        deadline = time.monotonic() + WAIT_S
+        while any(self.metric(f"vllm:num_requests_{state}") for state in ("running", "waiting")):
+            assert time.monotonic() < deadline, "requests are left in the engine"
+            time.sleep(0.02)
+
+
+@contextmanager
+def quire_serve(folder: Path, *args: str) -> Iterator[Served]:
+    """The process, from when it can be used until the block ends."""
+    log = folder / "serve.log"
+    environment = os.environ | {"QUIRE_API_KEY": KEY}
+    command = [sys.executable, "-m", "quire", "serve", *_ARGS, *args]
+    with log.open("wb") as file, subprocess.Popen(command, stdout=file, stderr=file, env=environment) as process:
+        try:
+            url = _wait_for_url(process, log)
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            yield Served(url, (process.pid, *map(int, children)))
+        finally:
+            process.terminate()
+            try:
+                process.wait(WAIT_S)
+            finally:
+                process.kill()
+    assert process.returncode == 0, log.read_text()
+
+
+def _wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
+    deadline = time.monotonic() + WAIT_S
+    while process.poll() is None and time.monotonic() < deadline:
+        if found := re.search(r"serves \S+ at (http://[\w.:]+) ", log.read_text()):
+            return found[1]
+        time.sleep(0.05)
+    raise AssertionError(log.read_text())
+
+
+@contextmanager
+def saying_server(reply: str) -> Iterator[Served]:
+    """The server's application over a model that says `reply` to everything, behind a real socket."""
+    server = saying(reply, tool_format=TOOL_FORMATS["hermes"])
+    http = uvicorn.Server(uvicorn.Config(server.app, port=0, lifespan="off", log_config=None, ws="none"))
+    thread = threading.Thread(target=lambda: asyncio.run(http.serve()))
+    thread.start()
+    try:
+        deadline = time.monotonic() + WAIT_S
+        while not http.started:
+            assert thread.is_alive()
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        yield Served(f"http://127.0.0.1:{http.servers[0].sockets[0].getsockname()[1]}")
+    finally:
+        http.should_exit = True
+        thread.join(WAIT_S)

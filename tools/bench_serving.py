@@ -1,0 +1,218 @@
+"""What serving costs: tokens per second of streams over HTTP beside those of the engine alone, and CPU time per token.
+
+    python tools/bench_serving.py [MODEL] [--streams 64] [--input-len 64] [--output-len 128] [--runs 3]
+
+Three doors to the same engine, each with the same greedy requests, all sent at once: `LLM` in this process, AsyncLLM
+over its engine process, and `quire serve` with a client in this process that reads what is streamed and little more.
+They take turns, so that what else the machine does meets all of them; each door's best run counts. One JSON line per
+door: `slowdown` is the share of LLM's throughput that is missing, `server_us_per_token` CPU time of the API process,
+`client_us_per_token` that of this one, which a client elsewhere would not take from the engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import msgspec
+import uvloop
+
+from quire import LLM, EngineArgs
+from quire.async_llm.async_llm import AsyncLLM
+from quire.cli.bench.throughput import greedy, random_prompts, run_once
+
+READY_S = 120
+_TAIL_BYTES = 4096
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass
+class Run:
+    """One batch of streams through one door."""
+
+    elapsed_s: float
+    server_cpu_s: float | None = None
+    client_cpu_s: float | None = None
+
+
+def cpu_s(pid: int) -> float:
+    """CPU time that a process has taken, its threads included and its children not."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) * _TICK_S
+
+
+class _Stream(asyncio.Protocol):
+    """Sends a request and waits for the end of its stream; keeps its last bytes."""
+
+    def __init__(self, request: bytes) -> None:
+        self._request = request
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.tail = b""
+
+    def connection_made(self, transport: Any) -> None:
+        """Send."""
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        """More events."""
+        self.tail = (self.tail + data)[-_TAIL_BYTES:]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """All of them."""
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+
+async def stream_all(port: int, prompts: list[list[int]], output_len: int) -> None:
+    """Stream a completion of each prompt, all at once. Raises RuntimeError if one is not whole."""
+
+    async def stream(prompt: list[int]) -> None:
+        fields = {"prompt": prompt, "max_tokens": output_len, "temperature": 0, "ignore_eos": True}
+        body = json.dumps(fields | {"stream": True, "stream_options": {"include_usage": True}})
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {len(body)}"
+        made = _Stream(f"{head}\r\n\r\n{body}".encode())
+        await asyncio.get_running_loop().create_connection(lambda: made, "127.0.0.1", port)
+        await made.ended
+        found = re.search(rb'"completion_tokens":(\d+)', made.tail)
+        if found is None or int(found[1]) != output_len or b"data: [DONE]" not in made.tail:
+            raise RuntimeError(f"a stream ended with {made.tail[-300:]!r}")
+
+    await asyncio.gather(*map(stream, prompts))
+
+
+class Served:
+    """`quire serve` as a process."""
+
+    def __init__(self, args: argparse.Namespace, log: Path) -> None:
+        flags = [_flag(name, value) for name, value in engine_kwargs(args).items() if value is not None]
+        command = [sys.executable, "-m", "quire", "serve", "--port=0", "--no-log-requests", *flags]
+        self._args = args
+        with log.open("wb") as file:
+            self.process = subprocess.Popen(command, stdout=file, stderr=file)
+        deadline = time.monotonic() + READY_S
+        while not (found := re.search(r"serves .* at http://[\d.]+:(\d+)", log.read_text())):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(log.read_text())
+            time.sleep(0.1)
+        self._port = int(found[1])
+
+    async def run(self, prompts: list[list[int]]) -> Run:
+        """One batch."""
+        pids = self.process.pid, os.getpid()
+        start_s, before = time.perf_counter(), [cpu_s(pid) for pid in pids]
+        await stream_all(self._port, prompts, self._args.output_len)
+        elapsed_s = time.perf_counter() - start_s
+        return Run(elapsed_s, *(cpu_s(pid) - start for pid, start in zip(pids, before, strict=True)))
+
+    def close(self) -> None:
+        """End the process."""
+        self.process.terminate()
+        self.process.wait()
+
+
+async def run_async_llm(llm: AsyncLLM, prompts: list[list[int]], output_len: int) -> Run:
+    """One batch, token by token. This process is what the API process is in a server."""
+    params = msgspec.structs.replace(greedy(output_len), output_kind="delta")
+
+    async def read(i: int, token_ids: list[int]) -> None:
+        async for output in llm.generate({"prompt_token_ids": token_ids}, params, request_id=str(i)):
+            del output
+
+    start_s, before = time.perf_counter(), cpu_s(os.getpid())
+    await asyncio.gather(*(read(i, token_ids) for i, token_ids in enumerate(prompts)))
+    return Run(time.perf_counter() - start_s, cpu_s(os.getpid()) - before)
+
+
+def engine_kwargs(args: argparse.Namespace) -> dict[str, Any]:
+    """The same engine for all."""
+    return {
+        "model": args.model,
+        "max_num_seqs": args.streams,
+        "max_model_len": args.input_len + args.output_len + 1,
+        "enable_prefix_caching": False,
+        "kv_cache_memory": args.kv_cache_memory,
+    }
+
+
+async def measure(args: argparse.Namespace, log: Path) -> dict[str, list[Run]]:
+    """Each door's runs; the first of each, which warms up, is left out."""
+    engine_args = EngineArgs(**engine_kwargs(args))
+    llm = LLM(**engine_kwargs(args))
+    prompts = random_prompts(args.streams, args.input_len, llm.engine.model_config.vocab_size)
+    served, async_llm = Served(args, log), await AsyncLLM.from_args(engine_args)
+
+    async def run_llm() -> Run:
+        return Run(run_once(llm, prompts, args.output_len))
+
+    doors: dict[str, Callable[[], Awaitable[Run]]] = {
+        "LLM": run_llm,
+        "AsyncLLM": lambda: run_async_llm(async_llm, prompts, args.output_len),
+        "quire serve": lambda: served.run(prompts),
+    }
+    try:
+        runs: dict[str, list[Run]] = {name: [] for name in doors}
+        for _ in range(args.runs + 1):
+            for name, run in doors.items():
+                runs[name].append(await run())
+        return {name: made[1:] for name, made in runs.items()}
+    finally:
+        await async_llm.shutdown()
+        served.close()
+
+
+def report(args: argparse.Namespace, runs: dict[str, list[Run]]) -> None:
+    """A line for each door."""
+    num_tokens = args.streams * args.output_len
+    best = {name: min(made, key=lambda run: run.elapsed_s) for name, made in runs.items()}
+    for name, run in best.items():
+        row = {
+            "door": name,
+            "model": Path(args.model or "quire-tiny").name,
+            "streams": args.streams,
+            "input_len": args.input_len,
+            "output_len": args.output_len,
+            "tokens_per_s": round(num_tokens / run.elapsed_s, 1),
+            "slowdown": round(1 - best["LLM"].elapsed_s / run.elapsed_s, 4),
+            "server_us_per_token": _us_per_token(run.server_cpu_s, num_tokens),
+            "client_us_per_token": _us_per_token(run.client_cpu_s, num_tokens),
+            "all_tokens_per_s": [round(num_tokens / each.elapsed_s, 1) for each in runs[name]],
+        }
+        print(json.dumps(row), flush=True)
+
+
+def _us_per_token(seconds: float | None, num_tokens: int) -> float | None:
+    return None if seconds is None else round(seconds * 1e6 / num_tokens, 2)
+
+
+def _flag(name: str, value: Any) -> str:
+    name = name.replace("_", "-")
+    return f"--{name}={value}" if not isinstance(value, bool) else f"--{name}" if value else f"--no-{name}"
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default=None)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--input-len", type=int, default=64)
+    parser.add_argument("--output-len", type=int, default=128)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--kv-cache-memory", default="512MiB")
+    args = parser.parse_args()
+    with TemporaryDirectory() as folder:
+        report(args, uvloop.run(measure(args, Path(folder) / "serve.log")))
+
+
+if __name__ == "__main__":
+    main()
