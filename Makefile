@@ -75,5 +75,5 @@ $(VENV)/.installed: $(VENV)/.base $(NATIVE_SOURCES)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.base
-	$(PIP) install --quiet --group dev
+	$(PIP) install --quiet --group dev --group clients
 	@touch $@
