@@ -19,6 +19,7 @@ class Transport(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.written = b""
+        self.is_paused = False
         self.closed = asyncio.Event()
 
     def write(self, data) -> None:
@@ -34,43 +35,55 @@ class Transport(asyncio.Transport):
     def get_extra_info(self, name, default=None):
         return default
 
+    def abort(self) -> None:
+        self.closed.set()
+
     def pause_reading(self) -> None:
-        pass
+        self.is_paused = True
 
     def resume_reading(self) -> None:
-        pass
+        self.is_paused = False
 
 
 async def app(scope, receive, send):
+    """Tells of the request, the body last."""
     body, more = b"", True
     while more:
         message = await receive()
         body, more = body + message.get("body", b""), message.get("more_body", False)
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
-    await send({"type": "http.response.body", "body": b"ok"})
+    names = b",".join(name for name, _ in scope["headers"])
+    told = b"%b %b headers %b body %b" % (scope["method"].encode(), scope["raw_path"], names, body)
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(told))]})
+    await send({"type": "http.response.body", "body": told})
+
+
+def connection(app, timeout_s: float = 60.0):
+    config = Config(app, log_config=None, lifespan="off", ws="none", timeout_keep_alive=1)
+    config.load()
+    protocol = limited_protocol(LIMIT, timeout_s)(config=config, server_state=ServerState(), app_state={})
+    transport = Transport()
+    protocol.connection_made(transport)
+    return protocol, transport
 
 
 def talk(*pieces: bytes, timeout_s: float = 60.0, until_closed: bool = False) -> bytes:
     """What a connection answers to these pieces."""
 
     async def main() -> bytes:
-        config = Config(app, log_config=None, lifespan="off", ws="none")
-        config.load()
-        state = ServerState()
-        protocol = limited_protocol(LIMIT, timeout_s)(config=config, server_state=state, app_state={})
-        transport = Transport()
-        protocol.connection_made(transport)
+        protocol, transport = connection(app, timeout_s)
+        state = protocol.server_state
         for piece in pieces:
             if not transport.is_closing():
                 protocol.data_received(piece)
             for _ in range(10):  # whatever can be done now
                 await asyncio.sleep(0)
-        if state.tasks:
+        if state.tasks and not transport.is_closing():
             await asyncio.wait(state.tasks)
         if until_closed:
             await asyncio.wait_for(transport.closed.wait(), 10)
         protocol.connection_lost(None)
-        protocol._unset_keepalive_if_required()
+        if state.tasks:
+            await asyncio.wait(state.tasks)
         return transport.written
 
     return asyncio.run(main())
@@ -122,8 +135,109 @@ def test_a_large_body_is_no_head():
     assert talk(body[:5000], body[5000:], get()).count(b"HTTP/1.1 200") == 2
 
 
-def test_what_is_no_http_is_400():
-    assert talk(b"\x16\x03\x01\x02\x00\x01\x00", until_closed=True).startswith(b"HTTP/1.1 400")
+@pytest.mark.parametrize("text", [b"\x16\x03\x01\x02\x00\x01\x00", b"CONNECT a:1 HTTP/1.1\r\n\r\n", get(b"a: \x00")])
+def test_what_is_no_http_is_400(text):
+    answer = talk(text, until_closed=True)
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert b'{"error": {"message": ' in answer
+
+
+def test_nonsense_behind_a_request_does_not_answer_it():
+    assert talk(get() + b"nonsense\r\n\r\n", until_closed=True) == b""
+
+
+CHUNKED = b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def test_trailers_are_no_headers():
+    """They come when the headers have been looked at, or in the same breath: nobody may be let in by them."""
+    pieces = CHUNKED, b"2\r\nhi\r\n0\r\n", b"authorization: Bearer key\r\n", b"\r\n"
+    for cut in (pieces, [b"".join(pieces)]):
+        assert talk(*cut).endswith(b"POST / headers host,transfer-encoding body hi")
+
+
+@pytest.mark.parametrize("start", [b"0\r\n", b"5;", b"0\r\na: ", b"2\r\nhi\r\n0\r\n"])
+def test_what_goes_on_and_on_and_is_no_body_is_refused(start):
+    answer = talk(
+        CHUNKED + start, *[b"a:x\r\n" * 20 if start.endswith(b"0\r\n") else b"x" * 100] * 50, until_closed=True
+    )
+    assert answer.startswith(b"HTTP/1.1 431 ")
+
+
+def test_a_body_in_many_small_chunks_is_a_body():
+    assert talk(CHUNKED, *[b"1\r\nx\r\n" * 20] * 100, b"0\r\n\r\n").endswith(b" body " + b"x" * 2000)
+
+
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
+def test_another_protocol_that_is_offered_is_not_taken(protocol):
+    """Java's HttpClient offers HTTP/2 with every request, the body right behind."""
+    head = b"POST /a?b HTTP/1.1\r\nhost: a\r\nconnection: Upgrade, HTTP2-Settings\r\nupgrade: " + protocol + b"\r\n"
+    text = head + b"http2-settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA\r\ncontent-length: 5\r\n\r\nhello" + get()
+    for pieces in ([text], [text[:60], text[60:90], text[90:]], [text[i : i + 1] for i in range(len(text))]):
+        answer = talk(*pieces)
+        assert b"POST /a headers host,connection,http2-settings,content-length body hello" in answer
+        assert answer.endswith(b"GET / headers host body ")
+
+
+def test_of_many_requests_at_once_few_are_taken_in():
+    async def main():
+        protocol, transport = connection(app)
+        for _ in range(200):
+            if not transport.is_paused:
+                protocol.data_received(get() * 20)
+            await asyncio.sleep(0)
+            assert len(protocol.pipeline) < 30
+        while protocol.pipeline:
+            await asyncio.sleep(0)
+        protocol.connection_lost(None)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("num_behind", [0, 1, 3])
+def test_the_request_that_is_answered_learns_that_the_client_has_gone(num_behind):
+    async def waiting(scope, receive, send):
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async def main():
+        protocol, transport = connection(waiting)
+        protocol.data_received(get() * (1 + num_behind))
+        (task,) = protocol.server_state.tasks
+        await asyncio.sleep(0)
+        assert not transport.is_paused
+        protocol.connection_lost(None)
+        await asyncio.wait_for(task, 30)
+
+    asyncio.run(main())
+
+
+def test_a_client_that_does_not_read_is_cut_off():
+    async def main():
+        protocol, transport = connection(app)
+        protocol.timeout_keep_alive = 0.01
+        protocol.pause_writing()
+        protocol.resume_writing()
+        await asyncio.sleep(0.03)
+        assert not transport.is_closing()
+        protocol.pause_writing()
+        await asyncio.wait_for(transport.closed.wait(), 30)
+        protocol.connection_lost(None)
+
+    asyncio.run(main())
+
+
+def test_empty_lines_do_not_keep_a_connection():
+    async def main():
+        protocol, transport = connection(app)
+        protocol.data_received(get())
+        await asyncio.wait(protocol.server_state.tasks)
+        protocol.timeout_keep_alive = 0.01
+        protocol.data_received(b"\r\n")
+        await asyncio.wait_for(transport.closed.wait(), 30)
+        protocol.connection_lost(None)
+
+    asyncio.run(main())
 
 
 @settings(deadline=None)

@@ -13,14 +13,15 @@ from quire.server.config import ServerArgs
 from tests.scripted_engine import scripted_llm
 from tests.server.door import saying, serve
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/messages"
 LONG = {
     COMPLETIONS: {"prompt": ["Hello", "you"], "n": 2, "max_tokens": 200, "ignore_eos": True},
     CHAT: {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 200, "ignore_eos": True},
+    MESSAGES: {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 200, "ignore_eos": True},
 }
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, MESSAGES])
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("vanish_after", [0, 3])
 def test_a_client_that_vanishes_has_its_request_aborted(reciting, path, stream, vanish_after):
@@ -38,6 +39,37 @@ def test_a_client_that_vanishes_has_its_request_aborted(reciting, path, stream, 
     assert reciting.executor.num_steps < 150
     assert reciting.engine.stats().num_used_blocks == 0
     assert reciting.state.num_in_flight == 0
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, MESSAGES])
+def test_a_client_that_vanishes_before_the_first_token_is_not_waited_for(reciting, path, monkeypatch):
+    monkeypatch.setattr(sse, "PEEK_S", 600)
+    has_ended = False
+
+    async def waiting(prompt, params, *, request_id):
+        nonlocal has_ended
+        try:
+            await asyncio.Event().wait()
+            yield
+        finally:
+            has_ended = True
+
+    reciting.state.llm.generate = waiting
+    body = json.dumps(LONG[path] | {"stream": True}).encode()
+    asyncio.run(asyncio.wait_for(reciting.request("POST", path, body, vanish_after=0), 60))
+    assert has_ended
+
+
+def test_the_head_of_a_stream_has_an_end(reciting):
+    async def frames():
+        yield b"never sent"
+        await asyncio.Event().wait()
+
+    reciting.state.llm.watch_cache = frames
+    answer = asyncio.run(asyncio.wait_for(reciting.request("HEAD", "/debug/cache/events"), 60))
+    assert answer.is_complete
+    assert (answer.status, answer.body) == (200, b"")
+    assert reciting.state.parts["cache_watchers"] == 0
 
 
 def test_others_go_on_when_one_vanishes(reciting):

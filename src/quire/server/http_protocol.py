@@ -1,21 +1,41 @@
-"""The HTTP protocol with what uvicorn leaves open: a limit on headers, and on the time they take."""
+"""The HTTP protocol with what uvicorn leaves open: what a connection may send that is no body, what it may ask at once,
+and how long it may take over headers and over reading the answers."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from httptools import HttpParserError, HttpParserUpgrade
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+MAX_PIPELINED = 8
+"""requests of a connection that may wait for the answer before theirs; more are not read"""
 
 
 class RefusedHeadError(Exception):
     """Stops the parser: the answer has been sent."""
 
 
+class _Flow(FlowControl):
+    """Reads on only where more may be read."""
+
+    def __init__(self, transport: asyncio.Transport, may_read: Callable[[], bool]) -> None:
+        super().__init__(transport)
+        self._may_read = may_read
+
+    def resume_reading(self) -> None:
+        """Of the transport."""
+        if self._may_read():
+            super().resume_reading()
+
+
 class LimitedHttpProtocol(HttpToolsProtocol):
     """A connection. A request's head (request line and headers) that is too long or too slow is answered with 431 or
-    408, and the connection closed."""
+    408, and the connection closed; so is one with a client that reads nothing, or sends on and on what is no body."""
 
     max_header_bytes: int
     header_timeout_s: float
@@ -23,27 +43,48 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._in_head = True
-        self._num_head_bytes = 0
+        self._num_bytes = 0  # since the last head or piece of a body
         self._is_refused = False
         self._head_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._answering: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """The first head is due."""
         super().connection_made(transport)
+        self.flow = _Flow(transport, lambda: len(self.pipeline) < MAX_PIPELINED)
         self._begin_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing more is due."""
+        """Nothing more is due. uvicorn tells the last request; the one that is being answered may be before it."""
         self._end_head()
+        self.resume_writing()
+        if (cycle := self._answering) is not None and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse. Where a head was being read before and after, all of `data` belongs to it."""
-        was_in_head = self._in_head
-        super().data_received(data)
-        if was_in_head and self._in_head and not self._is_refused:
-            self._num_head_bytes += len(data)
-            self._check_head(self._num_head_bytes)
+        """Parse."""
+        self._num_bytes += len(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except HttpParserError:
+            self._refuse("400 Bad Request", "this is not a request in HTTP/1.1")
+        self._check_head(self._num_bytes)
+        if self.cycle is not None and self.cycle.response_complete and not self._in_head:
+            self._wait_idle()
+
+    def _parse(self, data: bytes) -> None:
+        """Other protocols that are offered, as Java's clients offer HTTP/2, are not taken: the request counts."""
+        try:
+            self.parser.feed_data(data)
+        except HttpParserUpgrade as offer:
+            headers = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+            version = self.parser.get_http_version().encode()
+            head = [self.parser.get_method() + b" " + self.url + b" HTTP/" + version, *headers, b"", b""]
+            self._parse(b"\r\n".join(head) + data[offer.args[0] :])
 
     def on_message_begin(self) -> None:
         """A request begins."""
@@ -51,21 +92,63 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if not self._in_head:
             self._begin_head()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One of the head. Those behind a body (trailers) are let go: nobody has checked them."""
+        if self._in_head:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         """The head is there, and its true length known."""
+        if self._is_offer():
+            return
         self._end_head()
+        self._num_bytes = 0
         length = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if not self._check_head(length):
             raise RefusedHeadError
         super().on_headers_complete()
+        self.flow.resume_reading()  # also behind a request that waits, to see when the client goes away
 
-    def send_400_response(self, msg: str) -> None:
-        """For what is no HTTP."""
-        if not self._is_refused:
-            super().send_400_response(msg)
+    def on_body(self, body: bytes) -> None:
+        """A piece of it."""
+        self._num_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The request has come."""
+        if not self._is_offer():
+            self._num_bytes = 0
+            super().on_message_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def pause_writing(self) -> None:
+        """The client does not read what it has asked for: it may take as long as between two requests."""
+        super().pause_writing()
+        self._write_timer = self.loop.call_later(self.timeout_keep_alive, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It reads."""
+        super().resume_writing()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _is_offer(self) -> bool:
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+
+    def _wait_idle(self) -> None:
+        """As after an answer: what came was no request, and shall not keep the connection."""
+        if not self.transport.is_closing():
+            self._unset_keepalive_if_required()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def _begin_head(self) -> None:
-        self._in_head, self._num_head_bytes = True, 0
+        self._in_head = True
         self._head_timer = self.loop.call_later(self.header_timeout_s, self._head_is_late)
 
     def _end_head(self) -> None:
@@ -85,11 +168,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         return not self._is_refused
 
     def _refuse(self, status: str, message: str) -> None:
-        """Answer and close. Where an earlier request of the connection is still being answered, close only."""
+        """Answer and close. Where an earlier request is still being answered, or an answer has begun, close only."""
         if self._is_refused or self.transport.is_closing():
             return
-        self._is_refused = True
-        if self.cycle is None or self.cycle.response_complete:
+        self._is_refused, cycle = True, self._answering
+        if cycle is None or cycle.response_complete or (cycle.more_body and not cycle.response_started):
             error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
             body = json.dumps({"error": error}).encode()
             head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"

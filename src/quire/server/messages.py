@@ -33,7 +33,7 @@ async def create(request: Request) -> ASGIApp:
     chat = msgspec.convert(chat_request(body), ChatCompletionRequest)
     events = _events(request, chat, model)
     if body.stream:  # the first event tells how long the prompt is
-        chat.stream, chat.stream_options = True, StreamOptions(continuous_usage_stats=True)
+        chat.stream, chat.stream_options = True, StreamOptions(include_usage=True, continuous_usage_stats=True)
         return await event_stream(request, _framed(events), error_event=_error_frame, keep_alive=PING)
     return json_response(fold(await unless_disconnected(request, _read_all(events))))
 

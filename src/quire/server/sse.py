@@ -53,7 +53,7 @@ async def event_stream(
     """The answer that sends `events`, each framed already.
 
     What they raise within PEEK_S, before the first of them, is raised here; later it becomes the last event, made by
-    `error_event`. They are closed when the answer ends, however it does.
+    `error_event`. They are closed when the answer ends, however it does, and when the client goes away before it begins.
     """
     context = context_of(request)
     context.prompt_param = prompt_param or context.prompt_param
@@ -63,7 +63,7 @@ async def event_stream(
 
     peeked = _Peeked(events, lambda error: error_event(to_api_error(error)))
     try:
-        await peeked.peek()
+        await unless_disconnected(request, peeked.peek())
     except Exception as error:
         raise to_api_error(error) from error
     return EventStream(peeked, keep_alive, state_of(request).args.keep_alive_s)
@@ -95,6 +95,9 @@ class EventStream:
         tasks: list[asyncio.Task[None]] = []
         try:
             await send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
+            if scope["method"] == "HEAD":  # there is nothing to wait for
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+                return
             pump = asyncio.create_task(self._pump(send))
             watch = asyncio.create_task(_disconnected(receive))
             tasks = [pump, watch, asyncio.create_task(self._keep_alives(send))]
