@@ -30,7 +30,7 @@ help:  ## list the targets
 run: $(VENV)/.installed  ## install into .venv and run a batch of prompts on the embedded checkpoint
 	$(BIN)/quire demo
 
-test: $(VENV)/.installed $(VENV)/.dev  ## install into .venv and run the tests
+test: $(VENV)/.installed $(VENV)/.dev $(VENV)/.clients  ## install into .venv and run the tests
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) $(ARGS)
 
 lint: $(VENV)/.installed $(VENV)/.dev  ## style, types, C++ format, import floors, line budget
@@ -76,4 +76,8 @@ $(VENV)/.installed: $(VENV)/.base $(NATIVE_SOURCES)
 
 $(VENV)/.dev: $(VENV)/.base
 	$(PIP) install --quiet --group dev --group clients
+	@touch $@
+
+$(VENV)/.clients: $(VENV)/.dev
+	$(PIP) install --quiet --group clients
 	@touch $@

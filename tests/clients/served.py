@@ -7,12 +7,12 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import uvicorn
 
 import quire
@@ -49,7 +49,8 @@ class Served:
 
     def metric(self, name: str) -> float:
         """A metric's value, summed over its labels."""
-        text = httpx.get(f"{self.url}/metrics").text
+        with urllib.request.urlopen(f"{self.url}/metrics") as answer:
+            text = answer.read().decode()
         found = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
         assert found, f"there is no metric {name}"
         return sum(map(float, found))

@@ -1,11 +1,15 @@
 """lm-eval's `local-completions` against a real server: its log-likelihoods are those of the offline engine."""
 
+import re
+
 import pytest
 from lm_eval.api.instance import Instance
+from lm_eval.api.registry import get_model
 from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
 
 from quire import LLM
-from tests.clients.served import CHECKPOINT, MODEL, Served
+from tests.clients.documented import examples, for_server
+from tests.clients.served import CHECKPOINT, KEY, MODEL, Served
 
 PAIRS = [
     ("The capital of France is", " Paris."),
@@ -20,17 +24,18 @@ def asked(kind: str, *arguments: object) -> list[Instance]:
     return [Instance(kind, {}, pair, i) for i, pair in enumerate(arguments)]
 
 
-def completions(served: Served, **kwargs) -> LocalCompletionsAPI:
-    url = f"{served.url}/v1/completions"
-    return LocalCompletionsAPI(base_url=url, model=MODEL, header=served.headers, **kwargs)
-
-
-@pytest.fixture(params=["remote", "local"])
-def local_completions(request: pytest.FixtureRequest, served: Served) -> LocalCompletionsAPI:
-    """With the server's tokenizer, which lm-eval finds by itself, or with one from the checkpoint's folder."""
-    if request.param == "local":
-        return completions(served, tokenizer_backend="huggingface", tokenizer=str(CHECKPOINT), batch_size=3)
-    model = completions(served, auth_token=served.headers["authorization"].removeprefix("Bearer "), num_concurrent=4)
+@pytest.fixture(params=["documented", "local tokenizer"])
+def local_completions(request: pytest.FixtureRequest, served: Served, monkeypatch) -> LocalCompletionsAPI:
+    """As docs/clients.md has it, with the server's tokenizer; or with one from the checkpoint's folder."""
+    if request.param == "local tokenizer":
+        url, tokenizer = f"{served.url}/v1/completions", str(CHECKPOINT)
+        return LocalCompletionsAPI(
+            url, "huggingface", model=MODEL, header=served.headers, tokenizer=tokenizer, batch_size=3
+        )
+    (command,) = examples("lm-eval", "bash")
+    arguments = re.search(r"--model_args (\S+)", for_server(command, served))
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    model = get_model("local-completions").create_from_arg_string(arguments[1])
     assert model.tokenizer_backend == "remote"
     return model
 
