@@ -1,6 +1,7 @@
 """One response in the making, read by its client or running in the background; and the shelf of all that are kept."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
@@ -228,10 +229,12 @@ class Shelf:
         return found if found is not None and found.owner == owner else None
 
     async def shutdown(self, drain_s: float = 0.0) -> None:
-        """Give what runs in the background so many seconds, end what is left, and close the store."""
+        """Give what runs in the background so many seconds, end what is left, and close the store. Cancelling this,
+        once, ends the waiting alone."""
         running = [each for each in self._background.values() if each.task is not None and not each.is_over]
         if running and drain_s > 0:
-            await asyncio.wait({each.task for each in running if each.task is not None}, timeout=drain_s)
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait({each.task for each in running if each.task is not None}, timeout=drain_s)
         error = ResponseError("server_error", "the server was shut down")
         await asyncio.gather(*(each.cancel("failed", error) for each in running))
         self.store.close()

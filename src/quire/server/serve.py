@@ -25,6 +25,7 @@ from quire.config.args import EngineArgs
 from quire.config.model import EMBEDDED_CHECKPOINTS
 from quire.errors import ConfigError
 from quire.log import logger
+from quire.server import responses
 from quire.server.admission import Admission
 from quire.server.app import ROUTES, make_app
 from quire.server.auth import AllowedHosts, ApiKeys, Authentication, checks_hosts
@@ -34,6 +35,7 @@ from quire.server.http_protocol import limited_protocol
 from quire.server.lifecycle import Admitting, Front, Gate
 from quire.server.metrics import METRICS_ENDPOINT, Metrics
 from quire.server.request_log import NamedRoute, Observer, RecordListener, RequestRecord, log_request, set_up_logging
+from quire.server.responses_run import Shelf
 from quire.server.state import ServerState
 from quire.server.tracing import Tracer
 
@@ -132,8 +134,19 @@ class _Service:
             )
             await self._stop.wait()
             state.is_draining = True
-            self._draining = asyncio.create_task(gate.drain())
+            self._draining = asyncio.create_task(finish(state, gate))
             await asyncio.wait({self._draining})
+
+
+async def finish(state: ServerState, gate: Gate) -> None:
+    """First what somebody waits for, then in what time is left what runs in the background. Cancelling this, once, ends
+    the waiting, not the cleaning up."""
+    ends_s, task = time.monotonic() + state.args.drain_timeout_s, asyncio.current_task()
+    await gate.drain()
+    shelf: Shelf | None = state.parts.get(responses.PART)
+    if shelf is not None:
+        hurries = task is not None and task.cancelling()
+        await shelf.shutdown(0.0 if hurries else max(0.0, ends_s - time.monotonic()))
 
 
 def build_app(
