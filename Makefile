@@ -75,7 +75,7 @@ $(VENV)/.installed: $(VENV)/.base $(NATIVE_SOURCES)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.base
-	$(PIP) install --quiet --group dev --group clients
+	$(PIP) install --quiet --group dev
 	@touch $@
 
 $(VENV)/.clients: $(VENV)/.dev

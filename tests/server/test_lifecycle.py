@@ -143,6 +143,26 @@ def test_what_does_not_end_in_time_is_aborted_and_told():
     run(main())
 
 
+def test_a_second_signal_ends_the_waiting_and_the_requests_are_told():
+    async def main():
+        gate, stream, whole, sent = gate_of(drain_timeout_s=600), Endless(begins=True), Endless(), Sent()
+        running = [
+            asyncio.create_task(gate.around(stream)(scope_of(), None, sent)),
+            asyncio.create_task(gate.around(whole)(scope_of(), None, Sent())),
+        ]
+        await stream.begun.wait()
+        await whole.begun.wait()
+        draining = asyncio.create_task(gate.drain())
+        await asyncio.sleep(0)
+        draining.cancel()
+        await asyncio.wait({draining}, timeout=60)
+        results = await asyncio.gather(*running, return_exceptions=True)
+        assert b"shutting_down" in sent.body
+        assert results[1].status == 503
+
+    asyncio.run(main())
+
+
 def test_one_that_only_looks_is_not_waited_for_and_has_no_deadline():
     async def main():
         gate, app = gate_of(request_timeout_s=0.001, drain_timeout_s=1000), Endless(begins=True)

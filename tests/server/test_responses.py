@@ -12,8 +12,10 @@ import pytest
 
 from quire.outputs import RequestOutput
 from quire.server.config import ServerArgs
+from quire.server.lifecycle import Gate
 from quire.server.response_store import StoredResponse
 from quire.server.responses import PART, shelf_of
+from quire.server.serve import finish
 from quire.server.state import RequestContext, context_of
 from quire.server.tools import REASONING_FORMATS, TOOL_FORMATS
 from tests.server.door import Answer, Server, saying
@@ -229,6 +231,29 @@ def test_a_response_is_there_for_its_key_alone(say: Say, monkeypatch: pytest.Mon
         if status == 404:
             assert server.call("DELETE", url, headers=headers).status == status
             assert server.post(f"{url}/cancel", {}, headers=headers).status == status
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_what_runs_in_the_background_is_ended_with_the_server(say: Say, tmp_path: Path, is_cancelled: bool) -> None:
+    """Also where a second signal ends the waiting for it."""
+    args = ServerArgs(response_store=str(tmp_path / "responses.db"), drain_timeout_s=600 if is_cancelled else 0)
+
+    async def play() -> str:
+        server = say(LONG, args=args)
+        hold(server)
+        response = await ask(server, "POST", URL, input="Hi", background=True)
+        gate = Gate(request_timeout_s=None, drain_timeout_s=args.drain_timeout_s)
+        finishing = asyncio.create_task(finish(server.state, gate))
+        await asyncio.sleep(0.01)
+        if is_cancelled:
+            finishing.cancel()
+        await asyncio.wait_for(asyncio.wait({finishing}), 60)
+        del server.state.parts[PART]
+        return str(response["id"])
+
+    response_id = asyncio.run(play())
+    found = say(args=args).get(f"{URL}/{response_id}").json
+    assert (found["status"], found["error"]["message"]) == ("failed", "the server was shut down")
 
 
 def test_kept_responses_survive_a_restart(say: Say, tmp_path: Path) -> None:

@@ -112,6 +112,8 @@ def api_error(error: BaseException, request_id: str, prompt_param: str | None = 
             return invalid(str(error), _param(error, prompt_param), None)
         case TokenizerError():  # no chat template, or a broken one
             return invalid(str(error), prompt_param)
+        case RecursionError():  # only what clients send is nested
+            return invalid("the request is nested too deeply", code="invalid_json")
         case QuireError():
             logger.error("request %s: %s: %s", request_id, type(error).__name__, error)
             return ApiError(503, "the engine cannot serve this request now; try again later", code="engine_unavailable")

@@ -63,8 +63,11 @@ async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[
         except Exception as error:
             await queue.put(error)
 
-    tasks = [asyncio.create_task(drain(place, stream)) for place, stream in enumerate(streams)]
+    tasks = list[asyncio.Task[None]]()
     try:
+        for place, stream in enumerate(streams):
+            tasks.append(asyncio.create_task(drain(place, stream)))
+            await asyncio.sleep(0)  # each is encoded as it starts: others have their turn in between
         num_left = len(tasks)
         while num_left:
             found = await queue.get()

@@ -64,9 +64,10 @@ class Gate:
         return gated
 
     async def drain(self) -> None:
-        """Let nothing in any more, wait for what runs, abort what is left after the time for it."""
+        """Let nothing in any more, wait for what runs, abort what is left after the time for it. Cancelling this, once,
+        ends the waiting, not the aborting."""
         self.is_draining = True
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError, asyncio.CancelledError):
             await asyncio.wait_for(self._no_work.wait(), self._drain_timeout_s)
         for deadline in self._deadlines:
             if not deadline.expired():

@@ -70,7 +70,7 @@ async def retrieve(request: Request) -> ASGIApp:
     """The response as it stands, or the rest of its stream."""
     found = await _find(request)
     background = _background(request, found)
-    if request.query_params.get("stream", "false").lower() == "true":
+    if _choice(request, "stream", "false", "true") == "true":
         if background is None or not background.keeps_frames:
             raise invalid("only a response made lately with 'background' and 'stream' can be streamed again", "stream")
         return await _stream(request, background.frames(_int(request, "starting_after", -1)))
@@ -105,7 +105,7 @@ async def input_items(request: Request) -> ASGIApp:
     """What was asked, item by item, the last one first unless `order` says otherwise."""
     found = await _find(request)
     items: list[dict[str, Any]] = msgspec.json.decode(found.input_items)
-    if request.query_params.get("order", "desc") != "asc":
+    if _choice(request, "order", "desc", "asc") == "desc":
         items.reverse()
     after = request.query_params.get("after")
     if after is not None:
@@ -233,6 +233,14 @@ def _background(request: Request, found: StoredResponse) -> BackgroundRun | None
 
 def _raw(found: StoredResponse) -> HttpResponse:
     return HttpResponse(found.response, media_type="application/json")
+
+
+def _choice(request: Request, name: str, *allowed: str) -> str:
+    """The first is what nothing said means."""
+    found = request.query_params.get(name, allowed[0]).lower()
+    if found not in allowed:
+        raise invalid(f"{name}={found[:100]!r}: must be one of {', '.join(allowed)}", name)
+    return found
 
 
 def _int(request: Request, name: str, default: int) -> int:

@@ -1,6 +1,7 @@
 """One response in the making, read by its client or running in the background; and the shelf of all that are kept."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
@@ -227,19 +228,16 @@ class Shelf:
         found = self._background.get(response_id)
         return found if found is not None and found.owner == owner else None
 
-    async def drain(self, timeout_s: float) -> None:
-        """Give what runs in the background so many seconds."""
-        if tasks := {each.task for each in self._running() if each.task is not None}:
-            await asyncio.wait(tasks, timeout=timeout_s)
-
-    async def shutdown(self) -> None:
-        """End what runs in the background, and close the store."""
+    async def shutdown(self, drain_s: float = 0.0) -> None:
+        """Give what runs in the background so many seconds, end what is left, and close the store. Cancelling this,
+        once, ends the waiting alone."""
+        running = [each for each in self._background.values() if each.task is not None and not each.is_over]
+        if running and drain_s > 0:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait({each.task for each in running if each.task is not None}, timeout=drain_s)
         error = ResponseError("server_error", "the server was shut down")
-        await asyncio.gather(*(each.cancel("failed", error) for each in self._running()))
+        await asyncio.gather(*(each.cancel("failed", error) for each in running))
         self.store.close()
-
-    def _running(self) -> list[BackgroundRun]:
-        return [each for each in self._background.values() if each.task is not None and not each.is_over]
 
     async def _drive(self, background: BackgroundRun) -> None:
         error = ResponseError("request_timeout", f"the response was not done within {self._timeout_s} s")

@@ -127,7 +127,7 @@ class _Service:
         args = self._args
         names = args.served_model_name or (self._engine_args.model or EMBEDDED_CHECKPOINTS[0],)
         state = ServerState(llm=llm, args=args, model_names=names)
-        shelf = responses.shelf_of(state)  # a store that is wrong stops the server before anybody asks for it
+        responses.shelf_of(state)  # a store that is wrong stops the server before anybody asks for it
         gate = Gate(request_timeout_s=args.request_timeout_s, drain_timeout_s=args.drain_timeout_s)
         with _tracer(args, names[0]) as tracer:
             self._front.app = build_app(state, gate, self._keys, [tracer] if tracer is not None else [])
@@ -138,15 +138,19 @@ class _Service:
             )
             await self._stop.wait()
             state.is_draining = True
-            self._draining = asyncio.create_task(self._drain(gate, shelf))
+            self._draining = asyncio.create_task(finish(state, gate))
             await asyncio.wait({self._draining})
-            await shelf.shutdown()
 
-    async def _drain(self, gate: Gate, shelf: Shelf) -> None:
-        """Both within one time limit."""
-        began = time.monotonic()
-        await gate.drain()
-        await shelf.drain(max(0.0, began + self._args.drain_timeout_s - time.monotonic()))
+
+async def finish(state: ServerState, gate: Gate) -> None:
+    """First what somebody waits for, then in what time is left what runs in the background. Cancelling this, once, ends
+    the waiting, not the cleaning up."""
+    ends_s, task = time.monotonic() + state.args.drain_timeout_s, asyncio.current_task()
+    await gate.drain()
+    shelf: Shelf | None = state.parts.get(responses.PART)
+    if shelf is not None:
+        hurries = task is not None and task.cancelling()
+        await shelf.shutdown(0.0 if hurries else max(0.0, ends_s - time.monotonic()))
 
 
 def build_app(

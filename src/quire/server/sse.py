@@ -53,7 +53,7 @@ async def event_stream(
     """The answer that sends `events`, each framed already.
 
     What they raise within PEEK_S, before the first of them, is raised here; later it becomes the last event, made by
-    `error_event`. They are closed when the answer ends, however it does, and when the client goes away before it begins.
+    `error_event`. They are closed when the answer ends, however it does, and when the client goes before it begins.
     """
     context = context_of(request)
     context.prompt_param = prompt_param or context.prompt_param

@@ -26,7 +26,8 @@ _CONTEXT = "quire"
 class ServerState:
     """One server: its engine, its arguments and what it keeps. `request.app.state.quire` is it.
 
-    Handlers may change `num_in_flight`, `is_draining` and what `parts` hold; the rest stays as it was made.
+    Handlers may change `num_in_flight`, `num_body_bytes`, `is_draining` and what `parts` hold; the rest stays as it was
+    made.
     """
 
     llm: AsyncLLM
@@ -40,6 +41,8 @@ class ServerState:
     started: float = field(default_factory=time.time)
     num_in_flight: int = 0
     """requests that generate, now"""
+    num_body_bytes: int = 0
+    """of bodies that are being read"""
     is_draining: bool = False
     """no new requests are wanted: /ready says so"""
     parts: dict[str, Any] = field(default_factory=dict)
