@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import cast
 
 from starlette.requests import Request
 from starlette.types import ASGIApp
@@ -35,8 +34,7 @@ async def _events(state: ServerState) -> AsyncGenerator[bytes, None]:
     state.parts[_PART] = state.parts.get(_PART, 0) + 1
     try:
         while True:  # the engine's door ends the frames of a watcher that does not keep up
-            frames = cast(AsyncGenerator[bytes, None], state.llm.watch_cache())
-            async with aclosing(frames):
+            async with aclosing(state.llm.watch_cache()) as frames:
                 async for data in frames:
                     yield sse.frame(data)
     finally:
