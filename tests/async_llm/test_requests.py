@@ -175,6 +175,24 @@ def test_listeners_are_told_of_the_start_every_token_and_the_end(door: Door) -> 
     assert metrics.arrival_time <= metrics.first_scheduled_time <= metrics.first_token_time <= metrics.finished_time
 
 
+def test_a_listener_that_raises_costs_nobody_a_token(door: Door, caplog: pytest.LogCaptureFixture) -> None:
+    class Raising:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError(name)
+
+    before = door.run(door.outputs("a", SHORT))
+    listeners = door.llm._listeners
+    listeners.insert(0, Raising())
+    try:
+        after = door.run(door.outputs("a", SHORT))
+        door.run(door.drained())
+    finally:
+        del listeners[0]
+    assert [output.outputs for output in after] == [output.outputs for output in before]
+    assert len(door.record.of("end")) == 2
+    assert "on_request_start" in caplog.text
+
+
 def test_a_grammar_that_is_wrong_comes_back_as_the_outputs_error(door: Door) -> None:
     params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="(unclosed"))
     (output,) = door.run(door.outputs("a", params))

@@ -229,3 +229,28 @@ def test_roles_that_the_template_refuses_are_a_400():
     answer = server.post(CHAT, {"messages": USER * 2})
     assert (answer.status, answer.error["param"]) == (400, "messages")
     assert "roles must alternate" in answer.error["message"]
+
+
+LONG = "a " * 20_000
+LONG_TURNS = [
+    [{"role": "user", "content": LONG}],
+    [{"role": "user", "content": [{"type": "text", "text": LONG}]}],
+    [{"role": "assistant", "content": "a", "reasoning_content": LONG}, *USER],
+    [*USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": json.dumps({"a": LONG})}}]}],
+    USER * 50,
+]
+
+
+@pytest.mark.parametrize("turns", LONG_TURNS, ids=range(len(LONG_TURNS)))
+def test_a_long_conversation_is_written_down_beside_the_event_loop(reciting, turns):
+    threads, tokenizer = [], reciting.state.llm.tokenizer
+    apply = tokenizer.apply_chat_template
+
+    def noting(*args, **kwargs):
+        threads.append(threading.current_thread())
+        return apply(*args, **kwargs)
+
+    tokenizer.apply_chat_template = noting
+    check(reciting.post(CHAT, {"messages": turns, "max_tokens": 2}))
+    assert reciting.post(CHAT, {"messages": USER, "max_tokens": 2}).status == 200
+    assert [thread is threading.main_thread() for thread in threads] == [False, True]

@@ -233,8 +233,7 @@ class AsyncLLM:
             raise InvalidParamsError(f"the request cannot be sent to the engine: {error}") from error
         request = self._requests[key] = RequestState(key, group, self.model_config)
         self._request_ids.add(group.request_id)
-        for listener in self._listeners:
-            listener.on_request_start(group.request_id, len(group.prompt_token_ids), params)
+        self._tell("on_request_start", group.request_id, len(group.prompt_token_ids), params)
         return request
 
     def _leave(self, request: RequestState) -> None:
@@ -249,8 +248,16 @@ class AsyncLLM:
         self._request_ids.discard(request.group.request_id)
         if is_running and self.is_running:
             self._client.send(Abort(request.group.request_id))
+        if self._listeners:
+            self._tell("on_request_end", request.group.request_id, request.whole_output(), request.finish_reason)
+
+    def _tell(self, event: str, *args: Any) -> None:
+        """The listeners. One that raises, which it must not, is no reason to give up a request."""
         for listener in self._listeners:
-            listener.on_request_end(request.group.request_id, request.whole_output(), request.finish_reason)
+            try:
+                getattr(listener, event)(*args)
+            except Exception:
+                logger.exception("a listener could not be told: %s", event)
 
     # What the engine sends
 
@@ -269,15 +276,14 @@ class AsyncLLM:
                 logger.exception("the output of request %s could not be made", request.group.request_id)
                 request.fail(QuireError(f"the output could not be made: {type(error).__name__}: {error}"))
                 self._leave(request)
-        for listener in self._listeners:
-            listener.on_step(message.stats)
+        self._tell("on_step", message.stats)
 
     def _update(self, request: RequestState, delta: RequestDelta, now: float) -> None:
         if delta.error_kind is not None:
             request.fail(error_named(delta.error_kind, delta.error or ""))
         num_tokens = request.update(delta)
-        for listener in self._listeners if num_tokens else ():
-            listener.on_tokens(request.group.request_id, num_tokens, now)
+        if num_tokens:
+            self._tell("on_tokens", request.group.request_id, num_tokens, now)
         if request.is_finished:
             self._end(request, is_running=not delta.finished)
 

@@ -46,22 +46,32 @@ async def chat_prompt(
     for name in _RESERVED:
         if name in (variables or {}):
             raise invalid(f"chat_template_kwargs cannot set {name!r}", "chat_template_kwargs")
-    plain = [_plain_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-    render = partial(
+    write = partial(
         state.llm.tokenizer.apply_chat_template,
-        plain,
         tools=msgspec.to_builtins(tools) if tools else None,
         chat_template=chat_template,
         add_generation_prompt=not continue_final_message if add_generation_prompt is None else add_generation_prompt,
         continue_final_message=bool(continue_final_message),
         **(variables or {}),
     )
-    is_quick = chat_template is None and not tools and not variables and len(plain) <= _QUICK_MESSAGES
-    if is_quick and sum(len(message["content"]) for message in plain) <= _QUICK_CHARS:
+
+    def render() -> str:
+        return write([_plain_message(message, f"messages[{i}]") for i, message in enumerate(messages)])
+
+    is_quick = chat_template is None and not tools and not variables and len(messages) <= _QUICK_MESSAGES
+    if is_quick and sum(map(_num_chars, messages)) <= _QUICK_CHARS:
         text = render()
     else:
         text = await asyncio.to_thread(render)
     return {"prompt": text, "prompt_token_ids": await state.llm.encode(text, bool(add_special_tokens))}
+
+
+def _num_chars(message: ChatMessage) -> int:
+    """Of all that a template may write down, about."""
+    parts = message.content if isinstance(message.content, list) else [ContentPart(text=message.content)]
+    calls = [call.function.arguments for call in message.tool_calls or ()]
+    texts = [*(part.text for part in parts), message.reasoning_content, message.reasoning, message.refusal, *calls]
+    return sum(1 + len(text or "") for text in texts)
 
 
 def _plain_message(message: ChatMessage, where: str) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """`/v1/responses`: answers that are kept, gone on with, and made in the background."""
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -33,6 +34,8 @@ from quire.server.state import ServerState, context_of, state_of
 PART = "responses"
 """where the shelf is among the server's parts"""
 MAX_LISTED = 100
+_QUICK_ITEMS = 256
+"""so many are read at once, more in a thread beside the event loop"""
 _SAME_NAMES = ("previous_response_id", "instructions", "max_output_tokens", "max_tool_calls", "user",
                "safety_identifier", "prompt_cache_key")  # fmt: skip
 
@@ -125,12 +128,16 @@ async def _make_run(request: Request, body: ResponsesRequest, shelf: Shelf, owne
     state = state_of(request)
     model = state.check_model(body.model)
     check_request(body)
-    own = own_items(body)
     earlier = await _history(shelf, owner, body.previous_response_id, state.args.max_body)
-    chat = msgspec.convert(chat_request(body, earlier + own), ChatCompletionRequest)
+
+    def read() -> tuple[ChatCompletionRequest, bytes]:
+        own = own_items(body)
+        return msgspec.convert(chat_request(body, earlier + own), ChatCompletionRequest), msgspec.json.encode(own)
+
+    is_quick = len(body.input) + len(earlier) <= _QUICK_ITEMS or isinstance(body.input, str)
+    chat, encoded = read() if is_quick else await asyncio.to_thread(read)
     chat.stream = bool(body.stream or body.background)
     response = _new_response(state, body, model)
-    encoded = msgspec.json.encode(own)
 
     async def keep(run: Run, is_new: bool) -> None:
         now = run.builder.response
