@@ -28,5 +28,5 @@ def test_a_python_example_runs(served: Served, section: str, i: int, capsys: pyt
 
 def test_the_curl_example_streams(served: Served) -> None:
     events = run_command("curl", served, {}).strip().split("\n\n")
-    assert len(events) > 3
+    assert len(events) > 1
     assert events[-1] == "data: [DONE]"
