@@ -34,6 +34,7 @@ from quire.cli.bench.throughput import greedy, random_prompts, run_once
 
 READY_S = 120
 _TAIL_BYTES = 4096
+_WARM_UP_LEN = 4
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
@@ -97,7 +98,6 @@ class Served:
     def __init__(self, args: argparse.Namespace, log: Path) -> None:
         flags = [_flag(name, value) for name, value in engine_kwargs(args).items() if value is not None]
         command = [sys.executable, "-m", "quire", "serve", "--port=0", "--no-log-requests", *flags]
-        self._args = args
         with log.open("wb") as file:
             self.process = subprocess.Popen(command, stdout=file, stderr=file)
         deadline = time.monotonic() + READY_S
@@ -107,11 +107,11 @@ class Served:
             time.sleep(0.1)
         self._port = int(found[1])
 
-    async def run(self, prompts: list[list[int]]) -> Run:
+    async def run(self, prompts: list[list[int]], output_len: int) -> Run:
         """One batch."""
         pids = self.process.pid, os.getpid()
         start_s, before = time.perf_counter(), [cpu_s(pid) for pid in pids]
-        await stream_all(self._port, prompts, self._args.output_len)
+        await stream_all(self._port, prompts, output_len)
         elapsed_s = time.perf_counter() - start_s
         return Run(elapsed_s, *(cpu_s(pid) - start for pid, start in zip(pids, before, strict=True)))
 
@@ -146,26 +146,28 @@ def engine_kwargs(args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def measure(args: argparse.Namespace, log: Path) -> dict[str, list[Run]]:
-    """Each door's runs; the first of each, which warms up, is left out."""
+    """Each door's runs, after a short one that warms up."""
     engine_args = EngineArgs(**engine_kwargs(args))
     llm = LLM(**engine_kwargs(args))
     prompts = random_prompts(args.streams, args.input_len, llm.engine.model_config.vocab_size)
     served, async_llm = Served(args, log), await AsyncLLM.from_args(engine_args)
 
-    async def run_llm() -> Run:
-        return Run(run_once(llm, prompts, args.output_len))
+    async def run_llm(output_len: int) -> Run:
+        return Run(run_once(llm, prompts, output_len))
 
-    doors: dict[str, Callable[[], Awaitable[Run]]] = {
+    doors: dict[str, Callable[[int], Awaitable[Run]]] = {
         "LLM": run_llm,
-        "AsyncLLM": lambda: run_async_llm(async_llm, prompts, args.output_len),
-        "quire serve": lambda: served.run(prompts),
+        "AsyncLLM": lambda output_len: run_async_llm(async_llm, prompts, output_len),
+        "quire serve": lambda output_len: served.run(prompts, output_len),
     }
     try:
+        for run in doors.values():
+            await run(_WARM_UP_LEN)
         runs: dict[str, list[Run]] = {name: [] for name in doors}
-        for _ in range(args.runs + 1):
+        for _ in range(args.runs):
             for name, run in doors.items():
-                runs[name].append(await run())
-        return {name: made[1:] for name, made in runs.items()}
+                runs[name].append(await run(args.output_len))
+        return runs
     finally:
         await async_llm.shutdown()
         served.close()
