@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, TypedDict
 
 import msgspec
@@ -46,17 +45,18 @@ async def chat_prompt(
     for name in _RESERVED:
         if name in (variables or {}):
             raise invalid(f"chat_template_kwargs cannot set {name!r}", "chat_template_kwargs")
-    write = partial(
-        state.llm.tokenizer.apply_chat_template,
-        tools=msgspec.to_builtins(tools) if tools else None,
-        chat_template=chat_template,
-        add_generation_prompt=not continue_final_message if add_generation_prompt is None else add_generation_prompt,
-        continue_final_message=bool(continue_final_message),
-        **(variables or {}),
-    )
 
     def render() -> str:
-        return write([_plain_message(message, f"messages[{i}]") for i, message in enumerate(messages)])
+        plain = [_plain_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+        adds_turn = not continue_final_message if add_generation_prompt is None else add_generation_prompt
+        return state.llm.tokenizer.apply_chat_template(
+            plain,
+            tools=msgspec.to_builtins(tools) if tools else None,
+            chat_template=chat_template,
+            add_generation_prompt=adds_turn,
+            continue_final_message=bool(continue_final_message),
+            **(variables or {}),
+        )
 
     is_quick = chat_template is None and not tools and not variables and len(messages) <= _QUICK_MESSAGES
     if is_quick and sum(map(_num_chars, messages)) <= _QUICK_CHARS:
