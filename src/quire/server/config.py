@@ -55,7 +55,9 @@ class ServerArgs:
     max_header_bytes: int | str = arg("64KiB", "longest request line and headers")
     header_timeout_s: float = arg(10.0, "seconds that request line and headers may take to come")
     body_timeout_s: float = arg(60.0, "seconds that a body may take to come")
-    idle_timeout_s: float = arg(75.0, "seconds that a connection is kept without a request")
+    idle_timeout_s: float = arg(
+        75.0, "seconds that a connection is kept without a request, or a client that reads nothing"
+    )
     request_timeout_s: float | None = arg(None, "seconds after which a request is aborted")
     keep_alive_s: float = arg(15.0, "seconds without a token after which a stream gets a comment, so that it is kept")
     max_prompts_per_request: int = arg(1024, "prompts in one request")
