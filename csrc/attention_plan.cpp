@@ -136,6 +136,8 @@ struct Sections {
   int64_t count() const { return end - begin; }
 };
 
+thread_local int64_t sections_read = 0;
+
 // Those that all query tokens of sequence s see all keys of.
 Sections whole_sections(const AttentionArgs& args, int64_t s) {
   const int64_t first_key = first_visible(args, args.seq_lens[s] - 1);
@@ -272,6 +274,8 @@ void split_items(const AttentionArgs& args, int64_t limit, Plan& plan) {
 
 }  // namespace
 
+int64_t attention_sections_read() { return sections_read; }
+
 void paged_attention(DType dtype, const AttentionArgs& args) {
   static thread_local Plan plan;
   check(args);
@@ -281,6 +285,10 @@ void paged_attention(DType dtype, const AttentionArgs& args) {
   const int64_t group = args.num_heads / args.num_kv_heads;
   const int64_t tokens_per_item = std::max<int64_t>(1, kItemRows / group);
   make_items(args, tokens_per_item, heads_per_item(dtype, args), plan);
+  sections_read = 0;
+  for (const AttentionItem& item : plan.items) {
+    sections_read += (item.section_end - item.section_begin) * item.num_kv_heads;
+  }
 
   const int64_t threads = num_threads(), rows = std::max(tokens_per_item * group, kItemRows);
   const AttentionTable& table = kernels().attention;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -17,6 +17,8 @@ from quire.server.protocol.common import PromptLogprob, PromptLogprobs, TokenLog
 from quire.server.state import RequestContext, ServerState, engine_id
 
 T = TypeVar("T")
+_QUICK_LOGPROBS = 2000
+"""told in a few milliseconds"""
 LOWEST_LOGPROB = -9999.0
 """stands for -inf, which JSON cannot say"""
 
@@ -81,6 +83,13 @@ async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def beside(output: RequestOutput, make: Callable[[], T]) -> T:
+    """What `make` makes of this output: from a thread, where log-probabilities are so many that others would wait."""
+    rows = (output.prompt_logprobs, *(choice.logprobs for choice in output.outputs))
+    num_told = sum(len(some) * len(some[-1] or ()) for some in rows if some)
+    return make() if num_told <= _QUICK_LOGPROBS else await asyncio.to_thread(make)
 
 
 class TokenCounts:
