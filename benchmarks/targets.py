@@ -93,10 +93,10 @@ def _multiplying(num_seqs: int) -> Callable[[Rows], str]:
 
     def say(rows: Rows) -> str:
         alone = share(rows)
-        reaches = "" if alone is None else f"one query head to a key head (12, 12, 64) reaches {alone:.2f}; "
+        reaches = "" if alone is None else f" reaches {alone:.2f}"
         return (
-            f"{reaches}with 7 or 4 of them multiplying takes as long as reading, and the two overlap in part; blocks "
-            "of one head lie too far apart to be read at full speed (LOG.md, 2026-11-22)"
+            f"one query head to a key head (12, 12, 64), which hardly multiplies,{reaches}: the pieces of a paged "
+            "cache are not read faster (LOG.md, 2026-11-22); with 7 or 4 multiplying takes as long, and overlaps in part"
         )
 
     return say

@@ -34,7 +34,7 @@ from reliability.served import Exchange, Held, Served, post
 
 MAX_GROWTH_BYTES = 50 * 10**6
 FLAGS = [
-    "--kv-cache-memory=16MiB", "--max-num-seqs=16", "--max-model-len=1024", "--swap-space=8MiB", "--max-waiting=256",
+    "--kv-cache-memory=16MiB", "--max-num-seqs=16", "--max-model-len=1024", "--swap-space=0.008", "--max-waiting=256",
     "--no-log-requests", "--response-store-max=200",
 ]  # fmt: skip
 _LEAVING = 0.3
@@ -134,7 +134,7 @@ def requests(rng: random.Random) -> Iterator[tuple[str, str, dict[str, Any]]]:
             case "beams":
                 yield kind, _PLACES[0], fields | {"prompt": text, "use_beam_search": True, "n": rng.randint(2, 4)}
             case "grammar":
-                form = rng.choice(
+                form: dict[str, Any] = rng.choice(
                     [{"guided_regex": r"[a-f]{5,40}"}, {"guided_json": _SCHEMA}, {"guided_choice": ["a", "b"]}]
                 )
                 yield kind, _PLACES[1], fields | form | {"messages": messages, "stream": rng.random() < 0.5}

@@ -11,7 +11,6 @@ from quire.engine.logprobs import LogprobRows, PromptScores
 from quire.engine.sequence import Sequence, SequenceGroup
 from quire.outputs import Logprob
 from quire.params import SamplingParams
-
 from tests.scripted_engine import logprobs
 
 from .fake import Harness, expected_logprobs, joined, token_logprobs

@@ -137,7 +137,7 @@ def chat_logprobs(
     told = []
     for token_id, row in zip(token_ids, rows, strict=True):
         entries = [
-            TopLogprob(text, finite(entry.logprob), list(text.encode()))
+            TopLogprob(text, finite(entry.logprob), tuple(text.encode()))
             for i, entry in row.items()
             for text in (token_text(i, entry, as_ids),)
         ]
@@ -146,7 +146,7 @@ def chat_logprobs(
             entries = [entry for lp, entry in zip(row.values(), entries, strict=True) if (lp.rank or 0) <= num_top]
         entries.sort(key=lambda entry: -entry.logprob)
         text = token_text(token_id, own, as_ids)
-        told.append(TokenLogprob(text, finite(own.logprob), list(text.encode()), entries))
+        told.append(TokenLogprob(text, finite(own.logprob), tuple(text.encode()), entries))
     return told
 
 
