@@ -96,7 +96,7 @@ def _multiplying(num_seqs: int) -> Callable[[Rows], str]:
         reaches = "" if alone is None else f" reaches {alone:.2f}"
         return (
             f"one query head to a key head (12, 12, 64), which hardly multiplies,{reaches}: the pieces of a paged "
-            "cache are not read faster (LOG.md, 2026-11-22); with 7 or 4 multiplying takes as long, and overlaps in part"
+            "cache are not read faster (LOG.md, 2026-11-22); with 7 or 4 multiplying takes as long and overlaps in part"
         )
 
     return say
