@@ -106,7 +106,8 @@ class Asker:
     async def ask(self, tenant: str) -> Exchange:
         """One stream to its end."""
         asked = {"prompt": f"{next(self._numbers)} is what this begins with", "max_tokens": self._output_len}
-        body = json.dumps(asked | {"temperature": 0, "ignore_eos": True, "stream": True}).encode()
+        told = {"stream": True, "return_token_ids": True}  # each token is told, also one that is no text yet
+        body = json.dumps(asked | told | {"temperature": 0, "ignore_eos": True}).encode()
         return await post(self._port, "/v1/completions", body, authorization=f"Bearer {_KEYS[tenant]}")
 
     async def closed(self, tenant: str, num_clients: int, seconds: float) -> Load:
@@ -168,7 +169,7 @@ async def measure(served: Served, options: argparse.Namespace) -> dict[str, Any]
     }
     return {
         "tool": "overload", "model": Path(options.model or "quire-tiny").name, "factor": options.factor,
-        "seqs": options.seqs, "output_len": options.output_len, "requests_per_s": round(per_s, 2),
+        "num_threads": options.num_threads, "seqs": options.seqs, "output_len": options.output_len, "requests_per_s": round(per_s, 2),
         "loads": [load.row(name) for name, load in loads.items()],
         "polite_stream_s": [round(_median_s(load), 3) for load in (polite_alone, polite)],
         "found": {name: round(value, 4) for name, value in found.items()}, "met": aims,
@@ -182,8 +183,9 @@ def _median_s(load: Load) -> float:
 def flags(options: argparse.Namespace) -> list[str]:
     """Of a server whose queue is as long as what runs at once, and of which one tenant has no more than that."""
     model = [] if options.model is None else [f"--model={options.model}"]
+    threads = [] if options.num_threads is None else [f"--num-threads={options.num_threads}"]
     return [
-        *model,
+        *model, *threads,
         f"--max-num-seqs={options.seqs}", f"--max-waiting={options.seqs}", "--max-model-len=1024",
         f"--max-concurrent-per-tenant={2 * options.seqs - 2}", "--scheduling-policy=fair", "--no-log-requests",
     ]  # fmt: skip
@@ -197,6 +199,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--seqs", type=int, default=8)
     parser.add_argument("--output-len", type=int, default=256)
+    parser.add_argument("--num-threads", type=int, help="of the engine; one less than there are leaves the server one")
     parser.add_argument("--record", action="store_true", help="write the result into docs/reliability.md")
     options = parser.parse_args()
     with TemporaryDirectory() as folder:
@@ -210,7 +213,7 @@ def main() -> int:
     print(json.dumps(row))
     if options.record:
         said = [f"{name}: {value:g}, {'met' if row['met'][name] else 'MISSED'}" for name, value in row["found"].items()]
-        command = f"make overload ARGS='{options.model or ''} --seconds {options.seconds:g} --seqs {options.seqs}'"
+        command = f"make overload ARGS='{' '.join(sys.argv[1:])}'"
         record("overload", command, [*table(row["loads"]), "", "; ".join(said) + "."])
     return 0 if all(row["met"].values()) else 1
 
