@@ -30,19 +30,25 @@ POINTS: dict[str, str] = {
     "step.run": "in the worker: blocks are moved, the model has not run",
     "step.commit": "the executor has returned, nothing is committed",
     "step.end": "the step is committed",
-    "blocks.allocate": "a block is taken from a pool; subject: the tier, `device` or `host`",
-    "blocks.swap_out": "blocks are copied to the host tier",
-    "blocks.swap_in": "blocks are copied back from the host tier",
-    "blocks.copy": "slots are copied from block to block",
+    "blocks.allocate": "a sequence is about to be given its first blocks; subject: its seq_id",
+    "blocks.append": "a sequence is about to be given more blocks; subject: its seq_id",
+    "blocks.swap_out": "sequences are about to move to the host tier; subject: the first's seq_id",
+    "blocks.swap_in": "sequences are about to move back to the device; subject: the first's seq_id",
+    "cache.swap_out": "a step's blocks are copied to the host tier",
+    "cache.swap_in": "a step's blocks are copied back",
+    "cache.copy": "a step's slots are copied from block to block",
     "weights.load": "a tensor of a checkpoint is read; subject: its name",
+    "memory.workspace": "memory is taken for what a kernel puts out",
+    "memory.native": "a kernel takes memory to work in; fails once, by std::bad_alloc, and only `after` counts",
     "tokenizer.encode": "a text becomes tokens",
     "grammar.compile": "a grammar is compiled, in its thread",
     "grammar.mask": "a sequence's mask is filled; subject: its seq_id",
-    "sampler.row": "a row of logits is made ready for its draw; subject: the seq_id",
+    "sampler.row": "a row of logits with changes is made ready for its draw; subject: the seq_id",
     "sampler.draw": "the tokens of all rows are drawn",
-    "scoring.rows": "tokens given beforehand are scored; subject: the seq_id",
+    "scoring.rows": "tokens given beforehand are scored",
     "commit.sequence": "a sequence's result is committed; subject: the seq_id",
-    "detokenizer.append": "a token's text is added to an output",
+    "detokenizer.append": "an output gets a token",
+    "detokenizer.text": "an output's text is asked for",
     "output.make": "a request's output is made; subject: its request id",
 }
 """every point there is, and when it is passed. Its subject, where it has one, is what a fault may be limited to"""
@@ -82,8 +88,9 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if isinstance(number := getattr(errno, self.error, None), int):
             return OSError(number, f"{os.strerror(number)} (injected at {self.point})")
         kind = getattr(builtins, self.error, None)
-        is_error = isinstance(kind, type) and issubclass(kind, Exception)
-        return kind(f"injected at {self.point}") if is_error else None
+        if not isinstance(kind, type) or not issubclass(kind, Exception):
+            return None
+        return kind(f"injected at {self.point}")
 
 
 @dataclass(eq=False)
@@ -115,6 +122,8 @@ class Injected:
 
 _armed: tuple[Injected, ...] = ()
 _lock = threading.Lock()
+_NATIVE = "memory.native"
+_refuse_memory: Callable[[int], bool] | None = None
 
 
 def fault_point(name: str, subject: object = None) -> None:
@@ -159,16 +168,30 @@ def inject(fault: Fault) -> Iterator[Injected]:
     """Arm a fault, in this process and all its threads, until the end of the block."""
     injected = Injected(fault)
     _arm(*_armed, injected)
+    if fault.point == _NATIVE and _refuse_memory is not None:
+        _refuse_memory(fault.after)
     try:
         yield injected
     finally:
         _arm(*(other for other in _armed if other is not injected))
+        if fault.point == _NATIVE and _refuse_memory is not None and not _refuse_memory(-1):
+            injected.subjects.append(None)
 
 
 def _arm(*injected: Injected) -> None:
     global _armed
     with _lock:
         _armed = injected
+
+
+def arm_native(refuse_memory: Callable[[int], bool]) -> None:
+    """The native code is loaded, and `refuse_memory` is how it fails: after so many more requests for memory one is
+    refused, negative: none; the answer is False if one has been since it was called last."""
+    global _refuse_memory
+    _refuse_memory = refuse_memory
+    for injected in _armed:
+        if injected.fault.point == _NATIVE:
+            refuse_memory(injected.fault.after)
 
 
 def environment(*faults: Fault) -> dict[str, str]:
