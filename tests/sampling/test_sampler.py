@@ -100,7 +100,7 @@ def test_processed_logits_are_those_of_the_plain_definition(seed):
         mask = Mask([*mask.allowed, *draw.allowed_token_ids])
     s = sequence(draw, prompt, output, mask=mask)
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(seed))
-    how = DrawTensors(s.draws, VOCAB).at([s])
+    how = DrawTensors(s.draws, VOCAB).at([s], {})
     processed = kernels.processed_logits(logits, how, torch.tensor([0]))[0]
     expected = changed(logits[0], draw, prompt, output, mask)
     if draw.temperature == 0 or expected.max() == -torch.inf:
