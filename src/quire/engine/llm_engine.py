@@ -280,8 +280,6 @@ class LLMEngine:
         if group is None:
             return None
         self._abort(group)
-        if group in self._changed:
-            self._changed.remove(group)
         return self._output(group)
 
     def _abort(self, group: SequenceGroup) -> None:
@@ -354,3 +352,5 @@ class LLMEngine:
     def _forget_if_finished(self, group: SequenceGroup) -> None:
         if group.is_finished:
             self._groups.pop(group.request_id, None)
+            if group in self._changed:  # it ended in the plan of the step after the one of which is told
+                self._changed.remove(group)
