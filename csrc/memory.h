@@ -12,8 +12,8 @@ void ask_for_memory();
 // 64-byte aligned, to be freed by std::free. Throws std::bad_alloc.
 void* aligned_memory(int64_t bytes);
 
-// After `after` more calls of ask_for_memory one throws; negative: none will. Returns whether one has, or none was to,
-// since this was called last.
+// After `after` more calls of ask_for_memory one throws; negative: none will. Returns whether none is due any more from
+// the call of this before: one has thrown, or none was to.
 bool refuse_memory(int64_t after);
 
 }  // namespace quire

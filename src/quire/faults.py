@@ -174,7 +174,7 @@ def inject(fault: Fault) -> Iterator[Injected]:
         yield injected
     finally:
         _arm(*(other for other in _armed if other is not injected))
-        if fault.point == _NATIVE and _refuse_memory is not None and not _refuse_memory(-1):
+        if fault.point == _NATIVE and _refuse_memory is not None and _refuse_memory(-1):
             injected.subjects.append(None)
 
 
@@ -186,7 +186,7 @@ def _arm(*injected: Injected) -> None:
 
 def arm_native(refuse_memory: Callable[[int], bool]) -> None:
     """The native code is loaded, and `refuse_memory` is how it fails: after so many more requests for memory one is
-    refused, negative: none; the answer is False if one has been since it was called last."""
+    refused, negative: none is. The answer is True if none is due any more from the call before."""
     global _refuse_memory
     _refuse_memory = refuse_memory
     for injected in _armed:
