@@ -20,7 +20,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sized
 from contextlib import ExitStack
 from typing import Any
 
@@ -97,7 +97,7 @@ def _params(kind: str, rng: random.Random) -> SamplingParams | BeamSearchParams 
         "changed": {"frequency_penalty": 0.7, "bad_words": ["the", " a"], "logit_bias": {5: 1.0}},
         "processed": {"logits_processors": [lift]},
     }
-    kept = {"seed": rng.randrange(10**6), "max_tokens": length, "ignore_eos": kind != "grammar"}
+    kept: dict[str, Any] = {"seed": rng.randrange(10**6), "max_tokens": length, "ignore_eos": kind != "grammar"}
     return SamplingParams(**kept, output_kind=rng.choice(["cumulative", "final_only"]), **given[kind])
 
 
@@ -217,8 +217,14 @@ class Scene:
         engine.scheduler.check_integrity()
         assert engine.blocks.num_used_blocks == 0, f"{engine.blocks.num_used_blocks} blocks are held by nobody"
         assert engine.blocks.host.num_free_blocks == engine.blocks.host.num_blocks, "host blocks are held by nobody"
-        left = [engine.scheduler._owners, engine.scheduler.running, engine.scheduler.policy, engine.blocks._chains]
-        assert not any(map(len, [*left, engine._groups, engine._changed, engine.grammars])), "a request is kept"
+        left: list[Sized] = [
+            engine.scheduler._owners,
+            engine.scheduler.running,
+            engine.scheduler.policy,
+            engine.blocks._chains,
+        ]
+        left += [engine._groups, engine._changed, engine.grammars]
+        assert not any(len(kept) for kept in left), "a request is kept"
 
 
 @dataclasses.dataclass(frozen=True)
