@@ -249,6 +249,16 @@ class SequenceGroup:
         """It waits in the host tier."""
         return any(seq.status is SequenceStatus.SWAPPED for seq in self.seqs)
 
+    @property
+    def has_failed(self) -> bool:
+        """It ended because something failed in its own work; `error` says so."""
+        return self.error is not None and any(seq.status is SequenceStatus.FINISHED_ABORTED for seq in self.seqs)
+
+    def to_failed_output(self) -> RequestOutput:
+        """What the caller is told where the rest cannot be made: the error."""
+        outputs = [CompletionOutput(seq.index, "", [], seq.status.finish_reason) for seq in self.seqs]
+        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, True, error=self.error)
+
     def to_output(self) -> RequestOutput | None:
         """What the caller is told after a step that changed it: of the kind that was asked for; None is nothing."""
         kind, finished = self.params.output_kind, self.is_finished
