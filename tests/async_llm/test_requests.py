@@ -220,7 +220,7 @@ def test_watchers_get_every_frame_or_an_end(door: Door) -> None:
         sent = [b"%d" % i for i in range(100)]
         got = []
         for frame in sent:
-            door.llm._on_message(CacheFrame(frame))
+            door.llm._watchers.on_message(CacheFrame(frame))
             got.append(await (anext(quick) if got else waiting[0]))
         assert got == sent
         behind = [await waiting[1], *[frame async for frame in slow]]
@@ -232,7 +232,7 @@ def test_watchers_get_every_frame_or_an_end(door: Door) -> None:
 
 
 def test_signals_of_the_terminal_do_not_reach_the_engine(door: Door) -> None:
-    pid = door.llm._client._process.pid
+    pid = door.llm.engine_pid
     assert os.getsid(pid) == pid
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(pid, number)

@@ -77,6 +77,8 @@ class GrammarQueue:
             (seq,) = group.seqs
             if group.error is None:
                 seq.grammar = compilation.state(jumps=_jumps(seq.draws[0]))
+                for token_id in seq.token_ids[seq.num_prompt_tokens :]:  # of its past in another engine
+                    seq.grammar.advance(token_id)
                 scheduler.add(group)
             else:
                 seq.status = SequenceStatus.FINISHED_IGNORED

@@ -21,6 +21,7 @@ import msgspec
 from starlette.types import ASGIApp, Message
 
 from quire.errors import ConfigError, EngineDeadError
+from quire.faults import fault_write
 
 MAX_FRAME_BYTES = 64 * 1024
 """of a line, around its body"""
@@ -88,7 +89,7 @@ class BatchRun:
     paths: Collection[str]
     """that may be asked, by POST"""
     is_running: Callable[[], bool]
-    """whether the engine can still answer"""
+    """whether an engine answers, or may soon"""
     max_in_flight: int
     """lines at once"""
     max_body_bytes: int
@@ -256,7 +257,7 @@ class PartialFile:
 
     def _write(self, data: bytes) -> None:
         while data:  # a disk that is full takes a part
-            num_written = self._file.write(data)
+            num_written = fault_write("batch.write", self._file.write, data)
             self._size += num_written
             data = data[num_written:]
 
