@@ -11,7 +11,6 @@ from msgspec.structs import replace
 
 from quire import (
     BeamSearchParams,
-    EngineDeadError,
     InvalidParamsError,
     InvalidPromptError,
     PromptTooLongError,
@@ -237,23 +236,3 @@ def test_signals_of_the_terminal_do_not_reach_the_engine(door: Door) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(pid, number)
     assert door.run(door.outputs("a", SHORT))[-1].finished
-
-
-def test_when_the_engine_dies_every_caller_is_told() -> None:
-    door = Door(num_gpu_blocks_override=128, max_num_seqs=1, num_threads=1)
-
-    async def die() -> None:
-        callers = [asyncio.create_task(door.outputs("a", LONG)) for _ in range(3)]
-        await door.record.until(lambda: bool(door.record.of("tokens")))
-        assert door.llm.is_running
-        os.kill(door.llm._client._process.pid, signal.SIGKILL)
-        for error in await asyncio.gather(*callers, return_exceptions=True):
-            assert isinstance(error, EngineDeadError)
-            assert "signal 9" in str(error)
-        assert not door.llm.is_running
-        assert [reason for _, reason, _ in door.record.of("end")] == ["error"] * 3
-        with pytest.raises(EngineDeadError):
-            await door.outputs("a", SHORT)
-
-    door.run(die())
-    door.close()
