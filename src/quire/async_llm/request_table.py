@@ -98,8 +98,8 @@ class RequestTable:
                 self._fail(request, error)
         num_waiting = len(self._requests)
         logger.error("%d requests wait for another engine, %d ended", num_waiting, num_running - num_waiting)
-        nothing = dict.fromkeys(("num_running", "num_swapped", "num_used_blocks", "num_cached_blocks"), 0)
-        self.stats = replace(self.stats, num_waiting=num_waiting, num_pinned_blocks=0, **nothing)
+        gone: dict[str, Any] = dict.fromkeys(("num_running", "num_swapped", "num_used_blocks", "num_cached_blocks"), 0)
+        self.stats = replace(self.stats, num_waiting=num_waiting, num_pinned_blocks=0, **gone)
 
     def on_restart(self, ready: Ready) -> None:
         """Give all to the new engine, in the order in which they came."""

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import msgspec
 from starlette.types import ASGIApp, Message
 
-from quire.errors import ConfigError, EngineDeadError
+from quire.errors import ConfigError, EngineDeadError, QuireError
 from quire.faults import fault_write
 
 MAX_FRAME_BYTES = 64 * 1024
@@ -97,7 +97,8 @@ class BatchRun:
     async def run(self, source: Path, partial: PartialFile, progress: Callable[[], object]) -> int:
         """Run the lines that have no answer yet; `progress` is called after each. Returns how many of them failed.
 
-        Raises EngineDeadError if the engine ends; the lines without an answer are then left for another run.
+        Raises EngineDeadError if the engine ends, QuireError if an answer cannot be kept; the lines without an answer
+        are then left for another run.
         """
         lines = (row for row in _numbered(read_lines(source, self.max_body_bytes)) if not partial.has(row[0]))
         num_failed = 0
@@ -117,7 +118,7 @@ class BatchRun:
             async with asyncio.TaskGroup() as group:
                 for _ in range(self.max_in_flight):
                     group.create_task(work())
-        except* EngineDeadError as errors:
+        except* QuireError as errors:
             raise errors.exceptions[0] from None
         return num_failed
 
@@ -256,10 +257,13 @@ class PartialFile:
         self._file.close()
 
     def _write(self, data: bytes) -> None:
-        while data:  # a disk that is full takes a part
-            num_written = fault_write("batch.write", self._file.write, data)
-            self._size += num_written
-            data = data[num_written:]
+        try:
+            while data:  # a disk that is full takes a part
+                num_written = fault_write("batch.write", self._file.write, data)
+                self._size += num_written
+                data = data[num_written:]
+        except OSError as error:
+            raise QuireError(f"{self.path} cannot be written: {error}; make room, then go on with --resume") from error
 
     def _find_answers(self, head: bytes) -> None:
         """A line cut off at the end is taken away."""
