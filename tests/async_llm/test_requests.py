@@ -182,7 +182,7 @@ def test_a_listener_that_raises_costs_nobody_a_token(door: Door, caplog: pytest.
 
     whole = replace(SHORT, output_kind="final_only")  # how many deltas there are depends on how fast they are taken
     (before,) = door.run(door.outputs("a", whole))
-    listeners = door.llm._listeners
+    listeners = door.llm._requests.listeners
     listeners.insert(0, Raising())
     try:
         (after,) = door.run(door.outputs("a", whole))
