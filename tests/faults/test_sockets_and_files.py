@@ -12,10 +12,10 @@ from quire import SamplingParams, StructuredOutputsParams
 from quire.errors import QuireError
 from quire.faults import Fault, inject
 from quire.grammar.trial import TrialProcess, TrialSettings
+from quire.log import set_up_logging
 from quire.server.auth import ApiKeys
 from quire.server.config import ServerArgs
 from quire.server.lifecycle import Gate
-from quire.server.request_log import set_up_logging
 from quire.server.response_store import ResponseStore, StoredResponse, StoreError
 from quire.server.serve import build_app
 from tests.async_llm.door import Door
@@ -150,13 +150,20 @@ def test_a_response_that_cannot_be_stored_leaves_the_others_as_they_are(tmp_path
 
 
 @pytest.mark.parametrize("action", ["raise", "write"])
-def test_a_batch_goes_on_where_the_disk_was_full(tmp_path: Any, action: Any) -> None:
+@pytest.mark.parametrize(("max_in_flight", "place"), [(1, 4), (4, 1), (4, 3), (4, 9)])
+def test_a_batch_goes_on_where_the_disk_was_full(tmp_path: Any, action: Any, max_in_flight: int, place: int) -> None:
+    """The first line tells the input, the six behind it the answers; then the output is written."""
     batch = Batch(tmp_path)
     batch.write(*(line(i) for i in range(6)))
-    with inject(Fault("batch.write", action, error="ENOSPC", after=4)), pytest.raises(QuireError, match="--resume"):
-        batch.run(max_in_flight=1)
-    assert batch.run(resume=True) == (0, 3)
-    assert [row["custom_id"] for row in batch.rows] == [f"line-{i}" for i in range(6)]
+    fault = Fault("batch.write", action, error="ENOSPC", after=place)
+    with inject(fault), pytest.raises(QuireError, match=r"No space left.*--resume"):
+        batch.run(max_in_flight=max_in_flight)
+    num_failed, num_asked = batch.run(resume=True)
+    assert num_failed == 0
+    assert (num_asked == 0) == (place > 6)
+    assert [(row["custom_id"], row["response"]["body"]["echo"]["i"]) for row in batch.rows] == [
+        (f"line-{i}", i) for i in range(6)
+    ]
 
 
 def test_a_log_that_cannot_be_written_stops_nothing(

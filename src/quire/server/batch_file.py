@@ -13,6 +13,7 @@ import os
 import secrets
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -242,10 +243,10 @@ class PartialFile:
     def finish(self) -> None:
         """Write the output, all of it or nothing, and end the partial file."""
         ordered = self._output.with_name(self._output.name + ".tmp")
-        with ordered.open("wb") as file, self.path.open("rb") as answers:
+        with self._writing(), ordered.open("wb") as file, self.path.open("rb") as answers:
             for offset in self._offsets:
                 answers.seek(offset)
-                file.write(answers.readline().partition(b" ")[2])
+                fault_write("batch.write", file.write, answers.readline().partition(b" ")[2])
             file.flush()
             os.fsync(file.fileno())
         ordered.replace(self._output)
@@ -257,13 +258,24 @@ class PartialFile:
         self._file.close()
 
     def _write(self, data: bytes) -> None:
+        """All of it, or nothing: others may yet write behind it."""
+        with self._writing():
+            try:
+                left = data
+                while left:  # a disk that is full takes a part
+                    left = left[fault_write("batch.write", self._file.write, left) :]
+            except OSError:
+                self._file.truncate(self._size)
+                self._file.seek(self._size)
+                raise
+        self._size += len(data)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
         try:
-            while data:  # a disk that is full takes a part
-                num_written = fault_write("batch.write", self._file.write, data)
-                self._size += num_written
-                data = data[num_written:]
+            yield
         except OSError as error:
-            raise QuireError(f"{self.path} cannot be written: {error}; make room, then go on with --resume") from error
+            raise QuireError(f"the answers cannot be written: {error}; make room, then go on with --resume") from error
 
     def _find_answers(self, head: bytes) -> None:
         """A line cut off at the end is taken away."""
