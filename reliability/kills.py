@@ -1,6 +1,6 @@
 """Kill and stop the processes of a server under load, at random moments, and see that nothing is lost.
 
-    python tools/chaos_kills.py [--count 200] [--seed 1]
+    python -m reliability.kills [--count 200] [--seed 1] [--record]
 
 In each round clients ask `quire serve` on the embedded model one thing after another (streams, whole answers, samples,
 beams, grammars), and one of its processes (engine, trial of grammars, API) gets SIGKILL or SIGSTOP, some engines twice.
@@ -21,12 +21,11 @@ import random
 import re
 import secrets
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,11 +33,14 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from reliability.page import record, table
+from reliability.served import READY_S, Served
+
+FLAGS = ["--kv-cache-memory=64MiB", "--max-num-seqs=32", "--no-log-requests"]
 HUNG_S = 120.0
 """without a byte for so long, a client hangs"""
 TRUTH_S = 10.0
 """so soon /health says that an engine is dead or hangs"""
-READY_S = 120.0
 NUM_CLIENTS = 8
 PROMPTS = ("def fibonacci(n):", "Once upon a time", "import os\n", "class Stack:\n")
 _MARK = "QUIRE_CHAOS"
@@ -129,58 +131,32 @@ def wish(kind: str, prompt: str) -> dict[str, Any]:
     return body
 
 
-class Server:
+class Server(Served):
     """`quire serve`, and all processes that descend from it, known by a mark in their environment."""
 
     def __init__(self, log: Path, hang_timeout_s: float) -> None:
         self.mark = secrets.token_hex(8)
         self._log = log
-        command = [sys.executable, "-m", "quire", "serve", "--port=0", "--kv-cache-memory=64MiB", "--max-num-seqs=32"]
         start_s = time.monotonic()
-        with log.open("ab") as file:
-            self._log_start = file.tell()
-            self.process = subprocess.Popen(
-                [*command, f"--hang-timeout-s={hang_timeout_s:g}", "--no-log-requests"],
-                stdout=file,
-                stderr=file,
-                env=os.environ | {_MARK: self.mark},
-            )
-        ports: list[int] = []
-
-        def is_ready() -> bool:
-            ports.extend(int(found[1]) for found in self.found(r"serves .* at http://[\d.]+:(\d+)"))
-            return bool(ports)
-
-        wait_for("a server", READY_S, is_ready)
-        self.port = ports[0]
+        super().__init__([*FLAGS, f"--hang-timeout-s={hang_timeout_s:g}"], log, {_MARK: self.mark})
         self.load_s = time.monotonic() - start_s
 
-    def found(self, pattern: str, start: int = 0) -> Iterator[re.Match[str]]:
-        """Where the log has it, from a place of it on."""
-        text = self._log.read_bytes()[self._log_start + start :].decode("utf-8", "replace")
-        return re.finditer(pattern, text)
+    def found(self, pattern: str, start: int = 0) -> list[float]:
+        """The number in each line of the log that has the pattern, from a place of it on."""
+        text = self._log.read_bytes()[start:].decode("utf-8", "replace")
+        return [float(number) for number in re.findall(pattern, text)]
 
     @property
     def log_len(self) -> int:
-        """Its place now."""
-        return self._log.stat().st_size - self._log_start
+        """The log's place now."""
+        return self._log.stat().st_size
 
-    def get(self, path: str) -> tuple[int, str]:
-        """Status and body; 0 if nobody answers."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
+    def answers(self, path: str, status: int) -> bool:
+        """Whether it does, with this status."""
         try:
-            connection.request("GET", path)
-            response = connection.getresponse()
-            return response.status, response.read().decode()
-        except (OSError, http.client.HTTPException):
-            return 0, ""
-        finally:
-            connection.close()
-
-    def metric(self, name: str) -> float:
-        """A sample of /metrics, by its name and some of its labels."""
-        _, text = self.get("/metrics")
-        return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if re.match(name, line))
+            return self.get(path)[0] == status
+        except OSError:
+            return False
 
     def pids(self) -> dict[str, list[int]]:
         """All that run, by kind."""
@@ -189,19 +165,9 @@ class Server:
             with contextlib.suppress(OSError):
                 if path.name.isdecimal() and f"{_MARK}={self.mark}".encode() in (path / "environ").read_bytes():
                     parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-                    is_api, is_engine = int(path.name) == self.process.pid, parent == self.process.pid
-                    found["api" if is_api else "engine" if is_engine else "trial"].append(int(path.name))
+                    kind = "api" if int(path.name) == self.pid else "engine" if parent == self.pid else "trial"
+                    found[kind].append(int(path.name))
         return found
-
-    def is_idle(self) -> bool:
-        """Nothing runs, and no block is held."""
-        owned = self.metric(r'quire:kv_cache_blocks\{.*state="owned"')
-        return owned + self.metric(r"vllm:num_requests_(running|waiting|swapped)") == 0
-
-    def end(self) -> int:
-        """As an operator does it."""
-        self.process.terminate()
-        return self.process.wait(READY_S)
 
 
 def wait_for(what: str, limit_s: float, condition: Callable[[], bool]) -> float:
@@ -217,19 +183,23 @@ def wait_for(what: str, limit_s: float, condition: Callable[[], bool]) -> float:
 class Chaos:
     """Rounds, and what was seen in them."""
 
-    def __init__(self, args: argparse.Namespace, log: Path) -> None:
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self._rng = random.Random(args.seed)
         self._slack_s: float = args.slack_s
         self._hang_timeout_s: float = args.hang_timeout_s
-        self._log = log
-        self.num_signals = 0
+        self._folder = folder
+        self.num_signals = self.num_servers = 0
         self.counts: Counter[str] = Counter()
         self.recoveries_s: list[float] = []
         self.truths_s: list[float] = []
         self.longest_s = 0.0
         self.violations: list[str] = []
-        self.server = Server(log, self._hang_timeout_s)
+        self.server = self._start()
         self._references = self._undisturbed()
+
+    def _start(self) -> Server:
+        self.num_servers += 1
+        return Server(self._folder / f"serve-{self.num_servers}.log", self._hang_timeout_s)
 
     def _undisturbed(self) -> dict[tuple[str, str], Answer]:
         asked = [(kind, prompt) for kind in KINDS for prompt in PROMPTS]
@@ -322,16 +292,16 @@ class Chaos:
         server = self.server
         limit_s = TRUTH_S if number is signal.SIGSTOP else self._slack_s
         try:
-            wait_for("the truth of /health", limit_s + self._slack_s, lambda: server.get("/health")[0] == 503)
+            wait_for("the truth of /health", limit_s + self._slack_s, lambda: server.answers("/health", 503))
             truth_s = time.monotonic() - start_s
             self.truths_s.append(truth_s)
             if truth_s > max(TRUTH_S, self._slack_s):
                 self.violations.append(f"/health told the truth after {truth_s:.1f} s")
-            wait_for("another engine", READY_S, lambda: server.get("/health")[0] == 200)
+            wait_for("another engine", READY_S, lambda: server.answers("/health", 200))
         except TimeoutError as error:
             self.violations.append(str(error))
             return
-        delay_s = sum(float(found[1]) for found in server.found(r"starting another engine in ([\d.]+) s", place))
+        delay_s = sum(server.found(r"starting another engine in ([\d.]+) s", place))
         recovery_s = time.monotonic() - start_s - delay_s - (truth_s if number is signal.SIGSTOP else 0.0)
         self.recoveries_s.append(recovery_s)
         if recovery_s > server.load_s + self._slack_s:
@@ -347,25 +317,29 @@ class Chaos:
             wait_for("the end of all children", self._slack_s, lambda: not any(old.pids().values()))
         except TimeoutError as error:
             self.violations.append(f"{error}: {old.pids()}")
-        self.server = Server(self._log, self._hang_timeout_s)
+        self._count_replays()
+        self.server = self._start()
+
+    def _count_replays(self) -> None:
+        self.counts["replayed"] += int(sum(self.server.found(r"(\d+) requests wait for another engine")))
 
     def _check_rest(self) -> None:
         """Once everybody has an answer."""
         server = self.server
         try:
-            wait_for("a healthy server", READY_S, lambda: server.get("/ready")[0] == 200)
-            wait_for("an empty cache", 10 + self._slack_s, server.is_idle)
+            wait_for("a healthy server", READY_S, lambda: server.answers("/ready", 200))
         except TimeoutError as error:
             self.violations.append(str(error))
+        if not server.wait_until_idle(10 + self._slack_s):
+            self.violations.append("blocks, or requests, are left in the engine")
         pids = server.pids()
         if [len(pids["api"]), len(pids["engine"])] != [1, 1] or len(pids["trial"]) > 2:
             self.violations.append(f"processes that should not be there: {pids}")
 
     def finish(self) -> None:
         """End the server; nothing may be left."""
-        for found in re.finditer(rb"(\d+) requests wait for another engine, (\d+) ended", self._log.read_bytes()):
-            self.counts["replayed"] += int(found[1])
-        if (status := self.server.end()) != 0:
+        self._count_replays()
+        if (status := self.server.close()) != 0:
             self.violations.append(f"the server ended with status {status}")
         if any(left := self.server.pids().values()):
             self.violations.append(f"processes are left at the end: {[*left]}")
@@ -376,48 +350,52 @@ class Chaos:
         self.server.process.wait()
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """All rounds; the result as one row."""
+    began_s = time.monotonic()
+    chaos = Chaos(options, folder)
+    try:
+        chaos.run(options.count)
+        chaos.finish()
+    finally:
+        chaos.kill()
+    recoveries_s, truths_s = chaos.recoveries_s or [0.0], chaos.truths_s or [0.0]
+    return {
+        "tool": "kills", "seed": options.seed, "count": chaos.num_signals,
+        "minutes": round((time.monotonic() - began_s) / 60, 1),
+        "counts": dict(sorted(chaos.counts.items())), "load_s": round(chaos.server.load_s, 2),
+        "recovery_s": {"median": round(median(recoveries_s), 2), "max": round(max(recoveries_s), 2)},
+        "health_s": {"median": round(median(truths_s), 2), "max": round(max(truths_s), 2)},
+        "longest_answer_s": round(chaos.longest_s, 1),
+        "num_wrong": len(chaos.violations), "wrong": chaos.violations[:20],
+    }  # fmt: skip
+
+
+def main() -> int:
+    """Run and print; 1 if something was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=200, metavar="N", help="processes to kill or stop")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--hang-timeout-s", type=float, default=8.0)
     parser.add_argument("--slack-s", type=float, default=5.0, help="seconds that recovery may take beside loading")
-    parser.add_argument("--log", type=Path, help="keep the servers' log here")
-
-
-def run(args: argparse.Namespace) -> int:
-    """All rounds; 1 if anything was wrong."""
-    start_s = time.monotonic()
+    parser.add_argument("--record", action="store_true", help="write the result into docs/reliability.md")
+    options = parser.parse_args()
     with TemporaryDirectory() as folder:
-        chaos = Chaos(args, args.log or Path(folder, "log"))
-        try:
-            chaos.run(args.count)
-            chaos.finish()
-        finally:
-            chaos.kill()
-    for name, count in sorted(chaos.counts.items()):
-        print(f"{count:>7,}  {name}")
-    recoveries_s, truths_s = chaos.recoveries_s or [0.0], chaos.truths_s or [0.0]
-    print(
-        json.dumps(
-            {
-                "bench": "chaos kills",
-                "count": args.count,
-                "seed": args.seed,
-                "counts": chaos.counts,
-                "load_s": round(chaos.server.load_s, 2),
-                "recovery_s": {"median": round(median(recoveries_s), 2), "max": round(max(recoveries_s), 2)},
-                "health_s": {"median": round(median(truths_s), 2), "max": round(max(truths_s), 2)},
-                "longest_answer_s": round(chaos.longest_s, 1),
-                "violations": len(chaos.violations),
-                "seconds": round(time.monotonic() - start_s),
-            }
+        row = run(options, Path(folder))
+    print(json.dumps(row))
+    if options.record:
+        counts = [{"signals, answers": name, "number": number} for name, number in row["counts"].items()]
+        summary = (
+            f"{row['count']} signals in {row['minutes']} minutes. A start takes {row['load_s']} s; an engine that was "
+            f"killed ran again after {row['recovery_s']['median']} s (median; {row['recovery_s']['max']} s at most), "
+            f"delays and the time to notice a stop left out; `/health` said so after {row['health_s']['median']} s "
+            f"(median; {row['health_s']['max']} s at most); the longest answer took {row['longest_answer_s']} s. "
+            f"Wrong: {row['num_wrong']}."
         )
-    )
-    return 1 if chaos.violations else 0
+        command = f"python -m reliability.kills --count {options.count} --seed {options.seed}"
+        record("kills", command, [summary, "", *table(counts)])
+    return 1 if row["num_wrong"] else 0
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    sys.exit(run(parser.parse_args()))
+    sys.exit(main())
