@@ -1,13 +1,16 @@
 """Conversations written down as transformers writes them; what is broken is refused, and no template runs wild."""
 
 import json
+import re
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire.errors import InvalidPromptError, RequestError, TokenizerError
+from quire.tokenizer import template_budget
 from quire.tokenizer.tokenizer import Tokenizer
 
 from .made import EMBEDDED
@@ -168,6 +171,13 @@ def test_a_broken_template_is_the_checkpoints_fault(tokenizer: Tokenizer, templa
 
 
 GROW = "{% set ns = namespace(x='ab') %}{% for i in range(64) %}"
+LONG = "{% set long = 'x' * 10 ** 7 %}"
+OFTEN = LONG + "{% for i in range(99999) %}"
+DEEP = (
+    "{% set ns = namespace(x=[1], y=[1]) %}{% for i in range(64) %}"
+    "{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}{% endfor %}"
+)
+DEEP_TUPLES = DEEP.replace("[ns.x, ns.x]", "(ns.x, ns.x)")
 
 
 @pytest.mark.parametrize(
@@ -199,11 +209,81 @@ GROW = "{% set ns = namespace(x='ab') %}{% for i in range(64) %}"
         "{{ 'a\na' | indent(10 ** 10) }}",
         "{{ [1] | tojson(indent=10 ** 10) }}",
         "{{ 'a' | center(10 ** 10) }}",
+        "{{ lipsum(10 ** 6) }}",
+        "{{ [1] | batch(10000000000, 'x') | list }}",
+        "{{ [1] | slice(10000000000) | list }}",
+        "{{ 1 | round(10000000000, 'ceil') }}",
+        "{{ ('a' * 10 ** 6).translate({97: 'b' * 10 ** 6}) }}",
+        "{{ (1).to_bytes(10000000000, 'big') }}",
+        "{{ 'a'.encode().ljust(10000000000) }}",
+        "{{ ('\t' * 10 ** 6).expandtabs(9999) }}",
+        "{{ 'a\t'.expandtabs(tabsize=2000000000) }}",
+        LONG + "{{ ('%(a)s' * 10000) % {'a': long} }}",
+        LONG + "{{ ('{0}' * 10000).format(long) }}",
+        LONG + "{{ ('{a}' * 10000).format(a=long) }}",
+        LONG + "{{ ('{a}' * 10000).format_map({'a': long}) }}",
+        "{{ ('%9999d' * 10 ** 6) % 1 }}",
+        "{{ ([[1] * 10 ** 5] * 10 ** 5) | sum(start=[]) }}",
+        LONG + "{{ [long] * 1000 }}",
+        LONG + "{{ [long] * 1000 | string }}",
+        LONG + "{{ ([long] * 1000) | tojson }}",
+        LONG + "{{ [[long] * 1000] | join }}",
+        LONG + "{{ namespace(a=[long] * 1000) }}",
+        LONG + "{{ ([1] * 10 ** 5) | tojson(indent=long) }}",
+        LONG + "{{ ([1] * 10 ** 5) | tojson(separators=(long, long)) }}",
+        "{{ ([[1] * 1000] * 1000) | tojson(indent=9999) }}",
+        "{{ strftime_now('%1000d' * 10 ** 6) }}",
+        OFTEN + "{% if long | upper %}{% endif %}{% endfor %}",
+        OFTEN + "{% if long.upper() %}{% endif %}{% endfor %}",
+        OFTEN + "{% if 'y' in long %}{% endif %}{% endfor %}",
+        OFTEN + "{% if 'y' is in long %}{% endif %}{% endfor %}",
+        OFTEN + "{% if long[1:] %}{% endif %}{% endfor %}",
+        OFTEN + "{% if long.split('x') %}{% endif %}{% endfor %}",
+        OFTEN + "{% if long.replace('x', ' ').split() %}{% endif %}{% endfor %}",
+        "{{ range(99999)" + " | map('string')" * 60 + " | list | length }}",
+        "{% for i in range(999) %}{% set x = 3 ** 5000000 %}{% endfor %}",
+        "{{ 0x" + "f" * 99999 + " // 0x" + "f" * 9999 + " }}",
+        "{{ ('f' * 10 ** 7) | int(0, 16) // 3 }}",
+        DEEP + "{{ ns.x == ns.y }}",
+        DEEP + "{{ ns.x in [ns.y] }}",
+        DEEP + "{{ ns.x is eq(ns.y) }}",
+        DEEP + "{{ [ns.x, ns.y] | sort }}",
+        DEEP_TUPLES + "{{ {ns.x: 1} }}",
+        "{% set x = {} %}{% for i in range(64) %}{% set _ = dict.update(x, a=dict(x), b=dict(x)) %}{% endfor %}{{ x }}",
+        "{% if 1 %}" * 13_000,
     ],
+    ids=lambda template: template[:60],
 )
-def test_no_template_runs_or_grows_without_end(tokenizer: Tokenizer, template: str) -> None:
+def test_no_template_runs_or_grows_without_end(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    monkeypatch.setattr(template_budget, "MAX_SECONDS", 0.5)
+    start_s = time.process_time()
     with pytest.raises((TokenizerError, RequestError)):
         tokenizer.apply_chat_template([USER], chat_template=template)
+    assert time.process_time() - start_s < 8
+
+
+@pytest.mark.parametrize("template", ["{{ " + "1" * 5000 + " }}", "{{ 'a' " * 20_000])
+def test_what_cannot_be_compiled_is_refused(tokenizer: Tokenizer, template: str) -> None:
+    with pytest.raises(TokenizerError, match="the chat template is"):
+        tokenizer.apply_chat_template([USER], chat_template=template)
+
+
+def test_what_templates_do_with_lists_and_numbers_still_works(tokenizer: Tokenizer) -> None:
+    template = (
+        "{{ [1, 2, 3] | batch(2, 0) | list }} {{ [1, 2] | sum }} {{ [{'a': 2}] | sum('a', 1) }} {{ 2.5 | round }} "
+        "{{ 'a b'.split() }} {{ messages | map(attribute='role') | map('upper') | list }} {{ 'é'.expandtabs() }} "
+        "{{ messages | selectattr('role', 'eq', 'user') | list | length }} {{ 'x' in ['x'] and not 'x' == 'y' }} "
+        "{{ {'a': (1, 2)}.items() | list }} {{ {'a': 1} | tojson(separators=(',', ':')) }} {{ 'ab' | title }} "
+        "{{ [3, 1] | sort | first }} {{ 7 // 2 - 1 / 2 }} {{ '%s-%s' % ('a', [1]) }} {{ 'a' ~ 1 ~ [none] }} "
+        "{% for a, b in [(1, 2)] %}{{ a + b }}{% endfor %} {{ [1, 2, 3][1:] }} {{ '{:>3}'.format(1) }}"
+    )
+    expected = (
+        "[[1, 2], [3, 0]] 3 3 2.0 ['a', 'b'] ['USER'] é 1 True [('a', (1, 2))] {\"a\":1} Ab 1 2.5 a-[1] a1[None] "
+        "3 [2, 3]   1"
+    )
+    assert tokenizer.apply_chat_template([USER], chat_template=template) == expected
 
 
 @pytest.mark.parametrize(
@@ -217,14 +297,26 @@ def test_no_template_runs_or_grows_without_end(tokenizer: Tokenizer, template: s
         "{% set _ = messages[0].update(role='x') %}{{ messages[0].role }}",
         "{{ '{0.__class__}'.format(messages) }}",
         "{{ messages | attr('__class__') }}",
+        "{{ lipsum.__globals__['os'] }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ self._TemplateReference__context }}",
+        "{{ messages | map(attribute='__class__') | list }}",
+        "{{ ('{0.__class__}' | attr('format'))(messages) }}",
+        "{{ '{a.__class__}'.format_map({'a': messages}) }}",
+        "{% set f = '{0.__class__}'.format %}{{ f(messages) }}",
+        "{{ joiner.__init__['__globals__'] }}",
+        "{% set _ = dict.update(messages[0], {'role': 'x'}) %}{{ messages[0].role }}",
+        "{% include '/etc/passwd' %}",
+        "{% extends '/etc/passwd' %}",
+        "{% import '/etc/passwd' as x %}",
     ],
 )
 def test_no_template_gets_out_of_the_sandbox(tokenizer: Tokenizer, template: str) -> None:
     try:
         outcome = tokenizer.apply_chat_template([USER], chat_template=template)
-    except TokenizerError as error:
+    except (TokenizerError, InvalidPromptError) as error:
         outcome = str(error)
-    assert outcome == "" or "not safe to run" in outcome
+    assert outcome == "" or re.search("not safe to run|is undefined|no loader|Undefined", outcome), outcome
 
 
 def test_ordinary_numbers_and_long_conversations_pass(tokenizer: Tokenizer) -> None:
