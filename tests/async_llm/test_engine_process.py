@@ -221,10 +221,16 @@ def test_the_cache_view_is_made_only_while_it_is_on(scripted: tuple[LLMEngine, R
     assert told == ["restart", "close"]
 
 
+def framed(content: bytes) -> bytes:
+    return len(content).to_bytes(4, "little") + content
+
+
 def test_reading_ends_with_the_client_and_with_nonsense(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("quire"), "disabled", True)
     good = to_frame(Abort("a"))
-    for rest in (b"", good[:-1], b"\x01", b"\xff\xff\xff\xff", b"\x01\x00\x00\x00\xc1", b"\x02\x00\x00\x00\x91\x01"):
+    no_text = b"\x82\xa4type\xa5Abort\xaarequest_id\xa1\xff"
+    too_deep = b"\x82\xa4type\xa5Start\xa4args\x81\xa1a" + b"\x91" * 10_000 + b"\x01"
+    for rest in (b"", good[:-1], b"\x01", b"\xff\xff\xff\xff", *map(framed, (b"\xc1", b"\x91\x01", no_text, too_deep))):
         inbox: SimpleQueue[Any] = SimpleQueue()
         read_messages(BytesIO(good + rest), inbox)
         assert inbox.get() == Abort("a")

@@ -98,7 +98,7 @@ class EngineClient:
         try:
             num_bytes = frame_len(await self._reader.readexactly(LENGTH_BYTES))
             return self._decoder.decode(await self._reader.readexactly(num_bytes))
-        except (asyncio.IncompleteReadError, OSError, msgspec.MsgspecError):
+        except (asyncio.IncompleteReadError, OSError, ValueError, RecursionError):
             return None
 
     def send(self, message: ToEngine) -> None:

@@ -242,7 +242,7 @@ def read_messages(stream: BinaryIO, inbox: Inbox) -> None:
     try:
         while (frame := read_frame(stream)) is not None:
             inbox.put(decoder.decode(frame))
-    except (OSError, msgspec.MsgspecError):
+    except Exception:  # text that is none, and what is nested too deeply, are no errors of msgspec's own
         logger.exception("the engine's client sent what it must not")
     inbox.put(None)
 
