@@ -112,6 +112,15 @@ def test_pickles_are_refused_with_the_way_out(folder: Path, name: str) -> None:
         load(folder)
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_devices_are_no_files_of_a_checkpoint(folder: Path, name: str) -> None:
+    """One gives bytes without end, and says that it has none."""
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match=rf"{name} is no file"):
+        load(folder)
+
+
 # --- config.json
 
 
@@ -312,6 +321,11 @@ def entry(dtype: Any = "F32", shape: Any = (2,), start: Any = 0, end: Any = 8) -
         ({"a": entry()}, bytes(9), "1 bytes after its last tensor"),
         ({"a": entry(), "b": entry(start=4, end=12)}, bytes(12), "overlaps"),
         ({"a": entry(), "b": entry(start=12, end=20)}, bytes(20), "hole"),
+        ({"a": entry(shape=[2**61] * 100_000)}, bytes(8), "malformed"),
+        ({"a" * 100_000: entry(dtype="F" * 100_000)}, bytes(8), "has dtype"),
+        ({"a": entry(shape="9" * 100_000)}, bytes(8), "malformed"),
+        (b'{"a": ' + b"9" * 10_000 + b"}", b"", "not valid JSON"),
+        (b'{"a\xff": 1}', b"", "not valid JSON"),
         (b'{"a": {"dtype": "F32"}, "a": {}}', b"", "appears twice"),
     ],
 )
@@ -320,6 +334,7 @@ def test_lying_header(tmp_path: Path, header: Any, data: bytes, message: str) ->
     with pytest.raises(CheckpointError, match=message) as caught:
         read_header(path)
     assert str(path) in str(caught.value)
+    assert len(str(caught.value)) < 500 + len(str(path))
 
 
 @pytest.mark.parametrize("length", [2**63, 10**9, 100])
