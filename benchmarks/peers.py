@@ -167,6 +167,8 @@ class OpenVino(Engine):
 
     def _install(self) -> None:
         self._pip("torch==2.13.*", "openvino", "openvino-genai", "openvino-tokenizers", "nncf", "optimum-intel")
+        # its build for CUDA does not load beside a torch without, and transformers imports it where it is found
+        self._run([str(self.python), "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision"])
 
     def command(self, checkpoint: Path, max_model_len: int) -> list[str]:
         """Computes in bfloat16, whatever the weights are kept in."""

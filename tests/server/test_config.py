@@ -81,6 +81,7 @@ def test_what_is_printed_can_be_read_back_and_holds_no_key(tmp_path):
         ({"max_header_bytes": 10}, "max_header_bytes=10: must be 1024"),
         ({"log_format": "jsno"}, "did you mean 'json'"),
         ({"ssl_keyfile": "key.pem"}, "need ssl_certfile"),
+        ({"trusted_proxies": ["nginx"]}, "trusted_proxies has 'nginx': must be addresses"),
         ({"log_prompts": True, "log_requests": False}, "log_prompts"),
         ({"host": "0.0.0.0"}, "there is no API key"),
         ({"host": "example.org"}, "there is no API key"),

@@ -121,6 +121,24 @@ def test_draining_waits_for_what_runs_and_lets_nothing_in():
     run(main())
 
 
+def test_while_draining_one_may_still_look_and_then_no_more():
+    async def main():
+        gate, sent = gate_of(), Sent()
+
+        async def look(scope, receive, send):
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+
+        await gate.drain()
+        await gate.around(look)(scope_of("GET", "/v1/responses/resp_1"), None, sent)
+        assert sent.status == 200
+        gate.close()
+        with pytest.raises(ApiError) as raised:
+            await gate.around(look)(scope_of("GET", "/v1/responses/resp_1"), None, Sent())
+        assert raised.value.status == 503
+
+    run(main())
+
+
 def test_what_does_not_end_in_time_is_aborted_and_told():
     async def main():
         gate, stream, whole, view = gate_of(), Endless(begins=True), Endless(), Endless(begins=True)
@@ -133,6 +151,8 @@ def test_what_does_not_end_in_time_is_aborted_and_told():
         for app in (stream, whole, view):
             await app.begun.wait()
         await gate.drain()
+        assert not view.was_cancelled
+        gate.close()
         results = await asyncio.gather(*running, return_exceptions=True)
         assert b"shutting_down" in sent.body
         assert isinstance(results[1], ApiError)
@@ -171,6 +191,7 @@ def test_one_that_only_looks_is_not_waited_for_and_has_no_deadline():
         await asyncio.sleep(0.01)
         assert not running.done()
         await gate.drain()
+        gate.close()
         await running
 
     run(main())

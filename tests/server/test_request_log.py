@@ -8,16 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.log import JsonFormatter, TextFormatter
 from quire.outputs import RequestMetrics, RequestOutput
 from quire.params import SamplingParams
 from quire.server.request_log import (
     CLIENT_GONE,
-    JsonFormatter,
     NamedRoute,
     Observer,
     RecordListener,
     RequestRecord,
-    TextFormatter,
     current_record,
     log_request,
 )

@@ -1,5 +1,6 @@
 """`quire serve` as a process: from its first line to its exit status."""
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import trustme
 
 from quire.errors import ConfigError
 from quire.server.config import ServerArgs
@@ -136,6 +138,8 @@ def test_a_server_from_its_start_to_its_end(config):
         assert int(statuses[-1].headers["retry-after"]) <= 15
         drain(server, port, {"x-api-key": "sk-bob"})
         assert 'request_id": "mine"' in "".join(server.lines)
+        messages = [json.loads(line)["message"] for line in server.lines]
+        assert any(message.startswith("loaded quire-tiny") for message in messages), "the engine process's too"
 
 
 def drain(server: Server, port: int, key: dict[str, str]) -> None:
@@ -149,7 +153,8 @@ def drain(server: Server, port: int, key: dict[str, str]) -> None:
         server.process.send_signal(signal.SIGTERM)
         server.wait_for("stopping: running requests")
         assert ask(port, "GET", "/ready")[0].status == 503
-        response, answer = ask(port, "GET", "/v1/models", **key)
+        assert ask(port, "GET", "/v1/models", **key)[0].status == 200
+        response, answer = ask(port, "POST", "/v1/completions", {}, **key)
         assert (response.status, json.loads(answer)["error"]["code"]) == (503, "shutting_down")
         assert int(response.headers["retry-after"]) == 30
         assert stream.read().endswith(b"data: [DONE]\n\n")
@@ -158,12 +163,55 @@ def drain(server: Server, port: int, key: dict[str, str]) -> None:
 
 def certificate(folder: Path) -> tuple[Path, ssl.SSLContext]:
     """A server's certificate and key in one file, and a client that trusts it."""
-    trustme = pytest.importorskip("trustme")
     authority, path = trustme.CA(), folder / "server.pem"
     authority.issue_cert("quire.test").private_key_and_cert_chain_pem.write_to_path(str(path))
     context = ssl.create_default_context()
     authority.configure_trust(context)
     return path, context
+
+
+def test_clients_with_certificates_behind_a_trusted_proxy_and_no_page(tmp_path):
+    authority, pem, ca = trustme.CA(), tmp_path / "server.pem", tmp_path / "ca.pem"
+    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(pem))
+    authority.cert_pem.write_to_path(str(ca))
+    stranger, known = ssl.create_default_context(), ssl.create_default_context()
+    for context in (stranger, known):
+        authority.configure_trust(context)
+    authority.issue_cert("client@quire.test").configure_cert(known)
+    limits = ("--requests-per-minute", "1", "--trusted-proxies", "127.0.0.0/8", "--no-page")
+    with serving("--port", "0", "--ssl-certfile", pem, "--ssl-ca-certs", ca, *limits) as server:
+        port = int(server.wait_for(r"serves quire-tiny at https://127\.0\.0\.1:(\d+)")[1])
+
+        def status(context: ssl.SSLContext, method: str = "GET", path: str = "/v1/models", **headers: str) -> int:
+            client = http.client.HTTPSConnection("127.0.0.1", port, timeout=WAIT_S, context=context)
+            with contextlib.closing(client) as connection:
+                connection.request(method, path, "{}" if method == "POST" else None, headers)
+                return connection.getresponse().status
+
+        with pytest.raises((ssl.SSLError, ConnectionError, http.client.RemoteDisconnected)):
+            status(stranger)
+        assert status(known) == 200
+        assert status(known, path="/") == 404
+        addresses = ("10.0.0.1", "10.0.0.1", "10.0.0.2")
+        made = [status(known, "POST", "/v1/completions", **{"X-Forwarded-For": address}) for address in addresses]
+        assert made == [400, 429, 400], "a limit for each address that the proxy names"
+        assert server.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("trusted", "address"), [((), "127.0.0.1"), (("127.0.0.1",), "10.9.9.9"), (("*",), "10.9.9.9")]
+)
+def test_what_a_client_says_of_its_address_is_believed_only_of_proxies(trusted, address):
+    seen = []
+
+    async def app(scope, receive, send):
+        seen.append(scope["client"][0])
+
+    scope = {
+        "type": "http", "client": ("127.0.0.1", 5), "scheme": "http", "headers": [(b"x-forwarded-for", b"10.9.9.9")]
+    }  # fmt: skip
+    asyncio.run(_uvicorn_config(app, ServerArgs(trusted_proxies=trusted)).loaded_app(scope, None, None))
+    assert seen == [address]
 
 
 def test_over_tls_on_a_unix_socket_until_the_second_signal(tmp_path):

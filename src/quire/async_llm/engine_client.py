@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from quire import log
 from quire.config.args import EngineArgs
 from quire.engine.messages import (
     LENGTH_BYTES,
@@ -63,7 +64,7 @@ class EngineClient:
                 raise
         client = cls(process, reader, writer)
         try:
-            client.send(Start(dataclasses.asdict(args)))
+            client.send(Start(dataclasses.asdict(args), log.chosen_format))
             message = await client._receive()
             if isinstance(message, StartFailed):
                 raise error_named(message.kind, message.message)

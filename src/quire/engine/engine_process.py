@@ -42,7 +42,7 @@ from quire.engine.messages import (
 )
 from quire.engine.sequence import Sequence, SequenceGroup
 from quire.errors import QuireError
-from quire.log import logger
+from quire.log import logger, set_up_logging
 from quire.outputs import EngineStats
 from quire.params import BeamSearchParams, SamplingParams
 
@@ -272,6 +272,8 @@ def main(descriptor: int) -> None:
     start = inbox.get()
     if not isinstance(start, Start):
         return
+    if start.log_format is not None:
+        set_up_logging(start.log_format)
     try:
         engine = LLMEngine.from_args(EngineArgs.from_kwargs(**start.args))
     except Exception as error:

@@ -27,6 +27,8 @@ class Start(msgspec.Struct, tag=True):
 
     args: dict[str, Any]
     """the fields of EngineArgs"""
+    log_format: str | None = None
+    """see `set_up_logging`"""
 
 
 class AddRequest(msgspec.Struct, tag=True):

@@ -98,9 +98,7 @@ class Admission:
         now = self._clock()
         if len(self._tenants) > _PRUNE_ABOVE:
             self._tenants = {name: t for name, t in self._tenants.items() if not t.is_idle(now)}
-        account = self._tenants.get(tenant)
-        if account is None:
-            account = self._tenants[tenant] = _Tenant(self._args, now)
+        account = self._account(tenant, now)
         refusal = self._tenant_refusal(account, now) or self._queue_refusal()
         if refusal is not None:
             self.num_refused[refusal.reason] += 1
@@ -117,12 +115,24 @@ class Admission:
         account = self._tenants[tenant]
         account.num_running -= 1
         self.num_running -= 1
-        if account.tokens is not None:
-            account.tokens.take(num_tokens, now)
+        self.charge(tenant, num_tokens)
         if self._last_leave is not None:
             interval_s = min(now - self._last_leave, MAX_RETRY_AFTER_S)  # an idle hour says nothing of the pace
             self._interval_s += _SMOOTHING * (interval_s - self._interval_s)
         self._last_leave = now
+
+    def charge(self, tenant: str, num_tokens: int) -> None:
+        """A tenant's request has used so many tokens, be it after it has left."""
+        now = self._clock()
+        tokens = self._account(tenant, now).tokens
+        if tokens is not None:
+            tokens.take(num_tokens, now)
+
+    def _account(self, tenant: str, now: float) -> _Tenant:
+        account = self._tenants.get(tenant)
+        if account is None:
+            account = self._tenants[tenant] = _Tenant(self._args, now)
+        return account
 
     def _tenant_refusal(self, account: _Tenant, now: float) -> Refusal | None:
         args = self._args

@@ -17,8 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.server import chat, completions, debug, health, messages, models, openapi, responses, static_page, tokens
 from quire.server.bodies import warning
 from quire.server.endpoint import Endpoint
-from quire.server.errors import api_error, status_error
-from quire.server.state import ServerState, add_context
+from quire.server.errors import ANTHROPIC_PATH, status_error
+from quire.server.state import ServerState, add_context, context_of
 
 Wrap: TypeAlias = Callable[[ASGIApp, Endpoint], ASGIApp]
 """puts something around one endpoint, such as its guard"""
@@ -82,6 +82,8 @@ class RequestFrame:
                 has_begun = True
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = context.request_id
+                if scope["path"].startswith(ANTHROPIC_PATH):
+                    headers["request-id"] = context.request_id
                 if context.unknown_fields:
                     headers["x-quire-warning"] = warning(context.unknown_fields)
             await send(message)
@@ -89,7 +91,7 @@ class RequestFrame:
         try:
             await self.app(scope, receive, send_with_context)
         except Exception as error:
-            answer = api_error(error, context.request_id, context.prompt_param)
+            answer = context.api_error(error)
             if not has_begun:  # else it is cut off: there is no way to say more
                 await answer.to_response(scope["path"])(scope, receive, send_with_context)
 
@@ -101,4 +103,5 @@ async def _refused_by_router(request: Request, error: Exception) -> Response:
     if error.status_code == 405:
         matching = [r for r in request.app.routes if r.matches(request.scope)[0] is not Match.NONE]
         headers["Allow"] = ", ".join(sorted({method for route in matching for method in route.methods or ()}))
-    return status_error(error.status_code, request.method, request.url.path, headers).to_response(request.url.path)
+    found = context_of(request).api_error(status_error(error.status_code, request.method, request.url.path, headers))
+    return found.to_response(request.url.path)

@@ -41,7 +41,7 @@ from quire.server.state import context_of, state_of
 async def create_chat_completion(request: Request) -> ASGIApp:
     """POST /v1/chat/completions"""
     state, context = state_of(request), context_of(request)
-    context.prompt_param = "messages"
+    context.field_names["prompt"] = "messages"
     body = await read_struct(request, ChatCompletionRequest)
     context.adopt_id(body.request_id)
     answer_id, model = f"chatcmpl-{context.request_id}", state.check_model(body.model)

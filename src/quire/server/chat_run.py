@@ -35,7 +35,7 @@ from quire.server.protocol.chat import (
     ToolCall,
 )
 from quire.server.protocol.common import Timings, TokenLogprob, Usage
-from quire.server.sampling import check_request, make_params
+from quire.server.sampling import check_request, make_params, name_fields
 from quire.server.state import ServerState, context_of
 
 
@@ -48,6 +48,7 @@ async def run_chat(
     """
     context = context_of(http_request)
     context.facts["model"] = state.check_model(request.model)
+    _name_fields(context.field_names, request)
     check_request(state, request)
     plan = ChatPlan(state, request)
     prompt = await make_prompt(state, request, plan)
@@ -169,6 +170,16 @@ def _variables(request: ChatCompletionRequest) -> dict[str, Any]:
     named = {"reasoning_effort": request.reasoning_effort, "documents": request.documents}
     given = {name: value for name, value in named.items() if value is not None}
     return given | (request.chat_template_kwargs or {})
+
+
+def _name_fields(names: dict[str, str], request: ChatCompletionRequest) -> None:
+    """As the client has called them, in chat's terms or in those of a protocol that is translated to chat."""
+    name_fields(names, request)
+    names.setdefault("prompt", "messages")
+    if request.max_completion_tokens is not None:
+        names.setdefault("max_tokens", "max_completion_tokens")
+    if request.top_logprobs is not None:
+        names.setdefault("logprobs", "top_logprobs")
 
 
 def _num_logprobs(request: ChatCompletionRequest) -> int | None:

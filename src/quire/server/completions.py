@@ -24,14 +24,13 @@ from quire.server.errors import invalid
 from quire.server.generation import TokenCounts, finite, generate, prompt_logprobs, token_text
 from quire.server.protocol.common import Prompts, Timings
 from quire.server.protocol.completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
-from quire.server.sampling import check_request, make_params, num_choices
+from quire.server.sampling import check_request, make_params, name_fields, num_choices
 from quire.server.state import RequestContext, ServerState, context_of, state_of
 
 
 async def create_completion(request: Request) -> ASGIApp:
     """POST /v1/completions"""
     state, context = state_of(request), context_of(request)
-    context.prompt_param = "prompt"
     body = await read_struct(request, CompletionRequest)
     context.adopt_id(body.request_id)
     answer_id = f"cmpl-{context.request_id}"
@@ -48,6 +47,7 @@ async def complete(
     context.facts["model"] = model = state.check_model(request.model)
     prompts = _listed(request.prompt)
     check_request(state, request, len(prompts))
+    name_fields(context.field_names, request)
     params = _params(state, context, request)
     if request.add_special_tokens is False:
         prompts = [await _plainly_encoded(state, prompt) for prompt in prompts]

@@ -45,6 +45,9 @@ class ServerArgs:
     allowed_hosts: tuple[str, ...] = arg(
         (), "names that requests may be for (the Host header), * for any; none: this machine's, where no key is needed"
     )
+    trusted_proxies: tuple[str, ...] = arg(
+        (), "addresses or networks whose X-Forwarded-For and X-Forwarded-Proto are believed, * for any"
+    )
     allowed_origins: tuple[str, ...] = arg((), "origins of other sites' pages that browsers may let call, * for any")
     allow_credentials: bool = arg(False, "those pages' calls may carry cookies and credentials")
     ssl_certfile: str | None = arg(None, "TLS: certificate chain, in PEM")
@@ -104,6 +107,9 @@ class ServerArgs:
             raise ConfigError(f"port={self.port}: must be from 0 to 65535; 0 takes any that is free")
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
             raise ConfigError("ssl_keyfile and ssl_ca_certs need ssl_certfile, the server's certificate")
+        for proxy in self.trusted_proxies:
+            if proxy != "*" and not _is_network(proxy):
+                raise ConfigError(f"trusted_proxies has {proxy!r}: must be addresses or networks, as 10.0.0.0/8, or *")
         if self.log_prompts and not self.log_requests:
             raise ConfigError("log_prompts adds to the lines that log_requests writes: give both, or neither")
         if not self.allow_unauthenticated and not self.is_local and not self.has_api_key:
@@ -139,6 +145,14 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host.lower().rstrip(".") == "localhost"
+
+
+def _is_network(text: str) -> bool:
+    try:
+        ipaddress.ip_network(text)
+    except ValueError:
+        return False
+    return True
 
 
 def merge_args(config_file: str | None, flags: Mapping[str, Any]) -> tuple[ServerArgs, EngineArgs]:

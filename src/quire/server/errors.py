@@ -69,6 +69,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.headers = dict(headers or {})
+        self.request_id: str | None = None
 
     def to_response(self, path: str) -> Response:
         """The answer, in the shape that clients of this path read."""
@@ -87,7 +88,7 @@ class ApiError(Exception):
     def _anthropic_body(self) -> dict[str, Any]:
         fallback = "invalid_request_error" if self.status < 500 else "api_error"
         kind = _ANTHROPIC_TYPES.get(self.status, fallback)
-        return {"type": "error", "error": {"type": kind, "message": self._text()}}
+        return {"type": "error", "error": {"type": kind, "message": self._text()}, "request_id": self.request_id}
 
     def _text(self) -> str:
         """A client's own text may be in it: shortened, and without what is no Unicode."""
@@ -100,18 +101,29 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return ApiError(400, message, param=param, code=code)
 
 
-def api_error(error: BaseException, request_id: str, prompt_param: str | None = None) -> ApiError:
+def api_error(error: BaseException, request_id: str, field_names: Mapping[str, str]) -> ApiError:
     """The answer to any exception. What the client did wrong is said as it is; anything else is logged under the
-    request's id and told without its insides. `prompt_param`: the field that holds the prompt."""
+    request's id and told without its insides. `field_names`: what the body calls fields that the engine, or another
+    protocol that this one is translated to, calls otherwise."""
+    found = _api_error(error, request_id)
+    found.request_id = request_id
+    name = (found.param or "").partition("[")[0]
+    if name in field_names:
+        found.param = field_names[name]
+        found.message = re.sub(rf"^{name}(?=[=: ])", found.param, found.message)
+    return found
+
+
+def _api_error(error: BaseException, request_id: str) -> ApiError:
     match error:
         case ApiError():
             return error
         case PromptTooLongError():
-            return invalid(str(error), prompt_param, "context_length_exceeded")
+            return invalid(str(error), "prompt", "context_length_exceeded")
         case RequestError():
-            return invalid(str(error), _param(error, prompt_param), None)
+            return invalid(str(error), _param(error))
         case TokenizerError():  # no chat template, or a broken one
-            return invalid(str(error), prompt_param)
+            return invalid(str(error), "prompt")
         case RecursionError():  # only what clients send is nested
             return invalid("the request is nested too deeply", code="invalid_json")
         case QuireError():
@@ -121,13 +133,13 @@ def api_error(error: BaseException, request_id: str, prompt_param: str | None = 
     return ApiError(500, f"internal error; it is logged under the request id {request_id}", code="internal_error")
 
 
-def _param(error: RequestError, prompt_param: str | None) -> str | None:
+def _param(error: RequestError) -> str | None:
     """Messages about a field begin with its name."""
     found = _LEADING_NAME.match(str(error))
     name = found.group() if found else ""
     if "[" in name:
         return name
-    return _PARAM_NAMES.get(name, prompt_param if isinstance(error, InvalidPromptError) else None)
+    return _PARAM_NAMES.get(name, "prompt" if isinstance(error, InvalidPromptError) else None)
 
 
 def status_error(status: int, method: str, path: str, headers: Mapping[str, str] | None = None) -> ApiError:

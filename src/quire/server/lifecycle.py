@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+from collections.abc import Iterable
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -42,18 +43,20 @@ class Front:
 class Gate:
     """Ends requests: those that take too long, and, when the server is to stop, all of them.
 
-    A request that sends something (POST) is work: it has a deadline, and draining waits for it. One that only looks may
-    look forever, as the live view does, and is cut off in the end.
+    A request that sends something (POST) is work: it has a deadline, and draining waits for it and takes no more. One
+    that only looks may look forever, as the live view does, also while others finish, and is cut off in the end.
     """
 
     def __init__(self, *, request_timeout_s: float | None, drain_timeout_s: float) -> None:
         self._request_timeout_s = request_timeout_s
         self._drain_timeout_s = drain_timeout_s
-        self._deadlines: set[asyncio.Timeout] = set()
+        self._working: set[asyncio.Timeout] = set()
+        self._looking: set[asyncio.Timeout] = set()
         self._num_working = 0
         self._no_work = asyncio.Event()
         self._no_work.set()
         self.is_draining = False
+        self.is_closed = False
 
     def around(self, app: ASGIApp) -> ASGIApp:
         """`app` behind the gate."""
@@ -64,33 +67,36 @@ class Gate:
         return gated
 
     async def drain(self) -> None:
-        """Let nothing in any more, wait for what runs, abort what is left after the time for it. Cancelling this, once,
-        ends the waiting, not the aborting."""
+        """Take no more work, wait for what runs, abort what is left after the time for it. Cancelling this, once, ends
+        the waiting, not the aborting."""
         self.is_draining = True
         with contextlib.suppress(TimeoutError, asyncio.CancelledError):
             await asyncio.wait_for(self._no_work.wait(), self._drain_timeout_s)
-        for deadline in self._deadlines:
-            if not deadline.expired():
-                deadline.reschedule(asyncio.get_running_loop().time())
+        _cut_off(self._working)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._no_work.wait(), _ABORT_S)
 
+    def close(self) -> None:
+        """Let nobody in any more, and cut off those who look."""
+        self.is_draining = self.is_closed = True
+        _cut_off(self._looking)
+
     async def _pass(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """Hand on, under a deadline. Raises ApiError: 503 while draining, 504 after the deadline."""
-        if self.is_draining:
+        is_work = scope["method"] == "POST"
+        if self.is_closed or (self.is_draining and is_work):
             retry_s = min(max(1, math.ceil(self._drain_timeout_s)), MAX_RETRY_AFTER_S)
             headers = {"retry-after": str(retry_s), "connection": "close"}
             raise ApiError(503, "the server is shutting down", code="shutting_down", headers=headers)
-        is_work = scope["method"] == "POST"
-        answer = _Answer(send)
+        answer, deadlines = _Answer(send), self._working if is_work else self._looking
         self._count(int(is_work))
         try:
             async with asyncio.timeout(self._request_timeout_s if is_work else None) as deadline:
-                self._deadlines.add(deadline)
+                deadlines.add(deadline)
                 try:
                     await app(scope, receive, answer.send)
                 finally:
-                    self._deadlines.discard(deadline)
+                    deadlines.discard(deadline)
         except TimeoutError:
             if not deadline.expired():
                 raise
@@ -110,6 +116,12 @@ class Gate:
             return ApiError(503, "the server is shutting down; the request was aborted", code="shutting_down")
         message = f"the request took longer than {self._request_timeout_s:g} s and was aborted"
         return ApiError(504, message, type="timeout_error", code="request_timeout")
+
+
+def _cut_off(deadlines: Iterable[asyncio.Timeout]) -> None:
+    for deadline in deadlines:
+        if not deadline.expired():
+            deadline.reschedule(asyncio.get_running_loop().time())
 
 
 class _Answer:
@@ -147,7 +159,8 @@ class Admitting:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Hand on. Raises ApiError: 429, with `Retry-After`."""
-        tenant = context_of(scope).tenant or (scope.get("client") or ("local",))[0]
+        context = context_of(scope)
+        tenant = context.tenant or (scope.get("client") or ("local",))[0]
         refusal = self._admission.enter(tenant)
         if refusal is not None:
             headers = {"retry-after": str(refusal.retry_after_s)}
@@ -157,4 +170,9 @@ class Admitting:
         try:
             await self._app(scope, receive, send)
         finally:
-            self._admission.leave(tenant, record.num_tokens if record is not None else 0)
+            num_tokens = record.num_tokens if record is not None else 0
+            self._admission.leave(tenant, num_tokens)
+            if context.background is not None and record is not None:
+                context.background.add_done_callback(
+                    lambda _: self._admission.charge(tenant, record.num_tokens - num_tokens)
+                )

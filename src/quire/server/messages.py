@@ -22,12 +22,18 @@ from quire.server.responses_input import new_id
 from quire.server.sse import event_stream, frame, unless_disconnected
 from quire.server.state import context_of, state_of
 
+_FIELD_NAMES = {
+    "prompt": "messages",
+    "stop": "stop_sequences",
+    "max_tokens": "max_tokens",
+    "response_format": "output_config",
+}
 PING = frame(b'{"type":"ping"}', "ping")
 
 
 async def create(request: Request) -> ASGIApp:
     """Answer a conversation."""
-    context_of(request).prompt_param = "messages"
+    context_of(request).field_names |= _FIELD_NAMES
     body = await read_struct(request, MessagesRequest)
     model = state_of(request).check_model(body.model)
     chat = msgspec.convert(chat_request(body), ChatCompletionRequest)
@@ -40,7 +46,7 @@ async def create(request: Request) -> ASGIApp:
 
 async def count_tokens(request: Request) -> ASGIApp:
     """How many tokens the prompt of this conversation has."""
-    context_of(request).prompt_param = "messages"
+    context_of(request).field_names |= _FIELD_NAMES
     body = await read_struct(request, CountTokensRequest)
     state = state_of(request)
     state.check_model(body.model)

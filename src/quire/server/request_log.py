@@ -1,21 +1,16 @@
-"""The log: messages and one line per request, as text or JSON. What a client sends can neither forge a line nor a
-terminal's control sequence, and what is said in prompts and answers is not in it unless asked for."""
+"""One line in the log per request. What is said in prompts and answers is not in it unless asked for."""
 
 from __future__ import annotations
 
-import json
-import logging
-import re
 import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.log import logger
+from quire.log import IN_MESSAGE, logger
 from quire.outputs import EngineStats, RequestOutput
 from quire.server.state import context_of
 
@@ -24,8 +19,6 @@ CLIENT_GONE = 499
 """status of a request whose client went before there was an answer; nginx's number"""
 _METHODS = frozenset(["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
 _QUIET = frozenset(["/health", "/ready", "/metrics"])
-_IN_MESSAGE = ("method", "route", "status")
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 @dataclass(slots=True)
@@ -193,49 +186,5 @@ def log_request(record: RequestRecord) -> None:
     if record.body is not None:
         fields["body"] = record.body.decode("utf-8", "replace")
     fields = {name: round(v, 4) if isinstance(v, float) else v for name, v in fields.items() if v or name == "seconds"}
-    heading = {name: getattr(record, name) for name in _IN_MESSAGE}
+    heading = {name: getattr(record, name) for name in IN_MESSAGE}
     logger.info("%s %s %s", *heading.values(), extra={"fields": heading | fields})
-
-
-class TextFormatter(logging.Formatter):
-    """A line each. Further lines of a message are indented, so that nobody can make one look like a message."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """The line."""
-        text = _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", super().format(record)).replace("\n", "\n    ")
-        fields = getattr(record, "fields", {}).items()
-        return text + "".join(f" {name}={_plain(value)}" for name, value in fields if name not in _IN_MESSAGE)
-
-
-def _plain(value: Any) -> str:
-    text = str(value)
-    return text if re.fullmatch(r"[\w./:@+-]+", text, re.ASCII) else json.dumps(text)
-
-
-class JsonFormatter(logging.Formatter):
-    """An object each: time (UTC), level, message, and what else there is."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """The line, in ASCII."""
-        line = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "message": record.getMessage(),
-            **getattr(record, "fields", {}),
-        }
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line)
-
-
-def set_up_logging(log_format: str) -> None:
-    """Quire's messages, and uvicorn's errors, to standard error in this format."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(
-        JsonFormatter() if log_format == "json" else TextFormatter("%(asctime)s %(levelname)s %(message)s")
-    )
-    for name, level in (("quire", logging.INFO), ("uvicorn.error", logging.ERROR)):
-        target = logging.getLogger(name)
-        target.handlers[:] = [handler]
-        target.setLevel(level)
-        target.propagate = False

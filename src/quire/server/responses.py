@@ -36,6 +36,10 @@ PART = "responses"
 MAX_LISTED = 100
 _QUICK_ITEMS = 256
 """so many are read at once, more in a thread beside the event loop"""
+_FIELD_NAMES = {
+    "prompt": "input", "messages": "input", "max_tokens": "max_output_tokens", "response_format": "text",
+    "structured_outputs": "text",
+}  # fmt: skip
 _SAME_NAMES = ("previous_response_id", "instructions", "max_output_tokens", "max_tool_calls", "user",
                "safety_identifier", "prompt_cache_key")  # fmt: skip
 
@@ -50,7 +54,7 @@ def shelf_of(state: ServerState) -> Shelf:
 
 async def create(request: Request) -> ASGIApp:
     """Answer, wait for the answer, or promise it."""
-    context_of(request).prompt_param = "input"
+    context_of(request).field_names |= _FIELD_NAMES
     body = await read_struct(request, ResponsesRequest)
     state, owner = state_of(request), context_of(request).tenant
     shelf = shelf_of(state)
@@ -60,6 +64,7 @@ async def create(request: Request) -> ASGIApp:
     await unless_disconnected(request, run.begin())
     if body.background:
         background = shelf.start(run, owner, keeps_frames=bool(body.stream))
+        context_of(request).background = background.task
         return await _stream(request, background.frames()) if body.stream else json_response(run.builder.response)
     if body.stream:
         return await _stream(request, _framed(run))
@@ -151,7 +156,7 @@ async def _make_run(request: Request, body: ResponsesRequest, shelf: Shelf, owne
     return Run(
         ResponseBuilder(response, new_id),
         run_chat(state, chat, response.id, request),
-        request_id=context_of(request).request_id,
+        to_api_error=context_of(request).api_error,
         count_tokens=count_tokens,
         keep=keep if response.store else None,
     )

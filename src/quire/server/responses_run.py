@@ -14,7 +14,7 @@ from quire.config.sizes import parse_bytes
 from quire.log import logger
 from quire.server.chat_events import ChatEvent
 from quire.server.config import ServerArgs
-from quire.server.errors import ApiError, api_error
+from quire.server.errors import ApiError
 from quire.server.protocol.responses import Response, ResponseError, Status
 from quire.server.response_store import (
     ChainTooLongError,
@@ -32,8 +32,6 @@ MAX_BACKGROUND = 256
 """responses in the background at once"""
 MAX_KEPT_STREAMS = 32
 """background streams that have ended and can still be read"""
-_PARAMS = {"messages": "input", "response_format": "text"}
-"""fields of chat that have other names here"""
 
 
 class Run:
@@ -44,7 +42,7 @@ class Run:
         builder: ResponseBuilder,
         chat: AsyncGenerator[ChatEvent, None],
         *,
-        request_id: str,
+        to_api_error: Callable[[Exception], ApiError],
         count_tokens: Callable[[str], Awaitable[int]],
         keep: Callable[["Run", bool], Awaitable[None]] | None,
     ) -> None:
@@ -53,7 +51,7 @@ class Run:
         self.error: ApiError | None = None
         """why it failed"""
         self._chat = chat
-        self._request_id = request_id
+        self._to_api_error = to_api_error
         self._count_tokens = count_tokens
         self._keep = keep
         self._first: asyncio.Task[ChatEvent | None] | None = None
@@ -76,7 +74,7 @@ class Run:
                 self.builder.end("cancelled")
                 await self._store_end()
             if isinstance(error, Exception):
-                raise self._api_error(error) from error
+                raise self._to_api_error(error) from error
             raise
 
     async def events(self) -> AsyncGenerator[Event, None]:
@@ -96,7 +94,7 @@ class Run:
             for event in builder.complete(int(time.time()), await self._count_tokens(thoughts) if thoughts else 0):
                 yield event
         except Exception as error:
-            for event in self._fail(self._api_error(error)):
+            for event in self._fail(self._to_api_error(error)):
                 yield event
         except asyncio.CancelledError:
             if self._ending is None:  # whoever reads has gone
@@ -113,13 +111,6 @@ class Run:
     def _fail(self, error: ApiError) -> list[Event]:
         self.error = error
         return self.builder.end("failed", ResponseError(error.code or "server_error", str(error)))
-
-    def _api_error(self, error: Exception) -> ApiError:
-        """With the names of this protocol's fields."""
-        found = api_error(error, self._request_id, "input")
-        name = (found.param or "").partition("[")[0]
-        found.param = _PARAMS.get(name, found.param)
-        return found
 
     def end_as(self, status: Status, error: ResponseError | None) -> None:
         """From now on, cancelling the task that reads the events ends them with this status."""

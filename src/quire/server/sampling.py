@@ -57,6 +57,13 @@ def make_params(
     )
 
 
+def name_fields(names: dict[str, str], request: SamplingFields) -> None:
+    """Add what this request calls fields that the engine's errors name otherwise."""
+    for name in (*_GUIDED, "response_format"):
+        if getattr(request, name) is not None:
+            names.setdefault("structured_outputs", name)
+
+
 def structure(request: SamplingFields) -> StructuredOutputsParams | None:
     """The form that the answer must have, by whichever name it is asked for. Raises ApiError for two of them."""
     found: dict[str, StructuredOutputsParams] = {}

@@ -25,7 +25,7 @@ from quire.async_llm.async_llm import AsyncLLM
 from quire.config.args import EngineArgs
 from quire.config.model import EMBEDDED_CHECKPOINTS
 from quire.errors import ConfigError
-from quire.log import logger
+from quire.log import logger, set_up_logging
 from quire.server import responses
 from quire.server.admission import Admission
 from quire.server.app import ROUTES, make_app
@@ -35,7 +35,7 @@ from quire.server.endpoint import Endpoint
 from quire.server.http_protocol import limited_protocol
 from quire.server.lifecycle import Admitting, Front, Gate
 from quire.server.metrics import METRICS_ENDPOINT, Metrics
-from quire.server.request_log import NamedRoute, Observer, RecordListener, RequestRecord, log_request, set_up_logging
+from quire.server.request_log import NamedRoute, Observer, RecordListener, RequestRecord, log_request
 from quire.server.responses_run import Shelf
 from quire.server.state import ServerState
 from quire.server.tracing import Tracer
@@ -151,6 +151,7 @@ async def finish(state: ServerState, gate: Gate) -> None:
     if shelf is not None:
         hurries = task is not None and task.cancelling()
         await shelf.shutdown(0.0 if hurries else max(0.0, ends_s - time.monotonic()))
+    gate.close()
 
 
 def build_app(
@@ -222,7 +223,8 @@ def _uvicorn_config(app: ASGIApp, args: ServerArgs) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
-        forwarded_allow_ips="127.0.0.1",
+        proxy_headers=bool(args.trusted_proxies),
+        forwarded_allow_ips=list(args.trusted_proxies),
         timeout_keep_alive=max(1, round(args.idle_timeout_s)),
         timeout_graceful_shutdown=_LAST_CONNECTIONS_S,
         ssl_certfile=args.ssl_certfile,

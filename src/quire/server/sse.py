@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from quire.server.errors import ApiError, api_error
+from quire.server.errors import ApiError
 from quire.server.state import context_of, state_of
 
 T = TypeVar("T")
@@ -47,7 +47,6 @@ async def event_stream(
     events: Events,
     *,
     error_event: Callable[[ApiError], bytes],
-    prompt_param: str | None = None,
     keep_alive: bytes = KEEP_ALIVE,
 ) -> EventStream:
     """The answer that sends `events`, each framed already.
@@ -56,16 +55,11 @@ async def event_stream(
     `error_event`. They are closed when the answer ends, however it does, and when the client goes before it begins.
     """
     context = context_of(request)
-    context.prompt_param = prompt_param or context.prompt_param
-
-    def to_api_error(error: Exception) -> ApiError:
-        return api_error(error, context.request_id, context.prompt_param)
-
-    peeked = _Peeked(events, lambda error: error_event(to_api_error(error)))
+    peeked = _Peeked(events, lambda error: error_event(context.api_error(error)))
     try:
         await unless_disconnected(request, peeked.peek())
     except Exception as error:
-        raise to_api_error(error) from error
+        raise context.api_error(error) from error
     return EventStream(peeked, keep_alive, state_of(request).args.keep_alive_s)
 
 

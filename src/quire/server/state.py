@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from starlette.requests import Request
 from starlette.types import Scope
 
 from quire.server.config import ServerArgs
-from quire.server.errors import ApiError
+from quire.server.errors import ApiError, api_error
 from quire.server.tools import ReasoningFormat, ToolFormat, choose_reasoning_format, choose_tool_format
 
 if TYPE_CHECKING:
@@ -77,12 +78,18 @@ class RequestContext:
     """the API key's name, where there are keys"""
     unknown_fields: list[str] = field(default_factory=list)
     """of the body; told in `x-quire-warning`"""
-    prompt_param: str | None = None
-    """the body's field that errors about the prompt name"""
+    field_names: dict[str, str] = field(default_factory=dict)
+    """what the body calls fields that errors name otherwise, such as `prompt`"""
     facts: dict[str, Any] = field(default_factory=dict)
     """what a log may tell of the request: model, counts of tokens; never text"""
+    background: asyncio.Task[None] | None = None
+    """generation that goes on after the answer"""
     is_named: bool = False
     """the client chose the id"""
+
+    def api_error(self, error: BaseException) -> ApiError:
+        """The answer to any exception, in the body's own terms."""
+        return api_error(error, self.request_id, self.field_names)
 
     def adopt_id(self, given: str | None) -> None:
         """The id that stands in a body, unless a header has one. Raises ApiError for one that is not sane."""
