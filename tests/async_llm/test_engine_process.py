@@ -12,7 +12,7 @@ import pytest
 
 from quire import LLMEngine, SamplingParams
 from quire.batch import TokenLogprobs
-from quire.engine import messages
+from quire.engine import engine_process, messages
 from quire.engine.engine_process import EngineProcess, read_messages
 from quire.engine.messages import (
     Abort,
@@ -191,6 +191,19 @@ def test_what_is_too_large_for_a_message_ends_its_request(
     client.run()
     assert "too many" in (client.deltas[1][-1].error or "")
     assert len(client.tokens(2)) == 5
+
+
+def test_requests_that_come_on_and_on_do_not_hold_up_those_that_run(
+    scripted: tuple[LLMEngine, RecitingExecutor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_process, "_MESSAGES_S", 0.0)
+    client = Client(scripted[0])
+    client.add(1, max_tokens=8, ignore_eos=True)
+    for key in range(2, 6):
+        client.add(key, max_tokens=1)
+    client.run()
+    ends = {delta.key: number for number, step in enumerate(client.steps) for delta in step.deltas if delta.finished}
+    assert ends[2] < ends[3] < ends[4] < ends[5] <= ends[1]
 
 
 def test_the_cache_view_is_made_only_while_it_is_on(scripted: tuple[LLMEngine, RecitingExecutor]) -> None:

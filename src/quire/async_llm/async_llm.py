@@ -29,7 +29,7 @@ from quire.engine.messages import (
     StepDone,
 )
 from quire.engine.sequence import SequenceGroup
-from quire.errors import EngineDeadError, InvalidParamsError, PromptTooLongError, QuireError, RequestError, error_named
+from quire.errors import EngineDeadError, InvalidParamsError, QuireError, RequestError, error_named
 from quire.log import logger
 from quire.outputs import EngineStats, RequestOutput
 from quire.params import BeamSearchParams, SamplingParams
@@ -101,7 +101,7 @@ class AsyncLLM:
         output, at its end.
         """
         _check_params(params)
-        text = self._checked_text(prompt, cut=isinstance(params, SamplingParams) and params.truncate_prompt_tokens)
+        text = _text(prompt)
         now = time.monotonic()
         group = await _in_thread(text, lambda: self._inputs.request(request_id, prompt, params, 0, now))
         request = self._queue(group, params)
@@ -120,7 +120,7 @@ class AsyncLLM:
 
         Raises as `generate`; cancelling it aborts the request.
         """
-        texts = [self._checked_text(prompt) or "" for prompt in (context, continuation) if prompt is not None]
+        texts = [_text(prompt) or "" for prompt in (context, continuation) if prompt is not None]
         now = time.monotonic()
         group = await _in_thread(
             "".join(texts), lambda: self._inputs.scoring_request(request_id, context, continuation, 0, now)
@@ -134,8 +134,7 @@ class AsyncLLM:
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Raises PromptTooLongError for one that is longer than any prompt can be."""
-        self._checked_text(text)
-        return await _in_thread(text, lambda: self.tokenizer.encode(text, add_special_tokens))
+        return await _in_thread(text, lambda: self._inputs.encode(text, add_special_tokens))
 
     def chat_prompt(
         self,
@@ -159,8 +158,7 @@ class AsyncLLM:
             tools=tools,
             **(chat_template_kwargs or {}),
         )
-        self._checked_text(text)
-        return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
+        return {"prompt": text, "prompt_token_ids": self._inputs.encode(text, add_special_tokens=False)}
 
     async def abort(self, request_id: str) -> None:
         """End a request now: its last output has the finish reason `abort`. Does nothing for an unknown id."""
@@ -207,20 +205,6 @@ class AsyncLLM:
         await self._client.close()
 
     # Requests
-
-    def _checked_text(self, prompt: Prompt, cut: object = None) -> str | None:
-        """The text that is to be encoded, if any. Raises PromptTooLongError where no tokenization could make it fit,
-        without trying one; a text that will be `cut` may be of any length."""
-        text = prompt.get("prompt") if isinstance(prompt, Mapping) and not prompt.get("prompt_token_ids") else prompt
-        if not isinstance(text, str):
-            return None
-        limit = self.model_config.max_model_len * self.tokenizer.max_token_len
-        if len(text) > limit and not cut:
-            raise PromptTooLongError(
-                f"the text has {len(text):,} characters, and the {self.model_config.max_model_len:,} tokens of the "
-                f"context have {limit:,} at most: shorten it or raise max_model_len"
-            )
-        return text
 
     def _queue(self, group: SequenceGroup, params: Params) -> RequestState:
         """Send a request to the engine. Raises RequestError or EngineDeadError, and sends nothing."""
@@ -302,6 +286,12 @@ class AsyncLLM:
         for frames in self._watchers:
             frames.put_nowait(None)
         self._watchers.clear()
+
+
+def _text(prompt: Prompt) -> str | None:
+    """What is to be encoded, if anything."""
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) and not prompt.get("prompt_token_ids") else prompt
+    return text if isinstance(text, str) else None
 
 
 async def _in_thread(text: str | None, make: Callable[[], _T]) -> _T:

@@ -49,6 +49,9 @@ from quire.params import BeamSearchParams, SamplingParams
 _EXIT_GRACE_S = 0.5
 """left to the step that runs when the client goes"""
 
+_MESSAGES_S = 0.01
+"""to take messages in before a step; one that comes with a thousand bad words takes as long"""
+
 Inbox: TypeAlias = "SimpleQueue[ToEngine | None]"
 """messages as they come; None is the end"""
 
@@ -101,13 +104,16 @@ class EngineProcess:
             self._tell(deltas)
 
     def _messages(self) -> Iterator[ToEngine | None]:
-        """All that wait; the next one, however long it takes, while there is nothing to step. Watchers of the cache are
-        told of the last step even so."""
+        """All that wait, or as many as do not keep the requests that run waiting; the next one, however long it takes,
+        while there is nothing to step. Watchers of the cache are told of the last step even so."""
+        end_s = time.monotonic() + _MESSAGES_S
         try:
             if not self.engine.has_unfinished_requests():
                 yield self._inbox.get(timeout=None if self._cache_view is None else MIN_INTERVAL_S)
             while True:
                 yield self._inbox.get_nowait()
+                if self.engine.has_unfinished_requests() and time.monotonic() > end_s:
+                    return
         except Empty:
             return
 
