@@ -221,6 +221,15 @@ def test_every_wrong_weight_is_named(folder: Path) -> None:
     assert "layers.0.mlp.up_proj.weight [12, 9] instead of [12, 8]" in message
 
 
+def test_of_many_wrong_weights_some_are_named(folder: Path) -> None:
+    write(folder, FIELDS, weights() | {f"model.extra{i:04}": torch.zeros(1) for i in range(1000)})
+    with pytest.raises(
+        CheckpointError, match=r"1000 weight\(s\) unexpected: model\.extra0000, .* and others"
+    ) as caught:
+        load(folder)
+    assert len(str(caught.value)) < 1000
+
+
 def test_weight_of_unreadable_dtype(folder: Path) -> None:
     write(folder, FIELDS, weights() | {"model.norm.weight": torch.zeros(8, dtype=torch.int64)})
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight' has dtype I64"):

@@ -13,6 +13,7 @@ from quire.errors import InvalidPromptError, RequestError, TokenizerError
 from quire.tokenizer import template_budget
 from quire.tokenizer.tokenizer import Tokenizer
 
+from .hostile_templates import ENDLESS, ESCAPES
 from .made import EMBEDDED
 
 USER = {"role": "user", "content": "What does json.dumps do?"}
@@ -170,90 +171,7 @@ def test_a_broken_template_is_the_checkpoints_fault(tokenizer: Tokenizer, templa
         tokenizer.apply_chat_template([USER], chat_template=template)
 
 
-GROW = "{% set ns = namespace(x='ab') %}{% for i in range(64) %}"
-LONG = "{% set long = 'x' * 10 ** 7 %}"
-OFTEN = LONG + "{% for i in range(99999) %}"
-DEEP = (
-    "{% set ns = namespace(x=[1], y=[1]) %}{% for i in range(64) %}"
-    "{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}{% endfor %}"
-)
-DEEP_TUPLES = DEEP.replace("[ns.x, ns.x]", "(ns.x, ns.x)")
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
-        "{% for i in range(100001) %}{% endfor %}",
-        "{% macro f(n) %}{% for i in range(9) if n %}{{ f(n - 1) }}{% endfor %}{% endmacro %}{{ f(50) }}",
-        "{% for x in range(99999) recursive %}{{ loop(range(99999)) }}{% endfor %}",
-        "{% for i in range(100000) %}" + "much text " * 1000 + "{% endfor %}",
-        GROW + "{% set ns.x = ns.x + ns.x %}{% endfor %}",
-        GROW + "{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-        GROW + "{% set ns.x = '%s%s' % (ns.x, ns.x) %}{% endfor %}",
-        GROW + "{% set ns.x = [ns.x, ns.x] | join %}{% endfor %}",
-        GROW + "{% set ns.x = ns.x.join(['', '', '', '']) %}{% endfor %}",
-        GROW + "{% set ns.x = ns.x.replace('a', ns.x) %}{% endfor %}",
-        GROW + "{% set ns.x = ns.x | replace('a', ns.x) %}{% endfor %}",
-        GROW + "{% set ns.x %}{{ ns.x }}{{ ns.x }}{% endset %}{% endfor %}",
-        "{% macro f(x) %}{{ x }}{{ x }}{% endmacro %}" + GROW + "{% set ns.x = f(ns.x) %}{% endfor %}",
-        "{{ 'x' * 10 ** 10 }}",
-        "{{ ([1] * 10 ** 9) | length }}",
-        "{{ 10 ** (10 ** 10) }}",
-        "{{ 'a'.ljust(10 ** 10) }}",
-        "{{ 'a'.center(10 ** 10) }}",
-        "{{ '%10000000000d' % 1 }}",
-        "{{ '%*d' % (10000000000, 1) }}",
-        "{{ '{:10000000000}'.format(1) }}",
-        "{{ '{:{}}'.format(1, 10 ** 10) }}",
-        "{{ 'a\na' | indent(10 ** 10) }}",
-        "{{ [1] | tojson(indent=10 ** 10) }}",
-        "{{ 'a' | center(10 ** 10) }}",
-        "{{ lipsum(10 ** 6) }}",
-        "{{ [1] | batch(10000000000, 'x') | list }}",
-        "{{ [1] | slice(10000000000) | list }}",
-        "{{ 1 | round(10000000000, 'ceil') }}",
-        "{{ ('a' * 10 ** 6).translate({97: 'b' * 10 ** 6}) }}",
-        "{{ (1).to_bytes(10000000000, 'big') }}",
-        "{{ 'a'.encode().ljust(10000000000) }}",
-        "{{ ('\t' * 10 ** 6).expandtabs(9999) }}",
-        "{{ 'a\t'.expandtabs(tabsize=2000000000) }}",
-        LONG + "{{ ('%(a)s' * 10000) % {'a': long} }}",
-        LONG + "{{ ('{0}' * 10000).format(long) }}",
-        LONG + "{{ ('{a}' * 10000).format(a=long) }}",
-        LONG + "{{ ('{a}' * 10000).format_map({'a': long}) }}",
-        "{{ ('%9999d' * 10 ** 6) % 1 }}",
-        "{{ ([[1] * 10 ** 5] * 10 ** 5) | sum(start=[]) }}",
-        LONG + "{{ [long] * 1000 }}",
-        LONG + "{{ [long] * 1000 | string }}",
-        LONG + "{{ ([long] * 1000) | tojson }}",
-        LONG + "{{ [[long] * 1000] | join }}",
-        LONG + "{{ namespace(a=[long] * 1000) }}",
-        LONG + "{{ ([1] * 10 ** 5) | tojson(indent=long) }}",
-        LONG + "{{ ([1] * 10 ** 5) | tojson(separators=(long, long)) }}",
-        "{{ ([[1] * 1000] * 1000) | tojson(indent=9999) }}",
-        "{{ strftime_now('%1000d' * 10 ** 6) }}",
-        OFTEN + "{% if long | upper %}{% endif %}{% endfor %}",
-        OFTEN + "{% if long.upper() %}{% endif %}{% endfor %}",
-        OFTEN + "{% if 'y' in long %}{% endif %}{% endfor %}",
-        OFTEN + "{% if 'y' is in long %}{% endif %}{% endfor %}",
-        OFTEN + "{% if long[1:] %}{% endif %}{% endfor %}",
-        OFTEN + "{% if long.split('x') %}{% endif %}{% endfor %}",
-        OFTEN + "{% if long.replace('x', ' ').split() %}{% endif %}{% endfor %}",
-        "{{ range(99999)" + " | map('string')" * 60 + " | list | length }}",
-        "{% for i in range(999) %}{% set x = 3 ** 5000000 %}{% endfor %}",
-        "{{ 0x" + "f" * 99999 + " // 0x" + "f" * 9999 + " }}",
-        "{{ ('f' * 10 ** 7) | int(0, 16) // 3 }}",
-        DEEP + "{{ ns.x == ns.y }}",
-        DEEP + "{{ ns.x in [ns.y] }}",
-        DEEP + "{{ ns.x is eq(ns.y) }}",
-        DEEP + "{{ [ns.x, ns.y] | sort }}",
-        DEEP_TUPLES + "{{ {ns.x: 1} }}",
-        "{% set x = {} %}{% for i in range(64) %}{% set _ = dict.update(x, a=dict(x), b=dict(x)) %}{% endfor %}{{ x }}",
-        "{% if 1 %}" * 13_000,
-    ],
-    ids=lambda template: template[:60],
-)
+@pytest.mark.parametrize("template", ENDLESS, ids=lambda template: template[:60])
 def test_no_template_runs_or_grows_without_end(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, template: str
 ) -> None:
@@ -286,31 +204,7 @@ def test_what_templates_do_with_lists_and_numbers_still_works(tokenizer: Tokeniz
     assert tokenizer.apply_chat_template([USER], chat_template=template) == expected
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ messages.__class__.__mro__ }}",
-        "{{ ''.__class__.__base__.__subclasses__() }}",
-        "{{ namespace.__init__.__globals__ }}",
-        "{{ raise_exception.__globals__ }}",
-        "{% set _ = messages.append(1) %}{{ messages | length }}",
-        "{% set _ = messages[0].update(role='x') %}{{ messages[0].role }}",
-        "{{ '{0.__class__}'.format(messages) }}",
-        "{{ messages | attr('__class__') }}",
-        "{{ lipsum.__globals__['os'] }}",
-        "{{ cycler.__init__.__globals__ }}",
-        "{{ self._TemplateReference__context }}",
-        "{{ messages | map(attribute='__class__') | list }}",
-        "{{ ('{0.__class__}' | attr('format'))(messages) }}",
-        "{{ '{a.__class__}'.format_map({'a': messages}) }}",
-        "{% set f = '{0.__class__}'.format %}{{ f(messages) }}",
-        "{{ joiner.__init__['__globals__'] }}",
-        "{% set _ = dict.update(messages[0], {'role': 'x'}) %}{{ messages[0].role }}",
-        "{% include '/etc/passwd' %}",
-        "{% extends '/etc/passwd' %}",
-        "{% import '/etc/passwd' as x %}",
-    ],
-)
+@pytest.mark.parametrize("template", ESCAPES)
 def test_no_template_gets_out_of_the_sandbox(tokenizer: Tokenizer, template: str) -> None:
     try:
         outcome = tokenizer.apply_chat_template([USER], chat_template=template)

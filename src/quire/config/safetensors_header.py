@@ -74,21 +74,21 @@ def _parse(path: Path, header: bytes) -> dict[str, Any]:
 
 
 def _tensor(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
-    where = f"{path}: tensor {reprlib.repr(name)}"
+    def wrong(what: str) -> CheckpointError:
+        return CheckpointError(f"{path}: tensor {reprlib.repr(name)} {what}")
+
     if not isinstance(entry, dict):
-        raise CheckpointError(f"{where}: its entry in the header is not an object")
+        raise wrong("has an entry in the header that is not an object")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in _ITEM_BYTES:
-        raise CheckpointError(f"{where} has dtype {reprlib.repr(dtype)}, known are {', '.join(_ITEM_BYTES)}")
+        raise wrong(f"has dtype {reprlib.repr(dtype)}, known are {', '.join(_ITEM_BYTES)}")
     if not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        shown = f"shape {reprlib.repr(shape)} and data_offsets {reprlib.repr(offsets)}"
-        raise CheckpointError(f"{where} has {shown}: malformed")
+        raise wrong(f"has shape {reprlib.repr(shape)} and data_offsets {reprlib.repr(offsets)}: malformed")
     num_bytes = offsets[1] - offsets[0]
     needed = math.prod(shape) * _ITEM_BYTES[dtype]
     if needed != num_bytes:
-        raise CheckpointError(
-            f"{where} of shape {shape} and dtype {dtype} needs {needed} bytes, "
-            f"but its data_offsets {offsets} span {num_bytes}"
+        raise wrong(
+            f"of shape {shape} and dtype {dtype} needs {needed} bytes, but its data_offsets {offsets} span {num_bytes}"
         )
     return TensorInfo(name, dtype, tuple(shape), data_start + offsets[0], num_bytes)
 

@@ -24,7 +24,7 @@ from jinja2.utils import Namespace
 
 MAX_OPERATIONS = 500_000
 """loop steps and calls of one rendering: about a second"""
-MAX_SECONDS = 2.0
+MAX_SECONDS = 1.5
 """of processor time"""
 MAX_TEXT_CHARS = 16_000_000
 """of any one text, the finished prompt included"""
