@@ -21,7 +21,7 @@ WERROR ?= $(if $(CI),ON,OFF)
 export QUIRE_REQUIRE_NATIVE ?= $(if $(CI),1,0)
 BUILD := --no-build-isolation --config-settings=cmake.define.QUIRE_WERROR=$(WERROR)
 
-.PHONY: help run demo test lint format build wheel clean
+.PHONY: help run demo test lint soak overload format build wheel clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -41,6 +41,12 @@ lint: $(VENV)/.installed $(VENV)/.dev  ## style, types, C++ format, import floor
 	PYTHONPATH=src $(BIN)/lint-imports
 	$(BIN)/python tools/line_budget.py
 	for script in $(SCRIPTS); do bash -n $$script || exit 1; done
+
+soak: $(VENV)/.installed  ## serve mixed clients for 30 minutes, and see that nothing is left (ARGS="--minutes 5 --record")
+	$(BIN)/python -m reliability.soak $(ARGS)
+
+overload: $(VENV)/.installed  ## ask ten times as much as can be served (ARGS="--record")
+	$(BIN)/python -m reliability.overload $(ARGS)
 
 format: $(VENV)/.dev  ## rewrite Python and C++ sources in the house format
 	$(BIN)/ruff check --fix-only

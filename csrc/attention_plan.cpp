@@ -4,13 +4,13 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <new>
 #include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "kernel_table.h"
+#include "memory.h"
 #include "thread_pool.h"
 
 namespace quire {
@@ -35,10 +35,9 @@ class FloatBuffer {
 
   float* reserve(int64_t count) {
     if (count > size_) {
-      std::free(data_);
+      std::free(std::exchange(data_, nullptr));
       size_ = 0;
-      data_ = static_cast<float*>(std::aligned_alloc(64, static_cast<size_t>(count + 15) / 16 * 64));
-      if (data_ == nullptr) throw std::bad_alloc();
+      data_ = static_cast<float*>(aligned_memory(count * int64_t{sizeof(float)}));
       size_ = count;
     }
     return data_;
@@ -57,6 +56,7 @@ struct ThreadState {
 
 AttentionScratch thread_scratch(DType dtype, const AttentionArgs& args, int64_t rows, float* partials) {
   static thread_local ThreadState state;
+  ask_for_memory();
   const int64_t lanes = args.int8_cache ? args.head_dim / 4 + 2 : args.head_dim / (dtype == kBFloat16 ? 2 : 1);
   const int64_t packed = args.block_size % 16 == 0 ? 0 : lanes * kTileKeys;  // vectors are 4, 8 or 16 lanes wide
   state.positions.resize(static_cast<size_t>(rows));
@@ -135,6 +135,8 @@ struct Sections {
   int64_t begin, end;
   int64_t count() const { return end - begin; }
 };
+
+thread_local int64_t sections_read = 0;
 
 // Those that all query tokens of sequence s see all keys of.
 Sections whole_sections(const AttentionArgs& args, int64_t s) {
@@ -272,15 +274,22 @@ void split_items(const AttentionArgs& args, int64_t limit, Plan& plan) {
 
 }  // namespace
 
+int64_t attention_sections_read() { return sections_read; }
+
 void paged_attention(DType dtype, const AttentionArgs& args) {
   static thread_local Plan plan;
   check(args);
+  ask_for_memory();
   plan.items.clear();
   plan.split.clear();
   plan.partial_floats = plan.work = 0;
   const int64_t group = args.num_heads / args.num_kv_heads;
   const int64_t tokens_per_item = std::max<int64_t>(1, kItemRows / group);
   make_items(args, tokens_per_item, heads_per_item(dtype, args), plan);
+  sections_read = 0;
+  for (const AttentionItem& item : plan.items) {
+    sections_read += (item.section_end - item.section_begin) * item.num_kv_heads;
+  }
 
   const int64_t threads = num_threads(), rows = std::max(tokens_per_item * group, kItemRows);
   const AttentionTable& table = kernels().attention;

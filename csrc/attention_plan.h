@@ -95,4 +95,8 @@ struct AttentionTable {
 // Checks what is cheap to check and computes attention on the thread pool. Throws std::invalid_argument.
 void paged_attention(DType dtype, const AttentionArgs& args);
 
+// Sections of keys, one head each, that this thread's last call read: of what sequences share, fewer, which no output
+// shows.
+int64_t attention_sections_read();
+
 }  // namespace quire

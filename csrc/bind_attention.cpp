@@ -37,6 +37,7 @@ void bind_attention(nb::module_& module) {
                                              });
              }),
              Unlocked());
+  module.def("attention_sections_read", &attention_sections_read);
 }
 
 }  // namespace quire

@@ -6,6 +6,7 @@
 
 #include "available_cpus.h"
 #include "binding.h"
+#include "memory.h"
 #include "thread_pool.h"
 
 namespace quire {
@@ -36,6 +37,7 @@ void bind_pool(nb::module_& module) {
   module.def("set_num_threads", &set_num_threads, nb::arg("count"), nb::arg("cpus") = std::vector<int>{}, Unlocked());
   module.def("available_cpus", &available_cpus);
   module.def("cpu_quota", &cpu_quota);
+  module.def("refuse_memory", &refuse_memory);
   module.def("exercise_pool", &exercise_pool, Unlocked());
 }
 

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "binding.h"
+#include "memory.h"
 #include "thread_pool.h"
 
 namespace quire {
@@ -20,13 +21,14 @@ struct ThreadState {
 
 SampleScratch thread_scratch(int64_t vocab) {
   static thread_local ThreadState state;
+  ask_for_memory();
   if (state.weights.size() < static_cast<size_t>(vocab)) {
     const size_t size = std::max(static_cast<size_t>(vocab), static_cast<size_t>(kMaxChunks));
     state.chunk_max.resize(kMaxChunks);
     state.histogram.resize(kHistograms * kMaxRadixBins);
-    state.weights.resize(size);
     for (auto* floats : {&state.logits, &state.row}) floats->resize(size);
     for (auto* integers : {&state.ids, &state.members, &state.counts}) integers->resize(size);
+    state.weights.resize(size);  // last: it says that all have their size
   }
   return {state.chunk_max.data(), state.histogram.data(), state.weights.data(), state.logits.data(),
           state.ids.data(),       state.members.data(),   state.row.data(),     state.counts.data()};

@@ -15,6 +15,7 @@
 #endif
 
 #include "common.h"
+#include "memory.h"
 #include "thread_pool.h"
 
 namespace quire {
@@ -114,6 +115,7 @@ void quantize_kv(const KvCache& cache, const T* key, int64_t key_stride, const T
   const int64_t head_dim = cache.value_bytes;
   for_each_token(cache, num_tokens, [&](int64_t t) {
     static thread_local std::vector<uint8_t> packed;
+    ask_for_memory();
     packed.resize(static_cast<size_t>(cache.key_bytes));
     for (int64_t head = 0; head < cache.num_kv_heads; ++head) {
       const float scales[2] = {

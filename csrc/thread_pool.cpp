@@ -4,13 +4,15 @@
 
 #include <atomic>
 #include <chrono>
-#include <cstdio>
 #include <cstdlib>
+#include <exception>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "available_cpus.h"
+#include "memory.h"
 
 namespace quire {
 namespace {
@@ -44,6 +46,13 @@ bool spin_until(Condition done) {
 
 thread_local int tls_thread = -1;  // this thread's number while it runs a task
 
+struct Running {
+  explicit Running(int thread) { tls_thread = thread; }
+  ~Running() { tls_thread = -1; }
+  Running(const Running&) = delete;
+  Running& operator=(const Running&) = delete;
+};
+
 // A region is one parallel_for. Its tasks are claimed by compare-and-swap on `ticket_`, which holds the region's number
 // (upper half) and how many of its tasks nobody has claimed (lower half). While any are left the caller is still in
 // run(), so whatever a worker reads between seeing such a ticket and claiming from it belongs to that region. A worker
@@ -70,11 +79,18 @@ class Pool {
     task_.store(&task, std::memory_order_relaxed);
     num_tasks_.store(num_tasks, std::memory_order_relaxed);
     pending_.store(uint32_t(num_tasks), std::memory_order_relaxed);
+    has_error_.store(false, std::memory_order_relaxed);
     const uint32_t region = region_.load(std::memory_order_relaxed) + 1;
     ticket_.store(uint64_t{region} << 32 | uint64_t(num_tasks), std::memory_order_release);
     region_.store(region);
     if (sleepers_.load() > 0) region_.notify_all();
     take_tasks(region, 0);
+    wait();
+    if (has_error_.load(std::memory_order_relaxed)) std::rethrow_exception(std::exchange(error_, nullptr));
+  }
+
+ private:
+  void wait() {
     if (spin_until([this] { return pending_.load(std::memory_order_acquire) == 0; })) return;
     for (uint32_t left = pending_.load(std::memory_order_acquire); left != 0;
          left = pending_.load(std::memory_order_acquire)) {
@@ -82,7 +98,6 @@ class Pool {
     }
   }
 
- private:
   void take_tasks(uint32_t region, int thread) {
     uint64_t ticket = ticket_.load(std::memory_order_acquire);
     while (uint32_t(ticket >> 32) == region && uint32_t(ticket) != 0) {
@@ -91,9 +106,12 @@ class Pool {
       if (!ticket_.compare_exchange_weak(ticket, ticket - 1, std::memory_order_acq_rel, std::memory_order_acquire)) {
         continue;
       }
-      tls_thread = thread;
-      (*task)(index, thread);
-      tls_thread = -1;
+      try {
+        const Running running(thread);
+        (*task)(index, thread);
+      } catch (...) {
+        if (!has_error_.exchange(true)) error_ = std::current_exception();
+      }
       // The caller may leave, and the task object with it, as soon as this reaches 0.
       if (pending_.fetch_sub(1, std::memory_order_acq_rel) == 1 && thread != 0) pending_.notify_one();
       ticket = ticket_.load(std::memory_order_acquire);
@@ -122,6 +140,8 @@ class Pool {
   alignas(64) std::atomic<uint32_t> pending_{0};
   std::atomic<const Task*> task_{nullptr};
   std::atomic<int64_t> num_tasks_{0};
+  std::atomic<bool> has_error_{false};
+  std::exception_ptr error_;  // the first of the region, written by the task that set has_error_
   std::vector<std::thread> workers_;
 };
 
@@ -160,9 +180,8 @@ void parallel_for(int64_t num_tasks, Task task) {
   const int count = num_threads();
   if (int(state.scratch.size()) < count) state.scratch.resize(size_t(count));
   if (num_tasks <= 1 || count == 1) {
-    tls_thread = 0;
+    const Running running(0);
     for (int64_t i = 0; i < num_tasks; ++i) task(i, 0);
-    tls_thread = -1;
     return;
   }
   if (state.pool == nullptr) state.pool = new Pool(count, *g_cpus.load());
@@ -170,14 +189,12 @@ void parallel_for(int64_t num_tasks, Task task) {
 }
 
 void* thread_scratch(int thread, int64_t bytes) {
+  ask_for_memory();
   Scratch& scratch = g_state.load()->scratch[size_t(thread)];
   if (scratch.bytes < bytes) {
-    std::free(scratch.memory);
-    scratch.memory = std::aligned_alloc(64, size_t(bytes + 63) / 64 * 64);
-    if (scratch.memory == nullptr) {  // a task cannot fail alone, and going on would write to address 0
-      std::fprintf(stderr, "quire: no memory for %lld bytes of a thread's scratch\n", static_cast<long long>(bytes));
-      std::abort();
-    }
+    std::free(std::exchange(scratch.memory, nullptr));
+    scratch.bytes = 0;
+    scratch.memory = aligned_memory(bytes);
     scratch.bytes = bytes;
   }
   return scratch.memory;

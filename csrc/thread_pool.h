@@ -28,8 +28,9 @@ class FunctionRef<Result(Args...)> {
 using Task = FunctionRef<void(int64_t task, int thread)>;
 
 // Runs task(i, thread) once for each i in [0, num_tasks), on the calling thread and the workers; returns when all are
-// done. `thread` is in [0, num_threads()) and belongs to one running task at a time. Tasks must not throw. A call from
-// inside a task, and a call with one task or one thread, runs inline. Calls from several threads take turns.
+// done. `thread` is in [0, num_threads()) and belongs to one running task at a time. What a task throws is thrown here,
+// of several exceptions the first; other tasks may have run or not. A call from inside a task, and a call with one task
+// or one thread, runs inline. Calls from several threads take turns.
 void parallel_for(int64_t num_tasks, Task task);
 
 // Threads that take part, the caller included. Until set: the CPUs this process may use (cpuset and cgroup quota).
@@ -40,7 +41,8 @@ int num_threads();
 void set_num_threads(int count, const std::vector<int>& cpus = {});
 
 // 64-byte aligned memory of at least `bytes` for the task running as `thread`, until that task ends. Contents are
-// undefined. Kept between calls, so that kernels do not allocate; a nested parallel_for must not use its task's.
+// undefined. Kept between calls, so that kernels do not allocate; a nested parallel_for must not use its task's. Throws
+// std::bad_alloc.
 void* thread_scratch(int thread, int64_t bytes);
 
 }  // namespace quire

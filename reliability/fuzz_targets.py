@@ -399,7 +399,8 @@ def _template_corpus() -> list[bytes]:
         "{%- set ns = namespace(x=0) -%}{%- for i in range(3) -%}{%- set ns.x = ns.x + i * 2 ** 3 -%}{%- endfor -%}",
         "{% macro f(a, b=1) %}{{ '%s' % a }}{% endmacro %}{{ f('x'.join(['a', 'b'])) }}{{ messages[::-1] | length }}",
         "{% if b is defined and 1 in b %}{{ b | map('string') | join('-') }}{% elif messages[0].content %}x{% endif %}",
-        "{{ '{:>5}'.format(3) }}{{ b | batch(2) | list }}{{ raise_exception('no') if not tools }}{{ strftime_now('%Y') }}",
+        "{{ '{:>5}'.format(3) }}{{ b | batch(2) | list }}{{ raise_exception('no') if not tools }}",
+        "{{ strftime_now('%Y') }}",
         "{% generation %}{% set x %}a{% endset %}{{ x | replace('a', 'b') | upper }}{% endgeneration %}{# no #}",
     ]  # fmt: skip
     return [text.encode() for text in texts]
@@ -430,8 +431,10 @@ def _quiet() -> Iterator[None]:
 
 
 _JSON = b'" { } [ ] : , null true 1e400 -0 \\u0000 \\ud800 1.5 \xff 999999999999999999999999999999'.split()
-_JINJA = b"{{ |}} |{% for i in range(9) %}|{% endfor %}|map(|**|[::-1]|'x' * 9|{% set x = |.format(|tojson| ~ | in | is "
-_TAGS = b"<tool_call> </tool_call> <think> </think> [TOOL_CALLS] [ARGS] <|python_tag|> {\"name\":\"f\",\"arguments\":{ ;"
+_JINJA = (
+    b"{{ |}} |{% for i in range(9) %}|{% endfor %}|map(|**|[::-1]|'x' * 9|{% set x = |.format(|tojson| ~ | in | is "
+)
+_TAGS = b'<tool_call> </tool_call> <think> </think> [TOOL_CALLS] [ARGS] <|python_tag|> {"name":"f","arguments":{ ;'
 TARGETS = {
     "safetensors": Target(safetensors, _safetensors_corpus, (*_JSON, *b"dtype shape data_offsets F32".split())),
     "output": Target(output, _output_corpus, (*_JSON, *_TAGS.split())),

@@ -139,6 +139,13 @@ ROWS: dict[str, list[dict[str, Any]]] = {
             for output_len in (64, 1) for engine, more in (("quire", {}), ("other", {"quire_speedup": 1.73}))
         ),
     ],
+    "parts": [
+        {
+            "precision": "bfloat16", "num_seqs": 8, "num_tokens": 1, "context": 160, "step_ms": 60.5,
+            "products_ms": 50.25, "attention_ms": 4.0, "others_ms": 2.25, "products_of_limit": 0.93,
+            "read_gb_per_s": 1, "peak_gflop_per_s": 2,
+        }
+    ],
     "growth": [
         {
             "model": "m", "by": by, "num_seqs": n, "context": 128 * n, "step_ms": n**power, "of_limit": 0.4,
@@ -167,6 +174,12 @@ def test_the_report_shows_the_rows_and_nothing_it_has_not(tmp_path: Path) -> Non
     assert "| 8 x 128 / 64 | other | 77.5 | 8.0 | 1.73 | 0.53 | 9.0 s |" in text
     assert "| 8 x 128 / 1 | quire | 99.5 | 8.0 |  | 0.53 | 1.0 s |" in text
     assert "third is left out: it is not here" in text
+    assert "| bfloat16, 8 at once: share of the limit | 0.9 | 0.53 | missed |" in text
+    assert (
+        "\n- bfloat16, 8 at once: share of the limit: of a step's 60.5 ms products take 50.2, at 0.93 of the limit, "
+        "which leaves out the rest: attention 4.0, other kernels 2.2, all else 4.0.\n"
+    ) in text
+    assert "| bfloat16 | 8 x 1 | 60.5 | 50.25 | 0.93 | 4.0 | 2.25 | 4.00 |" in text
     assert "costs 2.0 times as much for 4 times as many: linear or better" in text
     assert "costs 16.0 times as much for 4 times as many: more than linear" in text
     assert "| avx2 | int8 | 8 | 64 | 32 | 9.5 | 1.5 | 2.5 | reading | 0.71 |" in text

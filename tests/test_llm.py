@@ -177,15 +177,15 @@ def test_a_prompt_the_engine_gives_up_on_raises_alone_and_is_ignored_in_a_list()
         generate(llm, [5] * 100)
 
 
-def test_an_escaping_exception_aborts_the_requests_of_the_call(llm: LLM, executor: RecitingExecutor) -> None:
-    def fail(_: int) -> None:
+def test_an_escaping_exception_aborts_the_requests_of_the_call(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
         raise RuntimeError("planted")
 
-    executor.before_step = fail
-    with pytest.raises(RuntimeError, match="planted"):
-        generate(llm, ["a", "b"])
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine, "step", fail)
+        with pytest.raises(RuntimeError, match="planted"):
+            generate(llm, ["a", "b"])
     assert not llm.engine.has_unfinished_requests()
-    executor.before_step = lambda step: None
     assert generate(llm, "a")[0].outputs[0].finish_reason == "stop"
 
 

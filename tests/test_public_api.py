@@ -12,7 +12,7 @@ PUBLIC = {
     "RequestMetrics",
     "EngineStats", "PinnedPrefix", "QuireError", "ConfigError", "CheckpointError", "UnsupportedModelError",
     "StructuredOutputsParams", "TokenizerError", "OutOfMemoryError", "RequestError", "InvalidParamsError",
-    "InvalidPromptError", "EngineDeadError",
+    "InvalidPromptError", "EngineDeadError", "EngineBrokenError", "RequestFailedError",
     "PromptTooLongError", "KernelError", "BeamSearchParams", "BeamSearchOutput", "BeamSearchSequence", "__version__",
 }  # fmt: skip
 

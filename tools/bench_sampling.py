@@ -67,7 +67,7 @@ def main() -> None:
     for name, setting in SETTINGS.items():
         sequences = make_sequences(name, setting, options.rows, options.vocab, options.history)
         tensors = DrawTensors(tuple(draw for s in sequences for draw in s.draws), options.vocab)
-        times = [shortest_ms(lambda s=sequences, t=tensors: t.at(s), options.seconds)]  # type: ignore[misc]
+        times = [shortest_ms(lambda s=sequences, t=tensors: t.at(s, {}), options.seconds)]  # type: ignore[misc]
         for spread in SPREADS:
             scaled, sampler = logits * spread, Sampler()
             times.append(shortest_ms(lambda: sampler.sample(scaled, sequences), options.seconds))  # noqa: B023

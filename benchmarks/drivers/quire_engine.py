@@ -3,7 +3,9 @@
 import json
 import statistics
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -13,6 +15,9 @@ import numpy as np
 from benchmarks.drivers.protocol import Handler, random_prompts, serve, timed
 
 _WARM_UP_STEPS = 2
+_SMALL_KERNELS = (
+    "embedding", "rms_norm", "add_rms_norm", "rotary_embedding", "write_kv", "gated_activation", "sample",
+)  # fmt: skip
 
 
 def load() -> Mapping[str, Handler]:
@@ -35,28 +40,69 @@ def load() -> Mapping[str, Handler]:
         found = Limits.measure(precision)
         return {"read_bytes_per_s": found.read_bytes_per_s, "flops_per_s": found.flops_per_s}
 
-    def decode(num_seqs: int, context: int, num_steps: int) -> dict[str, Any]:
-        """Steps straight through the executor, in a cache that holds anything: no prompt has to be computed first."""
+    def batch_of(num_seqs: int, num_tokens: int, context: int) -> Batch:
+        """The last `num_tokens` of each context, in a cache that holds anything: nothing has to be computed before."""
         blocks_per_seq = -(-context // block_size)
         tables = np.random.default_rng(0).permutation(num_seqs * blocks_per_seq).astype(np.int32)
         draw = Draw(0.0, 0, 1.0, b"")
         sequences = tuple(
-            ScheduledSequence(i, (5,), context - 1, (table,), (draw,))
+            ScheduledSequence(i, (5,) * num_tokens, context - num_tokens, (table,), (draw,))
             for i, table in enumerate(tables.reshape(num_seqs, blocks_per_seq))
         )
-        batch = Batch(0, sequences)
+        return Batch(0, sequences)
+
+    def decode(num_seqs: int, context: int, num_steps: int) -> dict[str, Any]:
+        """Steps straight through the executor."""
+        batch = batch_of(num_seqs, 1, context)
         times = [timed(lambda: executor.execute(batch)) for _ in range(_WARM_UP_STEPS + num_steps)]
         kv_bytes = num_seqs * context * plan.kv_cache.block_bytes * plan.kv_cache.num_tensors / block_size
         return {"step_s": statistics.median(times[_WARM_UP_STEPS:]), "kv_bytes": kv_bytes}
+
+    def parts(num_seqs: int, num_tokens: int, context: int, num_steps: int) -> dict[str, Any]:
+        """Seconds of a step as it is, and of its kernels, called one by one from Python as they are not recorded."""
+        batch = batch_of(num_seqs, num_tokens, context)
+        steps, kernels = list[float](), list[dict[str, float]]()
+        for _ in range(_WARM_UP_STEPS + num_steps):  # in turn, on a machine whose speed changes
+            steps.append(timed(lambda: executor.execute(batch)))
+            kernels.append(_kernel_times(lambda: executor.execute(batch)))
+        found = {part: statistics.median(times[part] for times in kernels[_WARM_UP_STEPS:]) for part in kernels[-1]}
+        return {"step_s": statistics.median(steps[_WARM_UP_STEPS:])} | found
 
     return {
         "generate": generate,
         "rest": partial(_rest, llm),
         "limits": limits,
         "decode": decode,
+        "parts": parts,
         "weights": lambda: {"weight_bytes": plan.weight_bytes},
         "fill_cache": lambda: _take_pages(executor),
     }
+
+
+def _kernel_times(step: Callable[[], object]) -> dict[str, float]:
+    """Seconds that the kernels of a step take: products, attention, all others."""
+    from quire import kernels
+    from quire.runner.decode_graphs import DecodeGraphs
+
+    parts = dict.fromkeys(_SMALL_KERNELS, "others_s") | {"matmul": "products_s", "paged_attention": "attention_s"}
+    found = dict.fromkeys(parts.values(), 0.0)
+
+    def timing(kernel: Callable[..., Any], part: str) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return kernel(*arguments, **named)
+            finally:
+                found[part] += time.perf_counter() - start
+
+        return call
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(DecodeGraphs, "take", lambda *_: False))
+        for name, part in parts.items():
+            stack.enter_context(patch.object(kernels, name, timing(getattr(kernels, name), part)))
+        step()
+    return found
 
 
 def _rest(llm: Any, num_seqs: int, num_steps: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from quire.errors import (
         CheckpointError,
         ConfigError,
+        EngineBrokenError,
         EngineDeadError,
         InvalidParamsError,
         InvalidPromptError,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
         PromptTooLongError,
         QuireError,
         RequestError,
+        RequestFailedError,
         TokenizerError,
         UnsupportedModelError,
     )
@@ -50,6 +52,7 @@ __all__ = [
     "CompletionOutput",
     "ConfigError",
     "EngineArgs",
+    "EngineBrokenError",
     "EngineDeadError",
     "EngineStats",
     "InvalidParamsError",
@@ -61,6 +64,7 @@ __all__ = [
     "PromptTooLongError",
     "QuireError",
     "RequestError",
+    "RequestFailedError",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",

@@ -10,6 +10,8 @@ QuireError
 │   ├── InvalidParamsError a sampling parameter is out of range
 │   ├── InvalidPromptError the prompt is empty, malformed or holds ids outside the vocabulary
 │   └── PromptTooLongError the prompt does not fit the context; the message names both lengths
+├── RequestFailedError     the engine failed in one request's own work; it alone fails
+├── EngineBrokenError      the engine's own accounts are wrong, or nothing succeeds any more: it has to be made again
 ├── EngineDeadError        the engine process has ended; no request can be served until it is started again
 └── KernelError            a kernel was called with a shape, stride, dtype or device it does not take  (ValueError)
 
@@ -17,7 +19,8 @@ Each message says what was given, what is allowed, and what to do about it.
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class QuireError(Exception):
@@ -60,12 +63,37 @@ class PromptTooLongError(RequestError):
     """The prompt does not fit into the context."""
 
 
+class RequestFailedError(QuireError):
+    """The engine failed in one request's own work; it alone fails."""
+
+
+class EngineBrokenError(QuireError):
+    """The engine's own accounts are wrong, or no step succeeds any more: nothing but a new engine helps."""
+
+
 class EngineDeadError(QuireError):
     """The engine process has ended, or did not start; the message says what is known of why."""
 
 
 class KernelError(QuireError, ValueError):
     """A kernel was called with a shape, stride, dtype or device it does not take."""
+
+
+def failure(request_id: str, when: str, error: BaseException) -> str:
+    """What a request's caller is told of an exception that was not meant for it: its type, since its text may say
+    things of the engine that are nobody's business."""
+    return f"request {request_id!r} failed {when}: {type(error).__name__}"
+
+
+@contextmanager
+def failures_named(request_id: str, when: str) -> Iterator[None]:
+    """Raises a RequestFailedError in place of what nobody meant to raise."""
+    try:
+        yield
+    except QuireError:
+        raise
+    except Exception as error:
+        raise RequestFailedError(failure(request_id, when, error)) from error
 
 
 def nearest_name(name: str, allowed: Iterable[str]) -> str:

@@ -16,7 +16,14 @@ from tqdm import tqdm
 from quire.config.args import EngineArgs
 from quire.engine.input_processor import Prompt
 from quire.engine.llm_engine import LLMEngine
-from quire.errors import InvalidParamsError, InvalidPromptError, RequestError
+from quire.errors import (
+    InvalidParamsError,
+    InvalidPromptError,
+    QuireError,
+    RequestError,
+    RequestFailedError,
+    failures_named,
+)
 from quire.kv.pins import PinnedPrefix
 from quire.log import logger
 from quire.outputs import (
@@ -67,7 +74,8 @@ class LLM:
         for all, one for each prompt, or None for what the checkpoint recommends.
 
         A wrong prompt given alone raises its RequestError. In a list it comes back finished, with `error` set and the
-        finish reason `ignored`, and the others run. If an exception escapes, all requests of this call are aborted.
+        finish reason `ignored`, and the others run. One in whose work the engine fails comes back with `error` set and
+        what it has so far. If an exception escapes, all requests of this call are aborted.
         """
         listed, alone = _listed(prompts)
         params = self._params_per_prompt(sampling_params, len(listed))
@@ -121,20 +129,21 @@ class LLM:
         alone = _is_conversation(messages)
         conversations: list[Any] = [messages] if alone else list(messages)
         params = self._params_per_prompt(sampling_params, len(conversations))
-        prompts: list[Prompt | RequestError] = []
+        prompts: list[Prompt | RequestError | RequestFailedError] = []
         for conversation in conversations:
             try:
-                prompts.append(
-                    self.chat_prompt(
-                        conversation,
-                        chat_template=chat_template,
-                        add_generation_prompt=add_generation_prompt,
-                        continue_final_message=continue_final_message,
-                        tools=tools,
-                        **(chat_template_kwargs or {}),
+                with failures_named(f"number {len(prompts)}", "when its prompt was made"):
+                    prompts.append(
+                        self.chat_prompt(
+                            conversation,
+                            chat_template=chat_template,
+                            add_generation_prompt=add_generation_prompt,
+                            continue_final_message=continue_final_message,
+                            tools=tools,
+                            **(chat_template_kwargs or {}),
+                        )
                     )
-                )
-            except RequestError as error:
+            except (RequestError, RequestFailedError) as error:
                 prompts.append(error)
         return self._generate(prompts, params, alone, use_tqdm)
 
@@ -207,7 +216,7 @@ class LLM:
 
     def _generate(
         self,
-        prompts: Sequence[Prompt | RequestError],
+        prompts: Sequence[Prompt | RequestError | RequestFailedError],
         params: Sequence[SamplingParams | BeamSearchParams],
         alone: bool,
         use_tqdm: bool,
@@ -216,7 +225,7 @@ class LLM:
 
         def add(request_id: str, place: int) -> None:
             prompt = prompts[place]
-            if isinstance(prompt, RequestError):
+            if isinstance(prompt, RequestError | RequestFailedError):
                 raise prompt
             self.engine.add_request(request_id, prompt, params[place])
 
@@ -236,7 +245,7 @@ class LLM:
                     try:
                         add(request_id, i)
                         places[request_id] = i
-                    except RequestError as error:
+                    except (RequestError, RequestFailedError) as error:
                         if alone:
                             raise
                         outputs[i] = _refused(request_id, prompt, error)
@@ -358,7 +367,7 @@ def _as_list(prompts: Any) -> list[Any]:
     return list(prompts)
 
 
-def _refused(request_id: str, prompt: Any, error: RequestError) -> RequestOutput:
+def _refused(request_id: str, prompt: Any, error: QuireError) -> RequestOutput:
     """The output of a request that never ran."""
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     return RequestOutput(

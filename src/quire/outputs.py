@@ -4,12 +4,13 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 FinishReason = Literal["stop", "length", "abort", "ignored"]
 
 
-@dataclass(frozen=True, slots=True)
-class Logprob:
-    """How likely a token was at its place."""
+class Logprob(msgspec.Struct, frozen=True, gc=False):
+    """How likely a token was at its place. There can be hundreds of thousands: the garbage collector passes them by."""
 
     logprob: float
     """natural logarithm; -inf for what could not be drawn. EngineArgs.logprobs_mode says of what"""

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from quire import LLMEngine, SamplingParams
-from quire.batch import TokenLogprobs
+from quire.batch import Batch, StepResult, TokenLogprobs
 from quire.engine import engine_process, messages
 from quire.engine.engine_process import EngineProcess, read_messages
 from quire.engine.messages import (
@@ -29,8 +29,12 @@ from quire.engine.messages import (
     read_frame,
     to_frame,
 )
+from quire.errors import EngineBrokenError
+from quire.faults import Fault, inject
 
 from ..scripted_engine import RecitingExecutor, recital, scripted_llm
+
+FAILED = "RequestFailedError"
 
 
 class Client:
@@ -116,31 +120,48 @@ def test_an_abort_frees_the_blocks_within_two_steps(scripted: tuple[LLMEngine, R
     assert len(client.deltas[1]) == 3
 
 
-def test_a_step_that_fails_ends_its_requests_and_no_other(
-    scripted: tuple[LLMEngine, RecitingExecutor], caplog: pytest.LogCaptureFixture
+def test_a_request_that_fails_ends_and_no_other(
+    scripted: tuple[LLMEngine, RecitingExecutor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, executor = scripted
+    execute = executor.execute
 
-    def fail(step: int) -> None:
-        if step == 3:
+    def fail(batch: Batch) -> StepResult:
+        if batch.step > 2 and any(len(s.token_ids) + s.start == 9 for s in batch.sequences):
             raise RuntimeError("planted failure")
+        return execute(batch)
 
-    executor.before_step = fail
+    monkeypatch.setattr(executor, "execute", fail)
+    monkeypatch.setattr(logging.getLogger("quire"), "disabled", True)
     client = Client(engine)
-    for key in (1, 2, 3):  # the last one waits
-        client.add(key, max_tokens=5)
-    with caplog.at_level(logging.CRITICAL, "quire"):
-        client.run()
+    for key, prompt_len in ((1, 3), (2, 7), (3, 3)):  # the last one waits
+        client.add(key, prompt_len, max_tokens=5)
+    client.run()
+    last = client.deltas[2][-1]
+    assert (last.error, last.error_kind) == ("request 'r2' failed when it was executed: RuntimeError", FAILED)
+    assert last.sequences[0].finish_reason == "abort"
+    assert len(client.tokens(2)) == 2
+    for key in (1, 3):
+        assert client.deltas[key][-1].error is None
+        assert len(client.tokens(key)) == 5
+
+
+def test_a_request_of_which_nothing_can_be_told_ends(
+    scripted: tuple[LLMEngine, RecitingExecutor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("quire"), "disabled", True)
+    client = Client(scripted[0])
     for key in (1, 2):
-        last = client.deltas[key][-1]
-        assert (last.error, last.sequences[0].finish_reason) == ("the engine failed: RuntimeError", "abort")
-        assert len(client.tokens(key)) == 2
-    assert client.deltas[3][-1].error is None
-    assert len(client.tokens(3)) == 5
+        client.add(key, max_tokens=5)
+    with inject(Fault("output.make", subject="r1", after=2)):
+        client.run()
+    last = client.deltas[1][-1]
+    assert (last.error, last.error_kind) == ("request 'r1' failed when its output was made: RuntimeError", FAILED)
+    assert (len(client.deltas[1]), len(client.tokens(2))) == (3, 5)
 
 
 @pytest.mark.parametrize("place", ["schedule", "commit"])
-def test_a_bug_outside_of_the_model_ends_requests_too(
+def test_a_bug_in_the_accounts_ends_the_process(
     scripted: tuple[LLMEngine, RecitingExecutor], monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     engine, _ = scripted
@@ -157,8 +178,8 @@ def test_a_bug_outside_of_the_model_ends_requests_too(
     monkeypatch.setattr(logging.getLogger("quire"), "disabled", True)
     client = Client(engine)
     client.add(1, max_tokens=5)
-    client.run()
-    assert client.deltas[1][-1].error == "the engine failed: ValueError"
+    with pytest.raises(EngineBrokenError, match="accounts are wrong: ValueError: planted bug"):
+        client.run()
 
 
 def test_what_the_engine_refuses_after_all_ends_alone(

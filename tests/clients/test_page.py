@@ -23,6 +23,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 QUESTION = "What does json.dumps do?"
 NUMBERS = {"type": "array", "items": {"type": "integer"}, "minItems": 900}
 """no answer in this form ends soon"""
+NO_ARGUMENTS = {"parameters": {"type": "object", "properties": {}, "additionalProperties": False}}
 COMMON = "All requests begin so, and so they share the blocks of the cache that hold this beginning. " * 4
 
 expect.set_options(timeout=30_000)
@@ -148,6 +149,56 @@ def test_blocks_are_allocated_shared_and_given_back(page: Page, served: Served) 
     page.locator("#pause").click()
     expect(blocks).to_have_text(re.compile(", 0 owned"))
     expect(page.locator("#queues")).to_contain_text("Nobody runs.")
+
+
+def test_an_answer_is_made_again_and_copied(page: Page, served: Served) -> None:
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"], origin=served.url)
+    set_up(page, temperature="0")
+    ask(page, QUESTION)
+    first = answers(page)
+    set_up(page, max_tokens="3")
+    page.get_by_role("button", name="Regenerate").click()
+    expect(page.locator(".turn").last).to_contain_text("cut at the most tokens allowed")
+    (again,) = answers(page)
+    assert first[0].startswith(again)
+    assert len(again) < len(first[0])
+    page.get_by_role("button", name="Copy").click()
+    expect(page.get_by_role("button", name="Copied")).to_be_visible()
+    assert page.evaluate("navigator.clipboard.readText()") == again
+
+
+def test_a_tool_is_called_and_told_its_result(page: Page) -> None:
+    set_up(page, temperature="0", max_tokens="200")
+    page.get_by_label("may call tools").check()
+    page.get_by_label("Choice").select_option("required")
+    page.locator("#tools").fill(json.dumps([{"type": "function", "function": {"name": "now"} | NO_ARGUMENTS}]))
+    ask(page, QUESTION)
+    expect(page.locator(".turn.assistant pre")).to_have_text(re.compile(r"now\(\{\s*\}\)"))
+    page.get_by_label("Choice").select_option("none")
+    page.get_by_label("Result of now").fill("noon")
+    page.get_by_role("button", name="Send").click()
+    assert len(answers(page)) == 2
+    expect(page.get_by_role("article", name="result of now")).to_contain_text("noon")
+
+
+def test_the_past_is_shown_when_one_goes_back(page: Page, served: Served) -> None:
+    queues, moment = page.locator("#queues"), page.locator("#moment")
+    with load(served):
+        expect(page.locator("#queues .request")).to_have_count(3)
+        expect(page.locator("#figures dd").first).to_have_text(re.compile(r"\d{3}"))  # after a second or so
+    served.wait_until_idle()
+    expect(queues).to_contain_text("Nobody runs.")
+    page.locator("#scrub").focus()
+    for _ in range(200):
+        page.keyboard.press("ArrowLeft")
+        page.evaluate("new Promise(requestAnimationFrame)")
+        if page.locator("#queues .request").count() == 3:
+            break
+    expect(page.locator("#queues .request")).to_have_count(3)
+    expect(moment).not_to_have_text("live")
+    page.keyboard.press("End")
+    expect(moment).to_have_text("live")
+    expect(queues).to_contain_text("Nobody runs.")
 
 
 def test_an_answer_is_streamed_and_stopped(page: Page, served: Served) -> None:

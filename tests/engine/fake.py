@@ -200,7 +200,7 @@ class Harness:
             self.scheduler.revert()
             raise
         self.committer.commit(batch, result)
-        self.blocks.check_integrity()
+        self.scheduler.check_integrity()
         return batch
 
     def run(self) -> None:

@@ -11,6 +11,7 @@ from quire.engine.logprobs import LogprobRows, PromptScores
 from quire.engine.sequence import Sequence, SequenceGroup
 from quire.outputs import Logprob
 from quire.params import SamplingParams
+from tests.scripted_engine import logprobs
 
 from .fake import Harness, expected_logprobs, joined, token_logprobs
 
@@ -151,6 +152,16 @@ def test_scored_blocks_count_as_cached_once_they_are_scored():
     harness.run()
     check(group)
     assert [batch.sequences[0].start for batch in harness.executor.batches] == [0, 6]
+
+
+def test_rows_made_a_few_at_a_time_are_the_rows_made_at_once():
+    token_ids = list(range(10))
+    slowly, at_once = LogprobRows(str), LogprobRows(str)
+    for rows in (slowly, at_once):
+        rows.extend(logprobs(token_ids, 2))
+    assert [slowly.make(4), slowly.make(4), slowly.make(4)] == [True, True, False]
+    assert slowly.to_dicts(3) == at_once.to_dicts(3)
+    assert len(slowly) == len(token_ids)
 
 
 def test_a_failed_step_scores_nothing():

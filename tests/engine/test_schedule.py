@@ -220,3 +220,22 @@ def test_max_num_seqs_bounds_what_runs_at_once():
         harness.add([i], 4)
     assert len(harness.step().sequences) == 2
     harness.run()
+
+
+def test_only_those_that_may_run_do_and_the_others_keep_what_they_have():
+    harness = Harness(num_blocks=20)
+    groups = [harness.add([i] * 5, 6) for i in range(4)]
+    harness.step()
+    harness.step()
+    later = harness.add([9] * 3, 2)
+    for only in ({groups[1], later}, {groups[3]}, set()):
+        before = [len(Harness.output(group)) for group in harness.groups]
+        batch = harness.scheduler.schedule(only)
+        assert {harness.scheduler.owner(s.seq_id)[0] for s in batch.sequences} == only
+        harness.committer.commit(batch, harness.executor.execute(batch))
+        after = [len(Harness.output(group)) for group in harness.groups]
+        assert [b - a for a, b in zip(before, after, strict=True)] == [group in only for group in harness.groups]
+        harness.scheduler.check_integrity()
+    harness.run()
+    for group in harness.groups:
+        harness.check_output(group)

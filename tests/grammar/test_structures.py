@@ -152,8 +152,7 @@ def test_a_failed_step_leaves_the_grammar_where_it_was() -> None:
     outputs = {}
     while llm.engine.has_unfinished_requests():
         executor.num_failures = 1
-        with pytest.raises(RuntimeError, match="planted"):
-            llm.engine.step()
+        assert llm.engine.step() == []
         outputs |= {output.request_id: output for output in llm.engine.step()}
     assert outputs["x"].outputs[0].token_ids == expected
 

@@ -140,8 +140,7 @@ def test_a_failure_is_told_once_the_step_succeeds(held) -> None:
     future, _ = compiler.held.pop()
     future.set_exception(InvalidParamsError("planted"))
     executor.num_failures = 1
-    with pytest.raises(RuntimeError, match="planted"):
-        llm.engine.step()
+    assert llm.engine.step() == []
     assert llm.engine.has_unfinished_requests()
     (output,) = llm.engine.step()
     assert (output.request_id, output.error) == ("x", "planted")
@@ -153,8 +152,7 @@ def test_aborted_after_a_failure_that_nobody_was_told(held) -> None:
     llm.engine.add_request("x", "a", structured(choice=["yes"]))
     compiler.held.pop()[0].set_exception(KeyError("planted"))
     executor.num_failures = 1
-    with pytest.raises(RuntimeError):
-        llm.engine.step()
+    assert llm.engine.step() == []
     assert "KeyError" in llm.engine.abort_request("x").error
     assert llm.engine.step() == []
 

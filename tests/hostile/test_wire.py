@@ -42,7 +42,7 @@ NONSENSE: dict[str, tuple[list[bytes], tuple[int, ...]]] = {
     "a header in no charset": ([GET + b"a: \xff\xfe\xed\xa0\x80\r\n\r\n"], (200,)),
     "a path in no charset": ([b"GET /\xff\xfe%ff%00%c0%af HTTP/1.1\r\nhost: a\r\n\r\n"], (400, 404)),
     "a path that climbs": ([b"GET /page/../../../../etc/passwd HTTP/1.1\r\nhost: a\r\n\r\n"], (404,)),
-    "a path that climbs in escapes": ([b"GET /page/%2e%2e%2f%2e%2e%2fetc%2fpasswd HTTP/1.1\r\nhost: a\r\n\r\n"], (404,)),
+    "a path that climbs in escapes": ([b"GET /page/%2e%2e%2f%2e%2e%2fetc HTTP/1.1\r\nhost: a\r\n\r\n"], (404,)),
     "an address of its own": ([b"GET http://evil.example/health HTTP/1.1\r\nhost: localhost\r\n\r\n"], (200, 404)),
     "headers that do not end": ([GET], (408,)),
     "a body that does not come": ([JSON + b"content-length: 100\r\n\r\n"], (408,)),
@@ -65,14 +65,9 @@ NONSENSE: dict[str, tuple[list[bytes], tuple[int, ...]]] = {
     "a body in gzip": ([JSON + b"content-encoding: gzip\r\ncontent-length: 4\r\n\r\n\x1f\x8b\x08\x00"], (415,)),
     "a form": ([HEAD + b"content-type: multipart/form-data; boundary=x\r\ncontent-length: 3\r\n\r\n--x"], (415,)),
 }  # fmt: skip
-SLOW = (
-    "nothing at all",
-    "headers that do not end",
-    "a body that does not come",
-    "half a body",
-    "a chunk of all memory",
-    "HTTP/0.9",
-)
+SLOW = [
+    "nothing at all", "headers that do not end", "a body that does not come", "half a body", "a chunk of all memory",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [

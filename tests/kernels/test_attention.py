@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from quire import kernels
 from quire.errors import KernelError
 from quire.kernels import reference
+from quire.kernels.backend import native
 from tests.kernels.isas import ISAS, needs_native, using
 from tests.kernels.paged import Heads, PagedBatch, Stream, attend_alone, make_stream, same_bits
 from tests.kernels.tolerances import assert_close
@@ -171,6 +172,24 @@ def test_bits_do_not_depend_on_which_sequences_share_blocks(
             batch.block_tables[s, : len(freed)] = batch.block_tables[parent, : len(freed)]
             batch.buffer.view(len(batch.k_cache), -1)[freed.long()] = 255  # NaN
         assert all(map(same_bits, batch.attend(spans, window), alone))
+
+
+@needs_native
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("query_len", [1, 4])
+def test_what_sequences_share_is_read_once_for_all_of_them(num_threads, query_len):
+    num_seqs, shared_len, own_len = 5, 3 * 512, 100
+    heads = Heads(4, 2, 16, torch.bfloat16)
+    streams = [make_stream(heads, shared_len + own_len, seed=s) for s in range(num_seqs)]
+    spans = [(shared_len + own_len - query_len, shared_len + own_len)] * num_seqs
+    with using(kernels.isa(), num_threads):
+        batch = PagedBatch(heads, streams, block_size=16)
+        batch.inputs([(0, begin) for begin, _ in spans])
+        batch.attend(spans)
+        assert native.attention_sections_read() == num_seqs * 4 * 2, "512 positions each, of two heads"
+        batch.block_tables[1:, : shared_len // 16] = batch.block_tables[0, : shared_len // 16]
+        batch.attend(spans)
+        assert native.attention_sections_read() == (3 + num_seqs) * 2
 
 
 @needs_native

@@ -14,6 +14,7 @@ import torch
 
 from quire import kernels
 from quire.errors import ConfigError
+from quire.faults import Fault, environment, inject
 from quire.kernels import backend
 
 from .isas import ISAS, needs_native, using
@@ -219,6 +220,51 @@ def test_every_task_of_every_region_runs_once():
     """
     done = run_python(code)  # in a process of its own, since what goes wrong here may end in waiting for ever
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@needs_native
+@pytest.mark.parametrize("num_threads", [1, 2, 4])
+def test_a_task_that_fails_fails_the_call_and_the_pool_goes_on(num_threads):
+    """It asks for scratch memory; the tasks of one region fail in turn, whichever thread they run on."""
+    with using(kernels.isa(), num_threads):
+        for after in range(60):
+            backend.native.refuse_memory(after)
+            with pytest.raises(MemoryError):
+                backend.native.exercise_pool(20)
+            assert backend.native.exercise_pool(20) == 0
+
+
+@needs_native
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_kernel_that_gets_no_memory_raises_and_the_next_call_is_right(num_threads):
+    with using(kernels.isa(), num_threads):
+        multiply = large_product()
+        expected = multiply()
+        for after in range(4):
+            with inject(Fault("memory.native", after=after)) as injected:
+                with pytest.raises(MemoryError):
+                    [multiply() for _ in range(6)]
+                assert torch.equal(multiply(), expected)
+            assert injected.num_fired == 1
+        with inject(Fault("memory.native", after=10**9)) as injected:
+            assert torch.equal(multiply(), expected)
+        assert injected.num_fired == 0
+
+
+@needs_native
+def test_the_environment_says_what_memory_a_process_is_refused():
+    code = """if True:
+        import torch
+        from quire import kernels
+        packed = kernels.pack_weight(torch.eye(3))
+        for _ in range(3):
+            try:
+                print(kernels.matmul(torch.ones(1, 3), packed).sum().item())
+            except MemoryError as error:
+                print("refused")
+    """
+    done = run_python(code, **environment(Fault("memory.native", after=1)))
+    assert done.stdout.split() == ["3.0", "refused", "3.0"], done.stderr
 
 
 @needs_native

@@ -64,7 +64,7 @@ def test_frequencies_fit_the_exact_distribution(random_numbers, setting, mask):
     draw = dataclasses.replace(PLAIN, **setting)
     num_rows = 1000
     samples = sequence((draw,) * num_rows, PROMPT, OUTPUT, mask=mask)
-    how = DrawTensors(samples.draws, VOCAB).at([samples])
+    how = DrawTensors(samples.draws, VOCAB).at([samples], {})
     counts = torch.zeros(VOCAB, dtype=torch.int64)
     for numbers in random_numbers.split(num_rows):
         tokens = kernels.sample(logits().expand(num_rows, -1), dataclasses.replace(how, uniform=numbers))

@@ -1,6 +1,7 @@
 """From scheduled sequences and logits to tokens and log-probabilities."""
 
 import dataclasses
+import logging
 import random
 import re
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from quire import kernels
 from quire.batch import Draw, TokenLogprobs
+from quire.faults import Fault, inject
 from quire.params import LOGPROBS_MODES
 from quire.sampling.draw_tensors import DrawTensors
 from quire.sampling.random import random_key
@@ -100,7 +102,7 @@ def test_processed_logits_are_those_of_the_plain_definition(seed):
         mask = Mask([*mask.allowed, *draw.allowed_token_ids])
     s = sequence(draw, prompt, output, mask=mask)
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(seed))
-    how = DrawTensors(s.draws, VOCAB).at([s])
+    how = DrawTensors(s.draws, VOCAB).at([s], {})
     processed = kernels.processed_logits(logits, how, torch.tensor([0]))[0]
     expected = changed(logits[0], draw, prompt, output, mask)
     if draw.temperature == 0 or expected.max() == -torch.inf:
@@ -111,6 +113,39 @@ def test_processed_logits_are_those_of_the_plain_definition(seed):
         kept = probs > 0
         assert torch.equal(processed[kept], (expected.double() / draw.temperature).float()[kept])
         torch.testing.assert_close(processed.double().softmax(0), probs, rtol=1e-5, atol=1e-12)
+
+
+class BrokenMask(Mask):
+    """It fails with half of its work done."""
+
+    def fill(self, words):
+        words[: len(words) // 2] = 0
+        raise OverflowError("planted failure")
+
+
+@pytest.mark.parametrize("point", [None, "sampler.row", "grammar.mask"])
+def test_a_row_that_cannot_be_made_ready_fails_alone(point, caplog):
+    """Its neighbours, with and without masks, are drawn as ever."""
+    draws = [dataclasses.replace(GREEDY, temperature=1.0, random_key=random_key(i, 0)) for i in range(5)]
+    masks = [Mask([1, 2, 3]), None, Mask([4, 5, 6]), Mask([40, 41]), None]
+    draws[3] = dataclasses.replace(draws[3], logprobs=2)
+    draws[4] = dataclasses.replace(draws[4], bad_words=((0,), (1,)))
+    sequences = [
+        sequence(draw, [1, 2], mask=mask, seq_id=i) for i, (draw, mask) in enumerate(zip(draws, masks, strict=True))
+    ]
+    logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(0))
+    expected = Sampler().sample(logits, sequences)
+    if point is None:
+        sequences[2] = sequence(draws[2], [1, 2], mask=BrokenMask([4, 5, 6]), seq_id=2)
+        result = Sampler().sample(logits, sequences)
+    else:
+        with inject(Fault(point, subject=2, error="OverflowError")):
+            result = Sampler().sample(logits, sequences)
+    assert result.errors == {2: "its token could not be drawn: OverflowError"}
+    for row in (0, 1, 3, 4):
+        assert result.token_ids[row] == expected.token_ids[row]
+    assert bits(result.logprobs[3]) == bits(expected.logprobs[3])
+    assert "a token of sequence 2 cannot be drawn" in caplog.text or not logging.getLogger("quire").propagate
 
 
 class TestBans:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire import LLMEngine
+from quire.errors import RequestFailedError
 from quire.outputs import RequestOutput
 from quire.server.app import make_app
 from quire.server.config import ServerArgs
@@ -57,7 +58,9 @@ class InProcessLLM:
                 return
             for output in outputs:
                 if output.request_id in self._queues:
-                    self._queues[output.request_id].put_nowait(output)
+                    failed = output.error is not None and output.outputs[0].finish_reason == "abort"
+                    told = RequestFailedError(output.error) if failed else output
+                    self._queues[output.request_id].put_nowait(told)
             await asyncio.sleep(0)
 
 

@@ -40,6 +40,7 @@ COMPLETION_CASES = [
     ({"stop": ["a"] * 5000}, "stop"),
     ({"stop_token_ids": [-1]}, "stop_token_ids"),
     ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"allowed_token_ids": [1] * 200_000}, "allowed_token_ids"),
     ({"bad_words": [""]}, "bad_words"),
     ({"user": "x" * 1000}, "user"),
     ({"cache_salt": "x" * 2000}, "cache_salt"),

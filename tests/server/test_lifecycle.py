@@ -244,6 +244,33 @@ def test_admission_is_asked_for_the_key_or_else_the_address_and_told_the_tokens(
     run(main())
 
 
+def test_what_goes_on_after_the_answer_is_charged_at_its_end(monkeypatch):
+    record = RequestRecord("POST", [], num_prompt_tokens=50)
+    monkeypatch.setattr("quire.server.lifecycle.current_record", lambda: record)
+
+    async def main():
+        may_end = asyncio.Event()
+
+        async def generate():
+            await may_end.wait()
+            record.num_generated_tokens += 20
+
+        async def app(scope, receive, send):
+            scope["quire"].background = asyncio.create_task(generate())
+
+        args = ServerArgs(tokens_per_minute=60)
+        admission = Admission(args, max_num_seqs=4, num_waiting=lambda: 0, clock=lambda: 0.0)
+        scope = scope_of()
+        await Admitting(app, admission)(scope, None, None)
+        assert admission.enter("10.0.0.1") is None, "50 of 60 are used"
+        may_end.set()
+        await scope["quire"].background
+        await asyncio.sleep(0)
+        assert admission.enter("10.0.0.1").reason == "tokens_per_minute"
+
+    run(main())
+
+
 def test_a_request_that_fails_leaves_too():
     async def app(scope, receive, send):
         raise RuntimeError("broken")

@@ -157,6 +157,7 @@ def test_a_prompt_in_the_cache_is_told_apart() -> None:
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
         ({"tools": [FORECAST], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
         ({"temperature": -1}, "temperature"),
+        ({"stop_sequences": ["a"] * 5000}, "stop_sequences"),
         ({"thinking": {"type": "sometimes"}}, "thinking"),
     ],
 )
@@ -167,6 +168,7 @@ def test_what_is_wrong_is_told_in_anthropics_shape(fields: dict[str, Any], word:
     assert found.json["type"] == "error"
     assert found.json["error"]["type"] == "invalid_request_error"
     assert word in found.json["error"]["message"]
+    assert found.json["request_id"] == found.headers["request-id"] == found.headers["x-request-id"]
 
 
 def test_a_model_that_is_not_served_is_not_found() -> None:

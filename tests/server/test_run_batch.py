@@ -2,6 +2,10 @@
 
 import asyncio
 import json
+import re
+import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -132,6 +136,17 @@ def test_a_wrong_line_fails_alone(batch, wrong, code, custom_id):
     assert (failed["custom_id"], failed["response"], failed["error"]["code"]) == (custom_id, None, code)
 
 
+def test_a_custom_id_that_was_there_already_is_refused_also_after_an_interruption(batch):
+    batch.write(line(0), line(1), line(0, again=True), line(2))
+    batch.app.dies_after = 2
+    with pytest.raises(EngineDeadError):
+        batch.run(max_in_flight=1)
+    batch.app = Echo()
+    assert batch.run(resume=True) == (1, 3)
+    assert [row["custom_id"] for row in batch.rows] == ["line-0", "line-1", "line-0", "line-2"]
+    assert [row["error"] and row["error"]["code"] for row in batch.rows] == [None, None, "duplicate_custom_id", None]
+
+
 def test_a_refusal_of_the_server_is_told_as_it_is(batch):
     batch.write(line(0, status=400))
     assert batch.run() == (1, 1)
@@ -190,6 +205,36 @@ def test_wrong_files_are_refused_before_the_model_is_loaded(batch, change, capsy
     options = {"-i": "in.jsonl", "-o": "out.jsonl"} | change
     assert main(["run-batch", *(word for pair in options.items() for word in pair)]) == 2
     assert capsys.readouterr().err.startswith("quire: ")
+
+
+def test_an_interrupted_command_keeps_what_is_done(batch):
+    body = {"prompt": "def", "max_tokens": 200, "ignore_eos": True}
+    batch.write(*({"custom_id": str(i), "url": "/v1/completions", "body": body} for i in range(400)))
+    files = [
+        "-i",
+        str(batch.source),
+        "-o",
+        str(batch.output),
+        "--num-gpu-blocks-override",
+        "64",
+        "--max-in-flight",
+        "2",
+    ]
+    command = [sys.executable, "-m", "quire", "run-batch", *files, "--max-model-len", "256"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        seen = ""
+        while not re.search(r"[1-9]\d*/400", seen):
+            more = process.stderr.read(1)
+            assert more, seen
+            seen += more
+        process.send_signal(signal.SIGINT)
+        last = process.stderr.read()
+    assert process.returncode == 130
+    num_done = len(batch.partial.read_bytes().splitlines()) - 1
+    assert 1 <= num_done < 400
+    assert f"{num_done} of 400 lines are done, kept in" in last
+    assert not batch.output.exists()
 
 
 def test_the_command_answers_with_the_model(batch, capsys):

@@ -1,13 +1,14 @@
 """Streams and those who leave: keep-alives, errors before and after the first chunk, aborts."""
 
 import asyncio
+import itertools
 import json
 import logging
 from contextlib import aclosing
 
 import pytest
 
-from quire.errors import QuireError
+from quire.errors import EngineBrokenError
 from quire.server import sse
 from quire.server.config import ServerArgs
 from tests.scripted_engine import scripted_llm
@@ -116,22 +117,24 @@ def test_a_grammar_that_does_not_compile_is_a_400(tiny, stream):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_an_engine_that_fails_at_once_is_a_503_and_anything_else_a_500(stream, caplog, monkeypatch):
+def test_a_request_that_fails_at_once_is_a_500_and_a_broken_engine_a_503(stream, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
     server = saying()
-    for error, status in ((QuireError("the engine is dead: /secret"), 503), (KeyError("secret"), 500)):
-        server.executor.before_step = _raising(error, at_step=1)
+    server.executor.before_step = _raising(KeyError("secret"), from_step=1)
+    for status in (500, 503):
+        if status == 503:
+            monkeypatch.setattr(server.engine, "step", _raising(EngineBrokenError("it is: /secret"), from_step=1))
         answer = server.post(CHAT, LONG[CHAT] | {"stream": stream})
         assert answer.status == status
         assert "secret" not in answer.error["message"]
         assert answer.headers["x-request-id"] in caplog.text
 
 
-def _raising(error, at_step):
-    steps = iter(range(1, 10**6))
+def _raising(error, from_step):
+    steps = itertools.count(1)
 
-    def before_step(step):
-        if next(steps) == at_step:
+    def before_step(*_):
+        if next(steps) >= from_step:
             raise error
 
     return before_step
@@ -140,7 +143,7 @@ def _raising(error, at_step):
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_an_error_in_mid_stream_is_the_last_event(path):
     server = saying()
-    server.executor.before_step = _raising(KeyError("secret"), at_step=8)
+    server.executor.before_step = _raising(KeyError("secret"), from_step=8)
     answer = server.post(path, LONG[path] | {"stream": True})
     assert answer.status == 200
     *chunks, last = answer.events

@@ -18,6 +18,9 @@ from quire.engine.sequence import Sequence, SequenceGroup, SequenceStatus
 from quire.errors import QuireError
 from quire.outputs import CompletionOutput, RequestOutput
 
+_LOGPROB_ROWS_AT_ONCE = 64
+"""made in a millisecond or two, where each has 20"""
+
 
 class RequestState:
     """One request on its way: deltas in, outputs out. What is not fetched adds up in one next output, so a slow caller
@@ -50,20 +53,29 @@ class RequestState:
             self._changed.clear()
             if self._failure is not None:
                 raise self._failure
+            await self._make_logprobs()
             output = self.group.to_output()
             if output is not None:
                 if self._beams is not None:
                     output.outputs = self._beams
                 return output
 
+    async def _make_logprobs(self) -> None:
+        """A few rows at a time: other requests have their turn in between."""
+        scores = self.group.scores
+        owners = (scores and scores.rows, *(seq.logprobs for seq in self.group.seqs))
+        for rows in owners:
+            while rows and rows.make(_LOGPROB_ROWS_AT_ONCE):
+                await asyncio.sleep(0)
+
     def whole_output(self) -> RequestOutput:
-        """All that has come so far, of every sample, whatever was asked for; without the prompt's log-probabilities."""
+        """All that has come so far, of every sample, whatever was asked for; without log-probabilities."""
         group = self.group
         return RequestOutput(
             group.request_id,
             group.prompt,
             group.prompt_token_ids,
-            self._beams or [seq.to_output() for seq in group.seqs],
+            self._beams or [seq.to_output(with_logprobs=False) for seq in group.seqs],
             group.is_finished,
             group.num_cached_tokens,
             group.metrics,

@@ -56,13 +56,13 @@ def advance_beams(scheduler: Scheduler, group: SequenceGroup) -> None:
         parent = beams[place]
         group.seqs.append(scheduler.fork(group, parent, parent.draws[0]) if place in parents else parent)
         parents.add(place)
+    for place in sorted(set(range(len(beams))) - parents):
+        scheduler.finish(group, beams[place])
     for beam, (_, token_id) in zip(group.seqs, children, strict=True):
         beam.token_ids.append(token_id)
         beam.held = None
         if beam.grammar is not None and not beam.grammar.advance(token_id):
             group.error = f"stopped after {beam.num_output_tokens} tokens: {beam.grammar.error}"
-    for place in sorted(set(range(len(beams))) - parents):
-        scheduler.finish(group, beams[place])
     if group.error is not None:
         for beam in group.seqs:
             beam.status = SequenceStatus.FINISHED_LENGTH_CAPPED

@@ -7,7 +7,10 @@ from quire.batch import Batch, StepResult
 from quire.engine.beam_search import advance_beams
 from quire.engine.scheduler import Scheduler
 from quire.engine.sequence import Sequence, SequenceGroup, SequenceStatus
+from quire.errors import failure
+from quire.faults import fault_point
 from quire.grammar.state import GrammarState
+from quire.log import logger
 
 
 class Committer:
@@ -29,7 +32,10 @@ class Committer:
         self.num_generated_tokens = 0
 
     def commit(self, batch: Batch, result: StepResult) -> list[SequenceGroup]:
-        """Apply a step. Returns the requests that got a token or finished, in batch order."""
+        """Apply a step. Returns the requests that got a token or finished, in batch order.
+
+        What fails of a request's own ends that request. Any other exception means that the accounts are wrong.
+        """
         blocks, policy = self.scheduler.blocks, self.scheduler.policy
         self.scheduler.settle()
         find_owner, publish, counts_tokens = self.scheduler.owner, blocks.publish, policy.counts_tokens
@@ -49,29 +55,41 @@ class Committer:
                 served = max(seq.num_served_tokens, scheduled.start)  # what was cached, or is computed again, is free
                 policy.charge(group, max(0, end - served))
                 seq.num_served_tokens = max(served, end)
-            if scheduled.scored is not None and seq.scores is not None:
-                seq.scores.rows.extend(result.scored[place])
-            if num_draws:
-                if end == seq.num_prompt_tokens:
-                    self._fork_samples(group, seq)
-                if result.errors and any(draw in result.errors for draw in draws):
-                    self._fail(group, next(result.errors[draw] for draw in draws if draw in result.errors))
-                elif group.search is not None:
-                    seq.held = result.logprobs[draws[0]]
-                    self.num_generated_tokens += 1
-                    self._advance_beams(group)
-                elif num_draws == 1:
-                    self._append(group, seq, result, draws[0])
-                else:
-                    for sample, draw in zip(group.seqs, draws, strict=True):
-                        self._append(group, sample, result, draw)
-                if not changed or changed[-1] is not group:
-                    changed.append(group)
-            elif not seq.draws and end == len(seq.token_ids):
-                self._note_prompt(group, seq)
-                self._finish(group, seq, SequenceStatus.FINISHED_LENGTH_CAPPED)
+            try:
+                if scheduled.scored is not None and seq.scores is not None:
+                    seq.scores.rows.extend(result.scored[place])
+                is_changed = self._take(group, seq, result, draws)
+            except Exception as error:
+                self._fail(group, failure(group.request_id, "when its tokens were taken", error), error)
+                is_changed = True
+            if is_changed and (not changed or changed[-1] is not group):
                 changed.append(group)
         return changed
+
+    def _take(self, group: SequenceGroup, seq: Sequence, result: StepResult, draws: range) -> bool:
+        """Go on with what was drawn, at these places of the result; whether the request's caller hears of it."""
+        fault_point("commit.sequence", seq.seq_id)
+        if not draws:
+            if seq.draws or seq.num_computed_tokens < len(seq.token_ids):
+                return False
+            self._note_prompt(group, seq)
+            self._finish(group, seq, SequenceStatus.FINISHED_LENGTH_CAPPED)
+            return True
+        if seq.num_computed_tokens == seq.num_prompt_tokens:
+            self._fork_samples(group, seq)
+        if result.errors and any(draw in result.errors for draw in draws):
+            reason = next(result.errors[draw] for draw in draws if draw in result.errors)
+            self._fail(group, f"request {group.request_id!r}: {reason}")
+        elif group.search is not None:
+            seq.held = result.logprobs[draws[0]]
+            self.num_generated_tokens += 1
+            self._advance_beams(group)
+        elif len(draws) == 1:
+            self._append(group, seq, result, draws[0])
+        else:
+            for sample, draw in zip(group.seqs, draws, strict=True):
+                self._append(group, sample, result, draw)
+        return True
 
     def _fork_samples(self, group: SequenceGroup, seq: Sequence) -> None:
         """The prompt is computed: its samples go their own ways now."""
@@ -81,14 +99,18 @@ class Committer:
             group.seqs += [self.scheduler.fork(group, seq, draw) for draw in seq.draws[1:]]
         seq.draws = seq.draws[:1]
 
-    def _fail(self, group: SequenceGroup, error: str) -> None:
-        """The request's own code failed: it ends, and no other notices."""
-        group.error = error
+    def _fail(self, group: SequenceGroup, reason: str, error: Exception | None = None) -> None:
+        """The request's own work failed: it ends, and no other notices. An `error` that nobody foresaw may have come in
+        the middle of a change: AssertionError if the accounts are wrong."""
+        group.error = reason
         group.metrics.finished_time = self.clock()
         unfinished = group.unfinished_seqs
         self.scheduler.remove(group)
         for seq in unfinished:
             seq.status = SequenceStatus.FINISHED_ABORTED
+        if error is not None:
+            logger.error("%s", reason, exc_info=error)
+            self.scheduler.check_integrity()
 
     def _note_prompt(self, group: SequenceGroup, seq: Sequence) -> None:
         if group.metrics.first_token_time is None:

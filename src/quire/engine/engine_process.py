@@ -41,7 +41,8 @@ from quire.engine.messages import (
     to_frame,
 )
 from quire.engine.sequence import Sequence, SequenceGroup
-from quire.errors import QuireError
+from quire.errors import QuireError, RequestFailedError
+from quire.faults import fault_point
 from quire.log import logger, set_up_logging
 from quire.outputs import EngineStats
 from quire.params import BeamSearchParams, SamplingParams
@@ -51,6 +52,8 @@ _EXIT_GRACE_S = 0.5
 
 _MESSAGES_S = 0.01
 """to take messages in before a step; one that comes with a thousand bad words takes as long"""
+
+_FAILED = RequestFailedError.__name__
 
 Inbox: TypeAlias = "SimpleQueue[ToEngine | None]"
 """messages as they come; None is the end"""
@@ -91,7 +94,7 @@ class EngineProcess:
         self._told: EngineStats | None = None
 
     def run(self) -> None:
-        """Until the client has gone. A step that fails ends its requests, and the loop goes on."""
+        """Until the client has gone. A request that fails in a step ends alone."""
         self._send(to_frame(Ready(self.engine.model_config.max_model_len, self.engine.stats())))
         while True:
             deltas = []
@@ -160,16 +163,18 @@ class EngineProcess:
         return []
 
     def _step(self) -> list[RequestDelta]:
-        try:
-            changed = self.engine.advance()
-        except Exception as error:
-            logger.exception("a step failed: its requests are ended")
-            changed = self.engine.abort_failed_step(f"the engine failed: {type(error).__name__}")
+        """Raises EngineBrokenError, which ends the process: nothing but a new one helps."""
         deltas = []
-        for group in changed:
+        for group in self.engine.advance():
             key = self._keys.pop(group.request_id) if group.is_finished else self._keys[group.request_id]
-            if group.search is None or group.is_finished:
-                deltas.append(to_delta(key, group))
+            try:
+                fault_point("output.make", group.request_id)
+                if group.search is None or group.is_finished:
+                    deltas.append(to_delta(key, group))
+            except Exception as error:
+                self._keys.pop(group.request_id, None)
+                self.engine.fail_request(group, "when its output was made", error)
+                deltas.append(RequestDelta(key, [], True, error=group.error, error_kind=_FAILED))
         return deltas
 
     def _tell(self, deltas: list[RequestDelta]) -> None:
@@ -223,6 +228,7 @@ def to_delta(key: int, group: SequenceGroup) -> RequestDelta:
         group.metrics,
         None if group.scores is None else _packed(group.scores.rows.take()),
         group.error,
+        _FAILED if group.has_failed else None,
     )
 
 

@@ -9,6 +9,7 @@ from itertools import islice
 from quire.batch import Draw
 from quire.engine.scheduler import Scheduler
 from quire.engine.sequence import SequenceGroup, SequenceStatus
+from quire.errors import failure
 from quire.grammar.compiler import Compilation, GrammarCompiler
 
 COMPILE_LIMIT_S = 20.0
@@ -76,7 +77,11 @@ class GrammarQueue:
             self._give_up(group)
             (seq,) = group.seqs
             if group.error is None:
-                seq.grammar = compilation.state(jumps=_jumps(seq.draws[0]))
+                try:
+                    seq.grammar = compilation.state(jumps=_jumps(seq.draws[0]))
+                except Exception as error:
+                    group.error = failure(group.request_id, "when its grammar was begun", error)
+            if group.error is None:
                 scheduler.add(group)
             else:
                 seq.status = SequenceStatus.FINISHED_IGNORED

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 
 from quire.batch import Batch, StepResult
 from quire.config.args import EngineArgs
 from quire.config.model import ModelConfig
 from quire.engine.commit import Committer
+from quire.engine.containment import MAX_IN_VAIN, Suspects
 from quire.engine.executor import Executor
 from quire.engine.grammar_queue import GrammarQueue
 from quire.engine.input_processor import InputProcessor, Prompt, recommended_params
 from quire.engine.scheduler import Scheduler
 from quire.engine.sequence import SequenceGroup, SequenceStatus
-from quire.errors import RequestError
+from quire.errors import EngineBrokenError, RequestError, failure, failures_named
+from quire.faults import fault_point
 from quire.grammar.compiler import GrammarCompiler
 from quire.kv.block_space_manager import BlockSpaceManager
 from quire.kv.pins import PinnedPrefix
@@ -33,8 +37,10 @@ _COPY_BYTES_PER_S = 5e9
 class LLMEngine:
     """Runs many requests at once, step by step. Not thread-safe: one thread calls it.
 
-    A wrong request is refused by `add_request` and touches nothing else. If `step` raises, no request has advanced: the
-    step can be tried again, or requests aborted.
+    A wrong request is refused by `add_request` and touches nothing else. What fails in a step ends the request whose
+    work it was, which comes back with its `error`; where that is not known the step is tried again, and if need be with
+    ever fewer requests (see Suspects). The others' tokens do not change. An EngineBrokenError is the end of the engine.
+    After an interrupt no request has advanced, and the step can be tried again.
     """
 
     def __init__(self, plan: MemoryPlan, executor: Executor, tokenizer: Tokenizer) -> None:
@@ -59,7 +65,11 @@ class LLMEngine:
         self._groups: dict[str, SequenceGroup] = {}
         self._thread = ThreadPoolExecutor(1, "quire-step")  # starts with the first step that is executed ahead
         self._ahead: tuple[Batch, Future[tuple[StepResult, float]]] | None = None
-        self._planned: Batch | None = None  # of the step that was begun last
+        self._planned: Batch | None = None  # and not committed
+        self._changed: list[SequenceGroup] = []  # by steps, and not told yet
+        self._suspects = Suspects()
+        self._num_in_vain = 0  # requests ended, or steps failed for nobody, since a step succeeded
+        self._broken: EngineBrokenError | None = None
 
     @classmethod
     def from_args(cls, args: EngineArgs) -> LLMEngine:
@@ -83,7 +93,9 @@ class LLMEngine:
         """Queue a request. Raises a RequestError, and queues nothing, if it can never run."""
         self._check_request_id(request_id)
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
-        self._add(self.inputs.request(request_id, prompt, params, self.scheduler.new_seq_id(), arrival_time))
+        seq_id = self.scheduler.new_seq_id()
+        with failures_named(request_id, "when it was taken in"):
+            self._add(self.inputs.request(request_id, prompt, params, seq_id, arrival_time))
 
     def add_scoring_request(self, request_id: str, context: Prompt, continuation: Prompt | None) -> None:
         """Queue a request that generates nothing: it ends, with `prompt_logprobs` of the continuation's tokens, once
@@ -91,18 +103,22 @@ class LLMEngine:
         run."""
         self._check_request_id(request_id)
         seq_id = self.scheduler.new_seq_id()
-        self._add(self.inputs.scoring_request(request_id, context, continuation, seq_id, time.monotonic()))
+        with failures_named(request_id, "when it was taken in"):
+            self._add(self.inputs.scoring_request(request_id, context, continuation, seq_id, time.monotonic()))
 
     def _check_request_id(self, request_id: str) -> None:
         if request_id in self._groups:
             raise RequestError(f"request id {request_id!r} is in use by an unfinished request; choose another")
 
     def _add(self, group: SequenceGroup) -> None:
-        self._groups[group.request_id] = group
         (self.scheduler if group.params.structured_outputs is None else self.grammars).add(group)
+        self._groups[group.request_id] = group
 
     def step(self) -> list[RequestOutput]:
-        """Schedule, execute, commit. Returns the requests that got a token or finished, as their output_kind says."""
+        """Schedule, execute, commit. Returns the requests that got a token or finished, as their output_kind says.
+
+        Raises EngineBrokenError once it is broken and everybody has been told what there is.
+        """
         return self._outputs(self._advance())
 
     def advance(self) -> list[SequenceGroup]:
@@ -119,37 +135,62 @@ class LLMEngine:
         Until it is called again, requests may be added and aborted as ever; a new one starts a step later.
         """
         changed = self._advance()
-        if self.scheduler.has_unfinished:
-            batch = self._schedule()
-            self._ahead = batch, self._thread.submit(self._execute, batch)
+        if self.scheduler.has_unfinished and self._broken is None:
+            with self._contained():
+                batch = self._schedule()
+                self._ahead = batch, self._thread.submit(self._execute, batch)
         return self._outputs(changed)
 
     def _advance(self) -> list[SequenceGroup]:
-        return self._end_step() if self._ahead is not None else self._whole_step()
+        """A step. Who has changed by it, or in steps before that failed later on."""
+        if self._broken is None:
+            with self._contained():
+                if self._ahead is None:
+                    self._whole_step()
+                else:
+                    self._end_step()
+                fault_point("step.end")
+        changed, self._changed = self._changed, []
+        if self._broken is not None and not changed:
+            raise self._broken
+        return changed
 
     def _schedule(self) -> Batch:
-        self._planned = None
-        if self.grammars:
-            self._admit_compiled()
-        self._planned = self.scheduler.schedule()
-        return self._planned
+        """A plan. Requests whose own planning fails are ended first."""
+        while True:
+            self._planned = None
+            fault_point("step.start")
+            if self.grammars:
+                self._admit_compiled()
+            try:
+                self._planned = self.scheduler.schedule(self._suspects.trial)
+                return self._planned
+            except Exception as error:
+                group = self.scheduler.in_hand
+                with self._accounting():
+                    if group is None:
+                        raise
+                    self.scheduler.revert()
+                self._blame(group, "when it was planned", error)
 
     def _execute(self, batch: Batch) -> tuple[StepResult, float]:
         """The result, and the seconds it took."""
         start_s = time.monotonic()
+        fault_point("step.execute")
         result = self.executor.execute(batch)
+        fault_point("step.commit")
         return result, time.monotonic() - start_s
 
-    def _whole_step(self) -> list[SequenceGroup]:
+    def _whole_step(self) -> None:
         batch = self._schedule()
         try:
             result, seconds = self._execute(batch)
         except BaseException:
-            self.scheduler.revert()
+            self._revert()
             raise
-        return self._commit(batch, result, seconds)
+        self._commit(batch, result, seconds)
 
-    def _end_step(self) -> list[SequenceGroup]:
+    def _end_step(self) -> None:
         """Wait for the step that is being executed; if that is interrupted, it is there to be waited for again."""
         assert self._ahead is not None
         batch, execution = self._ahead
@@ -158,16 +199,77 @@ class LLMEngine:
         except BaseException:
             if execution.done():
                 self._ahead = None
-                self.scheduler.revert()
+                self._revert()
             raise
         self._ahead = None
-        return self._commit(batch, result, seconds)
+        self._commit(batch, result, seconds)
 
-    def _commit(self, batch: Batch, result: StepResult, seconds: float) -> list[SequenceGroup]:
-        self.scheduler.step_time.observe(batch.num_tokens, seconds)
-        changed = self.committer.commit(batch, result)
-        changed += [self._groups[request_id] for request_id in batch.ignored if request_id in self._groups]
-        return changed + self.grammars.take_failed()
+    def _commit(self, batch: Batch, result: StepResult, seconds: float) -> None:
+        self._planned = None
+        with self._accounting():
+            self.scheduler.step_time.observe(batch.num_tokens, seconds)
+            self._changed += self.committer.commit(batch, result)
+            self._changed += [self._groups[request_id] for request_id in batch.ignored if request_id in self._groups]
+            self._changed += self.grammars.take_failed()
+        self._suspects.succeeded()
+        if batch.sequences:
+            self._num_in_vain = 0
+
+    # What fails
+
+    def _revert(self) -> None:
+        with self._accounting():
+            self.scheduler.revert()
+
+    @contextmanager
+    def _accounting(self) -> Iterator[None]:
+        """An exception in here leaves accounts that nobody can rely on."""
+        try:
+            yield
+        except Exception as error:
+            self._broken = EngineBrokenError(f"the engine's accounts are wrong: {type(error).__name__}: {error}")
+            raise self._broken from error
+
+    @contextmanager
+    def _contained(self) -> Iterator[None]:
+        """A step that fails is undone, and tried again until it is known whom to blame. Of an engine that is broken
+        `_advance` tells."""
+        try:
+            yield
+        except Exception as error:
+            if self._broken is not None:
+                return
+            logger.warning("a step failed, and is tried again", exc_info=error)
+            planned = () if self._planned is None else self._planned.sequences
+            owners = [owner for s in planned if (owner := self.scheduler.owner(s.seq_id)) is not None]
+            groups = list(dict.fromkeys(group for group, _ in owners))
+            culprit = self._suspects.failed(groups) if groups else None
+            if culprit is not None or not groups:
+                with suppress(EngineBrokenError):
+                    self._blame(culprit, "when it was executed", error)
+
+    def _blame(self, group: SequenceGroup | None, when: str, error: Exception) -> None:
+        """End the request that made a step fail, if it was one. Raises EngineBrokenError where it is too often one."""
+        if group is not None:
+            self._changed.append(group)
+            self._end_failed(group, when, error)
+        self._num_in_vain += 1
+        if self._num_in_vain > MAX_IN_VAIN:
+            self._broken = EngineBrokenError(f"{self._num_in_vain} failures and no step between them that succeeded")
+            raise self._broken from error
+
+    def _end_failed(self, group: SequenceGroup, when: str, error: Exception) -> None:
+        """End a request in whose own work something failed. Raises EngineBrokenError if not only that went wrong."""
+        group.error = failure(group.request_id, when, error)
+        logger.error("%s", group.error, exc_info=error)
+        with self._accounting():
+            self._abort(group)
+            self.scheduler.check_integrity()
+
+    def fail_request(self, group: SequenceGroup, when: str, error: Exception) -> None:
+        """End a request of which a caller of `advance` cannot tell what has changed. Raises EngineBrokenError."""
+        self._end_failed(group, when, error)
+        self._forget_if_finished(group)
 
     def _outputs(self, changed: list[SequenceGroup]) -> list[RequestOutput]:
         return [output for group in changed if (output := self._output(group)) is not None]
@@ -180,20 +282,9 @@ class LLMEngine:
         self._abort(group)
         return self._output(group)
 
-    def abort_failed_step(self, error: str) -> list[SequenceGroup]:
-        """After `step` raised: end the requests that it was to run, or all if it was not even planned, and say why."""
-        groups = dict.fromkeys(self._groups.values())
-        if self._planned is not None:
-            owners = (self.scheduler.owner(scheduled.seq_id) for scheduled in self._planned.sequences)
-            groups = dict.fromkeys(owner[0] for owner in owners if owner is not None)
-        for group in groups:
-            group.error = error
-            self._abort(group)
-            self._forget_if_finished(group)
-        return list(groups)
-
     def _abort(self, group: SequenceGroup) -> None:
-        if not self.grammars.remove(group) and not group.is_finished:  # else in a failed step, and nobody has been told
+        is_queued = self._broken is None and not self.grammars.remove(group)
+        if is_queued and not group.is_finished:  # else in a failed step, and nobody has been told
             self.scheduler.remove(group)
         for seq in group.unfinished_seqs:
             seq.status = SequenceStatus.FINISHED_ABORTED
@@ -214,7 +305,7 @@ class LLMEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do."""
-        return self.scheduler.has_unfinished or len(self.grammars) > 0
+        return bool(self._groups)
 
     def default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json recommends, over SamplingParams' own defaults."""
@@ -248,9 +339,18 @@ class LLMEngine:
 
     def _output(self, group: SequenceGroup) -> RequestOutput | None:
         """What a request's caller is told now; a finished request is forgotten."""
+        try:
+            fault_point("output.make", group.request_id)
+            output = group.to_output()
+        except Exception as error:
+            with suppress(EngineBrokenError):
+                self._end_failed(group, "when its output was made", error)
+            output = group.to_failed_output()
         self._forget_if_finished(group)
-        return group.to_output()
+        return output
 
     def _forget_if_finished(self, group: SequenceGroup) -> None:
         if group.is_finished:
-            del self._groups[group.request_id]
+            self._groups.pop(group.request_id, None)
+            if group in self._changed:  # it ended in the plan of the step after the one of which is told
+                self._changed.remove(group)

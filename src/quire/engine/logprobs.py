@@ -40,9 +40,14 @@ class LogprobRows:
 
     def to_dicts(self, start: int = 0) -> list[dict[int, Logprob]] | None:
         """Those from `start` on, by token id; None if they are not kept."""
-        self._made += [self._to_dict(logprobs, row) for logprobs, row in self._waiting]
-        self._waiting = []
+        self.make(len(self._waiting))
         return self._made[start:] if self._keeps else None
+
+    def make(self, limit: int) -> bool:
+        """Make dicts of the next `limit` rows, so that `to_dicts` has less to do. Returns whether there are more."""
+        self._made += [self._to_dict(logprobs, row) for logprobs, row in self._waiting[:limit]]
+        del self._waiting[:limit]
+        return len(self._waiting) > 0
 
     def take(self) -> TokenLogprobs | None:
         """Those that came since the last time, to be made dicts of elsewhere, and not kept here; None if there are

@@ -7,7 +7,7 @@ What decodes is served first, and longer work gets what is left of the step (Agr
 
 import time
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from quire.batch import Batch, Draw, ScheduledSequence
 from quire.config.scheduler import SchedulerConfig
@@ -55,6 +55,8 @@ class Scheduler:
         self.num_swapped_blocks = 0
         self.journal: list[tuple[str, SequenceGroup]] | None = None
         """what happens to requests, one after another, while somebody watches; it is theirs to empty"""
+        self.in_hand: SequenceGroup | None = None
+        """the request that is being planned; if `schedule` raises, whose planning has failed, None for nobody's"""
         self._cost = PreemptionCost(config, blocks, self.step_time, block_copy_s)
         self._owners: dict[int, tuple[SequenceGroup, Sequence]] = {}
         self._unsettled: list[tuple[SequenceGroup, Sequence]] = []  # whose blocks only the coming step makes good
@@ -104,7 +106,7 @@ class Scheduler:
         if group in self.policy:
             self.policy.remove(group)
             self.swapped.discard(group)
-        else:
+        elif group in self.running:  # else it was being started, or brought back, when that failed
             self.running.remove(group)
         for seq in group.unfinished_seqs:
             if seq.seq_id in self.blocks:
@@ -132,6 +134,7 @@ class Scheduler:
         return len(self.policy) - len(self.swapped)
 
     def _num_cached_tokens(self, group: SequenceGroup) -> int:
+        self.in_hand = group
         return self._look_up(group, group.unfinished_seqs[0]).num_blocks * self.blocks.block_size
 
     def _look_up(self, group: SequenceGroup, seq: Sequence) -> PrefixHit:
@@ -141,28 +144,32 @@ class Scheduler:
 
     # The plan
 
-    def schedule(self) -> Batch:
-        """The plan of the next step."""
+    def schedule(self, only: Set[SequenceGroup] | None = None) -> Batch:
+        """The plan of the next step; with `only`, for these requests, while the others wait. If it raises, `revert` and
+        `remove` whoever is `in_hand`; it is all right then, if `check_integrity` says so."""
+        self.in_hand = None
         self.num_steps += 1
         self.blocks.advance()
         if self.policy.counts_tokens:  # ranks change as tokens are served
             self.running.sort(key=self._place)
-        plan = self._new_plan()
+        plan = self._new_plan(only)
         self._schedule_running(plan)
         if not plan.preempted:
             self._start_queued(plan)
+        sequences = tuple([self._scheduled(seq, num_tokens) for seq, num_tokens in plan.scheduled])
+        self.in_hand = None
         swap_out, swap_in = self.blocks.take_transfers()
         self.num_swapped_blocks += len(swap_out) + len(swap_in)
         return Batch(
             self.num_steps,
-            sequences=tuple([self._scheduled(seq, num_tokens) for seq, num_tokens in plan.scheduled]),
+            sequences,
             swap_out=swap_out,
             swap_in=swap_in,
             copies=self.blocks.copies([seq.seq_id for seq, _ in plan.scheduled]),
             ignored=tuple(self._ended),
         )
 
-    def _new_plan(self) -> StepPlan:
+    def _new_plan(self, only: Set[SequenceGroup] | None) -> StepPlan:
         """The step's budgets: one token for all that decode, then prompts, as many tokens as the time allows."""
         running, budget = SequenceStatus.RUNNING, self.config.max_num_batched_tokens
         num_decodes = num_seqs = 0
@@ -177,9 +184,10 @@ class Scheduler:
         if self.config.target_step_ms is not None:
             known = self.step_time.max_tokens(self.config.target_step_ms / 1e3)
             limit = min(budget, max(known if known is not None else FIRST_CHUNK, num_decodes + MIN_CHUNK))
-        return StepPlan(budget, prefill_budget=max(1, limit - num_decodes), num_seqs=num_seqs)
+        return StepPlan(budget, prefill_budget=max(1, limit - num_decodes), num_seqs=num_seqs, only=only)
 
     def _scheduled(self, seq: Sequence, num_tokens: int) -> ScheduledSequence:
+        self.in_hand = self._owners[seq.seq_id][0]
         token_ids, start = seq.token_ids, seq.num_computed_tokens
         end = start + num_tokens
         is_last = end == len(token_ids)
@@ -203,10 +211,10 @@ class Scheduler:
 
     def _schedule_running(self, plan: StepPlan) -> None:
         """The first first; those behind make room when blocks run out."""
-        running, has_room, index = SequenceStatus.RUNNING, self.blocks.has_room, 0
+        running, has_room, only, index = SequenceStatus.RUNNING, self.blocks.has_room, plan.only, 0
         while index < len(self.running) and plan.token_budget > 0:
-            group = self.running[index]
-            for seq in group.seqs:
+            self.in_hand = group = self.running[index]
+            for seq in group.seqs if only is None or group in only else ():
                 if seq.status is running:
                     end = seq.num_computed_tokens + 1
                     if end == len(seq.token_ids) and has_room(seq.seq_id, end):  # most of them in most steps
@@ -267,6 +275,7 @@ class Scheduler:
 
     def _preempt(self, preemption: Preemption) -> None:
         """Take the device blocks away: to the host tier, or for good, and the tokens are computed again later."""
+        in_hand, self.in_hand = self.in_hand, preemption.group
         group = preemption.group
         group.metrics.num_preemptions += 1
         self.num_preemptions += 1
@@ -286,6 +295,7 @@ class Scheduler:
                 self._stop(seq)
         self.running.remove(group)
         self.policy.add(group)
+        self.in_hand = in_hand
 
     def _park(self, seq: Sequence) -> None:
         """One sequence of a request gives way to the others; it starts again when there is room."""
@@ -336,11 +346,16 @@ class Scheduler:
         """Start others, in the policy's order, while the step has tokens, sequences and blocks left for them."""
         if plan.is_full(self.config.max_num_seqs, 1):  # before the policy looks anybody up
             return
+        self.in_hand = None
         for group in self.policy.candidates(self.clock()):
+            if plan.only is not None and group not in plan.only:
+                continue
+            self.in_hand = group
             if plan.is_full(self.config.max_num_seqs, group.num_wanted_seqs):
                 break
             if not (self._resume(group, plan) if group in self.swapped else self._start(group, plan)):
                 break
+            self.in_hand = None
 
     def _start(self, group: SequenceGroup, plan: StepPlan) -> bool:
         """Start a waiting request, or leave it for a step or two while others compute its prefix.
@@ -441,3 +456,14 @@ class Scheduler:
                 self.policy.add(group)
         self._unsettled = []
         self.blocks.revert()
+
+    def check_integrity(self) -> None:
+        """Whoever has blocks is known, whoever is known is unfinished, their requests run or are queued, and the blocks
+        are in order; or AssertionError."""
+        running = set(self.running)
+        assert len(running) == len(self.running), "a request runs twice"
+        for seq_id, (group, seq) in self._owners.items():
+            assert any(other is seq for other in group.unfinished_seqs), f"sequence {seq_id} is kept, but finished"
+            assert (group in running) != (group in self.policy), f"request {group.request_id!r} is nowhere, or twice"
+        assert all(seq_id in self._owners for seq_id, _, _ in self.blocks.holdings()), "blocks are held for nobody"
+        self.blocks.check_integrity()

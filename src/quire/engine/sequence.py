@@ -157,7 +157,7 @@ class Sequence:
         """Whether it is still catching up with its own tokens."""
         return SequenceStage.DECODE if self.num_uncomputed_tokens == 1 else SequenceStage.PREFILL
 
-    def to_output(self, *, delta: bool = False) -> CompletionOutput:
+    def to_output(self, *, delta: bool = False, with_logprobs: bool = True) -> CompletionOutput:
         """What the caller sees of it now: all, or what is new since `delta` was last asked for."""
         text = "" if self.detokenizer is None else self.detokenizer.stable_text(self.status.is_finished)
         num_tokens, num_chars = self.num_told if delta else (0, 0)
@@ -171,7 +171,7 @@ class Sequence:
             finish_reason=self.status.finish_reason,
             stop_reason=self.stop_reason,
             cumulative_logprob=None if self.logprobs is None else self.logprobs.total,
-            logprobs=None if self.logprobs is None else self.logprobs.to_dicts(num_tokens),
+            logprobs=self.logprobs.to_dicts(num_tokens) if self.logprobs is not None and with_logprobs else None,
         )
 
 
@@ -248,6 +248,16 @@ class SequenceGroup:
     def is_swapped(self) -> bool:
         """It waits in the host tier."""
         return any(seq.status is SequenceStatus.SWAPPED for seq in self.seqs)
+
+    @property
+    def has_failed(self) -> bool:
+        """It ended because something failed in its own work; `error` says so."""
+        return self.error is not None and any(seq.status is SequenceStatus.FINISHED_ABORTED for seq in self.seqs)
+
+    def to_failed_output(self) -> RequestOutput:
+        """What the caller is told where the rest cannot be made: the error."""
+        outputs = [CompletionOutput(seq.index, "", [], seq.status.finish_reason) for seq in self.seqs]
+        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, True, error=self.error)
 
     def to_output(self) -> RequestOutput | None:
         """What the caller is told after a step that changed it: of the kind that was asked for; None is nothing."""

@@ -1,8 +1,9 @@
 """A Batch in the making: what a step has left to give, and what it has given."""
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 
-from quire.engine.sequence import Sequence
+from quire.engine.sequence import Sequence, SequenceGroup
 
 
 @dataclass(slots=True)
@@ -16,6 +17,8 @@ class StepPlan:
     """running or about to, once their prompts are computed"""
     scheduled: list[tuple[Sequence, int]] = field(default_factory=list)
     """with how many tokens"""
+    only: Set[SequenceGroup] | None = None
+    """requests that may run; None: all"""
     preempted: bool = False
     """somebody had to give way, so nobody else starts"""
 

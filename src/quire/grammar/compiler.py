@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from quire.errors import InvalidParamsError
+from quire.faults import fault_point
 from quire.grammar.fair_threads import FairThreads
 from quire.grammar.state import GrammarState, MaskShape
 from quire.grammar.trial import TRIAL_LIMIT_S, TrialProcess, TrialSettings, parser_limits
@@ -115,6 +116,7 @@ class GrammarCompiler:
 
     def _compile(self, params: StructuredOutputsParams) -> GrammarState:
         """In a thread. Raises InvalidParamsError."""
+        fault_point("grammar.compile")
         trial = self._trials.get()
         try:
             grammar = trial.check(params)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from quire import errors
+from quire import errors, faults
 
 ISAS = ("portable", "avx2", "avx512", "avx512_bf16", "reference")
 
@@ -39,6 +39,7 @@ def _load_native(wanted: str | None) -> Any:
         raise errors.ConfigError(
             f"QUIRE_ISA={wanted} cannot run here; this CPU has {', '.join(module.available_isas())}"
         )
+    faults.arm_native(module.refuse_memory)
     return module
 
 

@@ -14,6 +14,8 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from quire.faults import fault_point
+
 _ALIGNMENT = 64
 _REGION_BYTES = 256 * 1024**2  # of address space; pages are taken from the machine only when first written
 _SMALL_BYTES = 64 * 1024  # the system's allocator keeps pieces up to here, and is faster
@@ -118,6 +120,7 @@ _active = threading.local()
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """An output for a kernel: from the workspace that this thread has entered, or of its own."""
+    fault_point("memory.workspace")
     workspace: Workspace | None = getattr(_active, "workspace", None)
     return torch.empty(shape, dtype=dtype) if workspace is None else workspace.empty(shape, dtype)
 

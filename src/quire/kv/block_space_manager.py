@@ -7,6 +7,7 @@ from enum import Enum
 
 from quire.batch import BlockIds, BlockPairs, SlotCopy
 from quire.config.kv_cache import KVCacheConfig
+from quire.faults import fault_point
 from quire.kv.block_table import BlockTable
 from quire.kv.content_hash import NO_KEY, ContentKey, HashChain
 from quire.kv.pins import PinnedPrefix, Pins
@@ -113,6 +114,7 @@ class BlockSpaceManager:
         """
         seq_id, num_tokens = hit.seq_id, len(hit.token_ids)
         assert seq_id not in self._sequences, f"sequence {seq_id} has blocks already"
+        fault_point("blocks.allocate", seq_id)
         if self.tiers.caches is None:
             self._sequences[seq_id] = _SequenceBlocks([BlockTable() for _ in hit.places])
             return 0
@@ -208,6 +210,7 @@ class BlockSpaceManager:
         A block that is about to be written and that others hold as well is exchanged for a copy of its own
         (copy-on-write). Only the last of the blocks so far can be: full blocks are never written again.
         """
+        fault_point("blocks.append", seq_id)
         blocks = self._sequences[seq_id]
         for group in self._shared_write_groups(blocks, num_computed_tokens, num_tokens):
             table, index = blocks.tables[group], num_computed_tokens // self.block_size
@@ -337,6 +340,7 @@ class BlockSpaceManager:
 
     def swap_out(self, seq_ids: Sequence[int]) -> None:
         """Move the sequences to the host tier, shared blocks once, in the coming step."""
+        fault_point("blocks.swap_out", seq_ids[0])
         sequences = [self._sequences[seq_id] for seq_id in seq_ids]
         for seq_id, blocks in zip(seq_ids, sequences, strict=True):
             self._unregister(seq_id, blocks, blocks.num_full, blocks.num_registered)
@@ -356,6 +360,7 @@ class BlockSpaceManager:
 
     def swap_in(self, seq_ids: Sequence[int]) -> None:
         """Move the sequences back to the device tier, in the coming step."""
+        fault_point("blocks.swap_in", seq_ids[0])
         sequences = [self._sequences[seq_id] for seq_id in seq_ids]
         for blocks in sequences:
             blocks.on_host = False

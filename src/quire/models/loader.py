@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quire.config.model import ModelConfig
 from quire.errors import CheckpointError, KernelError
+from quire.faults import fault_point
 from quire.layers.weighted_layer import WeightedLayer, WeightSpec
 from quire.log import logger
 from quire.models.base import CausalLM
@@ -134,6 +135,7 @@ def _check_tied_head(model: CausalLM, config: ModelConfig, checkpoint: Checkpoin
 
 def _assign(assignment: Assignment, checkpoint: Checkpoint, sources: list[str], scratch: Tensor) -> None:
     """Give the layer its weight: the mapped tensor itself where it is right as it is."""
+    fault_point("weights.load", assignment.target)
     spec = assignment.spec
     if len(sources) == 1:
         with checkpoint.reading(sources[0]) as mapped:

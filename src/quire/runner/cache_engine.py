@@ -10,6 +10,7 @@ from quire import kernels
 from quire.batch import BlockPairs, SlotCopy
 from quire.config.kv_cache import KVCacheConfig
 from quire.errors import OutOfMemoryError
+from quire.faults import fault_point
 from quire.layers.batch_tensors import LayerKVCache
 
 _ALIGNMENT = 64
@@ -48,16 +49,19 @@ class CacheEngine:
     def swap_out(self, pairs: BlockPairs) -> None:
         """Copy blocks to the host tier: (device block, host block)."""
         if pairs:
+            fault_point("cache.swap_out")
             kernels.copy_blocks(self.blocks, self.host_blocks, torch.tensor(pairs, dtype=torch.int64))
 
     def swap_in(self, pairs: BlockPairs) -> None:
         """Copy blocks back from the host tier: (host block, device block)."""
         if pairs:
+            fault_point("cache.swap_in")
             kernels.copy_blocks(self.host_blocks, self.blocks, torch.tensor(pairs, dtype=torch.int64))
 
     def copy_slots(self, copies: Sequence[SlotCopy]) -> None:
         """Carry out a step's copies, each in all layers of its group."""
         for group in sorted({copy.group for copy in copies}):
+            fault_point("cache.copy")
             src, dst = self._slots([copy for copy in copies if copy.group == group])
             for layer in self.layers:
                 if layer.group == group:

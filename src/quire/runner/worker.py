@@ -5,6 +5,7 @@ from quire.batch import Batch, StepResult
 from quire.config.kv_cache import KVCacheConfig
 from quire.config.model import ModelConfig
 from quire.config.parallel import ParallelConfig
+from quire.faults import fault_point
 from quire.models.loader import load_model
 from quire.params import LogprobsMode
 from quire.runner.cache_engine import CacheEngine
@@ -33,4 +34,5 @@ class Worker:
         self.cache_engine.swap_out(batch.swap_out)
         self.cache_engine.swap_in(batch.swap_in)
         self.cache_engine.copy_slots(batch.copies)
+        fault_point("step.run")
         return self.runner.run(batch)

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from quire.batch import Draw, ScheduledSequence
+from quire.faults import fault_point
 from quire.kernels import LogitChanges, SamplingTensors, TokenLists
+from quire.log import logger
 from quire.params import LogprobsMode
 from quire.sampling.random import uniform
 
@@ -41,13 +43,14 @@ class DrawTensors:
         self._words: Words | None = None
         self._is_changed = bool(self._penalized or words or any(d.logit_bias for d in draws))
 
-    def at(self, sequences: Sequence[ScheduledSequence]) -> SamplingTensors:
-        """For the next token of these, which the draws are of."""
+    def at(self, sequences: Sequence[ScheduledSequence], errors: dict[int, str]) -> SamplingTensors:
+        """For the next token of these, which the draws are of. What goes wrong in a row goes to `errors`, and what is
+        drawn of it means nothing."""
         ends = [s.end for s in sequences for _ in s.draws]
         draws = [0.0 if k is None else uniform(k, end) for k, end in zip(self._keys, ends, strict=True)]
         changes = None
         if self._is_changed or self._banning or any(s.mask is not None for s in sequences):
-            changes = self._changes([s for s in sequences for _ in s.draws])
+            changes = self._changes([s for s in sequences for _ in s.draws], errors)
         return SamplingTensors(*self._cuts, torch.tensor(draws, dtype=torch.float64), changes)
 
     def fill_allowed(self, row: int, owner: ScheduledSequence, words: Words) -> bool:
@@ -55,6 +58,7 @@ class DrawTensors:
         in common. False, and nothing written, if it may be anything."""
         allowed = self._allowed[row]
         if owner.mask is not None:
+            fault_point("grammar.mask", owner.seq_id)
             owner.mask.fill(words)
             if allowed is not None and (both := words & allowed).any():
                 words[:] = both
@@ -78,10 +82,9 @@ class DrawTensors:
         penalties = [(d.repetition_penalty, d.frequency_penalty, d.presence_penalty) for d in self.draws]
         return torch.tensor(penalties, dtype=torch.float32)
 
-    def _changes(self, owners: list[ScheduledSequence]) -> LogitChanges | None:
+    def _changes(self, owners: list[ScheduledSequence], errors: dict[int, str]) -> LogitChanges | None:
         """`owners`: the sequence of each row."""
-        masks, mask_of = self._masks(owners)
-        banned = [self.banned(row, owner) for row, owner in enumerate(owners)]
+        masks, mask_of, banned = self._forbidden(owners, errors)
         if not (self._is_changed or len(masks) or any(banned)):
             return None
         pasts: dict[int, tuple[int, ScheduledSequence]] = {}  # by sequence: samples of one prompt share its past
@@ -101,21 +104,28 @@ class DrawTensors:
             self._penalties,
         )
 
-    def _masks(self, owners: list[ScheduledSequence]) -> tuple[npt.NDArray[np.int32], list[int]]:
-        """Each different mask once [num_masks, num_words], and which of them each row has."""
+    def _forbidden(
+        self, owners: list[ScheduledSequence], errors: dict[int, str]
+    ) -> tuple[npt.NDArray[np.int32], list[int], list[list[int]]]:
+        """Each different mask once [num_masks, num_words], which of them each row has, and what each row bans."""
         if self._words is None:  # kept from step to step, since fresh memory costs more than filling it
             self._words = np.empty((len(self.draws), -(-self.vocab // 32)), np.int32)
         count = 0
         index: dict[tuple[int, int], int] = {}
-        mask_of = []
+        mask_of, banned = [-1] * len(owners), [list[int]() for _ in owners]
         for row, owner in enumerate(owners):
-            key = (id(owner.mask), id(self._allowed[row]))
-            if key not in index:
-                has_mask = self.fill_allowed(row, owner, self._words[count])
-                index[key] = count if has_mask else -1
-                count += has_mask
-            mask_of.append(index[key])
-        return self._words[:count], mask_of
+            try:
+                fault_point("sampler.row", owner.seq_id)
+                key = (id(owner.mask), id(self._allowed[row]))
+                if key not in index:
+                    has_mask = self.fill_allowed(row, owner, self._words[count])
+                    index[key] = count if has_mask else -1
+                    count += has_mask
+                mask_of[row], banned[row] = index[key], self.banned(row, owner)
+            except Exception as error:  # a grammar's, or a draw's
+                logger.exception("a token of sequence %d cannot be drawn", owner.seq_id)
+                errors[row] = f"its token could not be drawn: {type(error).__name__}"
+        return self._words[:count], mask_of, banned
 
 
 @dataclass(frozen=True, slots=True)

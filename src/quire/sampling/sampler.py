@@ -7,6 +7,7 @@ from torch import Tensor
 
 from quire import kernels
 from quire.batch import ScheduledSequence, StepResult, TokenLogprobs
+from quire.faults import fault_point
 from quire.kernels import SamplingTensors
 from quire.params import LogprobsMode
 from quire.sampling.draw_tensors import DrawTensors
@@ -36,7 +37,8 @@ class Sampler:
             changed, errors = logits, dict[int, str]()
             if self._draws.processed_rows:
                 changed, errors = run_processors(logits, self._draws, [s for s in sequences for _ in s.draws])
-            how = self._draws.at(sequences)
+            how = self._draws.at(sequences, errors)
+            fault_point("sampler.draw")
             token_ids = kernels.sample(changed, how)
             logprobs = self._logprobs(logits, changed, how, token_ids)
         return StepResult(tuple(token_ids.tolist()), logprobs, errors=errors)

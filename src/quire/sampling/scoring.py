@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.batch import ScheduledSequence, Scored, TokenLogprobs
+from quire.faults import fault_point
 from quire.sampling.sampler import MAX_LOGITS_ROWS, top_logprobs
 
 
@@ -25,6 +26,7 @@ def score(
             wanted.setdefault(s.scored.num_top, []).append((place, s.scored))
     results = {}
     for num_top, group in wanted.items():
+        fault_point("scoring.rows")
         spans = [(first_rows[place] + scored.row, len(scored.token_ids)) for place, scored in group]
         rows = torch.from_numpy(np.concatenate([np.arange(first, first + count) for first, count in spans]))
         token_ids = torch.tensor([token_id for _, scored in group for token_id in scored.token_ids])

@@ -12,7 +12,7 @@ import hashlib
 import os
 import secrets
 from array import array
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -98,13 +98,13 @@ class BatchRun:
 
         Raises EngineDeadError if the engine ends; the lines without an answer are then left for another run.
         """
-        lines = ((i, line) for i, line in enumerate(read_lines(source, self.max_body_bytes)) if not partial.has(i))
+        lines = (row for row in _numbered(read_lines(source, self.max_body_bytes)) if not partial.has(row[0]))
         num_failed = 0
 
         async def work() -> None:
             nonlocal num_failed
-            for index, line in lines:
-                result = await self._result(line)
+            for index, line, is_duplicate in lines:
+                result = await self._result(line, is_duplicate)
                 is_answer = result.response is not None and result.response.status_code < 400
                 if not is_answer and not self.is_running():
                     raise EngineDeadError("the engine process has ended")
@@ -120,19 +120,22 @@ class BatchRun:
             raise errors.exceptions[0] from None
         return num_failed
 
-    async def _result(self, line: bytes | None) -> BatchResult:
+    async def _result(self, line: bytes | None, is_duplicate: bool) -> BatchResult:
         result = BatchResult(id=f"batch_req_{secrets.token_hex(12)}", custom_id=None)
         if line is None:
             message = f"the line is longer than {self.max_body_bytes:,} bytes, the most that a body may have"
             result.error = BatchError("line_too_long", message)
             return result
+        result.custom_id = _custom_id(line)
         try:
-            result.custom_id = msgspec.json.decode(line, type=_CustomId).custom_id
             request = msgspec.json.decode(line, type=BatchRequest)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             result.error = BatchError("invalid_line", f"the line is no request: {error}")
             return result
         result.error = self._refusal(request)
+        if is_duplicate:
+            message = f"custom_id={request.custom_id[:100]!r} is that of an earlier line: give each its own"
+            result.error = BatchError("duplicate_custom_id", message)
         if result.error is None:
             status, headers, body = await call(self.app, request.url, bytes(request.body))
             result.response = BatchResponse(status, headers.get("x-request-id", ""), msgspec.Raw(body))
@@ -149,6 +152,23 @@ class BatchRun:
         except (msgspec.DecodeError, RecursionError):
             streams = False  # the endpoint says what is wrong with the body
         return BatchError("invalid_body", "stream: a batch has no streams, leave it out") if streams else None
+
+
+def _numbered(lines: Iterable[bytes | None]) -> Iterator[tuple[int, bytes | None, bool]]:
+    """Each line with its place, and whether an earlier one has its custom_id already."""
+    seen: set[bytes] = set()
+    for i, line in enumerate(lines):
+        custom_id = _custom_id(line)
+        key = hashlib.blake2b((custom_id or "").encode(), digest_size=16).digest()
+        yield i, line, custom_id is not None and key in seen
+        seen.add(key)
+
+
+def _custom_id(line: bytes | None) -> str | None:
+    try:
+        return None if line is None else msgspec.json.decode(line, type=_CustomId).custom_id
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 async def call(app: ASGIApp, path: str, body: bytes) -> tuple[int, Mapping[str, str], bytes]:

@@ -23,7 +23,7 @@ from quire.server.chat_events import (
     UsageEvent,
 )
 from quire.server.chat_run import fold, run_chat
-from quire.server.endpoint import Endpoint, json_response
+from quire.server.endpoint import Endpoint, choices_response
 from quire.server.protocol.chat import (
     ChatChunkChoice,
     ChatCompletion,
@@ -51,7 +51,7 @@ async def create_chat_completion(request: Request) -> ASGIApp:
         return await sse.event_stream(request, frames, error_event=sse.openai_error)
     answer = await sse.unless_disconnected(request, _whole(events, answer_id, model))
     answer.service_tier = body.service_tier or UNSET
-    return json_response(answer)
+    return await choices_response(answer)
 
 
 async def _whole(events: AsyncGenerator[ChatEvent, None], answer_id: str, model: str) -> ChatCompletion:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from msgspec import UNSET
@@ -24,7 +25,7 @@ from quire.server.chat_events import (
 from quire.server.chat_output import ChatChoices, ChatPlan
 from quire.server.chat_prompt import ChatPrompt, chat_prompt
 from quire.server.errors import invalid
-from quire.server.generation import TokenCounts, generate
+from quire.server.generation import TokenCounts, beside, generate
 from quire.server.protocol.chat import (
     ChatChoice,
     ChatCompletion,
@@ -70,7 +71,7 @@ async def run_chat(
             timings = Timings.of(output.metrics) if output.finished else None
             if request.continuous_usage and not output.finished:
                 yield UsageEvent(counts.prompt_tokens, counts.completion_tokens, counts.cached_tokens)
-            for event in choices.events(output, timings):
+            for event in await beside(output, partial(choices.events, output, timings)):
                 yield event
     yield UsageEvent(counts.prompt_tokens, counts.completion_tokens, counts.cached_tokens, timings)
 

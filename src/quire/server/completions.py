@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 
 import msgspec
 from msgspec import UNSET
@@ -19,9 +20,9 @@ from quire.params import BeamSearchParams, SamplingParams
 from quire.params.sampling import ALL_LOGPROBS
 from quire.server import sse
 from quire.server.bodies import read_struct
-from quire.server.endpoint import Endpoint, json_response
+from quire.server.endpoint import Endpoint, choices_response
 from quire.server.errors import invalid
-from quire.server.generation import TokenCounts, finite, generate, prompt_logprobs, token_text
+from quire.server.generation import TokenCounts, beside, finite, generate, prompt_logprobs, token_text
 from quire.server.protocol.common import Prompts, Timings
 from quire.server.protocol.completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from quire.server.sampling import check_request, make_params, name_fields, num_choices
@@ -40,7 +41,7 @@ async def create_completion(request: Request) -> ASGIApp:
     chunks = complete(state, context, body, answer_id)
     if body.stream:
         return await sse.event_stream(request, _frames(chunks), error_event=sse.openai_error)
-    return json_response(await sse.unless_disconnected(request, fold(chunks)))
+    return await choices_response(await sse.unless_disconnected(request, fold(chunks)))
 
 
 async def complete(
@@ -64,7 +65,7 @@ async def complete(
                 _forget_tokens(output)
             counts.add(place, output)
             num_unfinished -= output.finished
-            made = choices.of(place, output)
+            made = await beside(output, partial(choices.of, place, output))
             timings = Timings.of(output.metrics) if not num_unfinished else None
             for choice in made:
                 chunk = Completion(id=answer_id, created=created, model=model, choices=[choice])

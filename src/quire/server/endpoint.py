@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -48,6 +49,19 @@ class Endpoint:
             await answer(scope, receive, send)
         finally:
             state.num_in_flight -= self.generates
+
+
+async def choices_response(body: Any) -> Response:
+    """The answer in JSON of a body with `choices`: many log-probabilities are written in a thread, and choice by choice
+    even there, since nothing else runs while the encoder does."""
+    if all(choice.logprobs is None for choice in body.choices):
+        return json_response(body)
+
+    def encode() -> bytes:
+        choices = [msgspec.Raw(msgspec.json.encode(choice)) for choice in body.choices]
+        return msgspec.json.encode(msgspec.structs.replace(body, choices=choices))
+
+    return Response(await asyncio.to_thread(encode), media_type="application/json")
 
 
 def json_response(body: Any, status: int = 200) -> Response:

@@ -10,7 +10,14 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from quire.errors import InvalidPromptError, PromptTooLongError, QuireError, RequestError, TokenizerError
+from quire.errors import (
+    InvalidPromptError,
+    PromptTooLongError,
+    QuireError,
+    RequestError,
+    RequestFailedError,
+    TokenizerError,
+)
 from quire.log import logger
 from quire.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 
@@ -126,7 +133,7 @@ def _api_error(error: BaseException, request_id: str) -> ApiError:
             return invalid(str(error), "prompt")
         case RecursionError():  # only what clients send is nested
             return invalid("the request is nested too deeply", code="invalid_json")
-        case QuireError():
+        case QuireError() if not isinstance(error, RequestFailedError):
             logger.error("request %s: %s: %s", request_id, type(error).__name__, error)
             return ApiError(503, "the engine cannot serve this request now; try again later", code="engine_unavailable")
     logger.error("request %s failed", request_id, exc_info=error)

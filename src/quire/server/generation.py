@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -17,6 +17,8 @@ from quire.server.protocol.common import PromptLogprob, PromptLogprobs, TokenLog
 from quire.server.state import RequestContext, ServerState, engine_id
 
 T = TypeVar("T")
+_QUICK_LOGPROBS = 2000
+"""told in a few milliseconds"""
 LOWEST_LOGPROB = -9999.0
 """stands for -inf, which JSON cannot say"""
 
@@ -83,6 +85,13 @@ async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def beside(output: RequestOutput, make: Callable[[], T]) -> T:
+    """What `make` makes of this output: from a thread, where log-probabilities are so many that others would wait."""
+    rows = (output.prompt_logprobs, *(choice.logprobs for choice in output.outputs))
+    num_told = sum(len(some) * len(some[-1] or ()) for some in rows if some)
+    return make() if num_told <= _QUICK_LOGPROBS else await asyncio.to_thread(make)
+
+
 class TokenCounts:
     """Tokens of a request so far, over all its prompts; also for the log, whenever the request ends."""
 
@@ -128,7 +137,7 @@ def chat_logprobs(
     told = []
     for token_id, row in zip(token_ids, rows, strict=True):
         entries = [
-            TopLogprob(text, finite(entry.logprob), list(text.encode()))
+            TopLogprob(text, finite(entry.logprob), tuple(text.encode()))
             for i, entry in row.items()
             for text in (token_text(i, entry, as_ids),)
         ]
@@ -137,7 +146,7 @@ def chat_logprobs(
             entries = [entry for lp, entry in zip(row.values(), entries, strict=True) if (lp.rank or 0) <= num_top]
         entries.sort(key=lambda entry: -entry.logprob)
         text = token_text(token_id, own, as_ids)
-        told.append(TokenLogprob(text, finite(own.logprob), list(text.encode()), entries))
+        told.append(TokenLogprob(text, finite(own.logprob), tuple(text.encode()), entries))
     return told
 
 

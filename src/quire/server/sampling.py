@@ -102,6 +102,10 @@ def check_request(state: ServerState, request: SamplingFields, num_prompts: int 
             f"{args.max_choices_per_request:,} are allowed",
             "n",
         )
+    vocab_size = state.llm.model_config.vocab_size
+    for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):  # to look at each takes its time
+        if (num_ids := len(getattr(request, name) or ())) > vocab_size:
+            raise invalid(f"{name} has {num_ids:,} token ids; this model has {vocab_size:,}", name)
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options are only for streams: set stream to true", "stream_options")
 

@@ -26,7 +26,7 @@ async def tokenize(request: Request) -> ASGIApp:
     state = state_of(request)
     body = await read_struct(request, TokenizeRequest)
     state.check_model(body.model)
-    if body.messages is not None:
+    if body.prompt is None and body.messages is not None:
         context_of(request).field_names["prompt"] = "messages"
     token_ids = await _token_ids(state, body)
     tokenizer = state.llm.tokenizer

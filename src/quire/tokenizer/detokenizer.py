@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from copy import copy
 from typing import TYPE_CHECKING
 
+from quire.faults import fault_point
 from quire.tokenizer.stop_strings import stop_strings
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class IncrementalDetokenizer:
         The text then ends right before the stop string, or right behind it with include_stop_str_in_output.
         """
         assert not self._stopped, "the sequence has ended with a stop string"
+        fault_point("detokenizer.append")
         if self._stops is None:
             self._waiting.append(token_id)
             return None
@@ -110,6 +112,7 @@ class IncrementalDetokenizer:
 
     def _settled(self) -> str:
         """The pieces as one string; joined once, then kept joined."""
+        fault_point("detokenizer.text")
         self._pieces += [self._stream.push(token_id) for token_id in self._waiting]
         self._waiting.clear()
         if len(self._pieces) > 1:

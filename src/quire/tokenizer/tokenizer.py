@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import InvalidPromptError, TokenizerError
+from quire.faults import fault_point
 from quire.tokenizer.chat_template import ChatTemplate, compile_chat_template
 from quire.tokenizer.token_decoder import TextStream, TokenDecoder
 from quire.tokenizer.tokenizer_files import TokenizerFiles, library_errors, read_tokenizer_files
@@ -57,6 +58,7 @@ class Tokenizer:
         Text that spells a special token becomes that token. Raises InvalidPromptError for a string that is no Unicode
         text (a surrogate without its other half).
         """
+        fault_point("tokenizer.encode")
         with library_errors(f"the tokenizer of {self.source} fails on a text"):
             try:
                 return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)

@@ -13,7 +13,7 @@ from quire import kernels
 from quire.cli.bench.limits import COLD_BYTES, compare
 from quire.config.kv_cache import KVCacheSpec
 
-_HEADS = ((14, 2, 64), (32, 8, 128))
+_HEADS = ((14, 2, 64), (32, 8, 128), (12, 12, 64))
 """num_heads, num_kv_heads, head_dim"""
 _BLOCK_SIZE, _LONGEST_PREFILL, _LARGEST_CACHE = 16, 2048, 2**30
 

@@ -154,24 +154,24 @@ def _lap(start: float | None, end: float | None) -> float | None:
     return None if start is None or end is None else round(end - start, 6)
 
 
-class TopLogprob(msgspec.Struct, frozen=True):
+class TopLogprob(msgspec.Struct, frozen=True, gc=False):
     """A token that was likely at a place."""
 
     token: str
     logprob: float
-    bytes: list[int] | None
+    bytes: tuple[int, ...] | None
 
 
-class TokenLogprob(msgspec.Struct, frozen=True):
+class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
     """A token of the answer, and the likeliest at its place."""
 
     token: str
     logprob: float
-    bytes: list[int] | None
+    bytes: tuple[int, ...] | None
     top_logprobs: list[TopLogprob]
 
 
-class PromptLogprob(msgspec.Struct, frozen=True):
+class PromptLogprob(msgspec.Struct, frozen=True, gc=False):
     """How likely a token is at a place of the prompt."""
 
     logprob: float

@@ -1,0 +1,19 @@
+// Memory that kernels work in, and a way for tests to have it refused.
+#pragma once
+
+#include <cstdint>
+
+namespace quire {
+
+// To be called wherever a kernel is about to use memory of its own, taken now or kept from an earlier call. Throws
+// std::bad_alloc where a test wants it to.
+void ask_for_memory();
+
+// 64-byte aligned, to be freed by std::free. Throws std::bad_alloc.
+void* aligned_memory(int64_t bytes);
+
+// After `after` more calls of ask_for_memory one throws; negative: none will. Returns whether none is due any more from
+// the call of this before: one has thrown, or none was to.
+bool refuse_memory(int64_t after);
+
+}  // namespace quire

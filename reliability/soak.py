@@ -1,0 +1,301 @@
+"""Serve mixed clients for a long time, and see that nothing is left behind.
+
+    python -m reliability.soak [--minutes 30] [--seed 1] [--clients 24] [--kill-every-s 60] [--record]
+
+Streams, whole answers, samples, beams, grammars, log-probabilities, stored responses, three protocols and wrong
+requests over HTTP, to `quire serve` on the embedded checkpoint with a cache so small that requests are preempted.
+Three in ten streams are left by their client in the middle, and the engine process is killed now and then. What the
+processes hold after a time to warm up is the baseline: at the end blocks, files and threads must be back there, and
+memory within 50 MB. A greedy stream that is asked for throughout must never change a token. Prints one JSON line; exit
+status 1 if anything is left or was wrong. `--plant-leak` makes the server leak on purpose, and then it must be 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import uvloop
+
+from reliability.page import record, table
+from reliability.served import Exchange, Held, Served, post
+
+MAX_GROWTH_BYTES = 50 * 10**6
+FLAGS = [
+    "--kv-cache-memory=16MiB", "--max-num-seqs=16", "--max-model-len=1024", "--swap-space=0.008", "--max-waiting=256",
+    "--no-log-requests", "--response-store-max=200",
+]  # fmt: skip
+_LEAVING = 0.3
+_REQUEST_LIMIT_S = 120.0
+_SETTLE_S = 60.0
+_SHARED = "All of these requests begin with the same words, whose blocks they share. " * 3
+_PLACES = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"]
+_WRONG: list[tuple[str, object]] = [
+    ("/v1/completions", {"prompt": "x", "max_tokens": -1}),
+    ("/v1/completions", {"prompt": "x", "n": 10**9}),
+    ("/v1/chat/completions", {"messages": []}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x " * 5000}]}),
+    ("/v1/completions", {"prompt": "x", "structured_outputs": {"regex": "("}}),
+    ("/v1/nothing", {}),
+]
+_SCHEMA = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}, "n": {"type": "integer"}},
+    "required": ["ok", "n"],
+}
+_LEAKS = {
+    "memory": "quire.async_llm.async_llm:AsyncLLM._end",
+    "files": "quire.async_llm.async_llm:AsyncLLM._end",
+    "threads": "quire.async_llm.async_llm:AsyncLLM._end",
+    "blocks": "quire.kv.block_space_manager:BlockSpaceManager.free",
+}
+_PLANT = """
+import builtins, importlib, sys, threading
+kind, module, cls, name = {kind!r}, {module!r}, {cls!r}, {name!r}
+kept = []
+real = builtins.__import__
+def plant(found):
+    owner = getattr(found, cls)
+    method = getattr(owner, name)
+    def leaking(self, *args, **kwargs):
+        kept.append(None)
+        if kind == "memory":
+            kept.append(bytearray(200_000))
+        elif kind == "files" and len(kept) % 5 == 0:
+            kept.append(open("/dev/null"))
+        elif kind == "threads" and len(kept) % 10 == 0:
+            threading.Thread(target=threading.Event().wait, daemon=True).start()
+        elif kind == "blocks" and len(kept) % 20 == 0:
+            return None
+        return method(self, *args, **kwargs)
+    setattr(owner, name, leaking)
+def importing(what, *args, **kwargs):
+    made = real(what, *args, **kwargs)
+    found = sys.modules.get(module)
+    if found is not None and hasattr(found, cls) and not kept:
+        kept.append(None)
+        plant(found)
+    return made
+builtins.__import__ = importing
+"""
+"""a sitecustomize module: wraps the method as soon as its module is imported, in whichever process"""
+
+
+@dataclass
+class Tally:
+    """What happened."""
+
+    done: Counter[str] = field(default_factory=Counter)
+    """by kind of request and outcome"""
+    wrong: list[str] = field(default_factory=list)
+    """what must not happen"""
+    num_kills: int = 0
+
+    def add(self, kind: str, exchange: Exchange, left: bool) -> None:
+        """Count one exchange. While the engine is away 503 is a good answer, and a stream may end with an error."""
+        outcome = "left" if left else str(exchange.status) if exchange.ended else "cut off"
+        self.done[f"{kind} {outcome}"] += 1
+        if exchange.status == 500 or (kind == "wrong" and exchange.status not in (400, 404, 413, 429, 503)):
+            self.wrong.append(f"{kind}: {exchange.status} {bytes(exchange.body[:200])!r}")
+        if not left and not exchange.ended:
+            self.wrong.append(f"{kind}: no end, {exchange.status} {bytes(exchange.body[-200:])!r}")
+
+
+def requests(rng: random.Random) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Kind, path and body of one request after the other."""
+    while True:
+        kind = rng.choices(
+            ["stream", "chat", "whole", "beams", "grammar", "logprobs", "responses", "messages", "tokenize", "wrong"],
+            [25, 15, 12, 6, 12, 6, 6, 6, 6, 6],
+        )[0]
+        text = _SHARED * rng.randint(0, 2) + f"{rng.randrange(1000)} " + "word " * rng.randrange(60)
+        fields: dict[str, Any] = {"max_tokens": rng.randrange(1, 150), "user": rng.choice("abc")}
+        messages = [{"role": "user", "content": text}]
+        sampled = {"temperature": rng.choice([0, 0.8]), "seed": rng.randrange(100)}
+        match kind:
+            case "stream":
+                yield kind, _PLACES[0], fields | sampled | {"prompt": text, "stream": True, "ignore_eos": True}
+            case "chat":
+                yield kind, _PLACES[1], fields | sampled | {"messages": messages, "stream": True}
+            case "whole":
+                yield kind, _PLACES[0], fields | {"prompt": [text, text + "more"], "n": rng.randint(1, 3)}
+            case "beams":
+                yield kind, _PLACES[0], fields | {"prompt": text, "use_beam_search": True, "n": rng.randint(2, 4)}
+            case "grammar":
+                form: dict[str, Any] = rng.choice(
+                    [{"guided_regex": r"[a-f]{5,40}"}, {"guided_json": _SCHEMA}, {"guided_choice": ["a", "b"]}]
+                )
+                yield kind, _PLACES[1], fields | form | {"messages": messages, "stream": rng.random() < 0.5}
+            case "logprobs":
+                yield kind, _PLACES[0], fields | {"prompt": text, "logprobs": 5, "echo": True}
+            case "responses":
+                asked = {"input": text, "max_output_tokens": fields["max_tokens"], "background": rng.random() < 0.3}
+                yield kind, _PLACES[2], asked
+            case "messages":
+                yield kind, _PLACES[3], {"messages": messages, "max_tokens": fields["max_tokens"], "stream": True}
+            case "tokenize":
+                yield kind, "/tokenize", {"prompt": text}
+            case "wrong":
+                yield kind, *rng.choice(_WRONG)  # type: ignore[misc]
+
+
+async def client(port: int, rng: random.Random, until_s: float, tally: Tally) -> None:
+    """One client: a request after the other, some of which it leaves."""
+    for kind, path, body in requests(rng):
+        if time.monotonic() > until_s:
+            return
+        leaves = bool(body.get("stream")) and rng.random() < _LEAVING
+        try:
+            async with asyncio.timeout(_REQUEST_LIMIT_S):
+                exchange = await post(
+                    port, path, json.dumps(body).encode(), leave_after=rng.randint(1, 30) if leaves else None
+                )
+        except TimeoutError:
+            tally.wrong.append(f"{kind}: no answer within {_REQUEST_LIMIT_S:g} s")
+            continue
+        tally.add(kind, exchange, leaves and not exchange.ended)
+        if exchange.status in (429, 503):
+            await asyncio.sleep(rng.uniform(0.2, 1))
+
+
+async def canary(port: int, until_s: float, tally: Tally) -> None:
+    """A greedy stream, again and again: its text is always the same."""
+    asked = {"prompt": "def dumps(obj):", "max_tokens": 120, "temperature": 0, "ignore_eos": True, "stream": True}
+    known: str | None = None
+    while time.monotonic() < until_s:
+        exchange = await post(port, _PLACES[0], json.dumps(asked).encode())
+        choices = [event["choices"][0] for event in exchange.events if event.get("choices")]
+        is_whole = exchange.ended and bool(choices) and choices[-1]["finish_reason"] == "length"
+        tally.done[f"canary {'whole' if is_whole else exchange.status}"] += 1
+        if is_whole:
+            text = "".join(choice["text"] for choice in choices)
+            known = text if known is None else known
+            if text != known:
+                tally.wrong.append(f"the canary's text changed: {text!r}")
+        else:
+            await asyncio.sleep(0.2)
+
+
+async def killer(served: Served, every_s: float, until_s: float, tally: Tally) -> None:
+    """Kill the engine process now and then, not shortly before the end."""
+    while every_s and time.monotonic() + 2 * every_s < until_s:
+        await asyncio.sleep(every_s)
+        if (pid := served.engine_pid) is not None:
+            os.kill(pid, signal.SIGKILL)
+            tally.num_kills += 1
+
+
+async def load(served: Served, seconds: float, options: argparse.Namespace, tally: Tally, seed: int) -> None:
+    """All clients for so long."""
+    until_s = time.monotonic() + seconds
+    clients = [client(served.port, random.Random(f"{seed}-{i}"), until_s, tally) for i in range(options.clients)]
+    await asyncio.gather(
+        *clients, canary(served.port, until_s, tally), killer(served, options.kill_every_s, until_s, tally)
+    )
+
+
+def holdings(served: Served) -> dict[str, Held]:
+    """Of both processes, when nothing runs. Raises RuntimeError if that does not come to be."""
+    if not served.wait_until_idle(_SETTLE_S):
+        used = served.metric("vllm:kv_cache_usage_perc")
+        raise RuntimeError(f"not idle after {_SETTLE_S:g} s: {used:.1%} of the blocks are in use")
+    engine_pid = served.engine_pid
+    if engine_pid is None:
+        raise RuntimeError("there is no engine process")
+    time.sleep(1)  # connections that are closing, threads that are ending
+    return {"API": Held.by(served.pid), "engine": Held.by(engine_pid)}
+
+
+def left_behind(before: dict[str, Held], after: dict[str, Held]) -> Iterator[str]:
+    """What was not given back."""
+    for name in before:
+        growth = after[name].memory_bytes - before[name].memory_bytes
+        if growth > MAX_GROWTH_BYTES:
+            yield f"the {name} process holds {growth / 1e6:.0f} MB more"
+        for what in ("num_threads", "num_files"):
+            more = getattr(after[name], what) - getattr(before[name], what)
+            if more > 2:
+                yield f"the {name} process has {more} {what[4:]} more"
+
+
+def plant(kind: str, folder: Path) -> dict[str, str]:
+    """The environment of a server that leaks."""
+    module, _, method = _LEAKS[kind].partition(":")
+    cls, _, name = method.partition(".")
+    (folder / "sitecustomize.py").write_text(_PLANT.format(kind=kind, module=module, cls=cls, name=name))
+    return {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
+
+
+def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Run it; the result as one row."""
+    environment = plant(options.plant_leak, folder) if options.plant_leak else {}
+    served, tally, began_s = Served(FLAGS, folder / "serve.log", environment), Tally(), time.monotonic()
+    before: dict[str, Held] = {}
+    after: dict[str, Held] = {}
+    try:
+        run: Callable[..., None] = uvloop.run
+        seconds = options.minutes * 60
+        run(load(served, min(120.0, seconds / 3), options, tally, options.seed))
+        before = holdings(served)
+        run(load(served, seconds * 2 / 3, options, tally, options.seed + 1))
+        after = holdings(served)
+        tally.wrong += left_behind(before, after)
+    except RuntimeError as error:
+        tally.wrong.append(str(error))
+    finally:
+        status = served.close()
+    if status != 0:
+        tally.wrong.append(f"the server ended with status {status}")
+    named = {name: vars_of(held) for name, held in (("before", before), ("after", after)) if held}
+    return {
+        "tool": "soak", "seed": options.seed, "minutes": round((time.monotonic() - began_s) / 60, 2),
+        "clients": options.clients, "num_requests": sum(tally.done.values()), "num_engine_kills": tally.num_kills,
+        "done": dict(sorted(tally.done.items())), "held": named,
+        "num_wrong": len(tally.wrong), "wrong": tally.wrong[:20],
+    }  # fmt: skip
+
+
+def vars_of(held: dict[str, Held]) -> dict[str, dict[str, int]]:
+    """For JSON."""
+    return {name: {field: getattr(each, field) for field in each.__dataclass_fields__} for name, each in held.items()}
+
+
+def main() -> int:
+    """Run and print; 1 if something was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--clients", type=int, default=24)
+    parser.add_argument("--kill-every-s", type=float, default=60, help="0: the engine is never killed")
+    parser.add_argument("--plant-leak", choices=_LEAKS, help="leak on purpose")
+    parser.add_argument("--record", action="store_true", help="write the result into docs/reliability.md")
+    options = parser.parse_args()
+    with TemporaryDirectory() as folder:
+        row = soak(options, Path(folder))
+    print(json.dumps(row))
+    if options.record:
+        counts = [{"request and outcome": kind, "number": number} for kind, number in row["done"].items()]
+        held = [{"process": name, "when": when} | each for when, by in row["held"].items() for name, each in by.items()]
+        summary = (
+            f"{row['num_requests']:,} requests of {row['clients']} clients in {row['minutes']} minutes, the engine "
+            f"killed {row['num_engine_kills']} times; wrong: {row['num_wrong']}."
+        )
+        command = f"make soak ARGS='--minutes {options.minutes:g} --seed {options.seed}'"
+        record("soak", command, [summary, "", *table(counts), "", *table(held)])
+    return 1 if row["num_wrong"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

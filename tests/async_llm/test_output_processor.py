@@ -1,0 +1,29 @@
+"""How outputs are made, where nobody else may be kept waiting."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+from quire.async_llm.output_processor import RequestState
+from quire.engine.logprobs import LogprobRows
+from tests.scripted_engine import logprobs
+
+
+def test_others_have_their_turn_while_many_logprobs_are_made() -> None:
+    rows = [LogprobRows(str), LogprobRows(str)]
+    for each in rows:
+        each.extend(logprobs(range(1000), 1))
+    seqs = [SimpleNamespace(logprobs=each, status=SimpleNamespace(is_finished=True)) for each in rows]
+    group: Any = SimpleNamespace(search=None, scores=None, seqs=seqs, to_output=lambda: "the output")
+    request = RequestState(1, group, SimpleNamespace(eos_token_ids=frozenset()))  # type: ignore[arg-type]
+
+    async def main() -> int:
+        making, turns = asyncio.create_task(request.next_output()), 0
+        request._changed.set()
+        while not making.done():
+            turns += 1
+            await asyncio.sleep(0)
+        assert making.result() == "the output"
+        return turns
+
+    assert asyncio.run(main()) > 20

@@ -1,0 +1,451 @@
+"""A request in whose work something fails ends alone; no other loses a token or a block, and none fails for another."""
+
+import logging
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire import LLM, LLMEngine, RequestError, SamplingParams
+from quire.engine.containment import MAX_IN_VAIN, Suspects
+from quire.errors import EngineBrokenError, RequestFailedError
+from quire.faults import Fault, inject
+from quire.tokenizer.detokenizer import IncrementalDetokenizer
+
+from .failing import add, add_beams, check_nothing_is_held, fail_with, make_engine, requests_of, run, token_ids
+
+STEPS = ["step", "step_ahead"]
+COMMON = [5, 6, 7, 8, 5, 6, 7, 8]
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("quire"), "disabled", True)
+
+
+def singles(engine: LLMEngine) -> None:
+    for i in range(9):
+        add(engine, str(i), [i + 3] * (i + 1))
+
+
+def joined(engine: LLMEngine) -> None:
+    """All begin with the same two blocks, which the first computes for the others in the same step."""
+    for i in range(6):
+        add(engine, str(i), [*COMMON, i + 3])
+
+
+def samples(engine: LLMEngine) -> None:
+    for i in range(4):
+        add(engine, str(i), [i + 3] * 6, n=1 + i % 3)
+
+
+def beams(engine: LLMEngine) -> None:
+    for i in range(3):
+        add_beams(engine, str(i), [i + 3] * 6)
+    add(engine, "3", [9] * 5)
+
+
+def crowded(engine: LLMEngine) -> None:
+    """More than the cache holds."""
+    for i in range(5):
+        add(engine, str(i), [i + 3] * 7, max_tokens=10, n=1 + i % 2)
+
+
+ENGINES: dict[str, tuple[Callable[[LLMEngine], None], dict[str, object]]] = {
+    "singles": (singles, {}),
+    "chunks": (singles, {"max_num_batched_tokens": 8, "max_num_seqs": 4}),
+    "joined": (joined, {}),
+    "samples": (samples, {}),
+    "beams": (beams, {}),
+    "swapping": (crowded, {"num_blocks": 8, "num_host_blocks": 30, "preemption_mode": "swap"}),
+    "recomputing": (crowded, {"num_blocks": 8, "preemption_mode": "recompute"}),
+    "fair": (crowded, {"num_blocks": 8, "num_host_blocks": 6, "scheduling_policy": "fair"}),
+    "by prefix": (joined, {"num_blocks": 9, "scheduling_policy": "prefix"}),
+    "uncached": (joined, {"enable_prefix_caching": False}),
+}
+
+
+@pytest.fixture(params=ENGINES)
+def scene(request: pytest.FixtureRequest) -> tuple[Callable[[LLMEngine], None], Callable[[], LLMEngine]]:
+    fill, arguments = ENGINES[request.param]
+
+    def make() -> LLMEngine:
+        engine = make_engine(**arguments)
+        fill(engine)
+        return engine
+
+    return make
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("from_step", [0, 4])
+@pytest.mark.parametrize("bad", [("0",), ("3",), ("1", "2")])
+def test_who_makes_steps_fail_ends_and_the_others_do_not_notice(scene, bad, from_step, step):
+    expected = run(scene())
+    engine = scene()
+    fail_with(engine, bad, from_step)
+    outputs = run(engine, step)
+    failed = {name for name, output in outputs.items() if output.error is not None}
+    assert failed <= set(bad)
+    assert failed == set(bad) or from_step, "who was finished before did not fail"
+    for name in failed:
+        assert outputs[name].error == f"request {name!r} failed when it was executed: RuntimeError"
+        assert {sample.finish_reason for sample in outputs[name].outputs} <= {"abort", "length"}
+    for name in outputs.keys() - failed:
+        assert token_ids(outputs[name]) == token_ids(expected[name])
+    assert engine.executor.num_failures > 0
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("every", [2, 3, 5])
+def test_a_failure_that_goes_away_ends_nobody(scene, every, step):
+    """Each second, third or fifth step fails: never the same one twice."""
+    expected = run(scene())
+    engine = scene()
+    engine.executor.fails = lambda batch: batch.step % every == 0
+    outputs = run(engine, step)
+    assert engine.executor.num_failures > 0
+    assert {name: token_ids(output) for name, output in outputs.items()} == {
+        name: token_ids(output) for name, output in expected.items()
+    }
+    assert not any(output.error for output in outputs.values())
+
+
+def test_two_that_fail_only_together_both_finish():
+    expected, engine = make_engine(), make_engine()
+    singles(expected)
+    singles(engine)
+    engine.executor.fails = lambda batch: requests_of(engine, batch) >= {"2", "3"}
+    outputs, wanted = run(engine), run(expected)
+    assert engine.executor.num_failures > 2
+    for name, output in outputs.items():
+        assert output.error is None
+        assert token_ids(output) == token_ids(wanted[name])
+
+
+def test_the_one_is_found_in_few_steps_while_the_others_wait():
+    engine = make_engine(num_blocks=400)
+    for i in range(64):
+        add(engine, str(i), [i % 40 + 3] * 3)
+    engine.step()
+    fail_with(engine, ["41"])
+    num_steps = next(i for i in range(1, 100) if any(output.error for output in engine.step()))
+    assert num_steps <= 2 + 6 + 1, "twice all, then halves"
+    assert all(output.error is None for output in run(engine).values())
+
+
+@settings(max_examples=300, deadline=None)
+@given(num=st.integers(1, 40), bad=st.sets(st.integers(0, 39)), flaky=st.sets(st.integers(0, 60), max_size=20))
+def test_suspects_are_cleared_or_found(num, bad, flaky):
+    """Steps fail with a bad request in them, or by chance. All bad ones are ended, others only by chance that strikes
+    them twice, and nobody waits for ever."""
+
+    class Group:
+        is_finished = False
+
+    groups = [Group() for _ in range(num)]
+    bad_groups = {group for i, group in enumerate(groups) if i in bad}
+    suspects, alive, ended, num_runs = Suspects(), list(groups), [], dict.fromkeys(groups, 0)
+    for step in range(40 * 12):
+        batch = [group for group in alive if suspects.trial is None or group in suspects.trial]
+        if batch and (bad_groups & set(batch) or step in flaky):
+            if (found := suspects.failed(batch)) is not None:
+                alive.remove(found)
+                ended.append(found)
+                assert batch == [found], "ended without having been alone"
+        else:
+            for group in batch:
+                num_runs[group] += 1
+            suspects.succeeded()
+    assert not bad_groups & set(alive)
+    assert flaky or set(ended) == bad_groups
+    assert all(num_runs[group] > 0 for group in alive)
+
+
+# Broken engines
+
+
+def test_an_engine_of_which_every_request_fails_is_broken():
+    engine = make_engine()
+    for i in range(MAX_IN_VAIN + 3):
+        add(engine, str(i), [i + 3] * 3)
+    engine.executor.fails = lambda batch: bool(batch.sequences)
+    told = {}
+    while len(told) <= MAX_IN_VAIN:
+        told |= {output.request_id: output for output in engine.step()}
+    with pytest.raises(EngineBrokenError, match="no step between them that succeeded"):
+        engine.step()
+    assert len(told) == MAX_IN_VAIN + 1
+    assert all(output.error for output in told.values())
+    with pytest.raises(EngineBrokenError):
+        engine.step()
+    assert engine.has_unfinished_requests()
+    assert engine.abort_request(str(MAX_IN_VAIN + 1)).outputs[0].finish_reason == "abort"
+
+
+def test_requests_that_fail_alone_do_not_break_an_engine_that_others_use():
+    engine = make_engine()
+    for i in range(3 * MAX_IN_VAIN):
+        add(engine, f"bad {i}", [i + 3] * 3)
+        add(engine, f"good {i}", [i + 3] * 4)
+    fail_with(engine, [f"bad {i}" for i in range(3 * MAX_IN_VAIN)])
+    outputs = run(engine)
+    assert {name for name, output in outputs.items() if output.error} == {f"bad {i}" for i in range(3 * MAX_IN_VAIN)}
+
+
+def test_steps_that_fail_before_anything_is_planned_break_it_too():
+    engine = make_engine()
+    add(engine, "a", [3])
+    with inject(Fault("step.start", times=3)):
+        assert [engine.step() for _ in range(3)] == [[], [], []]
+    assert run(engine)["a"].error is None
+    add(engine, "b", [3])
+    with inject(Fault("step.start", times=None)), pytest.raises(EngineBrokenError):
+        run(engine)
+
+
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [("scheduler", "_new_plan"), ("scheduler", "settle"), ("blocks", "publish"), ("scheduler", "revert")],
+)
+@pytest.mark.parametrize("step", STEPS)
+def test_what_fails_in_the_accounts_breaks_the_engine(monkeypatch, owner, method, step):
+    engine = make_engine()
+    for i in range(3):
+        add(engine, str(i), [i + 3] * 3)
+    engine.step()
+    engine.executor.fails = lambda batch: method == "revert"
+
+    def fail(*_: object) -> None:
+        raise ValueError("planted bug")
+
+    monkeypatch.setattr(getattr(engine, owner), method, fail)
+    with pytest.raises(EngineBrokenError, match="accounts are wrong: ValueError: planted bug") as raised:
+        run(engine, step)
+    assert isinstance(raised.value.__cause__, ValueError)
+
+
+@pytest.mark.parametrize("leaks", ["blocks", "a sequence"])
+def test_an_ended_request_that_leaves_something_behind_breaks_the_engine(monkeypatch, leaks):
+    engine = make_engine()
+    for i in range(3):
+        add(engine, str(i), [i + 3] * 3)
+    engine.step()
+    name, owner = ("_release_copies", engine.blocks) if leaks == "blocks" else ("_forget", engine.scheduler)
+    planted = (lambda seq_id: engine.blocks.pool.allocate()) if leaks == "blocks" else (lambda seq: None)
+    monkeypatch.setattr(owner, name, planted)
+    with inject(Fault("commit.sequence", after=1)), pytest.raises(EngineBrokenError, match="AssertionError"):
+        run(engine)
+
+
+def test_llm_tells_what_failed_and_raises_only_for_a_broken_engine():
+    llm = LLM.from_engine(make_engine())
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
+    expected = llm.generate([[3] * 3, [4] * 3, [5] * 3], params, use_tqdm=False)
+    owner = llm.engine.scheduler.owner
+    llm.engine.executor.fails = lambda batch: any(owner(s.seq_id)[1].token_ids[0] == 4 for s in batch.sequences)
+    good, bad, other = llm.generate([[3] * 3, [4] * 3, [5] * 3], params, use_tqdm=False)
+    assert [token_ids(good), token_ids(other)] == [token_ids(expected[0]), token_ids(expected[2])]
+    assert "RuntimeError" in bad.error
+    assert "RuntimeError" in llm.generate([4] * 3, params, use_tqdm=False)[0].error
+    llm.engine.executor.fails = lambda batch: True
+    with pytest.raises(EngineBrokenError):
+        llm.generate([[i + 3] * 3 for i in range(9)], params, use_tqdm=False)
+    assert not llm.engine.has_unfinished_requests()
+    with pytest.raises(EngineBrokenError):
+        llm.generate([3] * 3, params, use_tqdm=False)
+
+
+# Planning
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("point", ["blocks.allocate", "blocks.append", "blocks.swap_out", "blocks.swap_in"])
+@pytest.mark.parametrize("after", range(4))
+def test_a_request_that_cannot_be_planned_ends(scene, point, after, step):
+    expected = run(scene())
+    engine = scene()
+    names = {seq_id: group.request_id for seq_id, (group, _) in engine.scheduler._owners.items()}
+    with inject(Fault(point, after=after)) as injected:
+        outputs = run(engine, step)
+    failed = {name for name, output in outputs.items() if output.error is not None}
+    assert len(failed) == injected.num_fired
+    for name in failed:
+        assert outputs[name].error == f"request {name!r} failed when it was planned: RuntimeError"
+        assert names.get(injected.subjects[0], name) == name
+    for name in outputs.keys() - failed:
+        assert token_ids(outputs[name]) == token_ids(expected[name])
+
+
+def test_a_request_that_can_never_be_planned_leaves_the_others_alone():
+    engine = make_engine(num_blocks=8, num_host_blocks=30, preemption_mode="swap")
+    crowded(engine)
+    victim = engine._groups["2"].seqs[0].seq_id
+    with inject(Fault("blocks.swap_out", subject=victim, times=None)) as injected:
+        outputs = run(engine)
+    assert injected.num_fired == 1
+    assert [name for name, output in outputs.items() if output.error] == ["2"]
+
+
+def test_what_ends_in_a_plan_made_ahead_is_told():
+    """Nobody else is left, so that no other step would tell of it."""
+    engine = make_engine(num_blocks=6)
+    add(engine, "a", [3] * 5, max_tokens=9)
+    with inject(Fault("blocks.append", after=1)):
+        assert "when it was planned" in run(engine, "step_ahead")["a"].error
+    engine.pin_prefix([3] * 4)
+    add(engine, "b", [4] * 4, max_tokens=19)
+    while engine.has_unfinished_requests():
+        outputs = engine.step_ahead()
+    assert "do not fit" in outputs[0].error
+
+
+def test_who_failed_in_a_plan_made_ahead_can_be_aborted_once():
+    engine = make_engine(max_num_batched_tokens=3)
+    add(engine, "a", [3] * 3)
+    add(engine, "b", [4] * 3)
+    with inject(Fault("blocks.allocate", after=1)):
+        assert [output.request_id for output in engine.step_ahead()] == ["a"]
+    assert "when it was planned" in engine.abort_request("b").error
+    assert engine.abort_request("b") is None
+    assert list(run(engine)) == ["a"]
+
+
+# Commit and outputs
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("after", [0, 3, 7])
+def test_a_request_whose_tokens_cannot_be_taken_ends(scene, after, step):
+    expected = run(scene())
+    engine = scene()
+    with inject(Fault("commit.sequence", after=after)) as injected:
+        outputs = run(engine, step)
+    failed = [output for output in outputs.values() if output.error is not None]
+    assert len(failed) == injected.num_fired == 1
+    assert failed[0].error == f"request {failed[0].request_id!r} failed when its tokens were taken: RuntimeError"
+    for name in outputs.keys() - {failed[0].request_id}:
+        assert token_ids(outputs[name]) == token_ids(expected[name])
+
+
+class Unruly:
+    """A mask, and a place in a grammar, that fails after so many tokens."""
+
+    error = None
+    is_finished = may_end = False
+
+    def __init__(self, num_left: int) -> None:
+        self.num_left = num_left
+
+    def fork(self) -> "Unruly":
+        return Unruly(self.num_left)
+
+    def fill(self, words: object) -> None: ...
+
+    def forced_tokens(self) -> list[int]:
+        return []
+
+    def advance(self, token_id: int) -> bool:
+        self.num_left -= 1
+        if self.num_left < 0:
+            raise RuntimeError("planted failure")
+        return True
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("kind", ["single", "samples", "beams"])
+@pytest.mark.parametrize("num_tokens", [0, 2])
+def test_a_grammar_that_raises_ends_its_request(kind, num_tokens, step):
+    engine, expected = make_engine(), make_engine()
+    for made in (engine, expected):
+        add(made, "before", [3] * 5)
+        if kind == "beams":
+            add_beams(made, "bad", [4] * 5)
+        else:
+            add(made, "bad", [4] * 5, n=3 if kind == "samples" else 1)
+        add(made, "behind", [5] * 5)
+    engine._groups["bad"].seqs[0].grammar = Unruly(num_tokens)
+    outputs, wanted = run(engine, step), run(expected)
+    assert outputs["bad"].error == "request 'bad' failed when its tokens were taken: RuntimeError"
+    for name in ("before", "behind"):
+        assert token_ids(outputs[name]) == token_ids(wanted[name])
+        assert outputs[name].error is None
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_detokenizer_that_raises_ends_its_request(monkeypatch, step):
+    """With stop strings text is made when tokens are taken, else when it is told."""
+    engine = make_engine()
+    add(engine, "bad", [3] * 3, detokenize=True, stop=["never comes"])
+    add(engine, "good", [4] * 3, detokenize=True, stop=["never comes"])
+    add(engine, "later", [5] * 3, detokenize=True)
+    broken = {id(engine._groups[name].seqs[0].detokenizer) for name in ("bad", "later")}
+    for method in ("append", "stable_text"):
+        working = getattr(IncrementalDetokenizer, method)
+
+        def fail(self, *args, working=working, method=method):
+            if id(self) in broken and (method == "stable_text" or self._stops is not None):
+                raise RuntimeError("planted failure")
+            return working(self, *args)
+
+        monkeypatch.setattr(IncrementalDetokenizer, method, fail)
+    outputs = run(engine, step)
+    assert [outputs[name].error for name in ("bad", "good", "later")] == [
+        "request 'bad' failed when its output was made: RuntimeError",  # its text, of the tokens before that
+        None,
+        "request 'later' failed when its output was made: RuntimeError",
+    ]
+    assert outputs["good"].outputs[0].text
+    assert outputs["later"].finished
+    assert (outputs["later"].outputs[0].text, outputs["later"].outputs[0].finish_reason) == ("", "abort")
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_request_of_which_nothing_can_be_told_ends(step):
+    engine = make_engine()
+    for name in ("bad", "good"):
+        add(engine, name, [3] * 3, output_kind="delta")
+    with inject(Fault("output.make", subject="bad", after=2)):
+        outputs = run(engine, step)
+    assert outputs["bad"].error == "request 'bad' failed when its output was made: RuntimeError"
+    assert outputs["bad"].finished
+    assert outputs["good"].error is None
+
+
+def test_what_is_committed_is_told_though_the_step_fails_afterwards():
+    engine = make_engine()
+    add(engine, "a", [3] * 3, output_kind="delta", max_tokens=2)
+    with inject(Fault("step.end", times=2)) as injected:
+        tokens = [token for _ in range(2) for output in engine.step() for token in output.outputs[0].token_ids]
+    assert injected.num_fired == 2
+    assert len(tokens) == 2
+    check_nothing_is_held(engine)
+
+
+# What comes in
+
+
+def test_a_prompt_that_fails_to_be_read_fails_alone():
+    llm = LLM.from_engine(make_engine())
+    params = SamplingParams(temperature=0, max_tokens=4)
+    with inject(Fault("tokenizer.encode", after=1, error="KeyError")):
+        first, second, third = llm.generate(["a", "b", "c"], params, use_tqdm=False)
+    assert [first.error, third.error] == [None, None]
+    assert (second.outputs[0].finish_reason, second.prompt) == ("ignored", "b")
+    assert second.error.endswith("failed when it was taken in: KeyError")
+    with inject(Fault("tokenizer.encode")), pytest.raises(RequestFailedError, match="when it was taken in"):
+        llm.generate("a", params, use_tqdm=False)
+    with inject(Fault("tokenizer.encode", after=1)):
+        told = llm.chat([[{"role": "user", "content": text}] for text in "abc"], params, use_tqdm=False)
+    assert [output.error is None for output in told] == [True, False, True]
+    with inject(Fault("tokenizer.encode", after=1)), pytest.raises(RequestFailedError):
+        llm.score_tokens("a b", [" c", " d"])
+    check_nothing_is_held(llm.engine)
+
+
+def test_what_the_caller_did_wrong_stays_his_error():
+    engine = make_engine()
+    with pytest.raises(RequestError) as raised:
+        engine.add_request("a", [], SamplingParams())
+    assert not isinstance(raised.value, RequestFailedError)

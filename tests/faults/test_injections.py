@@ -1,0 +1,108 @@
+"""A share of `tools/chaos.py injections`, and that it would notice."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from quire.engine.containment import Suspects
+from quire.engine.llm_engine import LLMEngine
+from quire.engine.scheduler import Scheduler
+from quire.faults import POINTS
+from quire.kv.block_space_manager import BlockSpaceManager
+from tests.kernels.isas import needs_native
+
+ROOT = Path(__file__).parents[2]
+SHARE = 100
+NOTICED_WITHIN = 60
+"""injections"""
+
+pytestmark = needs_native  # other kernels do not promise the same bits in any batch
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def injections() -> ModuleType:
+    return load("chaos_injections")
+
+
+@pytest.mark.parametrize("share", range(4))
+def test_only_who_is_hit_ends(injections, share):
+    report = injections.inject_all(range(share * SHARE, (share + 1) * SHARE), seed=0, num_workloads=8)
+    assert report.wrong == []
+    assert report.fired.total() > SHARE * 0.8
+    assert report.num_requests > 5 * SHARE
+    assert 0 < report.ended.total() < SHARE
+
+
+def planted_early(self, groups):
+    """The first that happens to be there is to blame."""
+    return groups[0]
+
+
+def planted_keeps(self, group):
+    """The request has ended, and its blocks stay."""
+    for seq in group.unfinished_seqs:
+        seq.status = type(seq.status).FINISHED_ABORTED
+
+
+def planted_forgets(self):
+    """What was to be copied is taken to be there."""
+    self._unsettled = []
+    self.blocks.settle()
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "planted"),
+    [
+        (Suspects, "failed", planted_early),
+        (LLMEngine, "_abort", planted_keeps),
+        (Scheduler, "revert", planted_forgets),
+        (BlockSpaceManager, "_release_copies", lambda self, seq_id: None),
+    ],
+    ids=["early", "keeps", "forgets", "leaks"],
+)
+def test_a_planted_bug_is_noticed(injections, monkeypatch, owner, method, planted):
+    told: list[str] = []
+    scene = injections.Scene()
+    for which in range(4):
+        scene.undisturbed(which)
+    monkeypatch.setattr(injections, "Scene", lambda: scene)
+    monkeypatch.setattr(owner, method, planted)
+    for number in range(NOTICED_WITHIN):
+        if injections.inject_all([number], seed=0, num_workloads=4, tell=told.append).wrong:
+            return
+    raise AssertionError("not noticed")
+
+
+def test_a_run_is_the_same_every_time(injections):
+    scene = injections.Scene()
+    passes = {which: scene.undisturbed(which)[1] for which in range(2)}
+    first, second = ([injections.choose(seed, n, passes.get, 2) for n in range(50)] for seed in (1, 1))
+    assert first == second
+    assert first != [injections.choose(2, n, passes.get, 2) for n in range(50)]
+
+
+def test_every_point_is_in_the_code_and_none_beside():
+    used = set()
+    for path in (ROOT / "src").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        for call in ("fault_point(", "fault_write("):
+            used |= {part.split('"')[1] for part in text.split(call)[1:] if part.startswith('"')}
+    assert used | {"memory.native"} == POINTS.keys() | {"memory.native"}
+
+
+def test_every_point_that_a_step_passes_is_injected(injections):
+    injected = injections.COMMON | injections.OWN
+    rooms = {point.split(".")[0] for point in injected}
+    assert injected == {point for point in POINTS if point.split(".")[0] in rooms}
+    assert injections.COMMON.isdisjoint(injections.OWN)

@@ -1,0 +1,75 @@
+"""The programs that try to break the server: that they see what they look for, and find nothing in a short time."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from reliability.page import record, table
+from reliability.served import Exchange, Held
+from reliability.soak import MAX_GROWTH_BYTES, Tally, left_behind
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def soak(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "reliability.soak", "--minutes", "0.1", "--clients", "6", "--kill-every-s", "0"]
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=ROOT, timeout=120)
+
+
+def test_a_short_soak_leaves_nothing() -> None:
+    done = soak()
+    row = json.loads(done.stdout)
+    assert (done.returncode, row["wrong"]) == (0, []), done.stderr
+    assert row["done"]["canary whole"] >= 2
+    assert row["num_requests"] > 20
+
+
+@pytest.mark.parametrize(("kind", "found"), [("files", "files more"), ("blocks", "blocks are in use")])
+def test_a_planted_leak_is_found(kind: str, found: str) -> None:
+    done = soak("--plant-leak", kind)
+    assert done.returncode == 1, done.stdout
+    assert any(found in wrong for wrong in json.loads(done.stdout)["wrong"])
+
+
+def test_what_is_left_behind_is_named() -> None:
+    before = {"API": Held(10**6, 5, 20)}
+    assert list(left_behind(before, {"API": Held(10**6 + MAX_GROWTH_BYTES, 7, 22)})) == []
+    found = list(left_behind(before, {"API": Held(2 * MAX_GROWTH_BYTES, 8, 23)}))
+    assert found == ["the API process holds 99 MB more", "the API process has 3 threads more",
+                     "the API process has 3 files more"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "ended", "left", "is_wrong"),
+    [
+        ("stream", 200, True, False, False),
+        ("stream", 200, False, True, False),
+        ("stream", 200, False, False, True),
+        ("stream", 500, True, False, True),
+        ("stream", 503, True, False, False),
+        ("wrong", 400, True, False, False),
+        ("wrong", 200, True, False, True),
+    ],
+)
+def test_what_must_not_happen_is_told_apart(kind: str, status: int, ended: bool, left: bool, is_wrong: bool) -> None:
+    tally = Tally()
+    tally.add(kind, Exchange(0.0, status=status, ended=ended), left)
+    assert bool(tally.wrong) == is_wrong
+
+
+def test_a_result_is_written_between_its_marks_alone(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A\n<!-- b: written by the command -->\nold\n<!-- end of b -->\nafter\n")
+    for number in (1, 2):
+        record("b", "make b", table([{"what": "c", "number": number}]), page)
+        text = page.read_text()
+        assert f"| c | {number} |" in text
+        assert text.count("`make b`") == 1
+        assert text.startswith("# A\n")
+        assert text.endswith("<!-- end of b -->\nafter\n")
+        assert "old" not in text
+    with pytest.raises(ValueError, match="'c'"):
+        record("c", "make c", [], page)

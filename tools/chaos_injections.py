@@ -1,0 +1,378 @@
+"""Let one thing after another fail in a working engine, and see that only the request fails whose work it was.
+
+    python tools/chaos.py injections [--count 10000] [--seed 1] [--only NUMBER ...]
+
+The embedded model in a small cache, so that requests share prefixes, wait, are swapped and computed again. Each
+injection runs one of some workloads (greedy and sampled requests, samples, beams, grammars, stop strings, processors,
+log-probabilities, scores) with a fault armed somewhere, chosen by the seed: at a named point of `quire.faults`, in the
+memory of the native kernels, or in the executor whenever a certain request runs. Then every other request must have
+said, to the last bit of its log-probabilities, what it says undisturbed; a fault that can be nobody's must have ended
+nobody; the accounts must be in order after every step; and at the end nothing may be held. Ends with counts by point
+and a line of JSON; `--only` repeats injections by their numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Sized
+from contextlib import ExitStack
+from typing import Any
+
+from torch import Tensor
+
+from quire import BeamSearchParams, EngineArgs, LLMEngine, RequestOutput, SamplingParams, StructuredOutputsParams
+from quire.batch import Batch, StepResult
+from quire.errors import EngineBrokenError, RequestFailedError
+from quire.faults import Fault, Injected, inject
+from quire.runner.memory_plan import plan_memory
+from quire.runner.worker import Worker
+from quire.tokenizer.tokenizer import Tokenizer
+
+NUM_WORKLOADS = 24
+STEPS_LIMIT = 1000
+VOCAB = range(3, 8000)
+PERSISTENT = "executor.request"
+"""no point of the table: the executor fails whenever a certain request is in the step"""
+OWN = {
+    *("blocks.allocate", "blocks.append", "blocks.swap_out", "blocks.swap_in", "tokenizer.encode", "grammar.compile"),
+    *("grammar.mask", "sampler.row", "commit.sequence", "detokenizer.append", "detokenizer.text", "output.make"),
+}
+"""points in a request's own work: whoever is hit there ends"""
+COMMON = {
+    *("step.start", "step.execute", "step.run", "step.commit", "step.end", "cache.swap_out", "cache.swap_in"),
+    *("cache.copy", "memory.workspace", "memory.native", "sampler.draw", "scoring.rows"),
+}
+"""points in what all do together: nobody ends for one failure"""
+ERRORS = ("RuntimeError", "MemoryError", "ENOSPC", "KeyError", "ValueError", "AssertionError")
+
+Wish = tuple[str, Any, SamplingParams | BeamSearchParams | None]
+"""request id, prompt, params; without params the prompt is (context, continuation), to be scored"""
+Said = list[tuple[Any, ...]]
+"""what a request said: tokens, text, reasons and log-probabilities of each output"""
+
+
+def lift(output_token_ids: list[int], logits: Tensor) -> Tensor:
+    """A logits processor."""
+    return logits + 0.5 * (len(output_token_ids) % 3)
+
+
+def workload(number: int) -> list[Wish]:
+    """Five to eight requests of all kinds; always the same for one number."""
+    rng = random.Random(f"workload {number}")
+    common = rng.choices(VOCAB, k=rng.randint(4, 11))
+    kinds = ["plain", "sampled", "samples", "beams", "grammar", "stop", "told", "changed", "processed", "scored"]
+    chosen = [*rng.sample(kinds, k=rng.randint(4, 7)), "plain"]
+    wishes = []
+    for place, kind in enumerate(chosen):
+        own = rng.choices(VOCAB, k=rng.randint(1, 8))
+        prompt: Any = common + own if rng.random() < 0.5 else own
+        request_id = f"{place} {kind}"
+        if kind == "stop" and rng.random() < 0.7:
+            prompt = rng.choice(["def add(a, b):", "import os", "The list of"])
+        wishes.append((request_id, (prompt, own) if kind == "scored" else prompt, _params(kind, rng)))
+    return wishes
+
+
+def _params(kind: str, rng: random.Random) -> SamplingParams | BeamSearchParams | None:
+    length = rng.randint(2, 9)
+    if kind == "scored":
+        return None
+    if kind == "beams":
+        return BeamSearchParams(rng.randint(2, 3), min(length, 5))
+    given: dict[str, dict[str, Any]] = {
+        "plain": {"temperature": 0},
+        "sampled": {"temperature": 0.9, "top_p": 0.9},
+        "samples": {"n": rng.randint(2, 3)},
+        "grammar": {
+            "structured_outputs": StructuredOutputsParams(choice=[str(rng.randrange(10**6)), str(rng.randrange(99))])
+        },
+        "stop": {"stop": ["e", "("], "min_tokens": 1},
+        "told": {"logprobs": 2, "prompt_logprobs": rng.choice([None, 1])},
+        "changed": {"frequency_penalty": 0.7, "bad_words": ["the", " a"], "logit_bias": {5: 1.0}},
+        "processed": {"logits_processors": [lift]},
+    }
+    kept: dict[str, Any] = {"seed": rng.randrange(10**6), "max_tokens": length, "ignore_eos": kind != "grammar"}
+    return SamplingParams(**kept, output_kind=rng.choice(["cumulative", "final_only"]), **given[kind])
+
+
+class OneFails:
+    """An executor around another, which fails whenever a certain request is in the step."""
+
+    def __init__(self, engine: LLMEngine, request_id: str, from_step: int) -> None:
+        self.engine, self.executor = engine, engine.executor
+        self.request_id, self.from_step = request_id, engine.scheduler.num_steps + from_step
+        self.num_failures = 0
+
+    def execute(self, batch: Batch) -> StepResult:
+        """As the other one."""
+        owners = [self.engine.scheduler.owner(s.seq_id) for s in batch.sequences]
+        result = self.executor.execute(batch)
+        if batch.step > self.from_step and any(o is not None and o[0].request_id == self.request_id for o in owners):
+            self.num_failures += 1
+            raise RuntimeError("injected")
+        return result
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What came of a workload."""
+
+    said: dict[str, Said] = dataclasses.field(default_factory=dict)
+    errors: dict[str, str] = dataclasses.field(default_factory=dict)
+    owners: dict[int, str] = dataclasses.field(default_factory=dict)
+    """by seq_id, whose sequence it is"""
+
+
+class Scene:
+    """An engine, and what each workload says in it undisturbed."""
+
+    def __init__(self) -> None:
+        args = EngineArgs(
+            num_gpu_blocks_override=20,
+            block_size=4,
+            max_model_len=40,
+            max_num_seqs=8,
+            max_num_batched_tokens=24,
+            num_threads=2,
+        )
+        plan = plan_memory(args)
+        config = plan.config
+        self.plan = dataclasses.replace(plan, kv_cache=dataclasses.replace(plan.kv_cache, num_host_blocks=40))
+        self.tokenizer = Tokenizer.from_path(config.model.tokenizer_path)
+        self.worker = Worker(config.model, self.plan.kv_cache, config.parallel)
+        self.engine = self._make_engine("swap")
+        self._undisturbed: dict[int, tuple[Outcome, dict[str, int]]] = {}
+
+    def _make_engine(self, preemption_mode: str) -> LLMEngine:
+        scheduler = dataclasses.replace(self.plan.config.scheduler, preemption_mode=preemption_mode)
+        config = dataclasses.replace(self.plan.config, scheduler=scheduler)
+        return LLMEngine(dataclasses.replace(self.plan, config=config), self.worker, self.tokenizer)
+
+    def renew(self) -> None:
+        """Another engine in the place of one that is broken, over the same model."""
+        self.engine = self._make_engine("swap")
+
+    def undisturbed(self, number: int) -> tuple[Outcome, dict[str, int]]:
+        """What a workload says, and how often it passes each point."""
+        if number not in self._undisturbed:
+            wishes = workload(number)
+            outcome = self.run(wishes, "step")
+            with ExitStack() as stack:
+                counting = [
+                    stack.enter_context(inject(Fault(point, after=10**9)))
+                    for point in sorted((OWN | COMMON) - {"memory.native"})
+                ]
+                again = self.run(wishes, "step", fresh_grammars=True)
+            assert outcome.said == again.said, "the same requests say different things"
+            assert not outcome.errors, outcome.errors
+            passed = {injected.fault.point: injected.num_passed for injected in counting}
+            self._undisturbed[number] = outcome, passed | {"memory.native": 400}
+        return self._undisturbed[number]
+
+    def run(self, wishes: list[Wish], step: str, fresh_grammars: bool = False) -> Outcome:
+        """Run requests to their end, looking at the accounts after every step."""
+        engine, outcome = self.engine, Outcome()
+        if fresh_grammars:
+            engine.grammars.compiler._cached.clear()
+        for request_id, prompt, params in wishes:
+            try:
+                if params is None:
+                    engine.add_scoring_request(request_id, *prompt)
+                else:
+                    engine.add_request(request_id, prompt, params)
+            except RequestFailedError as error:
+                outcome.errors[request_id] = str(error)
+        groups = dict(engine._groups)
+        for _ in range(STEPS_LIMIT):
+            if not engine.has_unfinished_requests():
+                break
+            for output in getattr(engine, step)():
+                if output.finished:
+                    self._note(outcome, output)
+            engine.scheduler.check_integrity()
+        else:
+            raise AssertionError("steps without end")
+        outcome.owners = {seq.seq_id: name for name, group in groups.items() for seq in group.seqs}
+        self._check_nothing_is_held()
+        return outcome
+
+    @staticmethod
+    def _note(outcome: Outcome, output: RequestOutput) -> None:
+        assert output.request_id not in outcome.said, f"{output.request_id!r} has finished twice"
+        if output.error is not None:
+            outcome.errors[output.request_id] = output.error
+        outcome.said[output.request_id] = [
+            (one.token_ids, one.text, one.finish_reason, one.stop_reason, one.cumulative_logprob, one.logprobs)
+            for one in output.outputs
+        ] + [(output.prompt_logprobs,)]
+
+    def _check_nothing_is_held(self) -> None:
+        engine = self.engine
+        engine.scheduler.check_integrity()
+        assert engine.blocks.num_used_blocks == 0, f"{engine.blocks.num_used_blocks} blocks are held by nobody"
+        assert engine.blocks.host.num_free_blocks == engine.blocks.host.num_blocks, "host blocks are held by nobody"
+        left: list[Sized] = [
+            engine.scheduler._owners,
+            engine.scheduler.running,
+            engine.scheduler.policy,
+            engine.blocks._chains,
+        ]
+        left += [engine._groups, engine._changed, engine.grammars]
+        assert not any(len(kept) for kept in left), "a request is kept"
+
+
+@dataclasses.dataclass(frozen=True)
+class Injection:
+    """One of the run: everything follows from the run's seed and its number."""
+
+    workload: int
+    step: str
+    point: str
+    fault: Fault | None
+    """None for PERSISTENT"""
+    victim: str = ""
+    from_step: int = 0
+
+
+def choose(seed: int, number: int, passes: Callable[[int], dict[str, int]], num_workloads: int) -> Injection:
+    """The injection of this number. `passes`: how often a workload passes each point."""
+    rng = random.Random(f"injection {seed} {number}")
+    which, step = rng.randrange(num_workloads), rng.choice(["step", "step_ahead"])
+    if rng.random() < 0.08:
+        victim = rng.choice(workload(which))[0]
+        return Injection(which, step, PERSISTENT, None, victim, rng.randrange(8))
+    passed = passes(which)
+    point = rng.choice(sorted(point for point, count in passed.items() if count))
+    after = rng.randrange(passed[point])
+    if rng.random() < 0.05 and point != "memory.native":
+        return Injection(which, step, point, Fault(point, "delay", seconds=0.001, after=after))
+    times = 1 if rng.random() < 0.8 else 2
+    return Injection(which, step, point, Fault(point, error=rng.choice(ERRORS), after=after, times=times))
+
+
+def disturb(scene: Scene, injection: Injection) -> tuple[Outcome, int, Collection[str] | None]:
+    """Run it. What came of it, how often it fired, and who ought to have ended: None if anybody may, once for each."""
+    wishes = workload(injection.workload)
+    if injection.fault is None:
+        failing = OneFails(scene.engine, injection.victim, injection.from_step)
+        scene.engine.executor = failing
+        try:
+            outcome = scene.run(wishes, injection.step)
+        finally:
+            scene.engine.executor = failing.executor
+        return outcome, failing.num_failures, {injection.victim} if failing.num_failures else ()
+    with inject(injection.fault) as injected:
+        outcome = scene.run(wishes, injection.step, fresh_grammars=injection.point == "grammar.compile")
+    return outcome, injected.num_fired, _who_ends(injection, injected, outcome)
+
+
+def _who_ends(injection: Injection, injected: Injected, outcome: Outcome) -> Collection[str] | None:
+    fault = injected.fault
+    if fault.action == "delay" or not injected.num_fired:
+        return ()
+    if injection.point in COMMON:
+        return () if injected.num_fired == 1 else None
+    subjects = [subject for subject in injected.subjects if subject is not None]
+    names = {outcome.owners.get(s) if isinstance(s, int) else str(s) for s in subjects}
+    if subjects and None not in names:
+        return {name for name in names if name is not None}
+    return None  # it does not say whom it hit, or a beam that is no more
+
+
+def complaint(scene: Scene, injection: Injection) -> tuple[str | None, int, int]:
+    """What is wrong with what came of an injection, how often it fired, and how many requests it ended."""
+    expected, _ = scene.undisturbed(injection.workload)
+    try:
+        outcome, num_fired, ought_to_end = disturb(scene, injection)
+    except (AssertionError, EngineBrokenError) as error:
+        scene.renew()
+        return f"{type(error).__name__}: {error}", 1, 0
+    ended = outcome.errors.keys()
+    at_most = 0 if ought_to_end is None and not num_fired else num_fired
+    if ought_to_end is not None and set(ended) != set(ought_to_end):
+        return f"ended: {sorted(ended)}, and not {sorted(ought_to_end)}", num_fired, len(ended)
+    if len(ended) > at_most or (injection.point in OWN and _raises(injection) and num_fired and not ended):
+        return f"{num_fired} failures ended {sorted(ended)}", num_fired, len(ended)
+    wrong = [name for name in expected.said if name not in ended and outcome.said.get(name) != expected.said[name]]
+    return (f"changed: {wrong}" if wrong else None), num_fired, len(ended)
+
+
+def _raises(injection: Injection) -> bool:
+    return injection.fault is None or injection.fault.action == "raise"
+
+
+@dataclasses.dataclass
+class Report:
+    """Counts of a run."""
+
+    fired: Counter[str] = dataclasses.field(default_factory=Counter)
+    injected: Counter[str] = dataclasses.field(default_factory=Counter)
+    ended: Counter[str] = dataclasses.field(default_factory=Counter)
+    num_requests: int = 0
+    wrong: list[tuple[int, str]] = dataclasses.field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """A table by point."""
+        rows = [f"{'point':20}{'injected':>10}{'fired':>10}{'requests ended':>16}"]
+        rows += [
+            f"{point:20}{self.injected[point]:10,}{self.fired[point]:10,}{self.ended[point]:16,}"
+            for point in sorted(self.injected)
+        ]
+        rows += [f"WRONG: injection {number}: {what}" for number, what in self.wrong]
+        return rows
+
+
+def inject_all(
+    numbers: Collection[int], seed: int, num_workloads: int = NUM_WORKLOADS, tell: Callable[[str], None] = print
+) -> Report:
+    """Make these injections of a run, one after another in one engine."""
+    scene, report = Scene(), Report()
+    logger, was_disabled = logging.getLogger("quire"), logging.getLogger("quire").disabled
+    logger.disabled = True  # it would tell of every one
+    try:
+        for number in numbers:
+            injection = choose(seed, number, lambda which: scene.undisturbed(which)[1], num_workloads)
+            what, num_fired, num_ended = complaint(scene, injection)
+            report.injected[injection.point] += 1
+            report.fired[injection.point] += num_fired > 0
+            report.ended[injection.point] += num_ended
+            report.num_requests += len(workload(injection.workload))
+            if what is not None:
+                report.wrong.append((number, what))
+                tell(f"injection {number}: {what}\n    {injection}")
+    finally:
+        logger.disabled = was_disabled
+    return report
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What can be said of a run."""
+    parser.add_argument("--count", type=int, default=10_000, help="injections (default: 10000)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", type=int, nargs="+", metavar="NUMBER", help="of all, make only these")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Inject and tell; 1 if anything was wrong."""
+    start_s = time.monotonic()
+    numbers = args.only or range(args.count)
+    report = inject_all(numbers, args.seed)
+    print(*report.lines(), sep="\n")
+    row = {
+        "name": "injections",
+        "seed": args.seed,
+        "injections": len(numbers),
+        "fired": report.fired.total(),
+        "requests": report.num_requests,
+        "requests_ended": report.ended.total(),
+        "wrong": len(report.wrong),
+        "seconds": round(time.monotonic() - start_s, 1),
+    }
+    print(json.dumps(row), flush=True)
+    return 1 if report.wrong else 0
