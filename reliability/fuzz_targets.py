@@ -1,20 +1,21 @@
-"""Every parser of our own, as a function of bytes: True if it took them, False if it refused them as it promises to.
+"""Every parser of our own, as a function of bytes: "" if it took them, else why it refused them, as it promises to.
 
 Anything else that it raises, a broken promise (AssertionError), or too much time is a find.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import math
 import tempfile
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import cache, partial
-from io import BytesIO
+from io import BytesIO, StringIO
 from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
@@ -24,9 +25,9 @@ from unittest import mock
 import msgspec
 
 from quire.async_llm.engine_client import EngineClient
-from quire.cli.top import Picture, watch
+from quire.cli import top
 from quire.config.safetensors_header import read_header
-from quire.engine.cache_frame import BlockColumns, CacheMirror, CacheSetup, CacheUpdate, RequestRow
+from quire.engine.cache_frame import BlockColumns, CacheEvent, CacheSetup, CacheUpdate, RequestRow
 from quire.engine.engine_process import read_messages
 from quire.engine.messages import (
     Abort,
@@ -73,7 +74,7 @@ from quire.tokenizer.chat_template import ChatTemplate
 class Target:
     """One parser."""
 
-    run: Callable[[bytes], bool]
+    run: Callable[[bytes], str]
     corpus: Callable[[], list[bytes]]
     """what it takes, or nearly"""
     words: tuple[bytes, ...] = ()
@@ -95,20 +96,20 @@ _folders: list[tempfile.TemporaryDirectory[str]] = []
 # --- safetensors headers
 
 
-def safetensors(data: bytes) -> bool:
+def safetensors(data: bytes) -> str:
     """Whatever it says, no tensor lies outside the file, or is not as long as its shape."""
     scratch().write_bytes(data)
     try:
         tensors = read_header(scratch())
     except CheckpointError as error:
-        return promised(len(str(error)) < 4000, "a short message")
+        return refusal(error, len(str(error)) < 4000, "a short message")
     end = 8 + int.from_bytes(data[:8], "little")
     for tensor in tensors.values():
         assert tensor.offset == end
         assert tensor.num_bytes % max(1, math.prod(tensor.shape)) == 0
         end += tensor.num_bytes
     assert end == len(data)
-    return True
+    return ""
 
 
 def _safetensors_corpus() -> list[bytes]:
@@ -141,10 +142,10 @@ _OUTPUTS: list[dict[str, Any]] = [
 ]
 
 
-def output(data: bytes) -> bool:
+def output(data: bytes) -> str:
     """A chat's stream: however the text is cut, the answer is the same, and a call has a name and an object."""
     if len(data) < 2:
-        return False
+        return "too short"
     text, options = data[2:].decode("utf-8", "replace"), _OUTPUTS[data[0] % len(_OUTPUTS)]
     whole = _read_output([text], options)
     step = 1 + data[1] % 16
@@ -153,7 +154,7 @@ def output(data: bytes) -> bool:
     for name, arguments in calls:
         assert name
         assert arguments.lstrip().startswith("{")
-    return bool(calls)
+    return "" if calls else f"reasoning {bool(whole[0])}, content {bool(whole[1])}"
 
 
 def _read_output(pieces: Sequence[str], options: dict[str, Any]) -> tuple[str, str, list[tuple[str, str]]]:
@@ -188,19 +189,19 @@ def _output_corpus() -> list[bytes]:
 # --- tools, as requests give them
 
 
-def tools(data: bytes) -> bool:
+def tools(data: bytes) -> str:
     """What is checked can be made a grammar of."""
     try:
         given = msgspec.json.decode(data)
     except (ValueError, RecursionError):
-        return False
+        return "no JSON"
     listed, choice = (given.get("tools"), given.get("tool_choice")) if isinstance(given, dict) else (given, "auto")
     try:
         check_tools(listed, choice)
         tool_choice_structure(listed, choice)
-    except (InvalidParamsError, RecursionError):  # a server answers both with 400
-        return False
-    return True
+    except (InvalidParamsError, RecursionError) as error:  # a server answers both with 400
+        return refusal(error)
+    return ""
 
 
 def _tools_corpus() -> list[bytes]:
@@ -214,31 +215,36 @@ def _tools_corpus() -> list[bytes]:
 # --- events of streams
 
 
-def events(data: bytes) -> bool:
+def events(data: bytes) -> str:
     """What we write is one event to every reader; what we read, as `quire top` does, ends with an error in words."""
     text = data.decode("utf-8", "replace")
     framed = sse.frame(msgspec.json.encode(text))
-    assert [json.loads(line[6:]) for line in framed.decode().splitlines() if line] == [text]
+    assert [json.loads(line[6:]) for line in framed.decode().split("\n") if line] == [text]
     assert framed.count(b"\n") == 2
-    picture = Picture(CacheMirror(), is_coloured=False)
-    with mock.patch.object(urllib.request, "urlopen", return_value=BytesIO(data)):
+    options, shown = argparse.Namespace(url="http://localhost", api_key=None, once=True), StringIO()
+    with mock.patch.object(urllib.request, "urlopen", return_value=BytesIO(data)), redirect_stdout(shown):
         try:
-            for update in watch("http://localhost", None):
-                picture.add(update)
-                if picture.is_whole:
-                    assert not any(ord(char) < 32 for line in picture.lines(80, 24) for char in line), (
-                        "control characters"
-                    )
-        except QuireError:
-            return False
-    return True
+            top.run(options)
+        except QuireError as error:
+            return refusal(error)
+    assert shown.getvalue().replace("\n", "").isprintable()
+    return ""
+
+
+_COUNTERS = (
+    "running", "waiting", "swapped", "used_blocks", "generated_tokens", "prefix_hit", "prefix_queried", "preemptions",
+    "preemptions_by_swap", "prefix_evicted",
+)  # fmt: skip
 
 
 def _events_corpus() -> list[bytes]:
     columns = BlockColumns([0, 1], [1, 2], [0, 1], [4, 4], [0, 1], [0, 0], [5, 6], [0, 5], [[], [0]])
     row = RequestRow(0, "id", "running", "decode", "tenant", 0, 1, 8, 0, 9, 1, 16, 1, 0)
-    whole = CacheUpdate(0, 1.0, CacheSetup(4, 8, 0, 1, 4), columns, None, [row], [], {"num_steps": 1}, [], 0)
-    more = CacheUpdate(1, 2.0, None, columns, None, [], [0], {"num_generated_tokens": 5})
+    counters = dict.fromkeys(_COUNTERS, 1)
+    whole = CacheUpdate(
+        0, 1.0, CacheSetup(4, 8, 0, 1, 4), columns, None, [row], [], counters, [CacheEvent("started")], 0
+    )
+    more = CacheUpdate(1, 2.0, None, columns, None, [], [0], {"generated_tokens": 5, "used_blocks": 9})
     made = [sse.frame(msgspec.json.encode(update)) for update in (whole, more)]
     return [*made, b"".join(made), sse.KEEP_ALIVE + made[0] + sse.DONE]
 
@@ -246,7 +252,7 @@ def _events_corpus() -> list[bytes]:
 # --- messages between server and engine
 
 
-def messages(data: bytes) -> bool:
+def messages(data: bytes) -> str:
     """Reading ends, and says so, whatever comes; nobody waits for ever."""
     inbox: SimpleQueue[Any] = SimpleQueue()
     with _quiet():
@@ -256,7 +262,7 @@ def messages(data: bytes) -> bool:
     for message in taken:
         if isinstance(message, AddRequest):
             _tried(partial(msgspec.msgpack.decode, message.params, type=SamplingParams), RequestError, RecursionError)
-    return asyncio.run(_read_as_client(data)) or bool(taken)
+    return "" if asyncio.run(_read_as_client(data)) or taken else "nonsense"
 
 
 async def _read_as_client(data: bytes) -> bool:
@@ -277,7 +283,8 @@ def _messages_corpus() -> list[bytes]:
     params = msgspec.Raw(msgspec.msgpack.encode(SamplingParams(stop_token_ids=[1], logit_bias={5: 1.0})))
     rows = Rows(b"\1\0\0\0", b"\0\0\0\0", b"\1\0\0\0")
     sequence = SequenceDelta(0, [5], "stop", 5, rows)
-    stats = EngineStats(**dict.fromkeys(EngineStats.__dataclass_fields__, 0) | {"prefix_cache": {"hit": 1}})
+    counts: dict[str, Any] = dict.fromkeys(EngineStats.__dataclass_fields__, 0)
+    stats = EngineStats(**counts | {"prefix_cache": {"hit": 1}})
     told: list[Any] = [
         Start({"model": "quire-tiny", "max_model_len": 64}), AddRequest(1, "a", [5, 6], "salt", 1.0, False, params),
         AddScoring(2, "b", [5, 6], 1, ""), Abort("a"), SetCacheView(True), StartFailed("ConfigError", "no"),
@@ -290,15 +297,15 @@ def _messages_corpus() -> list[bytes]:
 # --- files
 
 
-def trace(data: bytes) -> bool:
+def trace(data: bytes) -> str:
     """The requests of a simulation: in order, or an error that names the line."""
     scratch().write_bytes(data)
     try:
         requests = list(read_trace(scratch()))
     except ConfigError as error:
-        return promised("line" in str(error), "the number of the line")
+        return refusal(error, "line" in str(error), "the number of the line")
     assert all(before.arrival_s <= after.arrival_s for before, after in pairwise(requests))
-    return bool(requests)
+    return "" if requests else "no line"
 
 
 def _trace_corpus() -> list[bytes]:
@@ -317,7 +324,7 @@ async def _answering(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b"{}"})
 
 
-def batch(data: bytes) -> bool:
+def batch(data: bytes) -> str:
     """Each line has its result, which can be written down."""
     scratch().write_bytes(data)
     run = BatchRun(
@@ -325,14 +332,14 @@ def batch(data: bytes) -> bool:
     )
 
     async def results() -> list[Any]:
-        return [await run._result(line) for line in read_lines(scratch(), run.max_body_bytes)]
+        return [await run._result(line, False) for line in read_lines(scratch(), run.max_body_bytes)]
 
     made = asyncio.run(results())
     for result in made:
         line = msgspec.json.encode(result)
         assert b"\n" not in line
         assert (result.response is None) != (result.error is None)
-    return any(result.response is not None for result in made)
+    return ", ".join({result.error.message if result.error else "" for result in made}) or ("" if made else "no line")
 
 
 def _batch_corpus() -> list[bytes]:
@@ -349,19 +356,19 @@ _BODIES: list[type[msgspec.Struct]] = [
 ]  # fmt: skip
 
 
-def body(data: bytes) -> bool:
+def body(data: bytes) -> str:
     """A struct, or a refusal that can be sent."""
     if not data:
-        return False
+        return "too short"
     try:
         made, unknown = bodies.decode(data[1:], _BODIES[data[0] % len(_BODIES)])
     except ApiError as error:
         msgspec.json.decode(error.to_json("/v1/completions"))
-        return promised(error.status in (400, 413), "a status that says who is wrong")
+        return refusal(error, error.status in (400, 413), "a status that says who is wrong")
     assert bodies.warning(unknown).isascii()
     assert bodies.warning(unknown).isprintable()
     _tried(lambda: msgspec.json.encode(made), RecursionError)
-    return True
+    return ""
 
 
 def _body_corpus() -> list[bytes]:
@@ -381,16 +388,16 @@ def _body_corpus() -> list[bytes]:
 # --- chat templates
 
 
-def template(data: bytes) -> bool:
+def template(data: bytes) -> str:
     """Any text is a template or is refused, and a conversation written down or refused, in a bounded time."""
     given: list[dict[str, Any]] = [{"role": "user", "content": "Hi <x>"}, {"role": "assistant", "content": None}]
     try:
         ChatTemplate(data.decode("utf-8", "replace")).render(
             given, add_generation_prompt=True, continue_final_message=False, tools=[{"a": 1}], variables={"b": [1, 2]}
         )
-    except (TokenizerError, RequestError):
-        return False
-    return True
+    except (TokenizerError, RequestError) as error:
+        return refusal(error)
+    return ""
 
 
 def _template_corpus() -> list[bytes]:
@@ -409,19 +416,17 @@ def _template_corpus() -> list[bytes]:
 # --- all
 
 
-def promised(is_kept: bool, what: str) -> bool:
-    """False: the input was refused, and as was promised."""
-    if not is_kept:
-        raise AssertionError(f"a refusal without {what}")
-    return False
+def refusal(error: Exception, is_kept: bool = True, what: str = "") -> str:
+    """Why the input was refused; AssertionError unless it was as promised."""
+    assert is_kept, f"a refusal without {what}"
+    return str(error) or type(error).__name__
 
 
 def _tried(parse: Callable[[], object], *errors: type[Exception]) -> None:
     """Whatever it takes or refuses, as those do who call it."""
-    try:
+    expected: tuple[type[Exception], ...] = (*errors, msgspec.MsgspecError, ValueError)
+    with suppress(*expected):
         parse()
-    except (*errors, msgspec.MsgspecError, ValueError):
-        return
 
 
 @contextmanager
