@@ -21,7 +21,7 @@ WERROR ?= $(if $(CI),ON,OFF)
 export QUIRE_REQUIRE_NATIVE ?= $(if $(CI),1,0)
 BUILD := --no-build-isolation --config-settings=cmake.define.QUIRE_WERROR=$(WERROR)
 
-.PHONY: help run demo test lint soak overload kills format build wheel clean
+.PHONY: help run demo test lint soak hostile fuzz overload injections kills format build wheel clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -44,6 +44,12 @@ lint: $(VENV)/.installed $(VENV)/.dev  ## style, types, C++ format, import floor
 
 soak: $(VENV)/.installed  ## serve mixed clients for 30 minutes, and see that nothing is left (ARGS="--minutes 5 --record")
 	$(BIN)/python -m reliability.soak $(ARGS)
+
+hostile: $(VENV)/.installed $(VENV)/.dev $(VENV)/.clients  ## attack the server in every way that is known to us (ARGS="--record")
+	$(BIN)/python -m reliability.hostile $(ARGS)
+
+fuzz: $(VENV)/.installed  ## feed spoilt input to every parser for a minute each (ARGS="body --seconds 600 --record")
+	$(BIN)/python -m reliability.fuzz $(ARGS)
 
 overload: $(VENV)/.installed  ## ask ten times as much as can be served (ARGS="--record")
 	$(BIN)/python -m reliability.overload $(ARGS)

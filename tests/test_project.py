@@ -53,6 +53,14 @@ def test_make_pins_the_torch_the_package_asks_for() -> None:
     assert f"'{torch}'" in PROJECT["tool"]["cibuildwheel"]["before-test"]
 
 
+def test_what_is_promised_of_security_names_tests_that_exist() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", read("SECURITY.md"))
+    assert len(named) > 15
+    for path, name in named:
+        assert (ROOT / path).is_file(), path
+        assert f"def {name}" in read(path), f"{path} has no {name}"
+
+
 def test_every_dependency_has_its_reason() -> None:
     wanted = {re.split(r"[^\w-]", entry)[0] for entry in PROJECT["project"]["dependencies"]}
     assert table_keys("docs/dependencies.md", "At run time") == wanted

@@ -12,7 +12,7 @@ import pytest
 
 from quire import LLMEngine, SamplingParams
 from quire.batch import Batch, StepResult, TokenLogprobs
-from quire.engine import messages
+from quire.engine import engine_process, messages
 from quire.engine.engine_process import EngineProcess, read_messages
 from quire.engine.messages import (
     Abort,
@@ -214,6 +214,19 @@ def test_what_is_too_large_for_a_message_ends_its_request(
     assert len(client.tokens(2)) == 5
 
 
+def test_requests_that_come_on_and_on_do_not_hold_up_those_that_run(
+    scripted: tuple[LLMEngine, RecitingExecutor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_process, "_MESSAGES_S", 0.0)
+    client = Client(scripted[0])
+    client.add(1, max_tokens=8, ignore_eos=True)
+    for key in range(2, 6):
+        client.add(key, max_tokens=1)
+    client.run()
+    ends = {delta.key: number for number, step in enumerate(client.steps) for delta in step.deltas if delta.finished}
+    assert ends[2] < ends[3] < ends[4] < ends[5] <= ends[1]
+
+
 def test_the_cache_view_is_made_only_while_it_is_on(scripted: tuple[LLMEngine, RecitingExecutor]) -> None:
     told: list[str] = []
 
@@ -242,10 +255,16 @@ def test_the_cache_view_is_made_only_while_it_is_on(scripted: tuple[LLMEngine, R
     assert told == ["restart", "close"]
 
 
+def framed(content: bytes) -> bytes:
+    return len(content).to_bytes(4, "little") + content
+
+
 def test_reading_ends_with_the_client_and_with_nonsense(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("quire"), "disabled", True)
     good = to_frame(Abort("a"))
-    for rest in (b"", good[:-1], b"\x01", b"\xff\xff\xff\xff", b"\x01\x00\x00\x00\xc1", b"\x02\x00\x00\x00\x91\x01"):
+    no_text = b"\x82\xa4type\xa5Abort\xaarequest_id\xa1\xff"
+    too_deep = b"\x82\xa4type\xa5Start\xa4args\x81\xa1a" + b"\x91" * 10_000 + b"\x01"
+    for rest in (b"", good[:-1], b"\x01", b"\xff\xff\xff\xff", *map(framed, (b"\xc1", b"\x91\x01", no_text, too_deep))):
         inbox: SimpleQueue[Any] = SimpleQueue()
         read_messages(BytesIO(good + rest), inbox)
         assert inbox.get() == Abort("a")

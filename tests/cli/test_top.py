@@ -1,8 +1,10 @@
 """`quire top`: a server's cache and queues as text."""
 
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BytesIO
 
 import msgspec
 import pytest
@@ -121,6 +123,37 @@ def test_it_shows_server_after_server_until_the_stream_ends(url: str, capsys: py
     assert "10.0 tokens/s" in last  # 20 more in 2 s
     assert "evicted x2  blocks 5, 6" in last
     assert captured.out.endswith("\x1b[?25h\x1b[?1049l")
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        b"data: " + msgspec.json.encode(CacheUpdate(0, 1.0, CacheSetup(16, 8, 0, 1, 4))),  # no counters
+        b"data: " + msgspec.json.encode(CacheUpdate(0, 1.0, CacheSetup(16, 8, 0, 1, 4), counters=COUNTERS, gone=[7])),
+        b'data: {"number": ' + b"[" * 100_000,
+        b"data: \xff",
+        b"data: 1",
+    ],
+    ids=range(5),
+)
+def test_nonsense_is_an_error_in_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], told: bytes
+) -> None:
+    monkeypatch.setattr("urllib.request.urlopen", lambda request, timeout: BytesIO(told + b"\n\n"))
+    assert main(["top", "--url", "http://localhost", "--once"]) == 2
+    assert re.search("makes no sense|no quire server", capsys.readouterr().err)
+
+
+def test_no_name_is_a_command_to_the_terminal() -> None:
+    mirror = CacheMirror()
+    picture = Picture(mirror, is_coloured=False)
+    name = "a\x1b[2Jb\x9bc"
+    row = msgspec.structs.replace(REQUESTS[0], request_id=name)
+    event = CacheEvent("finished", request_id=name, reason=name)
+    picture.add(CacheUpdate(0, 1.0, SNAPSHOT.setup, BLOCKS, None, [row], [], COUNTERS, [event]))
+    lines = picture.lines(120, 30)
+    assert sum("a?[2Jb?c" in line for line in lines) == 2
+    assert all(line.isprintable() for line in lines)
 
 
 def test_a_large_cache_fits_and_shows_the_busiest_of_blocks() -> None:

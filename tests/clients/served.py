@@ -64,10 +64,10 @@ class Served:
 
 
 @contextmanager
-def quire_serve(folder: Path, *args: str) -> Iterator[Served]:
-    """The process, from when it can be used until the block ends."""
+def quire_serve(folder: Path, *args: str, keys: str = KEY) -> Iterator[Served]:
+    """The process, from when it can be used until the block ends; what it says is in `serve.log`."""
     log = folder / "serve.log"
-    environment = os.environ | {"QUIRE_API_KEY": KEY}
+    environment = os.environ | {"QUIRE_API_KEY": keys}
     command = [sys.executable, "-m", "quire", "serve", *_ARGS, *args]
     with log.open("wb") as file, subprocess.Popen(command, stdout=file, stderr=file, env=environment) as process:
         try:

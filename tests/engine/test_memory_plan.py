@@ -100,7 +100,7 @@ def test_swap_space_is_part_of_the_plan():
     assert "swap space" in str(plan)
     assert plan.to_dict()["swap_bytes"] == 96 * MIB
     for size in ("1MiB", None):
-        with pytest.raises(OutOfMemoryError, match=r"swap_space of 976.56 TiB does not fit"):
+        with pytest.raises(OutOfMemoryError, match=r"swap_space of 976.56 TiB do not fit"):
             plan_memory(EngineArgs(swap_space=1e6, kv_cache_memory=size))
 
 

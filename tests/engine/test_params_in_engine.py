@@ -10,6 +10,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.batch import Draw
+from quire.engine import input_processor
 from quire.engine.input_processor import recommended_params
 from quire.errors import (
     CheckpointError,
@@ -157,6 +158,49 @@ def test_a_prompt_longer_than_the_context_runs_truncated(llm: LLM) -> None:
     with pytest.raises(PromptTooLongError):
         generate(llm, [5] * 300)
     assert generate(llm, [5] * 300, truncate_prompt_tokens=-1, max_tokens=6).prompt_token_ids == [5] * 250
+
+
+@pytest.fixture
+def num_chars(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of each text that tokens are made of."""
+    found: list[int] = []
+    encode = llm.engine.tokenizer.encode
+
+    def noting(text: str, add_special_tokens: bool = True) -> list[int]:
+        found.append(len(text))
+        return encode(text, add_special_tokens)
+
+    monkeypatch.setattr(llm.engine.tokenizer, "encode", noting)
+    return found
+
+
+def test_of_a_text_of_any_length_only_the_end_is_read(llm: LLM, num_chars: list[int]) -> None:
+    text = "The wheels of the bus go round and round. " * 250_000
+    output = generate(llm, text, truncate_prompt_tokens=200, max_tokens=1)
+    assert sum(num_chars) < 100_000
+    assert output.prompt_token_ids == llm.engine.tokenizer.encode(text[-50_000:])[-200:]
+
+
+def test_a_text_of_too_many_tokens_is_refused_before_all_of_them_are_made(
+    llm: LLM, num_chars: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(PromptTooLongError, match=r"10,000,000 characters.*256 tokens of the context have at most"):
+        generate(llm, "a" * 10**7)
+    assert num_chars == []
+    monkeypatch.setattr(llm.engine.tokenizer, "max_token_len", 10**6)
+    with pytest.raises(PromptTooLongError, match=r"10,000,000 characters and more than [\d,]+ tokens.*holds 256"):
+        generate(llm, "a b c d e " * 10**6)
+    assert sum(num_chars) < 200_000
+
+
+def test_a_text_of_few_long_tokens_is_read_as_a_whole(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only long texts are looked at in pieces, and their borders do not count."""
+    monkeypatch.setattr(input_processor, "_PIECE_CHARS", 100)
+    monkeypatch.setattr(input_processor, "_USUAL_CHARS", 1)
+    text = "def __init__(self):\n        " * 25
+    token_ids = llm.engine.tokenizer.encode(text)
+    assert len(token_ids) < 256 < len(text)
+    assert generate(llm, text, max_tokens=1).prompt_token_ids == token_ids
 
 
 def test_a_salt_may_stand_in_the_params_or_with_the_prompt() -> None:

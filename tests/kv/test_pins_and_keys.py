@@ -237,11 +237,20 @@ def test_it_is_computed_again_after_an_eviction_and_no_longer_counts_as_evicted(
     assert missed(manager, 3, [1] * 9) == {}
 
 
-@pytest.mark.parametrize("key", [ContentKey(cache_salt="mine"), ContentKey(lora_id="mine")])
-def test_it_is_there_under_another_key(key):
+@pytest.mark.parametrize("salt", ["", "ours"])
+def test_it_is_there_under_another_key(salt):
     manager = make_manager(12)
-    run(manager, 0, [1] * 8)
+    run(manager, 0, [1] * 8, ContentKey(cache_salt=salt))
+    key = ContentKey(lora_id="mine", cache_salt=salt)
     assert missed(manager, 1, [1] * 8 + [2] * 5, key) == {MissReason.OTHER_KEY: 8, MissReason.NEVER_SEEN: 4}
+
+
+@pytest.mark.parametrize(("theirs", "mine"), [("", "mine"), ("theirs", "mine"), ("theirs", "")])
+def test_nobody_learns_what_is_there_under_another_salt(theirs, mine):
+    """The reasons are counted in metrics: they would tell whether somebody else has sent these tokens."""
+    manager = make_manager(12)
+    run(manager, 0, [1] * 8, ContentKey(cache_salt=theirs))
+    assert missed(manager, 1, [1] * 13, ContentKey(cache_salt=mine)) == {MissReason.NEVER_SEEN: 12}
 
 
 def test_somebody_is_computing_it():

@@ -112,6 +112,15 @@ def test_pickles_are_refused_with_the_way_out(folder: Path, name: str) -> None:
         load(folder)
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_devices_are_no_files_of_a_checkpoint(folder: Path, name: str) -> None:
+    """One gives bytes without end, and says that it has none."""
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match=rf"{name} is no file"):
+        load(folder)
+
+
 # --- config.json
 
 
@@ -210,6 +219,15 @@ def test_every_wrong_weight_is_named(folder: Path) -> None:
     assert "2 weight(s) missing: layers.0.self_attn.k_proj.weight, norm.weight" in message
     assert "1 weight(s) unexpected: model.extra.weight" in message
     assert "layers.0.mlp.up_proj.weight [12, 9] instead of [12, 8]" in message
+
+
+def test_of_many_wrong_weights_some_are_named(folder: Path) -> None:
+    write(folder, FIELDS, weights() | {f"model.extra{i:04}": torch.zeros(1) for i in range(1000)})
+    with pytest.raises(
+        CheckpointError, match=r"1000 weight\(s\) unexpected: model\.extra0000, .* and others"
+    ) as caught:
+        load(folder)
+    assert len(str(caught.value)) < 1000
 
 
 def test_weight_of_unreadable_dtype(folder: Path) -> None:
@@ -312,6 +330,11 @@ def entry(dtype: Any = "F32", shape: Any = (2,), start: Any = 0, end: Any = 8) -
         ({"a": entry()}, bytes(9), "1 bytes after its last tensor"),
         ({"a": entry(), "b": entry(start=4, end=12)}, bytes(12), "overlaps"),
         ({"a": entry(), "b": entry(start=12, end=20)}, bytes(20), "hole"),
+        ({"a": entry(shape=[2**61] * 100_000)}, bytes(8), "malformed"),
+        ({"a" * 100_000: entry(dtype="F" * 100_000)}, bytes(8), "has dtype"),
+        ({"a": entry(shape="9" * 100_000)}, bytes(8), "malformed"),
+        (b'{"a": ' + b"9" * 10_000 + b"}", b"", "not valid JSON"),
+        (b'{"a\xff": 1}', b"", "not valid JSON"),
         (b'{"a": {"dtype": "F32"}, "a": {}}', b"", "appears twice"),
     ],
 )
@@ -320,6 +343,7 @@ def test_lying_header(tmp_path: Path, header: Any, data: bytes, message: str) ->
     with pytest.raises(CheckpointError, match=message) as caught:
         read_header(path)
     assert str(path) in str(caught.value)
+    assert len(str(caught.value)) < 500 + len(str(path))
 
 
 @pytest.mark.parametrize("length", [2**63, 10**9, 100])

@@ -193,6 +193,15 @@ def test_one_wrong_prompt_among_many_ends_them_all(reciting):
     assert not reciting.engine.has_unfinished_requests()
 
 
+def test_what_comes_with_many_prompts_is_bounded(reciting):
+    body = {"max_tokens": 1, "allowed_token_ids": list(range(8000)) * 30}
+    assert reciting.post(COMPLETIONS, body | {"prompt": "Hi"}).status == 200
+    answer = reciting.post(COMPLETIONS, body | {"prompt": ["Hi"] * 100})
+    assert (answer.status, answer.error["param"]) == (400, "prompt")
+    assert "at most 67,108,864 are allowed: send fewer prompts" in answer.error["message"]
+    assert reciting.post(COMPLETIONS, body | {"prompt": ["Hi"] * 2}).status == 200
+
+
 def test_a_long_body_is_decoded_beside_the_event_loop(reciting, monkeypatch):
     threads, decode = [], bodies.decode
 

@@ -1,15 +1,19 @@
 """Conversations written down as transformers writes them; what is broken is refused, and no template runs wild."""
 
 import json
+import re
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire.errors import InvalidPromptError, RequestError, TokenizerError
+from quire.tokenizer import template_budget
 from quire.tokenizer.tokenizer import Tokenizer
 
+from .hostile_templates import ENDLESS, ESCAPES
 from .made import EMBEDDED
 
 USER = {"role": "user", "content": "What does json.dumps do?"}
@@ -167,64 +171,46 @@ def test_a_broken_template_is_the_checkpoints_fault(tokenizer: Tokenizer, templa
         tokenizer.apply_chat_template([USER], chat_template=template)
 
 
-GROW = "{% set ns = namespace(x='ab') %}{% for i in range(64) %}"
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
-        "{% for i in range(100001) %}{% endfor %}",
-        "{% macro f(n) %}{% for i in range(9) if n %}{{ f(n - 1) }}{% endfor %}{% endmacro %}{{ f(50) }}",
-        "{% for x in range(99999) recursive %}{{ loop(range(99999)) }}{% endfor %}",
-        "{% for i in range(100000) %}" + "much text " * 1000 + "{% endfor %}",
-        GROW + "{% set ns.x = ns.x + ns.x %}{% endfor %}",
-        GROW + "{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-        GROW + "{% set ns.x = '%s%s' % (ns.x, ns.x) %}{% endfor %}",
-        GROW + "{% set ns.x = [ns.x, ns.x] | join %}{% endfor %}",
-        GROW + "{% set ns.x = ns.x.join(['', '', '', '']) %}{% endfor %}",
-        GROW + "{% set ns.x = ns.x.replace('a', ns.x) %}{% endfor %}",
-        GROW + "{% set ns.x = ns.x | replace('a', ns.x) %}{% endfor %}",
-        GROW + "{% set ns.x %}{{ ns.x }}{{ ns.x }}{% endset %}{% endfor %}",
-        "{% macro f(x) %}{{ x }}{{ x }}{% endmacro %}" + GROW + "{% set ns.x = f(ns.x) %}{% endfor %}",
-        "{{ 'x' * 10 ** 10 }}",
-        "{{ ([1] * 10 ** 9) | length }}",
-        "{{ 10 ** (10 ** 10) }}",
-        "{{ 'a'.ljust(10 ** 10) }}",
-        "{{ 'a'.center(10 ** 10) }}",
-        "{{ '%10000000000d' % 1 }}",
-        "{{ '%*d' % (10000000000, 1) }}",
-        "{{ '{:10000000000}'.format(1) }}",
-        "{{ '{:{}}'.format(1, 10 ** 10) }}",
-        "{{ 'a\na' | indent(10 ** 10) }}",
-        "{{ [1] | tojson(indent=10 ** 10) }}",
-        "{{ 'a' | center(10 ** 10) }}",
-    ],
-)
-def test_no_template_runs_or_grows_without_end(tokenizer: Tokenizer, template: str) -> None:
+@pytest.mark.parametrize("template", ENDLESS, ids=lambda template: template[:60])
+def test_no_template_runs_or_grows_without_end(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    monkeypatch.setattr(template_budget, "MAX_SECONDS", 0.5)
+    start_s = time.process_time()
     with pytest.raises((TokenizerError, RequestError)):
+        tokenizer.apply_chat_template([USER], chat_template=template)
+    assert time.process_time() - start_s < 8
+
+
+@pytest.mark.parametrize("template", ["{{ " + "1" * 5000 + " }}", "{{ 'a' " * 20_000])
+def test_what_cannot_be_compiled_is_refused(tokenizer: Tokenizer, template: str) -> None:
+    with pytest.raises(TokenizerError, match="the chat template is"):
         tokenizer.apply_chat_template([USER], chat_template=template)
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ messages.__class__.__mro__ }}",
-        "{{ ''.__class__.__base__.__subclasses__() }}",
-        "{{ namespace.__init__.__globals__ }}",
-        "{{ raise_exception.__globals__ }}",
-        "{% set _ = messages.append(1) %}{{ messages | length }}",
-        "{% set _ = messages[0].update(role='x') %}{{ messages[0].role }}",
-        "{{ '{0.__class__}'.format(messages) }}",
-        "{{ messages | attr('__class__') }}",
-    ],
-)
+def test_what_templates_do_with_lists_and_numbers_still_works(tokenizer: Tokenizer) -> None:
+    template = (
+        "{{ [1, 2, 3] | batch(2, 0) | list }} {{ [1, 2] | sum }} {{ [{'a': 2}] | sum('a', 1) }} {{ 2.5 | round }} "
+        "{{ 'a b'.split() }} {{ messages | map(attribute='role') | map('upper') | list }} {{ 'é'.expandtabs() }} "
+        "{{ messages | selectattr('role', 'eq', 'user') | list | length }} {{ 'x' in ['x'] and not 'x' == 'y' }} "
+        "{{ {'a': (1, 2)}.items() | list }} {{ {'a': 1} | tojson(separators=(',', ':')) }} {{ 'ab' | title }} "
+        "{{ [3, 1] | sort | first }} {{ 7 // 2 - 1 / 2 }} {{ '%s-%s' % ('a', [1]) }} {{ 'a' ~ 1 ~ [none] }} "
+        "{% for a, b in [(1, 2)] %}{{ a + b }}{% endfor %} {{ [1, 2, 3][1:] }} {{ '{:>3}'.format(1) }}"
+    )
+    expected = (
+        "[[1, 2], [3, 0]] 3 3 2.0 ['a', 'b'] ['USER'] é 1 True [('a', (1, 2))] {\"a\":1} Ab 1 2.5 a-[1] a1[None] "
+        "3 [2, 3]   1"
+    )
+    assert tokenizer.apply_chat_template([USER], chat_template=template) == expected
+
+
+@pytest.mark.parametrize("template", ESCAPES)
 def test_no_template_gets_out_of_the_sandbox(tokenizer: Tokenizer, template: str) -> None:
     try:
         outcome = tokenizer.apply_chat_template([USER], chat_template=template)
-    except TokenizerError as error:
+    except (TokenizerError, InvalidPromptError) as error:
         outcome = str(error)
-    assert outcome == "" or "not safe to run" in outcome
+    assert outcome == "" or re.search("not safe to run|is undefined|no loader|Undefined", outcome), outcome
 
 
 def test_ordinary_numbers_and_long_conversations_pass(tokenizer: Tokenizer) -> None:

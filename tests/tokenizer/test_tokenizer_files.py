@@ -147,6 +147,41 @@ def test_damaged_files_are_named(folder: Path, damage: Callable[[Path], object],
         Tokenizer.from_path(folder)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"added_tokens_decoder": {"9" * 5000: {"content": "x"}}},
+        {"added_tokens_decoder": {"8192": {"content": "\ud800"}}},
+        {"eos_token": "\ud800"},
+        {"additional_special_tokens": ["\ud800"]},
+    ],
+    ids=range(4),
+)
+def test_what_the_library_cannot_take_is_refused(folder: Path, config: dict[str, Any]) -> None:
+    change(folder / "tokenizer_config.json", **config)
+    with pytest.raises(TokenizerError, match="the tokenizer of"):
+        Tokenizer.from_path(folder)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_devices_are_no_files_of_a_tokenizer(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    (folder / name).symlink_to("/dev/zero")
+    with pytest.raises(TokenizerError, match=f"{name} is no file"):
+        Tokenizer.from_path(folder)
+
+
+def test_a_tokenizer_that_fails_on_a_text_says_so(folder: Path) -> None:
+    """The first of these raises an Exception, the second panics."""
+    whole = json.loads((folder / "tokenizer.json").read_text())
+    no_unknown = {"type": "WordLevel", "vocab": {"hello": 0}, "unk_token": "?"}
+    frame = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "a", "type_id": 0}}], "pair": []}
+    for part in ({"model": no_unknown}, {"post_processor": frame | {"special_tokens": {}}}):
+        (folder / "tokenizer.json").write_text(json.dumps(whole | {"added_tokens": []} | part))
+        with pytest.raises(TokenizerError, match="fails on a text"):
+            Tokenizer.from_path(folder).encode("unheard of")
+
+
 def test_a_sentencepiece_model_alone_is_named_as_unsupported(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x0b")
     with pytest.raises(TokenizerError, match=r"tokenizer\.model .SentencePiece alone. is not supported"):

@@ -17,7 +17,7 @@ from quire.config.args import EngineArgs, EngineConfig
 from quire.config.model import ModelConfig
 from quire.engine.input_processor import InputProcessor, Prompt, recommended_params
 from quire.engine.messages import Ready
-from quire.errors import EngineDeadError, InvalidParamsError, PromptTooLongError
+from quire.errors import EngineDeadError, InvalidParamsError
 from quire.outputs import EngineStats, RequestOutput
 from quire.params import SamplingParams
 from quire.tokenizer.tokenizer import Tokenizer
@@ -91,7 +91,7 @@ class AsyncLLM:
         steps' tokens in one output. A beam search has one output, at its end.
         """
         _check_params(params)
-        text = self._checked_text(prompt, cut=isinstance(params, SamplingParams) and params.truncate_prompt_tokens)
+        text = _text(prompt)
         now = time.monotonic()
         group = await _in_thread(text, lambda: self._inputs.request(request_id, prompt, params, 0, now))
         request = self._requests.add(group, params)
@@ -110,7 +110,7 @@ class AsyncLLM:
 
         Raises as `generate`; cancelling it aborts the request.
         """
-        texts = [self._checked_text(prompt) or "" for prompt in (context, continuation) if prompt is not None]
+        texts = [_text(prompt) or "" for prompt in (context, continuation) if prompt is not None]
         now = time.monotonic()
         group = await _in_thread(
             "".join(texts), lambda: self._inputs.scoring_request(request_id, context, continuation, 0, now)
@@ -124,8 +124,7 @@ class AsyncLLM:
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Raises PromptTooLongError for one that is longer than any prompt can be."""
-        self._checked_text(text)
-        return await _in_thread(text, lambda: self.tokenizer.encode(text, add_special_tokens))
+        return await _in_thread(text, lambda: self._inputs.encode(text, add_special_tokens))
 
     def chat_prompt(
         self,
@@ -149,8 +148,7 @@ class AsyncLLM:
             tools=tools,
             **(chat_template_kwargs or {}),
         )
-        self._checked_text(text)
-        return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
+        return {"prompt": text, "prompt_token_ids": self._inputs.encode(text, add_special_tokens=False)}
 
     async def abort(self, request_id: str) -> None:
         """End a request now: its last output has the finish reason `abort`. Does nothing for an unknown id."""
@@ -206,19 +204,11 @@ class AsyncLLM:
 
     # Requests
 
-    def _checked_text(self, prompt: Prompt, cut: object = None) -> str | None:
-        """The text that is to be encoded, if any. Raises PromptTooLongError where no tokenization could make it fit,
-        without trying one; a text that will be `cut` may be of any length."""
-        text = prompt.get("prompt") if isinstance(prompt, Mapping) and not prompt.get("prompt_token_ids") else prompt
-        if not isinstance(text, str):
-            return None
-        limit = self.model_config.max_model_len * self.tokenizer.max_token_len
-        if len(text) > limit and not cut:
-            raise PromptTooLongError(
-                f"the text has {len(text):,} characters, and the {self.model_config.max_model_len:,} tokens of the "
-                f"context have {limit:,} at most: shorten it or raise max_model_len"
-            )
-        return text
+
+def _text(prompt: Prompt) -> str | None:
+    """What is to be encoded, if anything."""
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) and not prompt.get("prompt_token_ids") else prompt
+    return text if isinstance(text, str) else None
 
 
 async def _in_thread(text: str | None, make: Callable[[], _T]) -> _T:

@@ -45,7 +45,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show the server until Ctrl-C; raises QuireError where there is none."""
+    """Show the server until Ctrl-C; raises QuireError where there is none, or one that tells nonsense."""
+    try:
+        return _show(options)
+    except QuireError:
+        raise
+    except (LookupError, ArithmeticError, TypeError, ValueError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {error}"[:200]
+        raise QuireError(
+            f"what the server at {options.url} tells makes no sense ({reason}): is it a newer one?"
+        ) from error
+
+
+def _show(options: argparse.Namespace) -> int:
     from quire.engine.cache_frame import CacheMirror
 
     keys = options.api_key or os.environ.get("QUIRE_API_KEY", "")  # a server may know several, with commas between
@@ -199,14 +211,19 @@ class Picture:
             told += f", preempted {row.num_preemptions}x"
         name_width = max(12, width - 84)
         prompt = _bar(computed / row.num_prompt_tokens)
-        name = f"{row.request_id[:name_width]:<{name_width}}"
+        name = f"{_plain(row.request_id)[:name_width]:<{name_width}}"
         return f"  {name} {row.stage:<7} prompt {prompt} output {_bar(share)} {told}"[:width]
 
     def _event(self, event: CacheEvent) -> str:
         times = f" x{event.count}" if event.count > 1 else ""
         blocks = f" blocks {', '.join(map(str, event.block_ids[:8]))}" if event.block_ids else ""
         took = f" after {event.e2e_s:.2f} s" if event.e2e_s is not None else ""
-        return f"  {event.kind}{times} {event.request_id}{blocks} {event.reason}{took}".rstrip()
+        return _plain(f"  {event.kind}{times} {event.request_id}{blocks} {event.reason}{took}".rstrip())
+
+
+def _plain(text: str) -> str:
+    """Without what a terminal would take for a command."""
+    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def _bar(share: float, width: int = 10) -> str:

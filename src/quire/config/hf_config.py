@@ -2,6 +2,7 @@
 
 import json
 import math
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -109,12 +110,20 @@ class HFConfig(Mapping[str, Any]):
         return CheckpointError(f"{self.source}: {key!r} is {shown[:80]}, but must be {expected}")
 
 
+def check_file(path: Path, max_bytes: int) -> None:
+    """Raise CheckpointError for what is no file, such as a device that gives bytes without end, or has too many bytes;
+    OSError if there is nothing."""
+    info = path.stat()
+    if not stat.S_ISREG(info.st_mode):
+        raise CheckpointError(f"{path} is no file")
+    if info.st_size > max_bytes:
+        raise CheckpointError(f"{path} has {info.st_size:,} bytes: at most {max_bytes:,} are allowed")
+
+
 def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in `path`. Raises CheckpointError if the file is absent, huge, malformed or no object."""
     try:
-        num_bytes = path.stat().st_size
-        if num_bytes > _MAX_JSON_BYTES:
-            raise CheckpointError(f"{path} has {num_bytes} bytes: too large for a JSON file of a checkpoint")
+        check_file(path, _MAX_JSON_BYTES)
         values = json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise CheckpointError(f"{path.parent} has no {path.name}: not a Hugging Face checkpoint folder") from error

@@ -6,6 +6,7 @@ without holes or overlaps. Format: https://github.com/huggingface/safetensors
 
 import json
 import math
+import reprlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -13,6 +14,7 @@ from typing import Any, TypeGuard
 from quire.errors import CheckpointError
 
 _MAX_HEADER_BYTES = 100_000_000
+_MAX_DIMENSIONS = 64
 _ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2}
 _ITEM_BYTES |= {"U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8}
 
@@ -72,25 +74,28 @@ def _parse(path: Path, header: bytes) -> dict[str, Any]:
 
 
 def _tensor(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
+    def wrong(what: str) -> CheckpointError:
+        return CheckpointError(f"{path}: tensor {reprlib.repr(name)} {what}")
+
     if not isinstance(entry, dict):
-        raise CheckpointError(f"{path}: the header entry of {name!r} is not an object")
+        raise wrong("has an entry in the header that is not an object")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in _ITEM_BYTES:
-        raise CheckpointError(f"{path}: tensor {name!r} has dtype {dtype!r}, known are {', '.join(_ITEM_BYTES)}")
+        raise wrong(f"has dtype {reprlib.repr(dtype)}, known are {', '.join(_ITEM_BYTES)}")
     if not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise CheckpointError(f"{path}: tensor {name!r} has shape {shape!r} and data_offsets {offsets!r}: malformed")
+        raise wrong(f"has shape {reprlib.repr(shape)} and data_offsets {reprlib.repr(offsets)}: malformed")
     num_bytes = offsets[1] - offsets[0]
     needed = math.prod(shape) * _ITEM_BYTES[dtype]
     if needed != num_bytes:
-        raise CheckpointError(
-            f"{path}: tensor {name!r} of shape {shape} and dtype {dtype} needs {needed} bytes, "
-            f"but its data_offsets {offsets} span {num_bytes}"
+        raise wrong(
+            f"of shape {shape} and dtype {dtype} needs {needed} bytes, but its data_offsets {offsets} span {num_bytes}"
         )
     return TensorInfo(name, dtype, tuple(shape), data_start + offsets[0], num_bytes)
 
 
 def _is_sizes(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**62 for item in value)
+    is_short = isinstance(value, list) and len(value) <= _MAX_DIMENSIONS
+    return is_short and all(type(item) is int and 0 <= item < 2**62 for item in value)
 
 
 def _check_layout(path: Path, tensors: list[TensorInfo], data_start: int, file_bytes: int) -> None:
@@ -99,7 +104,8 @@ def _check_layout(path: Path, tensors: list[TensorInfo], data_start: int, file_b
     for tensor in tensors:
         if tensor.offset != end:
             what = "overlaps" if tensor.offset < end else "leaves a hole after"
-            raise CheckpointError(f"{path}: tensor {tensor.name!r} {what} {before!r}: the header lies about offsets")
+            names = f"{reprlib.repr(tensor.name)} {what} {reprlib.repr(before)}"
+            raise CheckpointError(f"{path}: tensor {names}: the header lies about offsets")
         end, before = tensor.offset + tensor.num_bytes, tensor.name
     if end > file_bytes:
         raise CheckpointError(

@@ -54,6 +54,9 @@ if TYPE_CHECKING:
 _EXIT_GRACE_S = 0.5
 """left to the step that runs when the client goes"""
 
+_MESSAGES_S = 0.01
+"""to take messages in before a step; one that comes with a thousand bad words takes as long"""
+
 _FAILED = RequestFailedError.__name__
 
 Inbox: TypeAlias = "SimpleQueue[ToEngine | None]"
@@ -112,8 +115,9 @@ class EngineProcess:
             self._tell(deltas)
 
     def _messages(self) -> Iterator[ToEngine | None]:
-        """All that wait; the next one, however long it takes, while there is nothing to step. Watchers of the cache are
-        told of the last step even so."""
+        """All that wait, or as many as do not keep the requests that run waiting; the next one, however long it takes,
+        while there is nothing to step. Watchers of the cache are told of the last step even so."""
+        end_s = time.monotonic() + _MESSAGES_S
         try:
             self._pulse.is_busy = self.engine.has_unfinished_requests()
             if not self._pulse.is_busy:
@@ -122,6 +126,8 @@ class EngineProcess:
                 yield message
             while True:
                 yield self._inbox.get_nowait()
+                if self.engine.has_unfinished_requests() and time.monotonic() > end_s:
+                    return
         except Empty:
             return
 

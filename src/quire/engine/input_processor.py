@@ -25,6 +25,11 @@ Prompt: TypeAlias = str | SequenceOf[int] | Mapping[str, object]
 """text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`; in a dict also `cache_salt`"""
 
 
+_USUAL_CHARS = 8
+"""of a token; a text with more than so many for each token of the context is looked at in pieces first"""
+_PIECE_CHARS = 64 * 1024
+_BORDER_TOKENS = 16
+"""that a piece may have more than it has within the text"""
 _SCORING = SamplingParams(detokenize=False, output_kind="final_only")
 
 
@@ -77,7 +82,7 @@ class InputProcessor:
         text, token_ids, cache_salt = self._parse_prompt(prompt)
         if token_ids is None:
             assert text is not None
-            token_ids = self.tokenizer.encode(text)
+            token_ids = self.encode(text, cuts=params is not None and params.truncate_prompt_tokens is not None)
         if params is not None:
             token_ids = self._truncate(token_ids, params)
             if cache_salt and params.cache_salt and cache_salt != params.cache_salt:
@@ -92,6 +97,37 @@ class InputProcessor:
         self._check_token_ids(token_ids)
         return text, token_ids, ContentKey(cache_salt=cache_salt)
 
+    def encode(self, text: str, add_special_tokens: bool = True, *, cuts: bool = False) -> list[int]:
+        """Token ids of a text; where the request `cuts` its beginning off, perhaps only those of its end. Raises
+        PromptTooLongError for a text that cannot fit."""
+        if len(text) > self.model.max_model_len:
+            text = self._readable(text, cuts)
+        return self.tokenizer.encode(text, add_special_tokens)
+
+    def _readable(self, text: str, cuts: bool) -> str:
+        """The text, or as much of its end as is read. It takes a hundred bytes for each character to make tokens of it,
+        so with many characters that is first done piece by piece, until there are too many."""
+        limit, num_tokens = self.model.max_model_len, 0
+        most = limit * self.tokenizer.max_token_len
+        if len(text) > most and not cuts:
+            raise PromptTooLongError(
+                f"the text has {len(text):,} characters, and the {limit:,} tokens of the context have at most "
+                f"{most:,}: shorten it or raise max_model_len"
+            )
+        text = text[-most:]
+        is_usual = len(text) <= max(_PIECE_CHARS, _USUAL_CHARS * limit)
+        for end in range(0 if is_usual else len(text), 0, -_PIECE_CHARS):
+            start = max(0, end - _PIECE_CHARS)
+            num_tokens += len(self.tokenizer.encode(text[start:end], add_special_tokens=False)) - _BORDER_TOKENS
+            if num_tokens > limit and cuts:
+                return text[start:]
+            if num_tokens > limit:
+                raise PromptTooLongError(
+                    f"the text has {len(text):,} characters and more than {num_tokens:,} tokens, and the context holds "
+                    f"{limit}: shorten it or raise max_model_len"
+                )
+        return text
+
     def continuation(self, context: Prompt, continuation: Prompt | None) -> tuple[list[int], int, ContentKey]:
         """(token ids of both, place of the first to be scored, what else the cached content depends on).
 
@@ -102,11 +138,11 @@ class InputProcessor:
         text, token_ids, cache_salt = self._parse_prompt(context)
         more_text, more_token_ids, _ = (None, None, "") if continuation is None else self._parse_prompt(continuation)
         if continuation is None:
-            first, token_ids = 1, self.tokenizer.encode(text or "") if token_ids is None else token_ids
+            first, token_ids = 1, self.encode(text or "") if token_ids is None else token_ids
         elif token_ids is not None and more_token_ids is not None:
             first, token_ids = len(token_ids), token_ids + more_token_ids
         elif text is not None and more_text is not None and token_ids is None and more_token_ids is None:
-            alone, token_ids = self.tokenizer.encode(text), self.tokenizer.encode(text + more_text)
+            alone, token_ids = self.encode(text), self.encode(text + more_text)
             pairs = zip(alone, token_ids, strict=False)
             first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(alone), len(token_ids)))
         else:
@@ -217,11 +253,8 @@ class InputProcessor:
         return min(num, vocab_size)
 
     def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
-        for token_id in token_ids:
-            if token_id >= self.model.vocab_size:
-                raise InvalidParamsError(
-                    f"{name} has {token_id}: this model's token ids end at {self.model.vocab_size - 1}"
-                )
+        if (largest := max(token_ids, default=0)) >= self.model.vocab_size:
+            raise InvalidParamsError(f"{name} has {largest}: this model's token ids end at {self.model.vocab_size - 1}")
 
     def _check_something_is_left(self, allowed: set[int], draw: Draw) -> None:
         """Some token can be drawn at every step, whatever came before it."""

@@ -272,7 +272,9 @@ class BlockSpaceManager:
                 self.tiers.evicted.discard(block_hash)
                 for group, table in enumerate(blocks.tables):
                     if index >= table.first:
-                        self._publish(table, BlockContent(group, chain.parent(index), tokens, index, block_hash))
+                        content = BlockContent(group, chain.parent(index), tokens, index, block_hash)
+                        content.salt = chain.key.cache_salt
+                        self._publish(table, content)
         blocks.num_full = num_full
         for table, window in zip(blocks.tables, self._windows, strict=True):
             if window is not None:

@@ -29,6 +29,8 @@ class BlockContent:
     """None for a block that is partly full: it serves as a tail only"""
     num_hits: int = 0
     """lookups that found it"""
+    salt: str = ""
+    """of its content key"""
 
     @property
     def num_tokens(self) -> int:
@@ -43,7 +45,8 @@ class BlockTracker:
         self._contents: dict[int, BlockContent] = {}
         self._by_hash: list[dict[BlockHash, int]] = [{} for _ in range(num_groups)]
         self._children: list[dict[BlockHash, dict[int, None]]] = [{} for _ in range(num_groups)]
-        self._beginnings: dict[bytes, dict[BlockHash, None]] = {}  # first blocks of group 0: tokens -> roots
+        self._beginnings: dict[tuple[str, bytes], dict[BlockHash, None]] = {}
+        """first blocks of group 0: salt and tokens -> roots"""
         self.touched: set[int] | None = None
         """blocks whose content has changed, while somebody watches; it is theirs to empty"""
 
@@ -84,7 +87,7 @@ class BlockTracker:
         if content.block_hash is not None:
             self._by_hash[content.group][content.block_hash] = block_id
             if content.depth == 0 and content.group == 0:
-                self._beginnings.setdefault(content.tokens, {})[content.parent] = None
+                self._beginnings.setdefault((content.salt, content.tokens), {})[content.parent] = None
 
     def discard(self, block_id: int) -> None:
         """The block's content is no more."""
@@ -100,9 +103,10 @@ class BlockTracker:
         if content.block_hash is not None:
             del self._by_hash[content.group][content.block_hash]
             if content.depth == 0 and content.group == 0:
-                del self._beginnings[content.tokens][content.parent]
-                if not self._beginnings[content.tokens]:
-                    del self._beginnings[content.tokens]
+                beginning = content.salt, content.tokens
+                del self._beginnings[beginning][content.parent]
+                if not self._beginnings[beginning]:
+                    del self._beginnings[beginning]
 
     def find(self, group: int, block_hash: BlockHash, tokens: bytes) -> int | None:
         """The full block of this hash, if its tokens are these indeed."""
@@ -118,9 +122,10 @@ class BlockTracker:
                 best = (block_id, num_tokens)
         return best
 
-    def other_root(self, root: BlockHash, tokens: bytes) -> BlockHash | None:
-        """Another root (another content key) under which a sequence begins with the full block `tokens`."""
-        return next((other for other in reversed(self._beginnings.get(tokens, {})) if other != root), None)
+    def other_root(self, root: BlockHash, salt: str, tokens: bytes) -> BlockHash | None:
+        """Another root (another content key of this salt) under which a sequence begins with the full block `tokens`.
+        What is there under other salts is nobody's business, not even as a reason why something else was not found."""
+        return next((other for other in reversed(self._beginnings.get((salt, tokens), {})) if other != root), None)
 
     def check_integrity(self) -> None:
         """The indices agree with the contents, or AssertionError."""
@@ -132,7 +137,7 @@ class BlockTracker:
         tree = {(g, p, b) for g, index in enumerate(self._children) for p, blocks in index.items() for b in blocks}
         assert children == tree, "the prefix tree is wrong"
         full = [c for _, c in contents if c.block_hash is not None]
-        beginnings = {(c.tokens, c.parent) for c in full if c.depth == 0 and c.group == 0}
+        beginnings = {((c.salt, c.tokens), c.parent) for c in full if c.depth == 0 and c.group == 0}
         assert beginnings == {(t, p) for t, roots in self._beginnings.items() for p in roots}, "beginnings are wrong"
 
 

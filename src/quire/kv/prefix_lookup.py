@@ -154,11 +154,11 @@ class PrefixLookup:
         return reasons
 
     def _num_under_other_key(self, chain: HashChain, num_full: int) -> int:
-        """Leading full blocks of the same tokens that are cached under another LoRA id or salt."""
+        """Leading full blocks of the same tokens that are cached under another LoRA id and the same salt."""
         if num_full == 0:
             return 0
         count = 0
-        parent = self._device.other_root(chain.parent(0), chain.block(0)[1])
+        parent = self._device.other_root(chain.parent(0), chain.key.cache_salt, chain.block(0)[1])
         while parent is not None and count < num_full:
             tokens = chain.block(count)[1]
             parent = self.hasher.child(parent, tokens)

@@ -9,7 +9,7 @@ class MissReason(Enum):
     NEVER_SEEN = "never_seen"
     EVICTED = "evicted"
     OTHER_KEY = "other_key"
-    """the same tokens are cached under another LoRA id or salt"""
+    """the same tokens are cached under another LoRA id"""
     NOT_COMPUTED = "not_computed"
     """another sequence is computing them"""
 

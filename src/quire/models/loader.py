@@ -31,12 +31,16 @@ class Assignment:
     sources: tuple[str, ...]
 
 
+_MAX_NAMED = 20
+"""weights in a message"""
+
+
 def load_model(config: ModelConfig) -> CausalLM:
     """Build the model and fill it. Weights stream from the mapped files: stacked, packed or quantized, dropped.
 
     Peak memory is the packed weights and the largest weight of a layer. Names and shapes are compared with the headers
-    before any weight is read. Raises UnsupportedModelError, or CheckpointError naming every missing, unexpected and
-    wrong-shaped weight.
+    before any weight is read. Raises UnsupportedModelError, or CheckpointError naming the missing, unexpected and
+    wrong-shaped weights.
     """
     started = time.perf_counter()
     checkpoint = Checkpoint(config.path)
@@ -105,11 +109,15 @@ def _check(config: ModelConfig, checkpoint: Checkpoint, names: dict[str, str], a
             if source in shapes and (checkpoint.tensors[names[source]].dtype == "U8") != (source in packed)
         ],
     }
-    found = [f"{len(these)} weight(s) {what}: {', '.join(these)}" for what, these in problems.items() if these]
+    found = [f"{len(these)} weight(s) {what}: {_named(these)}" for what, these in problems.items() if these]
     if found:
         raise CheckpointError(
             f"{config.path} does not hold a {config.architecture} of its config.json: {'; '.join(found)}"
         )
+
+
+def _named(these: list[str]) -> str:
+    return ", ".join(these[:_MAX_NAMED]) + (" and others" if len(these) > _MAX_NAMED else "")
 
 
 def _check_tied_head(model: CausalLM, config: ModelConfig, checkpoint: Checkpoint, names: dict[str, str]) -> None:

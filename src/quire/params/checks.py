@@ -58,8 +58,9 @@ def check_texts(name: str, values: Any, max_num: int, max_len: int) -> None:
 def check_ids(name: str, values: Any, max_num: int) -> None:
     """Raise InvalidParamsError unless these are token ids, 0 or larger, at most `max_num`."""
     _check_list(name, values, max_num, "token ids")
-    for value in values:
-        check_int(name, value, 0, None, "token ids, integers from 0 on")
+    if set(map(type, values)) != {int} or min(values) < 0:  # many times faster than one by one
+        for value in values:
+            check_int(name, value, 0, None, "token ids, integers from 0 on")
 
 
 def _check_list(name: str, values: Any, max_num: int, kind: str) -> None:

@@ -124,8 +124,8 @@ def _kv_cache(model: type[CausalLM], config: EngineConfig, machine: MachineMemor
     cache, specs = config.cache, _kv_cache_specs(model, config)
     if cache.swap_bytes + others > machine.limit_bytes:
         raise OutOfMemoryError(
-            f"swap_space of {format_bytes(cache.swap_bytes)} does not fit into this machine's "
-            f"{format_bytes(machine.limit_bytes)} beside weights and activations ({format_bytes(others)}): lower it"
+            f"weights and activations ({format_bytes(others)}) and swap_space of {format_bytes(cache.swap_bytes)} do "
+            f"not fit into this machine's {format_bytes(machine.limit_bytes)}: lower it, or take a smaller model"
         )
     layout: dict[str, Any] = {
         "host_bytes": cache.swap_bytes,

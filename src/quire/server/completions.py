@@ -28,6 +28,9 @@ from quire.server.protocol.completions import Completion, CompletionChoice, Comp
 from quire.server.sampling import check_request, make_params, name_fields, num_choices
 from quire.server.state import RequestContext, ServerState, context_of, state_of
 
+MAX_COPIED_BYTES = 64 * 1024**2
+"""of the params of a request, by the prompts it has"""
+
 
 async def create_completion(request: Request) -> ASGIApp:
     """POST /v1/completions"""
@@ -50,6 +53,7 @@ async def complete(
     check_request(state, request, len(prompts))
     name_fields(context.field_names, request)
     params = _params(state, context, request)
+    _check_copies(len(prompts), params)
     if request.add_special_tokens is False:
         prompts = [await _plainly_encoded(state, prompt) for prompt in prompts]
     choices = _Choices(state, request)
@@ -106,6 +110,14 @@ async def _frames(chunks: AsyncGenerator[Completion, None]) -> sse.Events:
         async for chunk in chunks:
             yield sse.frame(msgspec.json.encode(chunk))
     yield sse.DONE
+
+
+def _check_copies(num_prompts: int, params: SamplingParams | BeamSearchParams) -> None:
+    """The engine gets the params with each prompt. Raises ApiError (400)."""
+    num_bytes = num_prompts * len(msgspec.json.encode(params)) if num_prompts > 1 else 0
+    if num_bytes > MAX_COPIED_BYTES:
+        message = f"{num_prompts:,} prompts with these params are {num_bytes:,} bytes; at most {MAX_COPIED_BYTES:,} are"
+        raise invalid(f"{message} allowed: send fewer prompts at once", "prompt")
 
 
 def _listed(prompt: Prompts) -> list[Prompt]:

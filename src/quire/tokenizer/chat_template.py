@@ -22,8 +22,8 @@ class ChatTemplate:
             self._template = compile_template(source)
         except jinja2.TemplateSyntaxError as error:
             raise TokenizerError(f"the chat template is broken at line {error.lineno}: {error.message}") from error
-        except (SyntaxError, RecursionError, MemoryError) as error:  # from Python's compiler
-            raise TokenizerError(f"the chat template is nested too deeply: {error}") from error
+        except Exception as error:  # Python's own: it is nested too deeply, or a number in it is too long
+            raise TokenizerError(f"the chat template is not to be compiled: {type(error).__name__}: {error}") from error
 
     def render(
         self,

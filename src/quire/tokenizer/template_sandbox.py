@@ -1,19 +1,14 @@
 """The Jinja environment chat templates run in: no way out of it, and no way to run or grow without end.
 
 Templates come with checkpoints, so from strangers. Jinja's sandbox keeps them from Python's internals and from changing
-their inputs. On top of it, rendering has a budget of operations and characters.
-
-Covered: loops, nested and recursive ones too; calls of macros, methods and functions; `range` (at most 100,000); the
-operators `+ * ** % ~`; padding and formatting to a great width; everything printed, also inside macros and `{% set %}`
-blocks. Not covered: a filter or `str` of a list that holds one large text many times over.
+their inputs. On top of it, rendering has a budget of operations, characters and processor time, and no single operation
+may make, or be given, what is too large for the budget to be looked at in time (template_budget).
 """
 
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator
-from contextvars import ContextVar
-from dataclasses import dataclass
 from datetime import datetime
+from functools import wraps
 from typing import Any, NoReturn, cast
 
 import jinja2
@@ -24,47 +19,49 @@ from jinja2.parser import Parser
 from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_OPERATIONS = 500_000
-"""loop steps and calls of one rendering: about a second, at most a few"""
-MAX_TEXT_CHARS = 16_000_000
-"""of any one text, the finished prompt included"""
-MAX_PRINTED_CHARS = 64_000_000
-"""printed in all, in macros and blocks too"""
-MAX_COPIED_CHARS = 1_000_000_000
-"""built by operators in all: about a second"""
-MAX_WIDTH = 10_000
-"""to pad or indent to"""
+from quire.tokenizer.template_budget import (
+    Budget,
+    check_binary,
+    check_items,
+    check_method,
+    check_size,
+    check_width,
+    measured,
+    num_chars,
+    num_items,
+    spend,
+    text_of,
+)
 
-_PADDING_METHODS = {"center", "ljust", "rjust", "zfill", "expandtabs"}
-_WIDE_FIELD = re.compile(r"(\{[^{}]*|%[-+ #.\d]*)(\d{5,})|\{[^{}]+\{|%[-+ #.\d]*\*")
-"""a field of a format whose width has five digits or more, or is computed"""
-
-
-@dataclass(slots=True)
-class _Budget:
-    operations: int = MAX_OPERATIONS
-    printed_chars: int = MAX_PRINTED_CHARS
-    copied_chars: int = MAX_COPIED_CHARS
-
-    def spend(self, operations: int = 1, printed: int = 0, copied: int = 0) -> None:
-        self.operations -= operations
-        self.printed_chars -= printed
-        self.copied_chars -= copied
-        if min(self.operations, self.printed_chars, self.copied_chars) < 0:
-            raise SecurityError("it runs without end or makes too much text")
-
-
-_budget: ContextVar[_Budget] = ContextVar("template_budget")
+MAX_TEMPLATE_CHARS = 128 * 1024
+"""of a template's source: to compile it takes up to two seconds, and a hundred times less for the longest in use"""
+_MAX_LAYOUT_CHARS = 1000
+_NO_PROMPT_NEEDS = (
+    "center",
+    "format",
+    "pprint",
+    "striptags",
+    "urlencode",
+    "urlize",
+    "wordcount",
+    "wordwrap",
+    "xmlattr",
+)
+"""filters that are slow with long texts, or make them much longer"""
+_UNSAFE_METHODS = frozenset(["encode", "maketrans", "to_bytes", "translate"])
+"""lead to huge texts, or to bytes, of which nothing here knows"""
 
 
 def compile_template(source: str) -> jinja2.Template:
-    """Parse, put the counters in, compile. Raises jinja2.TemplateSyntaxError."""
+    """Parse, put the counters in, compile. Raises jinja2.TemplateSyntaxError, or what Python's compiler does."""
+    if len(source) > MAX_TEMPLATE_CHARS:
+        raise jinja2.TemplateSyntaxError(f"it has {len(source):,} characters, more than {MAX_TEMPLATE_CHARS:,}", 1)
     tree = _ENVIRONMENT.parse(source)
     for loop in list(tree.find_all(nodes.For)):
         loop.iter = _filtered(cast(nodes.Expr, loop.iter), "counted")
     for output in list(tree.find_all(nodes.Output)):
         output.nodes = [_filtered(_constant(node), "charged") for node in output.nodes]
-    _replace_concats(tree)
+    _guard(tree)
     tree.set_environment(_ENVIRONMENT)
     code = _ENVIRONMENT.compile(tree, "chat template", "<chat template>")
     return jinja2.Template.from_code(_ENVIRONMENT, code, _ENVIRONMENT.make_globals(None))
@@ -72,42 +69,37 @@ def compile_template(source: str) -> jinja2.Template:
 
 def render(template: jinja2.Template, variables: dict[str, Any]) -> str:
     """The template's text, within the budget; SecurityError beyond it."""
-    token = _budget.set(_Budget())
-    try:
-        pieces, num_chars = [], 0
+    with Budget():
+        pieces, total = [], 0
         for piece in template.generate(variables):
             pieces.append(piece)
-            num_chars += len(piece)
-            _check_size(num_chars)
+            total += len(piece)
+            check_size(total)
         return "".join(pieces)
-    finally:
-        _budget.reset(token)
 
 
 class _BoundedEnvironment(ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset(["+", "*", "**", "%"])
+    intercepted_binops = frozenset(["+", "-", "*", "/", "//", "%", "**"])
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        is_type = isinstance(obj, type)  # whose methods would change what they are given
+        return not is_type and attr not in _UNSAFE_METHODS and super().is_safe_attribute(obj, attr, value)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "*":
-            _check_size(max(_length(left) * _count(right), _length(right) * _count(left), _num_digits(left, right)))
-        elif operator == "**":
-            _check_size(_num_digits(left) * abs(right) if isinstance(right, int) else 0)
-        elif operator == "%" and isinstance(left, str):
-            _check_format(left)
-        result = super().call_binop(context, operator, left, right)
-        _check_size(_length(result))
-        _budget.get().spend(copied=_length(result))
-        return result
+        check_binary(operator, left, right)
+        return measured(super().call_binop(context, operator, left, right))
 
     def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
-        _budget.get().spend()
+        spend(1)
         if isinstance(obj, LoopContext) and args:
             args = (_counted(context, args[0]), *args[1:])
         method = getattr(obj, "__wrapped__", obj)  # the sandbox wraps str.format
         owner = getattr(method, "__self__", None)
         if isinstance(owner, str):
-            args = _check_text_method(owner, method.__name__, args)
-        return super().call(context, obj, *args, **kwargs)
+            if method.__name__ == "join" and args:
+                args = (list(args[0]),)
+            check_method(owner, method.__name__, [*args, *kwargs.values()])
+        return measured(super().call(context, obj, *args, **kwargs))
 
 
 class _GenerationTag(Extension):
@@ -128,64 +120,78 @@ def _constant(node: nodes.Expr) -> nodes.Expr:
     return nodes.Const(node.data, lineno=node.lineno) if isinstance(node, nodes.TemplateData) else node
 
 
-def _replace_concats(node: nodes.Node) -> None:
-    """`a ~ b` becomes a filter of the list of both, which looks at their lengths before it joins them."""
+def _guard(node: nodes.Node) -> None:
+    """Put filters around what Jinja does not ask the environment about: lists, comparisons, slices, and `a ~ b`, which
+    becomes a filter of the list of both that looks at their lengths before it joins them."""
     for field, value in node.iter_fields():
         children = value if isinstance(value, list) else [value]
         for child in children:
             if isinstance(child, nodes.Node):
-                _replace_concats(child)
-        replaced = [
-            _filtered(nodes.List(child.nodes, lineno=child.lineno), "concatenated")
-            if isinstance(child, nodes.Concat)
-            else child
-            for child in children
-        ]
-        setattr(node, field, replaced if isinstance(value, list) else replaced[0])
+                _guard(child)
+        guarded = [_guarded(child) for child in children]
+        setattr(node, field, guarded if isinstance(value, list) else guarded[0])
+
+
+def _guarded(node: Any) -> Any:
+    if isinstance(node, nodes.Concat):
+        return _filtered(nodes.List(node.nodes, lineno=node.lineno), "concatenated")
+    is_slice = isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
+    is_target = isinstance(node, nodes.Tuple) and node.ctx != "load"
+    is_made = is_slice or isinstance(node, nodes.Compare | nodes.List | nodes.Tuple | nodes.Dict)
+    return _filtered(node, "measured") if is_made and not is_target else node
 
 
 @jinja2.pass_context  # these take the context only so that they are never run at compile time
 def _counted(_: Any, values: Iterable[Any]) -> Iterator[Any]:
-    budget = _budget.get()
     for value in values:
-        budget.spend()
+        spend(1)
         yield value
 
 
 @jinja2.pass_context
 def _charged(_: Any, value: Any) -> str:
-    text = str(value)
-    _budget.get().spend(printed=len(text))
+    text = text_of(value)
+    spend(printed=len(text))
     return text
 
 
 @jinja2.pass_context
 def _concatenated(_: Any, values: list[Any]) -> str:
-    texts = [str(value) for value in values]
-    num_chars = sum(map(len, texts))
-    _check_size(num_chars)
-    _budget.get().spend(copied=num_chars)
-    return "".join(texts)
+    return _join(values, "")
 
 
-def _bounded_join(values: Iterable[Any], d: str = "", attribute: Any = None) -> str:
+@jinja2.pass_context
+def _measured(_: Any, value: Any) -> Any:
+    return measured(value)
+
+
+def _join(values: Iterable[Any], d: str = "", attribute: Any = None) -> str:
     if attribute is not None:
         values = (jinja2.filters.make_attrgetter(_ENVIRONMENT, attribute)(value) for value in values)
-    texts = [str(value) for value in values]
-    _check_size(sum(map(len, texts)) + len(str(d)) * len(texts))
-    return str(d).join(texts)
+    return _joined(map(text_of, values), str(d))
 
 
-def _bounded_replace(s: Any, old: str, new: str, count: int = -1) -> str:
-    text = str(s)
-    _check_size(len(text) + text.count(old) * len(new))
+def _joined(pieces: Iterable[str], between: str = "") -> str:
+    """Looks at the length before it joins."""
+    texts, total = [], 0
+    for piece in pieces:
+        spend()
+        total += len(piece) + len(between)
+        check_size(total)
+        texts.append(piece)
+    return between.join(texts)
+
+
+def _replace(s: Any, old: str, new: str, count: int = -1) -> str:
+    text = text_of(s)
+    check_method(text, "replace", [old, new])
     return text.replace(old, new, count)
 
 
-def _bounded_indent(s: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+def _indent(s: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
     width = len(width) if isinstance(width, str) else width
-    _check_width(width)
-    _check_size(len(s) + s.count("\n") * width)
+    check_width([width])
+    check_size(len(s) + s.count("\n") * width)
     return jinja2.filters.do_indent(s, width, first, blank)
 
 
@@ -197,8 +203,9 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """JSON as it is, where Jinja's own filter would escape it for HTML."""
-    _check_width(indent)
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    check_width([indent])
+    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return encoder.encode(value) if indent is None and separators is None else _joined(encoder.iterencode(value))
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -206,65 +213,79 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _strftime_now(layout: str) -> str:
+    if len(layout) > _MAX_LAYOUT_CHARS:
+        raise SecurityError(f"it formats a date with more than {_MAX_LAYOUT_CHARS} characters")
     return datetime.now().strftime(layout)
 
 
-def _check_size(num_chars: int) -> None:
-    if num_chars > MAX_TEXT_CHARS:
-        raise SecurityError(f"it makes a text of more than {MAX_TEXT_CHARS} characters")
+def _check_texts(value: Any, others: list[Any]) -> None:
+    for text in (value, *others):
+        num_chars(text)
 
 
-def _check_text_method(text: str, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Refuse a method of a text that would make a huge one. Returns the arguments, an iterator among them unrolled."""
-    if name in _PADDING_METHODS:
-        _check_width(*args)
-    elif name in ("format", "format_map"):
-        _check_format(text)
-    elif name == "join" and args:
-        parts = list(args[0])
-        _check_size(sum(map(_length, parts)) + len(text) * len(parts))
-        return (parts,)
-    elif name == "replace" and len(args) >= 2:
-        _check_size(len(text) + text.count(args[0]) * _length(args[1]))
-    return args
+def _check_short(value: Any, others: list[Any]) -> None:
+    check_items(num_chars(value))
 
 
-def _check_width(*values: Any) -> None:
-    if any(isinstance(value, int) and value > MAX_WIDTH for value in values):
-        raise SecurityError(f"it pads text to more than {MAX_WIDTH} characters")
+def _check_list(value: Any, others: list[Any]) -> None:
+    check_items(num_items(value))
 
 
-def _check_format(layout: str) -> None:
-    if _WIDE_FIELD.search(layout):
-        raise SecurityError("it formats text with a field of a huge or computed width")
+def _check_narrow(value: Any, others: list[Any]) -> None:
+    check_items(num_items(value))
+    check_width(others)
 
 
-def _length(value: Any) -> int:
-    return len(value) if isinstance(value, str | bytes | list | tuple) else 0
+def _check_numbers(value: Any, others: list[Any]) -> None:
+    check_items(num_items(value))
+    if any(isinstance(other, list | tuple) for other in others):
+        raise SecurityError("it adds up lists")
 
 
-def _count(value: Any) -> int:
-    return value if isinstance(value, int) else 0
+def _check_nothing(value: Any, others: list[Any]) -> None:
+    """It takes no time."""
 
 
-def _num_digits(*values: Any) -> int:
-    return sum(value.bit_length() for value in values if isinstance(value, int))
+_Check = Callable[[Any, list[Any]], None]
+_CHECKS: dict[str, _Check] = dict.fromkeys(
+    ("abs", "attr", "count", "d", "default", "filesizeformat", "first", "float", "int", "last", "length", "random"),
+    _check_nothing,
+)
+_CHECKS |= dict.fromkeys(
+    ("capitalize", "e", "escape", "forceescape", "indent", "join", "lower", "replace", "safe", "string", "tojson",
+     "trim", "truncate", "upper"), _check_texts,
+)  # fmt: skip
+_CHECKS |= dict.fromkeys(("batch", "round", "slice"), _check_narrow)
+_CHECKS |= {"sum": _check_numbers, "title": _check_short}
+"""of what a filter is given; all others go through a list"""
+
+
+def _bounded(function: Callable[..., Any], check: _Check) -> Callable[..., Any]:
+    """A filter or test within the budget. Without one, at compile time, it fails, and so is left for later."""
+    num_own = int(hasattr(function, "jinja_pass_arg"))
+
+    @wraps(function)
+    def bounded(*args: Any, **kwargs: Any) -> Any:
+        spend()
+        check(args[num_own], [*args[num_own + 1 :], *kwargs.values()])
+        return measured(function(*args, **kwargs))
+
+    return bounded
 
 
 def _make_environment() -> _BoundedEnvironment:
     environment = _BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag])
-    filters: dict[str, Callable[..., Any]] = {
-        "counted": _counted,
-        "charged": _charged,
-        "concatenated": _concatenated,
-        "join": _bounded_join,
-        "replace": _bounded_replace,
-        "indent": _bounded_indent,
-        "tojson": _tojson,
-    }
-    environment.filters.update(filters)
-    for name in ("center", "format", "wordwrap", "urlize", "xmlattr", "pprint"):  # amplify, and no prompt needs them
+    for name in _NO_PROMPT_NEEDS:
         del environment.filters[name]
+    environment.filters |= {"indent": _indent, "join": _join, "replace": _replace, "tojson": _tojson}
+    function: Any
+    for name, function in environment.filters.items():
+        environment.filters[name] = _bounded(function, _CHECKS.get(name, _check_list))
+    for name, function in environment.tests.items():
+        environment.tests[name] = _bounded(function, _check_nothing)
+    own = {"charged": _charged, "concatenated": _concatenated, "counted": _counted, "measured": _measured}
+    environment.filters.update(own)
+    del environment.globals["lipsum"]
     environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
     return environment
 

@@ -16,6 +16,8 @@ from typing import Any
 
 import tokenizers
 
+from quire.tokenizer.tokenizer_files import library_errors
+
 _UTF8 = codecs.getincrementaldecoder("utf-8")
 _MAX_UTF8_LEN = 4
 _WINDOW_TOKENS = 4
@@ -60,7 +62,8 @@ class TokenDecoder:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """All the text of `token_ids`."""
         if self._rule is None:
-            return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
+            with library_errors("the tokenizer fails on an output"):
+                return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
         stream = self.stream((), skip_special_tokens)
         text = "".join(map(stream.push, token_ids))
         return text + stream.pending()

@@ -9,7 +9,7 @@ from quire.errors import InvalidPromptError, TokenizerError
 from quire.faults import fault_point
 from quire.tokenizer.chat_template import ChatTemplate, compile_chat_template
 from quire.tokenizer.token_decoder import TextStream, TokenDecoder
-from quire.tokenizer.tokenizer_files import TokenizerFiles, read_tokenizer_files
+from quire.tokenizer.tokenizer_files import TokenizerFiles, library_errors, read_tokenizer_files
 
 
 class Tokenizer:
@@ -59,10 +59,11 @@ class Tokenizer:
         text (a surrogate without its other half).
         """
         fault_point("tokenizer.encode")
-        try:
-            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
-        except TypeError as error:
-            raise InvalidPromptError(f"the text is no Unicode string: {text[:40]!r}") from error
+        with library_errors(f"the tokenizer of {self.source} fails on a text"):
+            try:
+                return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+            except TypeError as error:
+                raise InvalidPromptError(f"the text is no Unicode string: {text[:40]!r}") from error
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`. Bytes that are no UTF-8 show as U+FFFD; ids without a token show as nothing."""

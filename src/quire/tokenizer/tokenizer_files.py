@@ -1,6 +1,7 @@
 """Reading a tokenizer's files: the model itself, its special tokens, its chat templates."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,11 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
-from quire.config.hf_config import read_json_object
-from quire.errors import CheckpointError, TokenizerError
+from quire.config.hf_config import check_file, read_json_object
+from quire.errors import RequestError, TokenizerError
 
 _MAX_TEMPLATE_BYTES = 1024**2
+_MAX_TOKENIZER_BYTES = 256 * 1024**2
 _WHOLE = "tokenizer.json"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SPECIAL_TOKEN_LISTS = ("additional_special_tokens", "extra_special_tokens")
@@ -30,7 +32,7 @@ class TokenizerFiles:
 
 def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     """Read `tokenizer.json`, or `vocab.json` and `merges.txt`, and what stands beside them. Raises TokenizerError."""
-    try:
+    with library_errors(f"the tokenizer of {folder} cannot be read"):
         config = _read_config(folder)
         special_tokens = {role: token for role in _SPECIAL_TOKENS if (token := _content(config.get(role))) is not None}
         backend = _read_backend(folder, config)
@@ -38,10 +40,18 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
         if not (folder / _WHOLE).exists():  # which says itself what stands around a text
             _frame_with_special_tokens(backend, config, special_tokens)
         return TokenizerFiles(backend, special_tokens, _read_chat_templates(folder, config))
-    except TokenizerError:
+
+
+@contextmanager
+def library_errors(what: str) -> Iterator[None]:
+    """Whatever is raised within becomes a TokenizerError: the library raises nothing precise, and its panics are not
+    even Exceptions."""
+    try:
+        yield
+    except (TokenizerError, RequestError, KeyboardInterrupt):
         raise
-    except CheckpointError as error:  # from reading JSON
-        raise TokenizerError(str(error)) from error
+    except BaseException as error:
+        raise TokenizerError(f"{what}: {error}") from error
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -56,12 +66,15 @@ def _read_config(folder: Path) -> dict[str, Any]:
 def _read_backend(folder: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
     whole, vocab, merges = (folder / name for name in (_WHOLE, "vocab.json", "merges.txt"))
     if whole.exists():
-        backend = _parse(whole, lambda: tokenizers.Tokenizer.from_file(str(whole)))
+        with library_errors(f"{whole} cannot be read (half-written?)"):
+            check_file(whole, _MAX_TOKENIZER_BYTES)
+            backend = tokenizers.Tokenizer.from_file(str(whole))
         backend.no_truncation()
         backend.no_padding()
         return backend
     if vocab.exists() and merges.exists():
-        return _parse(vocab, lambda: _byte_level_bpe(vocab, merges, bool(config.get("add_prefix_space", False))))
+        with library_errors(f"{vocab} cannot be read (half-written?)"):
+            return _byte_level_bpe(vocab, merges, bool(config.get("add_prefix_space", False)))
     hint = ""
     if (folder / "tokenizer.model").exists():
         hint = "; its tokenizer.model (SentencePiece alone) is not supported: convert it to tokenizer.json"
@@ -69,13 +82,6 @@ def _read_backend(folder: Path, config: Mapping[str, Any]) -> tokenizers.Tokeniz
         f"{folder} has no tokenizer: looked for tokenizer.json, and for vocab.json with merges.txt{hint}. "
         "Name another folder or hub id with the argument `tokenizer`"
     )
-
-
-def _parse(path: Path, read: Callable[[], tokenizers.Tokenizer]) -> tokenizers.Tokenizer:
-    try:
-        return read()
-    except Exception as error:  # the library raises nothing more precise
-        raise TokenizerError(f"{path} cannot be read (half-written?): {error}") from error
 
 
 def _byte_level_bpe(vocab: Path, merges: Path, add_prefix_space: bool) -> tokenizers.Tokenizer:
@@ -163,12 +169,9 @@ def _read_chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, s
 
 
 def _read_template(path: Path) -> str:
-    try:
-        if path.stat().st_size > _MAX_TEMPLATE_BYTES:
-            raise TokenizerError(f"{path} has {path.stat().st_size} bytes: too large for a chat template")
+    with library_errors(f"{path} cannot be read"):
+        check_file(path, _MAX_TEMPLATE_BYTES)
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TokenizerError(f"{path} cannot be read: {error}") from error
 
 
 def _mapping(config: Mapping[str, Any], key: str) -> dict[str, Any]:

@@ -1,0 +1,453 @@
+"""Every parser of our own, as a function of bytes: "" if it took them, else why it refused them, as it promises to.
+
+Anything else that it raises, a broken promise (AssertionError), or too much time is a find.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import tempfile
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import dataclass
+from functools import cache, partial
+from io import BytesIO, StringIO
+from itertools import pairwise
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+from unittest import mock
+
+import msgspec
+
+from quire.async_llm.engine_client import EngineClient
+from quire.cli import top
+from quire.config.safetensors_header import read_header
+from quire.engine.cache_frame import BlockColumns, CacheEvent, CacheSetup, CacheUpdate, RequestRow
+from quire.engine.engine_process import read_messages
+from quire.engine.messages import (
+    Abort,
+    AddRequest,
+    AddScoring,
+    CacheFrame,
+    RequestDelta,
+    Rows,
+    SequenceDelta,
+    SetCacheView,
+    Start,
+    StartFailed,
+    StepDone,
+    ToClient,
+    to_frame,
+)
+from quire.errors import CheckpointError, ConfigError, InvalidParamsError, QuireError, RequestError, TokenizerError
+from quire.outputs import EngineStats
+from quire.params import SamplingParams
+from quire.server import bodies, sse
+from quire.server.batch_file import BatchRun, read_lines
+from quire.server.errors import ApiError
+from quire.server.protocol.chat import ChatCompletionRequest
+from quire.server.protocol.completions import CompletionRequest
+from quire.server.protocol.messages import MessagesRequest
+from quire.server.protocol.responses import ResponsesRequest
+from quire.server.protocol.tokens import DetokenizeRequest, TokenizeRequest
+from quire.server.tools import (
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    ForcedTools,
+    Parsed,
+    ParsedContent,
+    ParsedReasoning,
+    check_tools,
+    make_parser,
+    tool_choice_structure,
+)
+from quire.simulate.trace import read_trace
+from quire.tokenizer.chat_template import ChatTemplate
+
+
+@dataclass(frozen=True)
+class Target:
+    """One parser."""
+
+    run: Callable[[bytes], str]
+    corpus: Callable[[], list[bytes]]
+    """what it takes, or nearly"""
+    words: tuple[bytes, ...] = ()
+    """pieces of its language"""
+
+
+@cache
+def scratch() -> Path:
+    """A file for those that read files."""
+    folder = tempfile.TemporaryDirectory(prefix="quire-fuzz-")
+    _folders.append(folder)
+    return Path(folder.name) / "input"
+
+
+_folders: list[tempfile.TemporaryDirectory[str]] = []
+"""live as long as the program"""
+
+
+# --- safetensors headers
+
+
+def safetensors(data: bytes) -> str:
+    """Whatever it says, no tensor lies outside the file, or is not as long as its shape."""
+    scratch().write_bytes(data)
+    try:
+        tensors = read_header(scratch())
+    except CheckpointError as error:
+        return refusal(error, len(str(error)) < 4000, "a short message")
+    end = 8 + int.from_bytes(data[:8], "little")
+    for tensor in tensors.values():
+        assert tensor.offset == end
+        assert tensor.num_bytes % max(1, math.prod(tensor.shape)) == 0
+        end += tensor.num_bytes
+    assert end == len(data)
+    return ""
+
+
+def _safetensors_corpus() -> list[bytes]:
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    headers: list[dict[str, Any]] = [
+        {}, {"a": entry}, {"a": entry, "b": entry | {"data_offsets": [8, 16]}, "__metadata__": {"format": "pt"}},
+        {"a": {"dtype": "BF16", "shape": [2, 2], "data_offsets": [0, 8]}},
+        {"a": entry | {"shape": [0], "data_offsets": [0, 0]}},
+    ]  # fmt: skip
+    made = []
+    for header in headers:
+        text = json.dumps(header).encode()
+        num_bytes = max([0, *(entry["data_offsets"][1] for entry in header.values() if "dtype" in entry)])
+        made.append(len(text).to_bytes(8, "little") + text + bytes(num_bytes))
+    return made
+
+
+# --- a model's output
+
+
+_OUTPUTS: list[dict[str, Any]] = [
+    {"reasoning": REASONING_FORMATS["think"]},
+    {"reasoning": REASONING_FORMATS["mistral"], "tools": TOOL_FORMATS["mistral"]},
+    {"reasoning": REASONING_FORMATS["think"].after("<think>"), "tools": TOOL_FORMATS["hermes"]},
+    {"tools": TOOL_FORMATS["hermes"]},
+    {"tools": TOOL_FORMATS["llama3_json"]},
+    {"tools": TOOL_FORMATS["mistral"], "max_calls": 1},
+    {"forced": ForcedTools()},
+    {"forced": ForcedTools("f")},
+]
+
+
+def output(data: bytes) -> str:
+    """A chat's stream: however the text is cut, the answer is the same, and a call has a name and an object."""
+    if len(data) < 2:
+        return "too short"
+    text, options = data[2:].decode("utf-8", "replace"), _OUTPUTS[data[0] % len(_OUTPUTS)]
+    whole = _read_output([text], options)
+    step = 1 + data[1] % 16
+    assert _read_output([text[i : i + step] for i in range(0, len(text), step)], options) == whole, "cut differently"
+    _, _, calls = whole
+    for name, arguments in calls:
+        assert name
+        assert arguments.lstrip().startswith("{")
+    return "" if calls else f"reasoning {bool(whole[0])}, content {bool(whole[1])}"
+
+
+def _read_output(pieces: Sequence[str], options: dict[str, Any]) -> tuple[str, str, list[tuple[str, str]]]:
+    parser = make_parser(**options, new_id=lambda: "id")
+    found = list[Parsed]()
+    for piece in pieces:
+        found += parser.feed(piece)
+    found += parser.finish()
+    reasoning, content, calls = "", "", dict[int, tuple[str, str]]()
+    for item in found:
+        if isinstance(item, ParsedContent):
+            content += item.text
+        elif isinstance(item, ParsedReasoning):
+            reasoning += item.text
+        else:
+            name, arguments = calls.get(item.tool_index, ("", ""))
+            calls[item.tool_index] = name + (item.name or ""), arguments + item.arguments
+    return reasoning, content, list(calls.values())
+
+
+def _output_corpus() -> list[bytes]:
+    texts = [
+        "<think>\nlet me see</think>\n\nYes.", "[THINK]a[/THINK]b", '{"a": "é\U0001f600"}',
+        '<tool_call>\n{"name": "f", "arguments": {"a": [1, {"b": "}]"}]}}\n</tool_call>',
+        '[TOOL_CALLS][{"name": "f", "arguments": {}}]', "[TOOL_CALLS]f[CALL_ID]x[ARGS]{}",
+        '<|python_tag|>{"name": "f", "parameters": {}}; ',
+        '[{"name": "f", "parameters": {"a": -0.5e+3, "b": "\\u00e9\\n", "c": null}}]',
+    ]  # fmt: skip
+    return [bytes([kind, 3]) + text.encode() for kind in range(len(_OUTPUTS)) for text in texts]
+
+
+# --- tools, as requests give them
+
+
+def tools(data: bytes) -> str:
+    """What is checked can be made a grammar of."""
+    try:
+        given = msgspec.json.decode(data)
+    except (ValueError, RecursionError):
+        return "no JSON"
+    listed, choice = (given.get("tools"), given.get("tool_choice")) if isinstance(given, dict) else (given, "auto")
+    try:
+        check_tools(listed, choice)
+        tool_choice_structure(listed, choice)
+    except (InvalidParamsError, RecursionError) as error:  # a server answers both with 400
+        return refusal(error)
+    return ""
+
+
+def _tools_corpus() -> list[bytes]:
+    tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+    defs = {"$defs": {"a": {"type": "integer"}}, "properties": {"x": {"$ref": "#/$defs/a"}}}
+    other = {"type": "function", "function": {"name": "g", "parameters": defs}}
+    choices: list[Any] = ["auto", "required", "none", {"type": "function", "function": {"name": "f"}}, None]
+    return [json.dumps({"tools": [tool, other], "tool_choice": choice}).encode() for choice in choices]
+
+
+# --- events of streams
+
+
+def events(data: bytes) -> str:
+    """What we write is one event to every reader; what we read, as `quire top` does, ends with an error in words."""
+    text = data.decode("utf-8", "replace")
+    framed = sse.frame(msgspec.json.encode(text))
+    assert [json.loads(line[6:]) for line in framed.decode().split("\n") if line] == [text]
+    assert framed.count(b"\n") == 2
+    options, shown = argparse.Namespace(url="http://localhost", api_key=None, once=True), StringIO()
+    with mock.patch.object(urllib.request, "urlopen", return_value=BytesIO(data)), redirect_stdout(shown):
+        try:
+            top.run(options)
+        except QuireError as error:
+            return refusal(error)
+    assert shown.getvalue().replace("\n", "").isprintable()
+    return ""
+
+
+_COUNTERS = (
+    "running", "waiting", "swapped", "used_blocks", "generated_tokens", "prefix_hit", "prefix_queried", "preemptions",
+    "preemptions_by_swap", "prefix_evicted",
+)  # fmt: skip
+
+
+def _events_corpus() -> list[bytes]:
+    columns = BlockColumns([0, 1], [1, 2], [0, 1], [4, 4], [0, 1], [0, 0], [5, 6], [0, 5], [[], [0]])
+    row = RequestRow(0, "id", "running", "decode", "tenant", 0, 1, 8, 0, 9, 1, 16, 1, 0)
+    counters = dict.fromkeys(_COUNTERS, 1)
+    whole = CacheUpdate(
+        0, 1.0, CacheSetup(4, 8, 0, 1, 4), columns, None, [row], [], counters, [CacheEvent("started")], 0
+    )
+    more = CacheUpdate(1, 2.0, None, columns, None, [], [0], {"generated_tokens": 5, "used_blocks": 9})
+    made = [sse.frame(msgspec.json.encode(update)) for update in (whole, more)]
+    return [*made, b"".join(made), sse.KEEP_ALIVE + made[0] + sse.DONE]
+
+
+# --- messages between server and engine
+
+
+def messages(data: bytes) -> str:
+    """Reading ends, and says so, whatever comes; nobody waits for ever."""
+    inbox: SimpleQueue[Any] = SimpleQueue()
+    with _quiet():
+        read_messages(BytesIO(data), inbox)
+    taken = list(iter(inbox.get, None))
+    assert inbox.empty()
+    for message in taken:
+        if isinstance(message, AddRequest):
+            _tried(partial(msgspec.msgpack.decode, message.params, type=SamplingParams), RequestError, RecursionError)
+    return "" if asyncio.run(_read_as_client(data)) or taken else "nonsense"
+
+
+async def _read_as_client(data: bytes) -> bool:
+    client = EngineClient.__new__(EngineClient)
+    client._reader, client._decoder = asyncio.StreamReader(), msgspec.msgpack.Decoder(ToClient)
+    client._reader.feed_data(data)
+    client._reader.feed_eof()
+    num_messages = 0
+    while (message := await client._receive()) is not None:
+        num_messages += 1
+        deltas = message.deltas if isinstance(message, StepDone) else []
+        for rows in [sequence.logprobs for delta in deltas for sequence in delta.sequences if sequence.logprobs]:
+            _tried(rows.unpack)
+    return num_messages > 0
+
+
+def _messages_corpus() -> list[bytes]:
+    params = msgspec.Raw(msgspec.msgpack.encode(SamplingParams(stop_token_ids=[1], logit_bias={5: 1.0})))
+    rows = Rows(b"\1\0\0\0", b"\0\0\0\0", b"\1\0\0\0")
+    sequence = SequenceDelta(0, [5], "stop", 5, rows)
+    counts: dict[str, Any] = dict.fromkeys(EngineStats.__dataclass_fields__, 0)
+    stats = EngineStats(**counts | {"prefix_cache": {"hit": 1}})
+    told: list[Any] = [
+        Start({"model": "quire-tiny", "max_model_len": 64}), AddRequest(1, "a", [5, 6], "salt", 1.0, False, params),
+        AddScoring(2, "b", [5, 6], 1, ""), Abort("a"), SetCacheView(True), StartFailed("ConfigError", "no"),
+        StepDone([RequestDelta(1, [sequence], True, 3, None, rows, "error", "kind")], stats), CacheFrame(b"{}"),
+    ]  # fmt: skip
+    made = [to_frame(message) for message in told]
+    return [*made, b"".join(made[:5])]
+
+
+# --- files
+
+
+def trace(data: bytes) -> str:
+    """The requests of a simulation: in order, or an error that names the line."""
+    scratch().write_bytes(data)
+    try:
+        requests = list(read_trace(scratch()))
+    except ConfigError as error:
+        return refusal(error, "line" in str(error), "the number of the line")
+    assert all(before.arrival_s <= after.arrival_s for before, after in pairwise(requests))
+    return "" if requests else "no line"
+
+
+def _trace_corpus() -> list[bytes]:
+    lines: list[dict[str, Any]] = [
+        {"arrival_s": 0, "prompt_len": 5, "output_len": 3},
+        {"arrival_s": 1.5, "prompt_len": 9, "output_len": 1, "n": 4, "tenant": "a"},
+        {"arrival_s": 2, "prompt_len": 9, "output_len": 1, "session": 1, "prefix_group": 3, "prefix_len": 4},
+        {"arrival_s": 3, "prompt_len": 9, "output_len": 1, "session": 1, "think_s": 1, "priority": -3, "beam_width": 2},
+    ]  # fmt: skip
+    made = [json.dumps(line).encode() + b"\n" for line in lines]
+    return [*made, b"".join(made)]
+
+
+async def _answering(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"{}"})
+
+
+def batch(data: bytes) -> str:
+    """Each line has its result, which can be written down."""
+    scratch().write_bytes(data)
+    run = BatchRun(
+        app=_answering, paths={"/v1/completions"}, is_running=lambda: True, max_in_flight=1, max_body_bytes=4096
+    )
+
+    async def results() -> list[Any]:
+        return [await run._result(line, False) for line in read_lines(scratch(), run.max_body_bytes)]
+
+    made = asyncio.run(results())
+    for result in made:
+        line = msgspec.json.encode(result)
+        assert b"\n" not in line
+        assert (result.response is None) != (result.error is None)
+    return ", ".join({result.error.message if result.error else "" for result in made}) or ("" if made else "no line")
+
+
+def _batch_corpus() -> list[bytes]:
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a", "stream": False}}
+    made = [json.dumps(line).encode(), json.dumps(line | {"url": "/v1/models"}).encode(), b'{"custom_id": null}']
+    return [*made, b"\n".join(made), b"\n" + made[0] + b"\r\n" * 3]
+
+
+# --- bodies of requests
+
+
+_BODIES: list[type[msgspec.Struct]] = [
+    CompletionRequest, ChatCompletionRequest, ResponsesRequest, MessagesRequest, TokenizeRequest, DetokenizeRequest
+]  # fmt: skip
+
+
+def body(data: bytes) -> str:
+    """A struct, or a refusal that can be sent."""
+    if not data:
+        return "too short"
+    try:
+        made, unknown = bodies.decode(data[1:], _BODIES[data[0] % len(_BODIES)])
+    except ApiError as error:
+        msgspec.json.decode(error.to_json("/v1/completions"))
+        return refusal(error, error.status in (400, 413), "a status that says who is wrong")
+    assert bodies.warning(unknown).isascii()
+    assert bodies.warning(unknown).isprintable()
+    _tried(lambda: msgspec.json.encode(made), RecursionError)
+    return ""
+
+
+def _body_corpus() -> list[bytes]:
+    user = [{"role": "user", "content": [{"type": "text", "text": "é"}]}]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    given: list[tuple[int, dict[str, Any]]] = [
+        (0, {"prompt": ["a", "b"], "max_tokens": 5, "logit_bias": {"5": 1.5}, "stop": ["a"], "stream": True, "n": 2}),
+        (0, {"prompt": [[1, 2]], "guided_json": {"type": "object"}, "seed": -5, "logprobs": 3, "unknown": {"a": [1]}}),
+        (1, {"messages": user, "tools": [tool], "tool_choice": "auto", "response_format": {"type": "json_object"}}),
+        (2, {"input": user, "metadata": {"a": "b"}, "reasoning": {"effort": "low"}, "previous_response_id": "resp_x"}),
+        (3, {"messages": user, "max_tokens": 5, "system": "s", "thinking": {"type": "enabled", "budget_tokens": 9}}),
+        (4, {"messages": user, "add_generation_prompt": True}), (5, {"tokens": [1, 2, 3]}),
+    ]  # fmt: skip
+    return [bytes([kind]) + json.dumps(fields).encode() for kind, fields in given]
+
+
+# --- chat templates
+
+
+def template(data: bytes) -> str:
+    """Any text is a template or is refused, and a conversation written down or refused, in a bounded time."""
+    given: list[dict[str, Any]] = [{"role": "user", "content": "Hi <x>"}, {"role": "assistant", "content": None}]
+    try:
+        ChatTemplate(data.decode("utf-8", "replace")).render(
+            given, add_generation_prompt=True, continue_final_message=False, tools=[{"a": 1}], variables={"b": [1, 2]}
+        )
+    except (TokenizerError, RequestError) as error:
+        return refusal(error)
+    return ""
+
+
+def _template_corpus() -> list[bytes]:
+    texts = [
+        "{% for m in messages %}{{ m.role ~ ': ' ~ m['content'] | trim }}\n{% endfor %}{{ tools | tojson(indent=2) }}",
+        "{%- set ns = namespace(x=0) -%}{%- for i in range(3) -%}{%- set ns.x = ns.x + i * 2 ** 3 -%}{%- endfor -%}",
+        "{% macro f(a, b=1) %}{{ '%s' % a }}{% endmacro %}{{ f('x'.join(['a', 'b'])) }}{{ messages[::-1] | length }}",
+        "{% if b is defined and 1 in b %}{{ b | map('string') | join('-') }}{% elif messages[0].content %}x{% endif %}",
+        "{{ '{:>5}'.format(3) }}{{ b | batch(2) | list }}{{ raise_exception('no') if not tools }}",
+        "{{ strftime_now('%Y') }}",
+        "{% generation %}{% set x %}a{% endset %}{{ x | replace('a', 'b') | upper }}{% endgeneration %}{# no #}",
+    ]  # fmt: skip
+    return [text.encode() for text in texts]
+
+
+# --- all
+
+
+def refusal(error: Exception, is_kept: bool = True, what: str = "") -> str:
+    """Why the input was refused; AssertionError unless it was as promised."""
+    assert is_kept, f"a refusal without {what}"
+    return str(error) or type(error).__name__
+
+
+def _tried(parse: Callable[[], object], *errors: type[Exception]) -> None:
+    """Whatever it takes or refuses, as those do who call it."""
+    expected: tuple[type[Exception], ...] = (*errors, msgspec.MsgspecError, ValueError)
+    with suppress(*expected):
+        parse()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with mock.patch("quire.engine.engine_process.logger"):
+        yield
+
+
+_JSON = b'" { } [ ] : , null true 1e400 -0 \\u0000 \\ud800 1.5 \xff 999999999999999999999999999999'.split()
+_JINJA = (
+    b"{{ |}} |{% for i in range(9) %}|{% endfor %}|map(|**|[::-1]|'x' * 9|{% set x = |.format(|tojson| ~ | in | is "
+)
+_TAGS = b'<tool_call> </tool_call> <think> </think> [TOOL_CALLS] [ARGS] <|python_tag|> {"name":"f","arguments":{ ;'
+TARGETS = {
+    "safetensors": Target(safetensors, _safetensors_corpus, (*_JSON, *b"dtype shape data_offsets F32".split())),
+    "output": Target(output, _output_corpus, (*_JSON, *_TAGS.split())),
+    "tools": Target(tools, _tools_corpus, (*_JSON, *b"$ref #/$defs/a function parameters required name".split())),
+    "events": Target(events, _events_corpus, (*_JSON, b"\n\n", b"\r\n", *b"data: : event: setup gone [7]".split())),
+    "messages": Target(messages, _messages_corpus, (b"\xc0", b"\xff", b"\x91", b"\xdf\xff\xff\xff\xff", b"\xa4type")),
+    "trace": Target(trace, _trace_corpus, (*_JSON, b"\n", *b"session prefix_len arrival_s".split())),
+    "batch": Target(batch, _batch_corpus, (*_JSON, b"\n", *b"custom_id body stream url".split())),
+    "body": Target(body, _body_corpus, (*_JSON, *b"messages max_tokens content \xed\xa0\x80 input stream".split())),
+    "template": Target(template, _template_corpus, tuple(_JINJA.split(b"|"))),
+}

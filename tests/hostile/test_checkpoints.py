@@ -1,0 +1,164 @@
+"""Checkpoints from strangers: nothing in them is run, nothing outside of them is read, and each error is one line."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM
+from quire.errors import CheckpointError, OutOfMemoryError
+from tests.hostile.target import PATIENCE, RESULTS
+from tests.hostile.test_templates import TINY
+
+WEIGHTS = "model.safetensors"
+
+
+class Payload:
+    """Runs when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def header(folder: Path, entries: Any, data: bytes = b"", length: int | None = None) -> None:
+    text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
+    (folder / WEIGHTS).unlink()
+    size = len(text) if length is None else length
+    (folder / WEIGHTS).write_bytes(size.to_bytes(8, "little") + text + data)
+
+
+def entry(shape: list[int], start: int, end: int, dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+def index(folder: Path, file: Any) -> None:
+    (folder / WEIGHTS).rename(folder / "a.safetensors")
+    names = {"model.embed_tokens.weight": "a.safetensors", "model.norm.weight": file}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+def config(folder: Path, **values: Any) -> None:
+    path = folder / "config.json"
+    text = json.loads(path.read_text()) | values
+    path.unlink()
+    path.write_text(json.dumps(text))
+
+
+def rewrite(folder: Path, name: str, text: bytes) -> None:
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).write_bytes(text)
+
+
+def huge_header(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    with (folder / WEIGHTS).open("wb") as file:
+        file.write((90_000_000).to_bytes(8, "little"))
+        file.truncate(90_000_008)
+
+
+def many_tensors(folder: Path) -> None:
+    header(folder, {f"t{i}": entry([1], 4 * i, 4 * i + 4) for i in range(50_000)}, bytes(200_000))
+
+
+def with_code(folder: Path) -> None:
+    """As transformers would run it, if it were told to trust it."""
+    config(folder, auto_map={"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}, architectures=["M"])
+    for name in ("code.py", "__init__.py", "sitecustomize.py", "modeling_llama.py", "conftest.py"):
+        (folder / name).write_text(f"import os; os.mkdir({str(folder / 'RAN')!r})")
+
+
+def in_pickle(name: str) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        (folder / WEIGHTS).unlink()
+        (folder / name).write_bytes(pickle.dumps(Payload(folder / "RAN")))
+
+    return make
+
+
+HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a header beyond the file": (lambda f: header(f, {"a": entry([2], 0, 8)}, bytes(8), 2**63), "truncated"),
+    "a header of all memory": (lambda f: header(f, b"", b"", 2**64 - 1), "truncated"),
+    "an enormous header": (huge_header, "not valid JSON"),
+    "50,000 tensors": (many_tensors, "unexpected|lacks|missing"),
+    "overlapping tensors": (
+        lambda f: header(f, {"a": entry([4], 0, 16), "b": entry([4], 8, 24)}, bytes(24)), "overlaps"
+    ),
+    "negative offsets": (lambda f: header(f, {"a": entry([2], -8, 0)}, bytes(8)), "malformed"),
+    "offsets backwards": (lambda f: header(f, {"a": entry([2], 8, 0)}, bytes(8)), "malformed"),
+    "offsets beyond the file": (lambda f: header(f, {"a": entry([2**40], 0, 2**42)}, bytes(8)), "truncated"),
+    "offsets beyond every number": (lambda f: header(f, {"a": entry([2], 2**70, 2**70 + 8)}), "malformed"),
+    "a shape beyond every number": (lambda f: header(f, {"a": entry([2**61] * 50_000, 0, 8)}, bytes(8)), "malformed"),
+    "a tensor twice": (lambda f: header(f, b'{"a": {"dtype": "F32"}, "a": {"dtype": "F32"}}'), "twice"),
+    "a header nested deeply": (lambda f: header(f, b"[" * 1_000_000), "not valid JSON"),
+    "a header that is no UTF-8": (lambda f: header(f, b'{"\xff\xfe": 1}'), "not valid JSON"),
+    "an unknown dtype": (lambda f: header(f, {"a": entry([2], 0, 8, "OBJECT")}, bytes(8)), "dtype"),
+    "an index that climbs": (lambda f: index(f, "../../../../etc/passwd"), "of the same folder"),
+    "an index to a safetensors file elsewhere": (lambda f: index(f, "../model.safetensors"), "of the same folder"),
+    "an absolute path in the index": (lambda f: index(f, "/etc/passwd.safetensors"), "of the same folder"),
+    "an index with a NUL": (lambda f: index(f, "a\0.safetensors"), "lacks the weight file"),
+    "an index of no names": (lambda f: index(f, {"a": 1}), "of the same folder"),
+    "weights in a pickle": (in_pickle("pytorch_model.bin"), "can run code"),
+    "a pickle with another ending": (in_pickle("model.pt"), "can run code"),
+    "a pickle that is called safetensors": (in_pickle(WEIGHTS), "truncated|not a safetensors|not valid JSON"),
+    "code of its own": (with_code, "'M'"),
+    "a config nested deeply": (lambda f: rewrite(f, "config.json", b'{"a":' * 200_000), "not valid JSON"),
+    "a config of 20 MB": (lambda f: rewrite(f, "config.json", b" " * 20_000_000 + b"{}"), "at most"),
+    "a config that is a device": (lambda f: ((f / "config.json").unlink(), (f / "config.json").symlink_to("/dev/zero")),
+                                  "is no file"),
+    "a config of huge sizes": (lambda f: config(f, hidden_size=2**30), "do not fit into this machine"),
+    "a config of a billion layers": (lambda f: config(f, num_hidden_layers=2**30), "more than 4096"),
+    "no numbers in the config": (lambda f: config(f, hidden_size=float("inf")), "hidden_size"),
+    "a tokenizer that is none": (lambda f: rewrite(f, "tokenizer.json", b'{"model": null}'), "tokenizer.json"),
+    "a tokenizer nested deeply": (lambda f: rewrite(f, "tokenizer.json", b"[" * 1_000_000), "tokenizer.json"),
+    "a tokenizer of no Unicode": (
+        lambda f: rewrite(f, "tokenizer_config.json", b'{"eos_token": "\\ud800"}'), "tokenizer"
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The embedded checkpoint, to be spoilt."""
+    made = tmp_path / "checkpoint"
+    made.mkdir()
+    for file in TINY.iterdir():
+        (made / file.name).symlink_to(file)
+    return made
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_offline(folder: Path, name: str):
+    spoil, words = HOSTILE[name]
+    spoil(folder)
+    start_s = time.monotonic()
+    with pytest.raises((CheckpointError, OutOfMemoryError), match=words) as caught:
+        LLM(str(folder), num_gpu_blocks_override=8, max_model_len=64)
+    assert time.monotonic() - start_s < 3 * PATIENCE
+    assert len(str(caught.value)) < 4000
+    assert not (folder / "RAN").exists(), "code of the checkpoint was run"
+    RESULTS.counts["checkpoints offline"] += 1
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "code of its own" else [pytest.mark.thorough]) for name in HOSTILE]
+)
+def test_a_server_does_not_start(folder: Path, name: str):
+    """It says why in a few lines, and ends with a status."""
+    HOSTILE[name][0](folder)
+    command = [sys.executable, "-m", "quire", "serve", "--model", str(folder), "--port", "0", "--max-model-len", "64"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60 * PATIENCE, cwd=folder)
+    assert ended.returncode == 1, ended.stderr
+    assert "Traceback" not in ended.stderr, ended.stderr
+    assert len(ended.stderr) < 8000
+    assert not (folder / "RAN").exists(), "code of the checkpoint was run"
+    RESULTS.counts["checkpoints served"] += 1

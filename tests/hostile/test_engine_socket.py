@@ -1,0 +1,120 @@
+"""Messages between server and engine that are none: either side ends them, and leaves nothing behind."""
+
+import asyncio
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from quire.async_llm.engine_client import EngineClient
+from quire.engine.messages import Abort, Ready, Start, ToClient, to_frame
+from quire.errors import EngineDeadError
+from tests.clients.served import WAIT_S
+from tests.hostile.target import Target
+
+
+def framed(content: bytes) -> bytes:
+    return len(content).to_bytes(4, "little") + content
+
+
+NONSENSE = {
+    "random bytes": bytes(range(256)) * 8,
+    "HTTP": b"GET / HTTP/1.1\r\nhost: a\r\n\r\n",
+    "a frame of 4 GB": b"\xff\xff\xff\xff" + bytes(100),
+    "half a frame": framed(b"x" * 100)[:50],
+    "JSON": framed(b'{"type": "Start", "args": {}}'),
+    "a pickle": framed(b"\x80\x04\x8c\x02os\x94\x8c\x06system\x94\x93\x94\x8c\x04true\x94\x85\x94R\x94."),
+    "no UTF-8": framed(b"\x82\xa4type\xa5Abort\xaarequest_id\xa2\xff\xff"),
+    "nested too deeply": framed(b"\x82\xa4type\xa5Start\xa4args\x81\xa1a" + b"\x91" * 20_000 + b"\x01"),
+    "a map of 4 billion": framed(b"\x82\xa4type\xa5Start\xa4args\xdf\xff\xff\xff\xff"),
+    "an unknown kind": framed(b"\x81\xa4type\xa4Exec"),
+    "an extension": framed(b"\xc7\x05\x01hello"),
+}
+
+
+def engine_process() -> tuple[subprocess.Popen[bytes], socket.socket]:
+    ours, its = socket.socketpair()
+    with its:
+        command = [sys.executable, "-P", "-m", "quire.engine.engine_process", str(its.fileno())]
+        process = subprocess.Popen(command, pass_fds=[its.fileno()], stderr=subprocess.PIPE)
+    ours.settimeout(WAIT_S)
+    return process, ours
+
+
+def end(process: subprocess.Popen[bytes]) -> str:
+    """What it has said, once it has ended by itself."""
+    try:
+        return process.communicate(timeout=WAIT_S)[1].decode()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", NONSENSE)
+def test_an_engine_that_is_told_nonsense_ends(name: str):
+    """Instead of what engine to make, and later, instead of a request. It is nobody's any more."""
+    process, ours = engine_process()
+    with ours:
+        ours.sendall(NONSENSE[name])
+        ours.shutdown(socket.SHUT_WR)
+        assert ours.recv(10) == b""
+    assert "Exception in thread" not in end(process)
+    process, ours = engine_process()
+    with ours:
+        ours.sendall(to_frame(Start({"num_gpu_blocks_override": 8, "max_model_len": 64})))
+        head = ours.recv(4)
+        assert isinstance(msgspec.msgpack.decode(ours.recv(int.from_bytes(head, "little")), type=ToClient), Ready)
+        ours.sendall(to_frame(Abort("nobody's")) + NONSENSE[name])
+        if name in ("half a frame",):
+            ours.shutdown(socket.SHUT_WR)
+        while ours.recv(65536):
+            pass
+    assert "Exception in thread" not in end(process)
+
+
+@pytest.mark.parametrize("name", NONSENSE)
+def test_a_server_that_is_told_nonsense_gives_its_engine_up(name: str):
+    """All that waits for the engine is told so, and its process is ended."""
+
+    async def main() -> None:
+        ours, its = socket.socketpair()
+        process = subprocess.Popen(["sleep", "600"])
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        client, died = EngineClient(process, reader, writer), asyncio.get_running_loop().create_future()
+        client.listen(lambda message: None, died.set_result)
+        with its:
+            its.sendall(NONSENSE[name])
+            its.shutdown(socket.SHUT_WR)
+            process.terminate()  # an engine would end with its socket
+            assert isinstance(await asyncio.wait_for(died, WAIT_S), EngineDeadError)
+        await client.close()
+        assert process.returncode is not None
+
+    asyncio.run(main())
+
+
+def test_nobody_else_can_talk_to_the_engine(guarded: Target):
+    """The server listens for HTTP, and the engine for nobody: their socket has no name."""
+    server, engine = (set(sockets_of(pid)) for pid in guarded.served.pids)
+    listening = {line.split()[9] for line in Path("/proc/net/tcp").read_text().splitlines()[1:] if " 0A " in line}
+    named = {line.split()[6] for line in Path("/proc/net/unix").read_text().splitlines()[1:] if len(line.split()) > 7}
+    assert len(server & listening) == 1
+    assert not engine & listening
+    assert not (server | engine) & named
+
+
+def sockets_of(pid: int) -> list[str]:
+    found = []
+    for descriptor in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            link = os.readlink(f"/proc/{pid}/fd/{descriptor}")
+        except FileNotFoundError:
+            continue
+        found += re.findall(r"socket:\[(\d+)\]", link)
+    return found
