@@ -75,7 +75,8 @@ def test_a_planted_bug_is_noticed(injections, monkeypatch, owner, method, plante
     told: list[str] = []
     scene = injections.Scene()
     for which in range(4):
-        scene.undisturbed(which)
+        for setup in injections.SETUPS:
+            scene.passes(which, setup)
     monkeypatch.setattr(injections, "Scene", lambda: scene)
     monkeypatch.setattr(owner, method, planted)
     for number in range(NOTICED_WITHIN):
@@ -85,11 +86,9 @@ def test_a_planted_bug_is_noticed(injections, monkeypatch, owner, method, plante
 
 
 def test_a_run_is_the_same_every_time(injections):
-    scene = injections.Scene()
-    passes = {which: scene.undisturbed(which)[1] for which in range(2)}
-    first, second = ([injections.choose(seed, n, passes.get, 2) for n in range(50)] for seed in (1, 1))
-    assert first == second
-    assert first != [injections.choose(2, n, passes.get, 2) for n in range(50)]
+    passes = dict.fromkeys(injections.COMMON | injections.OWN, 20)
+    first, second, other = ([injections.choose(seed, n, lambda *_: passes, 9) for n in range(50)] for seed in (1, 1, 2))
+    assert first == second != other
 
 
 def test_every_point_is_in_the_code_and_none_beside():
