@@ -311,7 +311,7 @@ class LLMEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do."""
-        return bool(self._groups)
+        return bool(self._groups) or self._ahead is not None
 
     def default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json recommends, over SamplingParams' own defaults."""
