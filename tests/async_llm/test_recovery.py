@@ -119,6 +119,24 @@ def test_a_request_that_kills_engines_ends_and_they_do_not(monkeypatch: pytest.M
         door.close()
 
 
+def test_an_engine_that_hangs_over_a_request_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environment(Fault("engine.take", "delay", seconds=600, subject="endless")).items():
+        monkeypatch.setenv(name, value)
+    door = door_of(3.0)
+
+    async def hang() -> None:
+        with pytest.raises(EngineDeadError, match="did not get on for 3 s"):
+            await anext(door.llm.generate("a", GREEDY, request_id="endless"))
+        while not door.llm.is_running:
+            await asyncio.sleep(0.01)
+        assert (await door.outputs("a", GREEDY))[-1].finished
+
+    try:
+        door.run(hang())
+    finally:
+        door.close()
+
+
 @pytest.mark.parametrize(
     "fault",
     [

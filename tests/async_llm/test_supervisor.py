@@ -173,7 +173,12 @@ def test_who_sends_in_between_is_told_why_not_and_when(caplog: pytest.LogCapture
 
 def test_engines_that_do_not_start_are_a_loss_in_the_end_but_no_reason_to_give_up() -> None:
     async def scene(stage: Stage, listener: Listener) -> None:
-        stage.failures = [OutOfMemoryError("no room"), EngineDeadError("gone"), OSError("no files"), OSError("again")]
+        stage.failures = [
+            OutOfMemoryError("no room"),
+            EngineDeadError("gone"),
+            OSError("no files"),
+            RuntimeError("a bug"),
+        ]
         stage.clients[0].die()
         await stage.restarted(2)
         assert [event for event, _ in listener.events] == ["death", "loss", "restart"]

@@ -12,7 +12,7 @@ from typing import Protocol
 from quire.async_llm.engine_client import EngineClient
 from quire.config.args import EngineArgs
 from quire.engine.messages import CacheFrame, Ready, StepDone, ToEngine
-from quire.errors import EngineDeadError, QuireError
+from quire.errors import EngineDeadError
 from quire.log import logger
 
 FIRST_DELAY_S = 0.5
@@ -149,7 +149,7 @@ class Supervisor:
             start_s = self._clock()
             try:
                 client = await self._start(self._args, self._hang_timeout_s)
-            except (QuireError, OSError) as error:
+            except Exception as error:  # of whatever kind: to try again is all that can be done
                 num_failed += 1
                 logger.error("the engine could not be started (%d in a row): %s", num_failed, error)
                 cause = f"{cause}, and the last that was started failed ({error})"[:500]

@@ -153,8 +153,8 @@ class EngineProcess:
 
     def _add(self, message: AddRequest | AddScoring) -> list[RequestDelta]:
         """Queue a request; if the engine refuses it after all, that is its end."""
-        fault_point("engine.take", message.request_id)
         try:
+            fault_point("engine.take", message.request_id)
             if isinstance(message, AddRequest):
                 prompt = {"prompt_token_ids": message.token_ids, "cache_salt": message.cache_salt}
                 kind: type[BeamSearchParams | SamplingParams]
