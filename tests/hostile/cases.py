@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.grammar.test_refused import HOSTILE
 from tests.hostile.target import CHAT, COMPLETIONS
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -164,12 +165,13 @@ PARAMS = [
         served(logit_bias={str(i): -100 for i in range(1024)}),
     ]),
     Case("ids in allowed_token_ids at and past every width", [
-        served(allowed_token_ids=[VOCAB - 1]), served(allowed_token_ids=[5] * 250_000),
+        served(allowed_token_ids=[VOCAB - 1]), served(allowed_token_ids=[5] * VOCAB),
+        either(allowed_token_ids=[5] * 250_000),
         *[refused("allowed_token_ids", allowed_token_ids=[5, i]) for i in PAST + BEFORE],
         *[beyond(allowed_token_ids=[i]) for i in OVER_64_BITS],
         refused("allowed_token_ids", allowed_token_ids=list(range(262_145))),
         refused("allowed_token_ids", allowed_token_ids=[]), refused("allowed_token_ids", allowed_token_ids=[1.5]),
-        Ask({"allowed_token_ids": [5] * 200_000, "prompt": ["a"] * 500}, words="fewer prompts", is_online_only=True),
+        Ask({"allowed_token_ids": [5] * 200_000, "prompt": ["a"] * 500}, words="8,192|fewer", is_online_only=True),
     ]),
     Case("ids in stop_token_ids at and past every width", [
         served(stop_token_ids=[VOCAB - 1] * 1024), refused("stop_token_ids", stop_token_ids=[5] * 1025),
@@ -198,6 +200,12 @@ PARAMS = [
     ], limit_s=4),
 ]  # fmt: skip
 
+
+STRUCTURES = [
+    Case(f"a hostile structure: {name}", [either(structured_outputs=fields, max_tokens=20)], limit_s=15, is_quick=False)
+    for name, fields in HOSTILE.items()
+]
+"""which tests/grammar tries beside a neighbour"""
 
 EXPLODING = {
     "nested counts": "((a{1,1000}){1,1000}){1,1000}",

@@ -3,11 +3,11 @@
 import pytest
 
 from tests.hostile.attack import run
-from tests.hostile.cases import GRAMMARS, PARAMS, Case
+from tests.hostile.cases import GRAMMARS, PARAMS, STRUCTURES, Case
 
 CASES = [
     pytest.param(case, id=case.name, marks=[] if case.is_quick else [pytest.mark.thorough])
-    for case in (*PARAMS, *GRAMMARS)
+    for case in (*PARAMS, *GRAMMARS, *STRUCTURES)
 ]
 
 

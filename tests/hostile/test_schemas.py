@@ -14,7 +14,7 @@ def written_bytes(target: Target) -> int:
     return sum(int(each[each.index("write_bytes:") + 1]) for each in fields) - target.log.stat().st_size
 
 
-@pytest.mark.parametrize("num", [pytest.param(300, id="300"), pytest.param(10_000, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("num", [150, pytest.param(10_000, marks=pytest.mark.thorough)])
 def test_distinct_schemas(guarded_server: Target, num: int):
     """Of each kind in turn, each of them new."""
     target = guarded_server

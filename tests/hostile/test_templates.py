@@ -20,7 +20,6 @@ from tests.tokenizer.hostile_templates import ENDLESS, ESCAPES
 USER = [{"role": "user", "content": "Hi"}]
 TINY = Path(quire.__file__).parent / "checkpoints" / "quire-tiny"
 RUNS_ON = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-SLOW = ENDLESS[:1] + [template for template in ENDLESS if "in long %}" in template]
 
 
 def chat(target: Target, **fields: Any) -> Any:
@@ -45,16 +44,12 @@ def refuse(target: Target, templates: list[str]) -> None:
         assert reply.seconds < 3 * PATIENCE, template[:200]
 
 
-def test_endless_templates_from_clients(open_to_all: Target):
-    """Where they are allowed. The others of the list run in `make hostile`."""
-    refuse(open_to_all, SLOW[:1] + ENDLESS[-8:])
-
-
 @pytest.mark.thorough
-def test_all_endless_templates_from_clients(open_to_all: Target):
+def test_endless_templates_from_clients(open_to_all: Target):
     refuse(open_to_all, ENDLESS)
 
 
+@pytest.mark.thorough
 def test_sandbox_escapes(open_to_all: Target):
     for template in ESCAPES:
         reply = chat(open_to_all, chat_template=template + "!", echo=True)
@@ -70,6 +65,7 @@ BROKEN = [
 ]  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_broken_templates(open_to_all: Target):
     refuse(open_to_all, BROKEN)
 
@@ -145,7 +141,7 @@ def answers() -> Iterator[tuple[str, Any, Any]]:
     """What the model says, and how it is read."""
     for tool_format in TOOL_FORMATS.values():
         for reasoning in (None, REASONING_FORMATS["think"]):
-            for text in SAID:
+            for text in SAID[::2] if reasoning else SAID[1::2]:
                 yield text[:400], tool_format, reasoning
 
 

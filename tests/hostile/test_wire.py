@@ -66,12 +66,13 @@ NONSENSE: dict[str, tuple[list[bytes], tuple[int, ...]]] = {
     "a form": ([HEAD + b"content-type: multipart/form-data; boundary=x\r\ncontent-length: 3\r\n\r\n--x"], (415,)),
 }  # fmt: skip
 SLOW = [
-    "nothing at all", "headers that do not end", "a body that does not come", "half a body", "a chunk of all memory",
+    "headers that do not end", "a body that does not come", "half a body", "a chunk of all memory", "nothing at all",
+    "HTTP/0.9",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[pytest.mark.thorough] if name in SLOW[3:] else []) for name in NONSENSE
+    pytest.param(name, marks=[pytest.mark.thorough] if name in SLOW[1:] else []) for name in NONSENSE
 ])  # fmt: skip
 def test_what_is_no_request(guarded: Target, name: str):
     pieces, statuses = NONSENSE[name]
@@ -147,11 +148,12 @@ def test_clients_that_leave_in_the_middle(guarded: Target):
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
-def test_clients_that_read_nothing(guarded: Target):
+@pytest.mark.parametrize("num", [2, pytest.param(12, marks=pytest.mark.thorough)])
+def test_clients_that_read_nothing(guarded: Target, num: int):
     """They are cut off, or their answers are kept for them by the system, while they hold on."""
     host, port = guarded.address.rsplit(":", 1)
     with contextlib.ExitStack() as stack:
-        for _ in range(8):
+        for _ in range(num):
             connection = stack.enter_context(socket.create_connection((host, int(port)), 30))
             connection.sendall(sized(LONG))
         guarded.settle(of_files=False)

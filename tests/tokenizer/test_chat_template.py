@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -186,6 +188,12 @@ def test_no_template_runs_or_grows_without_end(
 def test_what_cannot_be_compiled_is_refused(tokenizer: Tokenizer, template: str) -> None:
     with pytest.raises(TokenizerError, match="the chat template is"):
         tokenizer.apply_chat_template([USER], chat_template=template)
+
+
+def test_python_s_warnings_of_a_template_do_not_reach_the_log() -> None:
+    program = "from quire.tokenizer.chat_template import ChatTemplate; ChatTemplate('{{ 5[1:] }}')"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ended.stderr == ""
 
 
 def test_what_templates_do_with_lists_and_numbers_still_works(tokenizer: Tokenizer) -> None:

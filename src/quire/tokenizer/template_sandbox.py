@@ -6,6 +6,7 @@ may make, or be given, what is too large for the budget to be looked at in time 
 """
 
 import json
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from functools import wraps
@@ -36,6 +37,10 @@ from quire.tokenizer.template_budget import (
 MAX_TEMPLATE_CHARS = 128 * 1024
 """of a template's source: to compile it takes up to two seconds, and a hundred times less for the longest in use"""
 _MAX_LAYOUT_CHARS = 1000
+_FILE_NAME = "<chat template>"
+warnings.filterwarnings(
+    "ignore", category=SyntaxWarning, module=_FILE_NAME
+)  # what it is made of is no business of logs
 _NO_PROMPT_NEEDS = (
     "center",
     "format",
@@ -63,7 +68,7 @@ def compile_template(source: str) -> jinja2.Template:
         output.nodes = [_filtered(_constant(node), "charged") for node in output.nodes]
     _guard(tree)
     tree.set_environment(_ENVIRONMENT)
-    code = _ENVIRONMENT.compile(tree, "chat template", "<chat template>")
+    code = _ENVIRONMENT.compile(tree, "chat template", _FILE_NAME)
     return jinja2.Template.from_code(_ENVIRONMENT, code, _ENVIRONMENT.make_globals(None))
 
 
