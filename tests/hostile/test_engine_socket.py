@@ -13,7 +13,6 @@ import pytest
 
 from quire.async_llm.engine_client import EngineClient
 from quire.engine.messages import Abort, Ready, Start, ToClient, to_frame
-from quire.errors import EngineDeadError
 from tests.clients.served import WAIT_S
 from tests.hostile.target import Target
 
@@ -86,14 +85,14 @@ def test_a_server_that_is_told_nonsense_gives_its_engine_up(name: str):
         ours, its = socket.socketpair()
         process = subprocess.Popen(["sleep", "600"])
         reader, writer = await asyncio.open_unix_connection(sock=ours)
-        client, died = EngineClient(process, reader, writer), asyncio.get_running_loop().create_future()
-        client.listen(lambda message: None, died.set_result)
+        client, taken = EngineClient(process, reader, writer, None), list[object]()
         with its:
             its.sendall(NONSENSE[name])
             its.shutdown(socket.SHUT_WR)
             process.terminate()  # an engine would end with its socket
-            assert isinstance(await asyncio.wait_for(died, WAIT_S), EngineDeadError)
-        await client.close()
+            await asyncio.wait_for(client.read(taken.append), WAIT_S)  # and then its supervisor starts another
+        await client.end()
+        assert taken == []
         assert process.returncode is not None
 
     asyncio.run(main())
