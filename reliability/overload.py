@@ -169,7 +169,8 @@ async def measure(served: Served, options: argparse.Namespace) -> dict[str, Any]
     }
     return {
         "tool": "overload", "model": Path(options.model or "quire-tiny").name, "factor": options.factor,
-        "num_threads": options.num_threads, "seqs": options.seqs, "output_len": options.output_len, "requests_per_s": round(per_s, 2),
+        "num_threads": options.num_threads, "seqs": options.seqs, "output_len": options.output_len,
+        "requests_per_s": round(per_s, 2),
         "loads": [load.row(name) for name, load in loads.items()],
         "polite_stream_s": [round(_median_s(load), 3) for load in (polite_alone, polite)],
         "found": {name: round(value, 4) for name, value in found.items()}, "met": aims,

@@ -56,9 +56,9 @@ _SCHEMA = {
     "required": ["ok", "n"],
 }
 _LEAKS = {
-    "memory": "quire.async_llm.async_llm:AsyncLLM._end",
-    "files": "quire.async_llm.async_llm:AsyncLLM._end",
-    "threads": "quire.async_llm.async_llm:AsyncLLM._end",
+    "memory": "quire.async_llm.request_table:RequestTable._end",
+    "files": "quire.async_llm.request_table:RequestTable._end",
+    "threads": "quire.async_llm.request_table:RequestTable._end",
     "blocks": "quire.kv.block_space_manager:BlockSpaceManager.free",
 }
 _PLANT = """

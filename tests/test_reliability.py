@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from reliability.kills import Answer
 from reliability.page import record, table
 from reliability.served import Exchange, Held
 from reliability.soak import MAX_GROWTH_BYTES, Tally, left_behind
@@ -32,6 +33,33 @@ def test_a_planted_leak_is_found(kind: str, found: str) -> None:
     done = soak("--plant-leak", kind)
     assert done.returncode == 1, done.stdout
     assert any(found in wrong for wrong in json.loads(done.stdout)["wrong"])
+
+
+def test_killing_each_kind_of_process_loses_nothing() -> None:
+    command = [sys.executable, "-m", "reliability.kills", "--count", "3", "--slack-s", "60"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    row = json.loads(done.stdout)
+    assert (done.returncode, row["wrong"]) == (0, []), done.stderr
+    assert {"engine SIGKILL", "trial SIGKILL", "api SIGKILL"} <= row["counts"].keys()
+    assert row["counts"]["whole"] > 5
+
+
+@pytest.mark.parametrize(
+    ("texts", "error", "is_part"),
+    [
+        ({0: "abc", 1: "de"}, "", True),
+        ({0: "abc"}, "", False),
+        ({0: "abc", 1: "d"}, "", False),
+        ({0: "ab"}, "broken", True),
+        ({}, "engine_unavailable", True),
+        ({0: "ax"}, "broken", False),
+        ({2: "a"}, "broken", False),
+    ],
+)
+def test_an_answer_that_was_cut_off_must_be_the_beginning_of_the_right_one(
+    texts: dict[int, str], error: str, is_part: bool
+) -> None:
+    assert Answer(texts, error=error).is_part_of(Answer({0: "abc", 1: "de"})) == is_part
 
 
 def test_what_is_left_behind_is_named() -> None:

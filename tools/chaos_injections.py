@@ -2,7 +2,7 @@
 
     python tools/chaos.py injections [--count 10000] [--seed 1] [--only NUMBER ...]
 
-The embedded model in a small cache, so that requests share prefixes, wait, are swapped and computed again. Each
+The embedded model in small caches, so that requests share prefixes, wait, are swapped and computed again. Each
 injection runs one of some workloads (greedy and sampled requests, samples, beams, grammars, stop strings, processors,
 log-probabilities, scores) with a fault armed somewhere, chosen by the seed: at a named point of `quire.faults`, in the
 memory of the native kernels, or in the executor whenever a certain request runs. Then every other request must have
@@ -50,6 +50,21 @@ COMMON = {
 }
 """points in what all do together: nobody ends for one failure"""
 ERRORS = ("RuntimeError", "MemoryError", "ENOSPC", "KeyError", "ValueError", "AssertionError")
+
+SMALL = {
+    "block_size": 4,
+    "max_model_len": 40,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 24,
+    "num_threads": 2,
+}
+SETUPS: dict[str, dict[str, Any]] = {
+    "swapping": {"num_gpu_blocks_override": 12, "num_host_blocks": 60, "preemption_mode": "swap"},
+    "fair": {"num_gpu_blocks_override": 14, "num_host_blocks": 10, "scheduling_policy": "fair"},
+    "by prefix": {"num_gpu_blocks_override": 24, "num_host_blocks": 0, "scheduling_policy": "prefix"},
+    "uncached": {"num_gpu_blocks_override": 12, "num_host_blocks": 40, "enable_prefix_caching": False},
+}
+"""ways in which an engine works: arguments, and blocks of the host tier"""
 
 Wish = tuple[str, Any, SamplingParams | BeamSearchParams | None]
 """request id, prompt, params; without params the prompt is (context, continuation), to be scored"""
@@ -130,54 +145,36 @@ class Outcome:
 
 
 class Scene:
-    """An engine, and what each workload says in it undisturbed."""
+    """Engines that work in different ways, and what each workload says undisturbed, which is the same in all."""
 
     def __init__(self) -> None:
-        args = EngineArgs(
-            num_gpu_blocks_override=20,
-            block_size=4,
-            max_model_len=40,
-            max_num_seqs=8,
-            max_num_batched_tokens=24,
-            num_threads=2,
-        )
-        plan = plan_memory(args)
-        config = plan.config
-        self.plan = dataclasses.replace(plan, kv_cache=dataclasses.replace(plan.kv_cache, num_host_blocks=40))
-        self.tokenizer = Tokenizer.from_path(config.model.tokenizer_path)
-        self.worker = Worker(config.model, self.plan.kv_cache, config.parallel)
-        self.engine = self._make_engine("swap")
-        self._undisturbed: dict[int, tuple[Outcome, dict[str, int]]] = {}
+        self.engines = {setup: make_engine(setup) for setup in SETUPS}
+        self.expected: dict[int, Outcome] = {}
+        self._passes: dict[tuple[int, str], dict[str, int]] = {}
 
-    def _make_engine(self, preemption_mode: str) -> LLMEngine:
-        scheduler = dataclasses.replace(self.plan.config.scheduler, preemption_mode=preemption_mode)
-        config = dataclasses.replace(self.plan.config, scheduler=scheduler)
-        return LLMEngine(dataclasses.replace(self.plan, config=config), self.worker, self.tokenizer)
+    def renew(self, setup: str) -> None:
+        """Another engine in the place of one that is broken."""
+        self.engines[setup] = make_engine(setup)
 
-    def renew(self) -> None:
-        """Another engine in the place of one that is broken, over the same model."""
-        self.engine = self._make_engine("swap")
-
-    def undisturbed(self, number: int) -> tuple[Outcome, dict[str, int]]:
-        """What a workload says, and how often it passes each point."""
-        if number not in self._undisturbed:
+    def passes(self, number: int, setup: str) -> dict[str, int]:
+        """How often a workload passes each point, undisturbed."""
+        if (number, setup) not in self._passes:
             wishes = workload(number)
-            outcome = self.run(wishes, "step")
+            outcomes = [self.run(wishes, setup, "step")]
             with ExitStack() as stack:
-                counting = [
-                    stack.enter_context(inject(Fault(point, after=10**9)))
-                    for point in sorted((OWN | COMMON) - {"memory.native"})
-                ]
-                again = self.run(wishes, "step", fresh_grammars=True)
-            assert outcome.said == again.said, "the same requests say different things"
-            assert not outcome.errors, outcome.errors
+                points = sorted((OWN | COMMON) - {"memory.native"})
+                counting = [stack.enter_context(inject(Fault(point, after=10**9))) for point in points]
+                outcomes.append(self.run(wishes, setup, "step", fresh_grammars=True))
+            expected = self.expected.setdefault(number, outcomes[0])
+            assert all(outcome.said == expected.said for outcome in outcomes), "the same requests say different things"
+            assert not expected.errors, expected.errors
             passed = {injected.fault.point: injected.num_passed for injected in counting}
-            self._undisturbed[number] = outcome, passed | {"memory.native": 400}
-        return self._undisturbed[number]
+            self._passes[number, setup] = passed | {"memory.native": 400}
+        return self._passes[number, setup]
 
-    def run(self, wishes: list[Wish], step: str, fresh_grammars: bool = False) -> Outcome:
+    def run(self, wishes: list[Wish], setup: str, step: str, fresh_grammars: bool = False) -> Outcome:
         """Run requests to their end, looking at the accounts after every step."""
-        engine, outcome = self.engine, Outcome()
+        engine, outcome = self.engines[setup], Outcome()
         if fresh_grammars:
             engine.grammars.compiler._cached.clear()
         for request_id, prompt, params in wishes:
@@ -199,7 +196,7 @@ class Scene:
         else:
             raise AssertionError("steps without end")
         outcome.owners = {seq.seq_id: name for name, group in groups.items() for seq in group.seqs}
-        self._check_nothing_is_held()
+        check_nothing_is_held(engine)
         return outcome
 
     @staticmethod
@@ -212,19 +209,26 @@ class Scene:
             for one in output.outputs
         ] + [(output.prompt_logprobs,)]
 
-    def _check_nothing_is_held(self) -> None:
-        engine = self.engine
-        engine.scheduler.check_integrity()
-        assert engine.blocks.num_used_blocks == 0, f"{engine.blocks.num_used_blocks} blocks are held by nobody"
-        assert engine.blocks.host.num_free_blocks == engine.blocks.host.num_blocks, "host blocks are held by nobody"
-        left: list[Sized] = [
-            engine.scheduler._owners,
-            engine.scheduler.running,
-            engine.scheduler.policy,
-            engine.blocks._chains,
-        ]
-        left += [engine._groups, engine._changed, engine.grammars]
-        assert not any(len(kept) for kept in left), "a request is kept"
+
+def make_engine(setup: str) -> LLMEngine:
+    """An engine with a model of its own."""
+    given = dict(SETUPS[setup])
+    num_host_blocks = given.pop("num_host_blocks")
+    plan = plan_memory(EngineArgs.from_kwargs(**SMALL, **given))
+    plan = dataclasses.replace(plan, kv_cache=dataclasses.replace(plan.kv_cache, num_host_blocks=num_host_blocks))
+    config = plan.config
+    worker = Worker(config.model, plan.kv_cache, config.parallel)
+    return LLMEngine(plan, worker, Tokenizer.from_path(config.model.tokenizer_path))
+
+
+def check_nothing_is_held(engine: LLMEngine) -> None:
+    """After the last request."""
+    engine.scheduler.check_integrity()
+    assert engine.blocks.num_used_blocks == 0, f"{engine.blocks.num_used_blocks} blocks are held by nobody"
+    assert engine.blocks.host.num_free_blocks == engine.blocks.host.num_blocks, "host blocks are held by nobody"
+    left: list[Sized] = [engine.scheduler._owners, engine.scheduler.running, engine.scheduler.policy]
+    left += [engine.blocks._chains, engine._groups, engine._changed, engine.grammars]
+    assert not any(len(kept) for kept in left), "a request is kept"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,6 +236,7 @@ class Injection:
     """One of the run: everything follows from the run's seed and its number."""
 
     workload: int
+    setup: str
     step: str
     point: str
     fault: Fault | None
@@ -240,35 +245,35 @@ class Injection:
     from_step: int = 0
 
 
-def choose(seed: int, number: int, passes: Callable[[int], dict[str, int]], num_workloads: int) -> Injection:
-    """The injection of this number. `passes`: how often a workload passes each point."""
+def choose(seed: int, number: int, passes: Callable[[int, str], dict[str, int]], num_workloads: int) -> Injection:
+    """The injection of this number. `passes`: how often a workload passes each point in a setup."""
     rng = random.Random(f"injection {seed} {number}")
-    which, step = rng.randrange(num_workloads), rng.choice(["step", "step_ahead"])
+    where = rng.randrange(num_workloads), rng.choice(list(SETUPS)), rng.choice(["step", "step_ahead"])
+    passed = passes(*where[:2])
     if rng.random() < 0.08:
-        victim = rng.choice(workload(which))[0]
-        return Injection(which, step, PERSISTENT, None, victim, rng.randrange(8))
-    passed = passes(which)
+        victim = rng.choice(workload(where[0]))[0]
+        return Injection(*where, PERSISTENT, None, victim, rng.randrange(8))
     point = rng.choice(sorted(point for point, count in passed.items() if count))
-    after = rng.randrange(passed[point])
+    after = int(passed[point] * rng.random() ** 2)  # rather early: with another fault the passes are others
     if rng.random() < 0.05 and point != "memory.native":
-        return Injection(which, step, point, Fault(point, "delay", seconds=0.001, after=after))
+        return Injection(*where, point, Fault(point, "delay", seconds=0.001, after=after))
     times = 1 if rng.random() < 0.8 else 2
-    return Injection(which, step, point, Fault(point, error=rng.choice(ERRORS), after=after, times=times))
+    return Injection(*where, point, Fault(point, error=rng.choice(ERRORS), after=after, times=times))
 
 
 def disturb(scene: Scene, injection: Injection) -> tuple[Outcome, int, Collection[str] | None]:
     """Run it. What came of it, how often it fired, and who ought to have ended: None if anybody may, once for each."""
-    wishes = workload(injection.workload)
+    engine, given = scene.engines[injection.setup], (workload(injection.workload), injection.setup, injection.step)
     if injection.fault is None:
-        failing = OneFails(scene.engine, injection.victim, injection.from_step)
-        scene.engine.executor = failing
+        failing = OneFails(engine, injection.victim, injection.from_step)
+        engine.executor = failing
         try:
-            outcome = scene.run(wishes, injection.step)
+            outcome = scene.run(*given)
         finally:
-            scene.engine.executor = failing.executor
+            engine.executor = failing.executor
         return outcome, failing.num_failures, {injection.victim} if failing.num_failures else ()
     with inject(injection.fault) as injected:
-        outcome = scene.run(wishes, injection.step, fresh_grammars=injection.point == "grammar.compile")
+        outcome = scene.run(*given, fresh_grammars=injection.point == "grammar.compile")
     return outcome, injected.num_fired, _who_ends(injection, injected, outcome)
 
 
@@ -287,11 +292,11 @@ def _who_ends(injection: Injection, injected: Injected, outcome: Outcome) -> Col
 
 def complaint(scene: Scene, injection: Injection) -> tuple[str | None, int, int]:
     """What is wrong with what came of an injection, how often it fired, and how many requests it ended."""
-    expected, _ = scene.undisturbed(injection.workload)
+    expected = scene.expected[injection.workload]
     try:
         outcome, num_fired, ought_to_end = disturb(scene, injection)
     except (AssertionError, EngineBrokenError) as error:
-        scene.renew()
+        scene.renew(injection.setup)
         return f"{type(error).__name__}: {error}", 1, 0
     ended = outcome.errors.keys()
     at_most = 0 if ought_to_end is None and not num_fired else num_fired
@@ -337,7 +342,7 @@ def inject_all(
     logger.disabled = True  # it would tell of every one
     try:
         for number in numbers:
-            injection = choose(seed, number, lambda which: scene.undisturbed(which)[1], num_workloads)
+            injection = choose(seed, number, scene.passes, num_workloads)
             what, num_fired, num_ended = complaint(scene, injection)
             report.injected[injection.point] += 1
             report.fired[injection.point] += num_fired > 0

@@ -12,7 +12,7 @@ QuireError
 │   └── PromptTooLongError the prompt does not fit the context; the message names both lengths
 ├── RequestFailedError     the engine failed in one request's own work; it alone fails
 ├── EngineBrokenError      the engine's own accounts are wrong, or nothing succeeds any more: it has to be made again
-├── EngineDeadError        the engine process has ended; no request can be served until it is started again
+├── EngineDeadError        the engine process has ended or hung; no request can be served until there is another
 └── KernelError            a kernel was called with a shape, stride, dtype or device it does not take  (ValueError)
 
 Each message says what was given, what is allowed, and what to do about it.
@@ -73,6 +73,11 @@ class EngineBrokenError(QuireError):
 
 class EngineDeadError(QuireError):
     """The engine process has ended, or did not start; the message says what is known of why."""
+
+    def __init__(self, message: str, retry_after_s: int | None = None) -> None:
+        """`retry_after_s`: when there may be another one; None where there will be none."""
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class KernelError(QuireError, ValueError):

@@ -50,6 +50,18 @@ POINTS: dict[str, str] = {
     "detokenizer.append": "an output gets a token",
     "detokenizer.text": "an output's text is asked for",
     "output.make": "a request's output is made; subject: its request id",
+    "api.send": "the API process writes a frame to the engine process",
+    "api.receive": "the API process has read a frame of the engine process; subject: the message's type",
+    "engine.send": "the engine process writes a frame to the API process",
+    "engine.receive": "the engine process has read a frame of the API process; subject: the message's type",
+    "engine.take": "the step loop takes a request; subject: its request id",
+    "trial.send": "a grammar is written to the process that tries it",
+    "trial.receive": "that process has answered",
+    "http.send": "a part of an HTTP answer goes to the server; subject: the message's type",
+    "http.receive": "a part of an HTTP request has come from the server; subject: the message's type",
+    "store.write": "a change of the response store is about to be committed",
+    "batch.write": "an answer is written to a batch's partial file",
+    "log.write": "a line is written to the server's log",
 }
 """every point there is, and when it is passed. Its subject, where it has one, is what a fault may be limited to"""
 

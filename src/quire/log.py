@@ -6,6 +6,7 @@ In a server's formats nobody whose text is logged can forge a line, or a termina
 import json
 import logging
 import re
+import sys
 from datetime import UTC, datetime
 from typing import Any
 
@@ -58,11 +59,23 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line)
 
 
+class _StandardError:
+    """A line that cannot be written is lost, and nobody fails for it: logging sees to that."""
+
+    def write(self, text: str) -> object:
+        from quire.faults import fault_write  # which logs itself
+
+        return fault_write("log.write", sys.stderr.write, text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
 def set_up_logging(log_format: str) -> None:
     """A server's: messages, and uvicorn's errors, to standard error in this format; processes that it starts do so."""
     global chosen_format
     chosen_format = log_format
-    handler = logging.StreamHandler()
+    handler = logging.StreamHandler(_StandardError())
     handler.setFormatter(
         JsonFormatter() if log_format == "json" else TextFormatter("%(asctime)s %(levelname)s %(message)s")
     )

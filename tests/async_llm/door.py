@@ -42,11 +42,12 @@ class Record:
 class Door:
     """`run` is asyncio.run, in one loop."""
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, *, make: Callable[[], Coroutine[Any, Any, AsyncLLM]] | None = None, **kwargs: Any) -> None:
+        """`make` makes the AsyncLLM; None: over an engine process with these arguments."""
         self.loop = asyncio.new_event_loop()
         self.record = Record()
         try:
-            self.llm: AsyncLLM = self.run(AsyncLLM.from_args(EngineArgs(**kwargs)))
+            self.llm: AsyncLLM = self.run(AsyncLLM.from_args(EngineArgs(**kwargs)) if make is None else make())
         except BaseException:
             self._close_loop()
             raise

@@ -6,6 +6,7 @@ from typing import Any
 
 from quire.async_llm.output_processor import RequestState
 from quire.engine.logprobs import LogprobRows
+from quire.engine.messages import AddScoring
 from tests.scripted_engine import logprobs
 
 
@@ -15,7 +16,8 @@ def test_others_have_their_turn_while_many_logprobs_are_made() -> None:
         each.extend(logprobs(range(1000), 1))
     seqs = [SimpleNamespace(logprobs=each, status=SimpleNamespace(is_finished=True)) for each in rows]
     group: Any = SimpleNamespace(search=None, scores=None, seqs=seqs, to_output=lambda: "the output")
-    request = RequestState(1, group, SimpleNamespace(eos_token_ids=frozenset()))  # type: ignore[arg-type]
+    message = AddScoring(1, "a", [5, 6], 1, "")
+    request = RequestState(message, group, SimpleNamespace(eos_token_ids=frozenset()))  # type: ignore[arg-type]
 
     async def main() -> int:
         making, turns = asyncio.create_task(request.next_output()), 0

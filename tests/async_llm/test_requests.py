@@ -11,7 +11,6 @@ from msgspec.structs import replace
 
 from quire import (
     BeamSearchParams,
-    EngineDeadError,
     InvalidParamsError,
     InvalidPromptError,
     PromptTooLongError,
@@ -183,7 +182,7 @@ def test_a_listener_that_raises_costs_nobody_a_token(door: Door, caplog: pytest.
 
     whole = replace(SHORT, output_kind="final_only")  # how many deltas there are depends on how fast they are taken
     (before,) = door.run(door.outputs("a", whole))
-    listeners = door.llm._listeners
+    listeners = door.llm._requests.listeners
     listeners.insert(0, Raising())
     try:
         (after,) = door.run(door.outputs("a", whole))
@@ -220,7 +219,7 @@ def test_watchers_get_every_frame_or_an_end(door: Door) -> None:
         sent = [b"%d" % i for i in range(100)]
         got = []
         for frame in sent:
-            door.llm._on_message(CacheFrame(frame))
+            door.llm._watchers.on_message(CacheFrame(frame))
             got.append(await (anext(quick) if got else waiting[0]))
         assert got == sent
         behind = [await waiting[1], *[frame async for frame in slow]]
@@ -232,28 +231,8 @@ def test_watchers_get_every_frame_or_an_end(door: Door) -> None:
 
 
 def test_signals_of_the_terminal_do_not_reach_the_engine(door: Door) -> None:
-    pid = door.llm._client._process.pid
+    pid = door.llm.engine_pid
     assert os.getsid(pid) == pid
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(pid, number)
     assert door.run(door.outputs("a", SHORT))[-1].finished
-
-
-def test_when_the_engine_dies_every_caller_is_told() -> None:
-    door = Door(num_gpu_blocks_override=128, max_num_seqs=1, num_threads=1)
-
-    async def die() -> None:
-        callers = [asyncio.create_task(door.outputs("a", LONG)) for _ in range(3)]
-        await door.record.until(lambda: bool(door.record.of("tokens")))
-        assert door.llm.is_running
-        os.kill(door.llm._client._process.pid, signal.SIGKILL)
-        for error in await asyncio.gather(*callers, return_exceptions=True):
-            assert isinstance(error, EngineDeadError)
-            assert "signal 9" in str(error)
-        assert not door.llm.is_running
-        assert [reason for _, reason, _ in door.record.of("end")] == ["error"] * 3
-        with pytest.raises(EngineDeadError):
-            await door.outputs("a", SHORT)
-
-    door.run(die())
-    door.close()

@@ -56,7 +56,7 @@ def test_max_model_len_is_what_the_engine_has_room_for() -> None:
         assert output.finished
     finally:
         door.close()
-    assert door.llm._client._process.returncode == 0
+    assert door.llm._engine._client._process.returncode == 0
     assert not door.llm.is_running
 
 
@@ -66,7 +66,7 @@ def test_the_engine_ends_when_its_client_is_gone() -> None:
         "from quire import AsyncLLM, EngineArgs\n"
         "async def start():\n"
         "    llm = await AsyncLLM.from_args(EngineArgs(num_gpu_blocks_override=10))\n"
-        "    os.write(1, b'%d' % llm._client._process.pid)\n"
+        "    os.write(1, b'%d' % llm.engine_pid)\n"
         "    os.read(0, 1)\n"
         "    os._exit(0)\n"
         "asyncio.run(start())\n"

@@ -88,6 +88,17 @@ def test_requests_come_and_go_while_a_step_runs():
     }
 
 
+def test_a_step_that_runs_for_nobody_any_more_is_ended():
+    """What it was to copy stays held until then."""
+    engine = make_llm().engine
+    add(engine, "a")
+    engine.step_ahead()
+    engine.abort_request("a")
+    assert engine.has_unfinished_requests()
+    assert engine.step_ahead() == []
+    assert not engine.has_unfinished_requests()
+
+
 def test_a_step_that_fails_is_tried_again():
     engine = make_llm().engine
     add(engine, "a")

@@ -15,7 +15,7 @@ from quire.kv.block_space_manager import BlockSpaceManager
 from tests.kernels.isas import needs_native
 
 ROOT = Path(__file__).parents[2]
-SHARE = 100
+SHARE = 80
 NOTICED_WITHIN = 60
 """injections"""
 
@@ -35,9 +35,9 @@ def injections() -> ModuleType:
     return load("chaos_injections")
 
 
-@pytest.mark.parametrize("share", range(4))
+@pytest.mark.parametrize("share", range(3))
 def test_only_who_is_hit_ends(injections, share):
-    report = injections.inject_all(range(share * SHARE, (share + 1) * SHARE), seed=0, num_workloads=8)
+    report = injections.inject_all(range(share * SHARE, (share + 1) * SHARE), seed=0, num_workloads=4)
     assert report.wrong == []
     assert report.fired.total() > SHARE * 0.8
     assert report.num_requests > 5 * SHARE
@@ -75,7 +75,8 @@ def test_a_planted_bug_is_noticed(injections, monkeypatch, owner, method, plante
     told: list[str] = []
     scene = injections.Scene()
     for which in range(4):
-        scene.undisturbed(which)
+        for setup in injections.SETUPS:
+            scene.passes(which, setup)
     monkeypatch.setattr(injections, "Scene", lambda: scene)
     monkeypatch.setattr(owner, method, planted)
     for number in range(NOTICED_WITHIN):
@@ -85,11 +86,9 @@ def test_a_planted_bug_is_noticed(injections, monkeypatch, owner, method, plante
 
 
 def test_a_run_is_the_same_every_time(injections):
-    scene = injections.Scene()
-    passes = {which: scene.undisturbed(which)[1] for which in range(2)}
-    first, second = ([injections.choose(seed, n, passes.get, 2) for n in range(50)] for seed in (1, 1))
-    assert first == second
-    assert first != [injections.choose(2, n, passes.get, 2) for n in range(50)]
+    passes = dict.fromkeys(injections.COMMON | injections.OWN, 20)
+    first, second, other = ([injections.choose(seed, n, lambda *_: passes, 9) for n in range(50)] for seed in (1, 1, 2))
+    assert first == second != other
 
 
 def test_every_point_is_in_the_code_and_none_beside():

@@ -1,6 +1,7 @@
 """Structures that are wrong or hostile: refused with a message, or bounded; the process and its neighbours live on."""
 
 import re
+from typing import Any
 
 import msgspec
 import pytest
@@ -164,7 +165,7 @@ def test_hostile_structures_harm_nobody(name) -> None:
     assert llm.engine.blocks.num_used_blocks == 0
 
 
-def test_a_trial_that_was_killed_is_followed_by_others() -> None:
+def test_a_trial_that_was_killed_is_followed_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
     trial = TrialProcess(TrialSettings(1000, {0: "<end>"}, limit_s=1))
     assert trial.check(StructuredOutputsParams(regex="a"))
     first = trial._child
@@ -175,8 +176,23 @@ def test_a_trial_that_was_killed_is_followed_by_others() -> None:
     second = trial._child
     second.kill()
     second.wait()
-    with pytest.raises(InvalidParamsError, match="not taken"):
-        trial.check(StructuredOutputsParams(regex="a"))
+    assert trial.check(StructuredOutputsParams(regex="a")), "it is not the grammar's fault"
+    last = trial._child
+    with monkeypatch.context() as patched:
+        start, killed = TrialProcess._start, []
+
+        def start_and_kill(owner: TrialProcess) -> Any:
+            killed.append(start(owner))
+            killed[-1].kill()
+            killed[-1].wait()
+            return killed[-1]
+
+        patched.setattr(TrialProcess, "_start", start_and_kill)
+        last.kill()
+        last.wait()
+        with pytest.raises(InvalidParamsError, match="not taken"):
+            trial.check(StructuredOutputsParams(regex="a"))
+        assert len(killed) == 1, "another one is tried, once"
     assert trial.check(StructuredOutputsParams(regex="a"))
     last = trial._child
     del trial

@@ -23,7 +23,7 @@ class InProcessLLM:
         self.engine = engine
         self.tokenizer = engine.tokenizer
         self.model_config = engine.model_config
-        self.is_running = True
+        self.death: Exception | None = None
         self.default_sampling_params = engine.default_sampling_params
         self._queues: dict[str, asyncio.Queue[RequestOutput | Exception]] = {}
         self._stepping: asyncio.Task[None] | None = None

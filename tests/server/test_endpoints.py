@@ -6,7 +6,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from quire import __version__
+from quire import EngineDeadError, __version__
 from quire.server.app import ROUTES
 from quire.server.protocol.common import SamplingFields
 from tests.server.door import tokenizer_of
@@ -113,8 +113,21 @@ def test_health_and_readiness(reciting):
     assert [reciting.get(path).status for path in paths] == [200, 200]
     reciting.state.is_draining = True
     assert [reciting.get(path).status for path in paths] == [200, 503]
-    reciting.state.is_draining, reciting.state.llm.is_running = False, False
-    assert [reciting.get(path).status for path in paths] == [503, 503]
+    reciting.state.is_draining, reciting.state.llm.death = False, EngineDeadError("it was ended by signal 9")
+    for answer in map(reciting.get, paths):
+        assert (answer.status, answer.json) == (503, {"status": "it was ended by signal 9"})
+
+
+def test_who_comes_while_there_is_no_engine_is_told_when_to_come_again(reciting, monkeypatch):
+    async def refuse(*args, **kwargs):
+        raise EngineDeadError("it was ended by signal 9", retry_after_s=3)
+        yield
+
+    monkeypatch.setattr(reciting.state.llm, "generate", refuse)
+    for stream in (False, True):
+        answer = reciting.post("/v1/completions", {"prompt": "a", "stream": stream})
+        assert (answer.status, answer.headers["retry-after"]) == (503, "3")
+        assert answer.error["code"] == "engine_unavailable"
 
 
 def test_the_version(reciting):

@@ -159,8 +159,10 @@ def test_answers_and_refusals_are_counted(metrics, refused):
 
 
 def test_an_engine_that_is_gone_shows(engine):
-    metrics = Metrics("tiny", engine.stats, is_running=lambda: False)
+    metrics = Metrics("tiny", engine.stats, is_running=lambda: False, recoveries=lambda: (2, 5))
     assert value(metrics, "quire:engine_up") == 0
+    assert value(metrics, "quire:engine_restarts_total") == 2
+    assert value(metrics, "quire:requests_replayed_total") == 5
 
 
 def test_a_name_with_quotes_stays_one_label(engine):

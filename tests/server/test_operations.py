@@ -22,6 +22,7 @@ class ListenedLLM(InProcessLLM):
     """With what the operator's side of AsyncLLM has."""
 
     engine_pid = 1
+    is_running, num_restarts, num_replayed = True, 2, 3
 
     def __init__(self, engine) -> None:
         super().__init__(engine)

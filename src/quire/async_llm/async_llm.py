@@ -3,45 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import msgspec
-from msgspec.structs import replace as replace_fields
-
-from quire.async_llm.engine_client import EngineClient
+from quire.async_llm.cache_watchers import CacheWatchers
+from quire.async_llm.engine_message import Params
 from quire.async_llm.listener import RequestListener
-from quire.async_llm.output_processor import RequestState
+from quire.async_llm.request_table import RequestTable
+from quire.async_llm.supervisor import Supervisor
 from quire.config.args import EngineArgs, EngineConfig
 from quire.config.model import ModelConfig
 from quire.engine.input_processor import InputProcessor, Prompt, recommended_params
-from quire.engine.messages import (
-    Abort,
-    AddRequest,
-    AddScoring,
-    CacheFrame,
-    ProtocolError,
-    RequestDelta,
-    SetCacheView,
-    StepDone,
-)
-from quire.engine.sequence import SequenceGroup
-from quire.errors import EngineDeadError, InvalidParamsError, QuireError, RequestError, error_named
-from quire.log import logger
+from quire.engine.messages import Ready
+from quire.errors import EngineDeadError, InvalidParamsError
 from quire.outputs import EngineStats, RequestOutput
-from quire.params import BeamSearchParams, SamplingParams
+from quire.params import SamplingParams
 from quire.tokenizer.tokenizer import Tokenizer
 
 _LONG_TEXT = 4096
 """characters from which on a text is encoded in a thread: less takes about a millisecond"""
-_MAX_CACHE_FRAMES = 64
-"""that a watcher may be behind"""
+HANG_TIMEOUT_S = 8.0
 
 _T = TypeVar("_T")
-Params = SamplingParams | BeamSearchParams
 
 
 class AsyncLLM:
@@ -55,38 +40,43 @@ class AsyncLLM:
     model_config: ModelConfig
     tokenizer: Tokenizer
 
-    def __init__(self, client: EngineClient, config: EngineConfig, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, engine: Supervisor, ready: Ready, config: EngineConfig, tokenizer: Tokenizer, holds: bool
+    ) -> None:
         """Use `from_args`."""
-        model = replace(config.model, max_model_len=client.ready.max_model_len)
+        model = replace(config.model, max_model_len=ready.max_model_len)
         self.config = replace(config, model=model)
         self.model_config = model
         self.tokenizer = tokenizer
-        self._client = client
+        self._engine = engine
         self._inputs = InputProcessor(self.config, tokenizer)
-        self._keys = itertools.count()
-        self._requests: dict[int, RequestState] = {}
-        self._request_ids: set[str] = set()
-        self._listeners: list[RequestListener] = []
-        self._watchers: list[asyncio.Queue[bytes | None]] = []
-        self._stats = client.ready.stats
-        client.listen(self._on_message, self._on_death)
+        self._requests = RequestTable(engine, self._inputs, model, ready.stats, holds=holds)
+        self._watchers = CacheWatchers(engine)
+        engine.supervise(self._requests, self._watchers)
 
     @classmethod
-    async def from_args(cls, args: EngineArgs) -> AsyncLLM:
+    async def from_args(
+        cls, args: EngineArgs, *, hang_timeout_s: float | None = HANG_TIMEOUT_S, holds: bool = False
+    ) -> AsyncLLM:
         """Start the engine process and wait until it is ready. Raises what LLM raises: ConfigError, CheckpointError,
-        OutOfMemoryError; EngineDeadError if the process ends before."""
+        OutOfMemoryError; EngineDeadError if the process ends before.
+
+        When it dies, or hangs for `hang_timeout_s`, another one is started, which goes on with the requests. New ones
+        are refused meanwhile, or, with `holds`, wait too.
+        """
         config = await asyncio.to_thread(args.resolve)
-        client, tokenizer = await asyncio.gather(
-            EngineClient.start(args),
+        engine = Supervisor(args, hang_timeout_s)
+        ready, tokenizer = await asyncio.gather(
+            engine.start(),
             asyncio.to_thread(_read_tokenizer, config.model.tokenizer_path),
             return_exceptions=True,
         )
-        if isinstance(client, BaseException):
-            raise client
+        if isinstance(ready, BaseException):
+            raise ready
         if isinstance(tokenizer, BaseException):
-            await client.close()
+            await engine.close()
             raise tokenizer
-        return cls(client, config, tokenizer)
+        return cls(engine, ready, config, tokenizer, holds)
 
     def default_sampling_params(self) -> SamplingParams:
         """What the checkpoint recommends, over SamplingParams' own defaults."""
@@ -95,25 +85,25 @@ class AsyncLLM:
     async def generate(self, prompt: Prompt, params: Params, *, request_id: str) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of one request as they come, of the kind that params.output_kind says; the last is `finished`.
 
-        Raises RequestError, before anything is queued, for a request that is wrong, and EngineDeadError. What only the
-        engine finds out, such as a grammar that is wrong, comes as the last output's `error`. Closing the generator
-        aborts the request. A caller that is slow gets several steps' tokens in one output. A beam search has one
-        output, at its end.
+        Raises RequestError, before anything is queued, for a request that is wrong, and EngineDeadError where there is
+        no engine, or a second one has died with it. What only the engine finds out, such as a grammar that is wrong,
+        comes as the last output's `error`. Closing the generator aborts the request. A caller that is slow gets several
+        steps' tokens in one output. A beam search has one output, at its end.
         """
         _check_params(params)
         text = _text(prompt)
         now = time.monotonic()
         group = await _in_thread(text, lambda: self._inputs.request(request_id, prompt, params, 0, now))
-        request = self._queue(group, params)
+        request = self._requests.add(group, params)
         try:
-            await self._client.drain()
+            await self._engine.drain()
             while True:
                 output = await request.next_output()
                 yield output
                 if output.finished:
                     return
         finally:
-            self._leave(request)
+            self._requests.leave(request)
 
     async def score(self, context: Prompt, continuation: Prompt | None, *, request_id: str) -> RequestOutput:
         """One output with `prompt_logprobs` of the continuation's tokens, or of the context's own without one.
@@ -125,12 +115,12 @@ class AsyncLLM:
         group = await _in_thread(
             "".join(texts), lambda: self._inputs.scoring_request(request_id, context, continuation, 0, now)
         )
-        request = self._queue(group, group.params)
+        request = self._requests.add(group, group.params)
         try:
-            await self._client.drain()
+            await self._engine.drain()
             return await request.next_output()
         finally:
-            self._leave(request)
+            self._requests.leave(request)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Raises PromptTooLongError for one that is longer than any prompt can be."""
@@ -162,130 +152,57 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> None:
         """End a request now: its last output has the finish reason `abort`. Does nothing for an unknown id."""
-        for request in [request for request in self._requests.values() if request.group.request_id == request_id]:
-            self._leave(request)
+        self._requests.abort(request_id)
 
     def stats(self) -> EngineStats:
         """The engine after its latest step."""
-        return self._stats
+        return self._requests.stats
 
     def add_listener(self, listener: RequestListener) -> None:
         """Tell someone of every request from now on."""
-        self._listeners.append(listener)
+        self._requests.listeners.append(listener)
 
-    async def watch_cache(self) -> AsyncGenerator[bytes, None]:
+    def watch_cache(self) -> AsyncGenerator[bytes, None]:
         """Frames of the cache view, which are made only while somebody watches. The first is a whole one, and so is
-        any that comes when another watcher begins. Raises EngineDeadError; ends for one that does not keep up."""
-        frames: asyncio.Queue[bytes | None] = asyncio.Queue(_MAX_CACHE_FRAMES)
-        self._client.send(SetCacheView(on=True))
-        self._watchers.append(frames)
-        try:
-            while (frame := await frames.get()) is not None:
-                yield frame
-            if self._client.death is not None:
-                raise self._client.death
-        finally:
-            if frames in self._watchers:
-                self._watchers.remove(frames)
-            if not self._watchers and self.is_running:
-                self._client.send(SetCacheView(on=False))
+        any that comes when another watcher begins, or another engine. Raises EngineDeadError; ends for one that does
+        not keep up."""
+        return self._watchers.watch()
+
+    @property
+    def death(self) -> EngineDeadError | None:
+        """Why there is no engine now; None while one runs."""
+        return self._engine.death
 
     @property
     def is_running(self) -> bool:
-        """The engine process is there."""
-        return self._client.death is None
+        """There is an engine."""
+        return self._engine.death is None
+
+    @property
+    def is_lost(self) -> bool:
+        """There will be no engine soon, or ever: nobody waits for one."""
+        return self._engine.is_lost
+
+    @property
+    def num_restarts(self) -> int:
+        """Engines started after the first."""
+        return self._engine.num_restarts
+
+    @property
+    def num_replayed(self) -> int:
+        """Requests that went on in another engine."""
+        return self._requests.num_replayed
 
     @property
     def engine_pid(self) -> int:
         """The engine process, for those who look at its memory."""
-        return self._client.pid
+        return self._engine.pid
 
     async def shutdown(self) -> None:
         """End the engine process; requests that still run raise EngineDeadError."""
-        await self._client.close()
+        await self._engine.close()
 
     # Requests
-
-    def _queue(self, group: SequenceGroup, params: Params) -> RequestState:
-        """Send a request to the engine. Raises RequestError or EngineDeadError, and sends nothing."""
-        if group.request_id in self._request_ids:
-            raise RequestError(f"request id {group.request_id!r} is in use by an unfinished request; choose another")
-        key = next(self._keys)
-        try:
-            self._client.send(_message(key, group, params))
-        except (OverflowError, TypeError, UnicodeError, ProtocolError) as error:
-            raise InvalidParamsError(f"the request cannot be sent to the engine: {error}") from error
-        request = self._requests[key] = RequestState(key, group, self.model_config)
-        self._request_ids.add(group.request_id)
-        self._tell("on_request_start", group.request_id, len(group.prompt_token_ids), params)
-        return request
-
-    def _leave(self, request: RequestState) -> None:
-        """Abort a request, if it has not ended."""
-        if request.key in self._requests:
-            request.abort()
-            self._end(request, is_running=True)
-
-    def _end(self, request: RequestState, *, is_running: bool) -> None:
-        """Forget a request; where it still runs in the engine, end it there."""
-        del self._requests[request.key]
-        self._request_ids.discard(request.group.request_id)
-        if is_running and self.is_running:
-            self._client.send(Abort(request.group.request_id))
-        if self._listeners:
-            self._tell("on_request_end", request.group.request_id, request.whole_output(), request.finish_reason)
-
-    def _tell(self, event: str, *args: Any) -> None:
-        """The listeners. One that raises, which it must not, is no reason to give up a request."""
-        for listener in self._listeners:
-            try:
-                getattr(listener, event)(*args)
-            except Exception:
-                logger.exception("a listener could not be told: %s", event)
-
-    # What the engine sends
-
-    def _on_message(self, message: StepDone | CacheFrame) -> None:
-        if isinstance(message, CacheFrame):
-            self._on_cache_frame(message.payload)
-            return
-        self._stats, now = message.stats, time.monotonic()
-        for delta in message.deltas:
-            request = self._requests.get(delta.key)
-            if request is None:  # aborted meanwhile
-                continue
-            try:
-                self._update(request, delta, now)
-            except Exception as error:
-                logger.exception("the output of request %s could not be made", request.group.request_id)
-                request.fail(QuireError(f"the output could not be made: {type(error).__name__}: {error}"))
-                self._leave(request)
-        self._tell("on_step", message.stats)
-
-    def _update(self, request: RequestState, delta: RequestDelta, now: float) -> None:
-        if delta.error_kind is not None:
-            request.fail(error_named(delta.error_kind, delta.error or ""))
-        num_tokens = request.update(delta)
-        if num_tokens:
-            self._tell("on_tokens", request.group.request_id, num_tokens, now)
-        if request.is_finished:
-            self._end(request, is_running=not delta.finished)
-
-    def _on_cache_frame(self, frame: bytes) -> None:
-        for frames in list(self._watchers):
-            if frames.qsize() < _MAX_CACHE_FRAMES - 1:
-                frames.put_nowait(frame)
-            else:  # it could not follow without what it misses
-                self._watchers.remove(frames)
-                frames.put_nowait(None)
-
-    def _on_death(self, error: EngineDeadError) -> None:
-        for request in list(self._requests.values()):
-            request.fail(error)
-            self._end(request, is_running=False)
-        for frames in self._watchers:
-            frames.put_nowait(None)
-        self._watchers.clear()
 
 
 def _text(prompt: Prompt) -> str | None:
@@ -310,33 +227,3 @@ def _check_params(params: Any) -> None:
         raise InvalidParamsError(f"params must be SamplingParams or BeamSearchParams, not {type(params).__name__}")
     if isinstance(params, SamplingParams) and params.logits_processors:
         raise InvalidParamsError("logits_processors run in the engine's process: they can be used with LLM only")
-
-
-def _message(key: int, group: SequenceGroup, params: Params) -> AddRequest | AddScoring:
-    token_ids, salt = group.prompt_token_ids, group.content_key.cache_salt
-    if group.scores is not None and not group.seqs[0].draws:
-        return AddScoring(key, group.request_id, token_ids, group.scores.first, salt)
-    encoded = msgspec.Raw(msgspec.msgpack.encode(_engine_params(params)))
-    is_beam_search = isinstance(params, BeamSearchParams)
-    return AddRequest(key, group.request_id, token_ids, salt, group.metrics.arrival_time, is_beam_search, encoded)
-
-
-def _engine_params(params: Params) -> Params:
-    """What the engine has to do: it makes no text, cuts no prompt, and runs all samples without choosing any."""
-    structure = params.structured_outputs
-    if structure is not None and isinstance(structure.json, dict):  # JSON may be deeper than msgpack goes
-        structure = replace_fields(structure, json=msgspec.json.encode(structure.json).decode())
-    if isinstance(params, BeamSearchParams):
-        return replace_fields(params, detokenize=False, structured_outputs=structure)
-    return replace_fields(
-        params,
-        n=params.num_samples,
-        best_of=None,
-        logprobs=0 if params.ranks_samples and params.logprobs is None else params.logprobs,
-        stop=None,
-        detokenize=False,
-        truncate_prompt_tokens=None,
-        cache_salt="",
-        structured_outputs=structure,
-        output_kind="delta",
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import socket
@@ -17,6 +18,7 @@ from quire.config.args import EngineArgs
 from quire.engine.messages import (
     LENGTH_BYTES,
     CacheFrame,
+    Heartbeat,
     Ready,
     Start,
     StartFailed,
@@ -27,6 +29,7 @@ from quire.engine.messages import (
     to_frame,
 )
 from quire.errors import EngineDeadError, error_named
+from quire.faults import fault_point, fault_write
 from quire.log import logger
 
 _EXIT_LIMIT_S = 5.0
@@ -34,26 +37,41 @@ _EXIT_LIMIT_S = 5.0
 
 _READ_AHEAD_BYTES = 1024**2
 
+LOADING_PATIENCE = 5
+"""while it loads, an engine may be silent so many times as long"""
+_TICK_S = 0.5
+
 
 class EngineClient:
-    """One engine process, and the messages to and from it. `ready` is what it said when it had started."""
+    """One engine process, and the messages to and from it. `ready` is what it said when it had started.
+
+    A process that hangs is killed: one that is silent for the time given, or is busy and gets nowhere (heartbeat.py).
+    """
 
     def __init__(
-        self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        process: subprocess.Popen[bytes],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        hang_timeout_s: float | None,
     ) -> None:
-        self._process = process
         self.pid = process.pid
+        self.ready: Ready | None = None
+        self._process = process
         self._reader = reader
         self._writer = writer
         self._decoder: msgspec.msgpack.Decoder[ToClient] = msgspec.msgpack.Decoder(ToClient)
-        self._reading: asyncio.Task[None] | None = None
-        self.ready: Ready
-        self.death: EngineDeadError | None = None
-        """why there is no engine any more"""
+        self._is_heard = self._is_alive = False
+        """since the watch last looked: anything came; a sign of life was in it"""
+        self._progress: int | None = None
+        self._hang = ""
+        """why it was killed, if it was"""
+        self._watching = asyncio.create_task(self._watch(hang_timeout_s))
 
     @classmethod
-    async def start(cls, args: EngineArgs) -> EngineClient:
-        """Start the process and wait until the engine is ready. Raises as it did; EngineDeadError if it is gone."""
+    async def start(cls, args: EngineArgs, hang_timeout_s: float | None = None) -> EngineClient:
+        """Start the process and wait until the engine is ready. Raises as it did; EngineDeadError if it is gone, or
+        shows no sign of life for LOADING_PATIENCE * hang_timeout_s."""
         ours, its = socket.socketpair()
         with its:
             try:
@@ -62,61 +80,79 @@ class EngineClient:
             except BaseException:
                 ours.close()
                 raise
-        client = cls(process, reader, writer)
+        client = cls(process, reader, writer, hang_timeout_s)
         try:
             client.send(Start(dataclasses.asdict(args), log.chosen_format))
             message = await client._receive()
             if isinstance(message, StartFailed):
                 raise error_named(message.kind, message.message)
             if not isinstance(message, Ready):
-                raise EngineDeadError(f"the engine did not start: {await client._end()}")
+                raise EngineDeadError(f"the engine did not start: {await client.end()}")
             client.ready = message
         except BaseException:
-            await client.close()
+            await client.end()
             raise
         return client
 
-    def listen(
-        self, on_message: Callable[[StepDone | CacheFrame], None], on_death: Callable[[EngineDeadError], None]
-    ) -> None:
-        """Call these from now on: for every message, and once when the engine has died."""
-        self._reading = asyncio.create_task(self._read(on_message, on_death))
-
-    async def _read(
-        self, on_message: Callable[[StepDone | CacheFrame], None], on_death: Callable[[EngineDeadError], None]
-    ) -> None:
+    async def read(self, *readers: Callable[[StepDone | CacheFrame], None]) -> None:
+        """Hand every message to these, until there will be no more."""
         while isinstance(message := await self._receive(), StepDone | CacheFrame):
-            try:
-                on_message(message)
-            except Exception:  # a listener's: the requests go on
-                logger.exception("a message of the engine could not be taken")
-        self.death = EngineDeadError("the engine is not running any more")
-        self.death = EngineDeadError(f"the engine is not running any more: {await self._end()}")
-        on_death(self.death)
+            for reader in readers:
+                try:
+                    reader(message)
+                except Exception:  # a listener's: the requests go on
+                    logger.exception("a message of the engine could not be taken")
 
     async def _receive(self) -> ToClient | None:
-        """The next message; None once there are no more."""
+        """The next message that is no heartbeat; None once there are no more, or what comes is none."""
         try:
-            num_bytes = frame_len(await self._reader.readexactly(LENGTH_BYTES))
-            return self._decoder.decode(await self._reader.readexactly(num_bytes))
-        except (asyncio.IncompleteReadError, OSError, ValueError, RecursionError):
+            while True:
+                num_bytes = frame_len(await self._reader.readexactly(LENGTH_BYTES))
+                message = self._decoder.decode(await self._reader.readexactly(num_bytes))
+                fault_point("api.receive", type(message).__name__)
+                self._is_heard = True
+                if not isinstance(message, Heartbeat):
+                    self._is_alive = True
+                    return message
+                self._is_alive |= not message.is_busy or message.progress != self._progress
+                self._progress = message.progress
+        except (asyncio.IncompleteReadError, OSError):
+            return None
+        except Exception:
+            logger.exception("the engine's messages cannot be read")
             return None
 
+    async def _watch(self, hang_timeout_s: float | None) -> None:
+        """Kill a process that hangs. Ticks are counted, not time: while this process stands still they do too."""
+        num_ticks, heard = 0, False
+        while hang_timeout_s is not None:
+            await asyncio.sleep(_TICK_S)
+            num_ticks, heard = (0, False) if self._is_alive else (num_ticks + 1, heard or self._is_heard)
+            self._is_alive = self._is_heard = False
+            limit_s = hang_timeout_s * (1 if self.ready is not None else LOADING_PATIENCE)
+            if num_ticks * _TICK_S >= limit_s:
+                self._hang = f"its process {'did not get on' if heard else 'was silent'} for {limit_s:g} s"
+                self._process.kill()
+                return
+
     def send(self, message: ToEngine) -> None:
-        """Have a message sent; see `drain`. Raises EngineDeadError, or what `to_frame` does."""
-        if self.death is not None:
-            raise self.death
-        self._writer.write(to_frame(message))
+        """Have a message sent; see `drain`. Raises what `to_frame` does, and then sends nothing. Where it cannot be
+        written the connection ends, and with it the process."""
+        frame = to_frame(message)
+        try:
+            fault_write("api.send", self._writer.write, frame)
+        except Exception:
+            logger.exception("the engine cannot be written to")
+            self._writer.close()
 
     async def drain(self) -> None:
-        """Wait until not much is left to send."""
-        try:
+        """Wait until not much is left to send, or nobody is there to send to."""
+        with contextlib.suppress(OSError):
             await self._writer.drain()
-        except OSError as error:
-            raise self.death or EngineDeadError("the engine is not running any more") from error
 
-    async def _end(self) -> str:
+    async def end(self) -> str:
         """Close the socket and wait for the process; how it has ended, in words."""
+        self._watching.cancel()
         self._writer.close()
         try:
             await asyncio.to_thread(self._process.wait, _EXIT_LIMIT_S)
@@ -124,15 +160,8 @@ class EngineClient:
             self._process.kill()
             await asyncio.to_thread(self._process.wait)
         status = self._process.returncode
-        return f"its process was ended by signal {-status}" if status < 0 else f"its process ended with status {status}"
-
-    async def close(self) -> None:
-        """End the process. What was to be told of its end is told."""
-        self._writer.close()
-        if self._reading is not None:
-            await asyncio.shield(self._reading)
-        else:
-            await self._end()
+        ended = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
+        return self._hang or f"its process {ended}"
 
 
 def _start_process(its: socket.socket) -> subprocess.Popen[bytes]:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import time
 
+from msgspec.structs import replace
+
 from quire.batch import TokenLogprobs
 from quire.config.model import ModelConfig
 from quire.engine.beam_search import BeamSearch
 from quire.engine.commit import append_token
-from quire.engine.messages import RequestDelta, SequenceDelta
+from quire.engine.messages import AddRequest, AddScoring, Past, RequestDelta, SequenceDelta
 from quire.engine.sequence import Sequence, SequenceGroup, SequenceStatus
-from quire.errors import QuireError
+from quire.errors import EngineDeadError, QuireError
 from quire.outputs import CompletionOutput, RequestOutput
 
 _LOGPROB_ROWS_AT_ONCE = 64
@@ -26,10 +28,14 @@ class RequestState:
     """One request on its way: deltas in, outputs out. What is not fetched adds up in one next output, so a slow caller
     costs the memory of its tokens, which max_model_len bounds."""
 
-    def __init__(self, key: int, group: SequenceGroup, model: ModelConfig) -> None:
-        """Takes over `group`, as InputProcessor has made it."""
-        self.key = key
+    def __init__(self, message: AddRequest | AddScoring, group: SequenceGroup, model: ModelConfig) -> None:
+        """Takes over `group`, as InputProcessor has made it, and what the engine is told of it."""
+        self.message = message
         self.group = group
+        self.num_deaths = 0
+        """engines that died while it was with them"""
+        self._repeated: dict[int, list[int]] = {}
+        """of each sample, the tokens that an engine which has begun it again is still to bring again"""
         self._eos_token_ids = model.eos_token_ids
         self._search = group.search if isinstance(group.search, BeamSearch) else None
         group.search = None  # it goes on in the engine, and knows here how text is made
@@ -87,7 +93,7 @@ class RequestState:
         group = self.group
         group.num_cached_tokens, group.error = delta.num_cached_tokens, delta.error
         group.metrics = delta.metrics or group.metrics
-        if delta.prompt_logprobs is not None and group.scores is not None:
+        if delta.prompt_logprobs is not None and group.scores is not None and not group.scores.is_done:
             group.scores.rows.extend(delta.prompt_logprobs.unpack())
         if self._search is not None:
             self._beams = [_beam_output(self._search, beam) for beam in delta.sequences]
@@ -104,6 +110,19 @@ class RequestState:
         if self.is_finished or (num_tokens and group.params.output_kind != "final_only"):
             self._changed.set()
         return num_tokens
+
+    def replay(self) -> AddRequest | AddScoring:
+        """What to tell another engine, for what came so far to go on. A single sample goes on behind its last token.
+        Several begin again, and so do beams and scores, of which nothing has been told."""
+        if isinstance(self.message, AddScoring):
+            return self.message
+        group, past = self.group, Past(self.group.metrics, self.group.num_cached_tokens)
+        outputs = {seq.index: seq.token_ids[seq.num_prompt_tokens :] for seq in group.seqs}
+        if group.params.num_samples == 1:
+            past.token_ids = outputs[0]
+        else:
+            self._repeated = outputs
+        return replace(self.message, past=past)
 
     def abort(self) -> None:
         """The end; what has come so far is the last output."""
@@ -133,16 +152,29 @@ class RequestState:
         if seq.status.is_finished:
             return 0
         rows = None if delta.logprobs is None else delta.logprobs.unpack()
-        for place, token_id in enumerate(delta.token_ids):
+        num_repeated = self._num_repeated(delta)
+        for place, token_id in enumerate(delta.token_ids[num_repeated:], start=num_repeated):
             if rows is not None and seq.logprobs is not None:
                 seq.logprobs.extend(_row(rows, place))
             status = append_token(self.group, seq, token_id, self._eos_token_ids)
             if status is not None:
                 seq.status = status
-                return place + 1
+                return place + 1 - num_repeated
         if delta.finish_reason is not None:
             seq.status, seq.stop_reason = SequenceStatus(delta.finish_reason), delta.stop_reason
-        return len(delta.token_ids)
+        return len(delta.token_ids) - num_repeated
+
+    def _num_repeated(self, delta: SequenceDelta) -> int:
+        """How many of these tokens were told before, by an engine that has died. Raises EngineDeadError if that told
+        others."""
+        repeated = self._repeated.get(delta.index)
+        if not repeated:
+            return 0
+        count = min(len(repeated), len(delta.token_ids))
+        if repeated[:count] != delta.token_ids[:count]:
+            raise EngineDeadError("another engine goes on differently")
+        del repeated[:count]
+        return count
 
 
 def _row(rows: TokenLogprobs, place: int) -> TokenLogprobs:

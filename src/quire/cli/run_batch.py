@@ -69,7 +69,7 @@ async def _run(options: argparse.Namespace) -> int:
     num_lines = sum(1 for _ in read_lines(source, args.max_body))
     partial = PartialFile(options.output_file, source, num_lines, resume=options.resume)
     try:
-        llm = await AsyncLLM.from_args(EngineArgs(**engine_kwargs(options)))
+        llm = await AsyncLLM.from_args(EngineArgs(**engine_kwargs(options)), holds=True)
         try:
             with tqdm(total=num_lines, initial=partial.num_done, unit="line") as bar:
                 num_failed = await _batch_run(llm, args, options).run(source, partial, bar.update)
@@ -99,7 +99,7 @@ def _batch_run(llm: AsyncLLM, args: ServerArgs, options: argparse.Namespace) -> 
     return BatchRun(
         app=make_app(state),
         paths={row.path for row in ROUTES if row.generates and row.method == "POST"},
-        is_running=lambda: llm.is_running,
+        is_running=lambda: not llm.is_lost,
         max_in_flight=options.max_in_flight or 2 * llm.config.scheduler.max_num_seqs,
         max_body_bytes=args.max_body,
     )

@@ -14,14 +14,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from queue import Empty, SimpleQueue
-from typing import BinaryIO, Protocol, TypeAlias
+from typing import TYPE_CHECKING, BinaryIO, Protocol, TypeAlias
 
 import msgspec
 
+from quire import liveness
 from quire.batch import TokenLogprobs
 from quire.config.args import EngineArgs
 from quire.engine.cache_view import MIN_INTERVAL_S, CacheView
-from quire.engine.llm_engine import LLMEngine
+from quire.engine.heartbeat import Pulse, beat
 from quire.engine.messages import (
     Abort,
     AddRequest,
@@ -42,10 +43,13 @@ from quire.engine.messages import (
 )
 from quire.engine.sequence import Sequence, SequenceGroup
 from quire.errors import QuireError, RequestFailedError
-from quire.faults import fault_point
+from quire.faults import fault_point, fault_write
 from quire.log import logger, set_up_logging
 from quire.outputs import EngineStats
 from quire.params import BeamSearchParams, SamplingParams
+
+if TYPE_CHECKING:
+    from quire.engine.llm_engine import LLMEngine
 
 _EXIT_GRACE_S = 0.5
 """left to the step that runs when the client goes"""
@@ -84,8 +88,11 @@ class EngineProcess:
         inbox: Inbox,
         send: Callable[[bytes], object],
         make_cache_view: Callable[[LLMEngine], CacheFrames] = CacheView,
+        pulse: Pulse | None = None,
     ) -> None:
+        """`pulse` is kept up to date."""
         self.engine = engine
+        self._pulse = pulse or Pulse()
         self._inbox = inbox
         self._send = send
         self._make_cache_view = make_cache_view
@@ -98,6 +105,7 @@ class EngineProcess:
         self._send(to_frame(Ready(self.engine.model_config.max_model_len, self.engine.stats())))
         while True:
             deltas = []
+            self._pulse.num_turns += 1
             for message in self._messages():
                 if message is None:
                     return
@@ -111,8 +119,11 @@ class EngineProcess:
         while there is nothing to step. Watchers of the cache are told of the last step even so."""
         end_s = time.monotonic() + _MESSAGES_S
         try:
-            if not self.engine.has_unfinished_requests():
-                yield self._inbox.get(timeout=None if self._cache_view is None else MIN_INTERVAL_S)
+            self._pulse.is_busy = self.engine.has_unfinished_requests()
+            if not self._pulse.is_busy:
+                message = self._inbox.get(timeout=None if self._cache_view is None else MIN_INTERVAL_S)
+                self._pulse.is_busy = True
+                yield message
             while True:
                 yield self._inbox.get_nowait()
                 if self.engine.has_unfinished_requests() and time.monotonic() > end_s:
@@ -143,12 +154,15 @@ class EngineProcess:
     def _add(self, message: AddRequest | AddScoring) -> list[RequestDelta]:
         """Queue a request; if the engine refuses it after all, that is its end."""
         try:
+            fault_point("engine.take", message.request_id)
             if isinstance(message, AddRequest):
                 prompt = {"prompt_token_ids": message.token_ids, "cache_salt": message.cache_salt}
                 kind: type[BeamSearchParams | SamplingParams]
                 kind = BeamSearchParams if message.is_beam_search else SamplingParams
                 params = msgspec.msgpack.decode(message.params, type=kind)
-                self.engine.add_request(message.request_id, prompt, params, arrival_time=message.arrival_time)
+                self.engine.add_request(
+                    message.request_id, prompt, params, arrival_time=message.arrival_time, past=message.past
+                )
             else:
                 context = {
                     "prompt_token_ids": message.token_ids[: message.first],
@@ -253,9 +267,11 @@ def read_messages(stream: BinaryIO, inbox: Inbox) -> None:
     decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
     try:
         while (frame := read_frame(stream)) is not None:
-            inbox.put(decoder.decode(frame))
-    except Exception:  # text that is none, and what is nested too deeply, are no errors of msgspec's own
-        logger.exception("the engine's client sent what it must not")
+            message = decoder.decode(frame)
+            fault_point("engine.receive", type(message).__name__)
+            inbox.put(message)
+    except Exception:
+        logger.exception("the engine's client cannot be read, or sent what it must not")
     inbox.put(None)
 
 
@@ -266,26 +282,42 @@ def _read_to_the_end(stream: BinaryIO, inbox: Inbox) -> None:
     os._exit(0)
 
 
+def _beat_to_the_end(send: Callable[[bytes], None], pulse: Pulse) -> None:
+    """As beat; then the process ends: what was sent may be a part of a frame, and the rest would be nonsense."""
+    try:
+        beat(send, pulse)
+    except Exception:
+        logger.exception("the engine's client cannot be written to")
+        os._exit(1)
+
+
 def main(descriptor: int) -> None:
     """Serve the client whose socket this is. The first message says what engine to make."""
     for number in (signal.SIGINT, signal.SIGTERM):  # meant for the client, which may want to finish its requests
         signal.signal(number, signal.SIG_IGN)
+    liveness.end_with_parent()
     client = socket.socket(fileno=descriptor)
     client.set_inheritable(False)
     inbox: Inbox = SimpleQueue()
     threading.Thread(target=_read_to_the_end, args=(client.makefile("rb"), inbox), daemon=True).start()
+    lock = threading.Lock()
 
     def send(frame: bytes) -> None:
         try:
-            client.sendall(frame)
+            with lock:
+                fault_write("engine.send", client.sendall, frame)
         except (BrokenPipeError, ConnectionResetError):
             sys.exit()
 
+    pulse = Pulse()
+    threading.Thread(target=_beat_to_the_end, args=(send, pulse), daemon=True).start()
     start = inbox.get()
     if not isinstance(start, Start):
         return
     if start.log_format is not None:
         set_up_logging(start.log_format)
+    from quire.engine.llm_engine import LLMEngine  # with torch, which takes seconds: heartbeats come first
+
     try:
         engine = LLMEngine.from_args(EngineArgs.from_kwargs(**start.args))
     except Exception as error:
@@ -296,7 +328,7 @@ def main(descriptor: int) -> None:
     engine.grammars.prepare()
     gc.collect()
     gc.freeze()  # what is there stays: to look through it again and again would hold up a step for a tenth of a second
-    EngineProcess(engine, inbox, send).run()
+    EngineProcess(engine, inbox, send, pulse=pulse).run()
 
 
 if __name__ == "__main__":

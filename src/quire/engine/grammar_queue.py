@@ -79,6 +79,8 @@ class GrammarQueue:
             if group.error is None:
                 try:
                     seq.grammar = compilation.state(jumps=_jumps(seq.draws[0]))
+                    for token_id in seq.token_ids[seq.num_prompt_tokens :]:  # of its past in another engine
+                        seq.grammar.advance(token_id)
                 except Exception as error:
                     group.error = failure(group.request_id, "when its grammar was begun", error)
             if group.error is None:

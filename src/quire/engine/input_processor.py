@@ -266,12 +266,14 @@ class InputProcessor:
             )
 
     def _draws(self, params: SamplingParams) -> tuple[Draw, ...]:
-        """One for each sample, with the request's own seed or one drawn from the engine's by order of arrival."""
-        seed = params.seed
-        if seed is None:
-            seed = uniform_bits(random_key(self.config.seed, 0), self._num_requests)
+        """One for each sample, with the request's own seed or the one of its place by arrival."""
+        seed = self.seed(self._num_requests) if params.seed is None else params.seed
         draw = self._draw(params)
         return tuple(replace(draw, random_key=random_key(seed, i), index=i) for i in range(params.num_samples))
+
+    def seed(self, place: int) -> int:
+        """Drawn from the engine's seed for the request that comes in this place, scoring ones not counted."""
+        return uniform_bits(random_key(self.config.seed, 0), place)
 
     def _draw(self, params: SamplingParams) -> Draw:
         """What all samples have in common."""

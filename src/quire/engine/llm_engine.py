@@ -15,6 +15,7 @@ from quire.engine.containment import MAX_IN_VAIN, Suspects
 from quire.engine.executor import Executor
 from quire.engine.grammar_queue import GrammarQueue
 from quire.engine.input_processor import InputProcessor, Prompt, recommended_params
+from quire.engine.messages import Past
 from quire.engine.scheduler import Scheduler
 from quire.engine.sequence import SequenceGroup, SequenceStatus
 from quire.errors import EngineBrokenError, RequestError, failure, failures_named
@@ -89,13 +90,18 @@ class LLMEngine:
         params: SamplingParams | BeamSearchParams,
         *,
         arrival_time: float | None = None,
+        past: Past | None = None,
     ) -> None:
-        """Queue a request. Raises a RequestError, and queues nothing, if it can never run."""
+        """Queue a request, or go on with its `past` in another engine. Raises a RequestError, and queues nothing, if it
+        can never run."""
         self._check_request_id(request_id)
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         seq_id = self.scheduler.new_seq_id()
         with failures_named(request_id, "when it was taken in"):
-            self._add(self.inputs.request(request_id, prompt, params, seq_id, arrival_time))
+            group = self.inputs.request(request_id, prompt, params, seq_id, arrival_time)
+            if past is not None:
+                group.resume(past.token_ids, past.metrics, past.num_cached_tokens)
+            self._add(group)
 
     def add_scoring_request(self, request_id: str, context: Prompt, continuation: Prompt | None) -> None:
         """Queue a request that generates nothing: it ends, with `prompt_logprobs` of the continuation's tokens, once
@@ -305,7 +311,7 @@ class LLMEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do."""
-        return bool(self._groups)
+        return bool(self._groups) or self._ahead is not None
 
     def default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json recommends, over SamplingParams' own defaults."""

@@ -96,9 +96,14 @@ class PromptScores:
         self.rows = LogprobRows(decode)
 
     @property
+    def is_done(self) -> bool:
+        """All are scored."""
+        return len(self.rows) == len(self.token_ids)
+
+    @property
     def max_cached_tokens(self) -> int | None:
         """So many prompt tokens, at most, need not be computed; None for any number."""
-        return None if len(self.rows) == len(self.token_ids) else self.first + len(self.rows) - 1
+        return None if self.is_done else self.first + len(self.rows) - 1
 
     def due(self, start: int, end: int) -> Scored | None:
         """Those not scored yet that the tokens from position `start` to `end` predict."""

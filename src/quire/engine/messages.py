@@ -31,7 +31,16 @@ class Start(msgspec.Struct, tag=True):
     """see `set_up_logging`"""
 
 
-class AddRequest(msgspec.Struct, tag=True):
+class Past(msgspec.Struct):
+    """What an engine that has died told of a request, which another one is to go on with."""
+
+    metrics: RequestMetrics
+    num_cached_tokens: int
+    token_ids: list[int] = []
+    """of its only sample; of several none, they are made again"""
+
+
+class AddRequest(msgspec.Struct, tag=True, omit_defaults=True):
     """Queue a request, which was found right."""
 
     key: int
@@ -44,6 +53,8 @@ class AddRequest(msgspec.Struct, tag=True):
     is_beam_search: bool
     params: msgspec.Raw
     """SamplingParams or BeamSearchParams; decoded where an error is this request's alone"""
+    past: Past | None = None
+    """what is behind it already"""
 
 
 class AddScoring(msgspec.Struct, tag=True):
@@ -129,6 +140,15 @@ class Ready(msgspec.Struct, tag=True):
     stats: EngineStats
 
 
+class Heartbeat(msgspec.Struct, tag=True):
+    """Sent once a second from the process's first moments on."""
+
+    progress: int
+    """something else than the last time if the step has got on meanwhile"""
+    is_busy: bool
+    """it ought to get on"""
+
+
 class StartFailed(msgspec.Struct, tag=True):
     """There will be no engine."""
 
@@ -150,7 +170,7 @@ class CacheFrame(msgspec.Struct, tag=True):
     payload: bytes
 
 
-ToClient = Ready | StartFailed | StepDone | CacheFrame
+ToClient = Ready | StartFailed | Heartbeat | StepDone | CacheFrame
 
 _encoder = msgspec.msgpack.Encoder()
 

@@ -225,6 +225,16 @@ class SequenceGroup:
         self.num_cached_tokens = 0
         self.error: str | None = None
 
+    def resume(self, output_token_ids: list[int], metrics: RequestMetrics, num_cached_tokens: int) -> None:
+        """Go on, before anything is computed, behind what another engine has told: as after a preemption, the tokens so
+        far are computed again. Several samples have none and begin again, with the same seeds."""
+        (seq,) = self.seqs
+        seq.token_ids += output_token_ids
+        seq.num_told = len(output_token_ids), 0
+        self.metrics, self.num_cached_tokens = metrics, num_cached_tokens
+        if output_token_ids:  # the prompt's log-probabilities have been told
+            seq.scores = self.scores = None
+
     @property
     def unfinished_seqs(self) -> list[Sequence]:
         """Those that still want tokens."""

@@ -7,6 +7,7 @@ Its limits do not hold everywhere: intersections of regular expressions (`allOf`
 import math
 import os
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -18,7 +19,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from quire import liveness
 from quire.errors import InvalidParamsError
+from quire.faults import fault_point, fault_write
 from quire.grammar.source import library_grammar
 from quire.params import StructuredOutputsParams
 
@@ -65,22 +68,14 @@ class TrialProcess:
         self._end: weakref.finalize[..., TrialProcess] | None = None
 
     def check(self, params: StructuredOutputsParams) -> str:
-        """The grammar in the library's words. Raises InvalidParamsError for one that is wrong or over the limits."""
-        child = self._child or self._start()
-        assert child.stdin is not None
-        assert child.stdout is not None
-        timer = threading.Timer(_PATIENCE_S, child.kill)
-        timer.start()
-        try:
-            child.stdin.write(msgspec.json.encode(params) + b"\n")
-            child.stdin.flush()
-            answer = child.stdout.readline()
-        except BrokenPipeError:
-            answer = b""
-        finally:
-            timer.cancel()
-        if not answer.endswith(b"\n"):
-            self.close()
+        """The grammar in the library's words. Raises InvalidParamsError for one that is wrong or over the limits.
+
+        Where somebody else has killed the child, which may have been for want of memory, another one tries once more.
+        """
+        answer, was_killed = self._ask(params)
+        if was_killed:
+            answer, _ = self._ask(params)
+        if not answer:
             raise InvalidParamsError(
                 f"{params.structure} is not taken: to compile it takes more than {self._settings.limit_s} s or "
                 f"{TRIAL_LIMIT_BYTES // 1024**2:,} MiB; make it simpler"
@@ -89,6 +84,31 @@ class TrialProcess:
         if verdict.error:
             raise InvalidParamsError(f"{params.structure} is not taken: {verdict.error}")
         return verdict.grammar
+
+    def _ask(self, params: StructuredOutputsParams) -> tuple[bytes, bool]:
+        """The child's answer; none if it has ended, and then, whether somebody else has killed it."""
+        child = self._child or self._start()
+        assert child.stdin is not None
+        assert child.stdout is not None
+        timer = threading.Timer(_PATIENCE_S, child.kill)
+        timer.start()
+        start_s = time.monotonic()
+        try:
+            fault_write("trial.send", child.stdin.write, msgspec.json.encode(params) + b"\n")
+            child.stdin.flush()
+            answer = child.stdout.readline()
+            fault_point("trial.receive")
+        except BrokenPipeError:
+            answer = b""
+        except BaseException:
+            self.close()  # it may be in the middle of a line
+            raise
+        finally:
+            timer.cancel()
+        if answer.endswith(b"\n"):
+            return answer, False
+        self.close()
+        return b"", child.returncode == -signal.SIGKILL and time.monotonic() < start_s + _PATIENCE_S
 
     def close(self) -> None:
         """End the child."""
@@ -136,6 +156,7 @@ class _ByteTokenizer:
 def serve() -> None:
     """The child: a line with the settings, then a line of params in, one with the verdict out, until there are no
     more."""
+    liveness.end_with_parent()
     resource.setrlimit(resource.RLIMIT_AS, (TRIAL_LIMIT_BYTES, TRIAL_LIMIT_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.nice(10)  # steps come first

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quire.kernels import reference
 from quire.kernels.backend import DTYPE_CODES, native
-from quire.kernels.checks import refusal
+from quire.kernels.checks import native_errors, refusal
 from quire.kernels.quantized import QuantizedWeight, quantized_matmul
 from quire.kernels.workspace import empty
 
@@ -83,24 +83,25 @@ def matmul(
         or (bias is not None and not _is_bias(bias, n))
     ):
         raise _refusal(x, packed, bias, out_dtype)
-    if isinstance(packed, QuantizedWeight):
-        return quantized_matmul(x, packed, bias, out_dtype)
-    if native is None:
-        return reference.matmul(x, packed.data, bias, out_dtype)
-    rows = shape[0]
-    out = empty((rows, n), out_dtype)
-    native.matmul(
-        packed.code,
-        x.data_ptr(),
-        x.stride(0),
-        rows,
-        packed.address,
-        n,
-        k,
-        0 if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        out_code,
-    )
+    with native_errors():
+        if isinstance(packed, QuantizedWeight):
+            return quantized_matmul(x, packed, bias, out_dtype)
+        if native is None:
+            return reference.matmul(x, packed.data, bias, out_dtype)
+        rows = shape[0]
+        out = empty((rows, n), out_dtype)
+        native.matmul(
+            packed.code,
+            x.data_ptr(),
+            x.stride(0),
+            rows,
+            packed.address,
+            n,
+            k,
+            0 if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            out_code,
+        )
     return out
 
 

@@ -13,6 +13,7 @@ import os
 import secrets
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,7 +21,8 @@ from typing import Any, BinaryIO
 import msgspec
 from starlette.types import ASGIApp, Message
 
-from quire.errors import ConfigError, EngineDeadError
+from quire.errors import ConfigError, EngineDeadError, QuireError
+from quire.faults import fault_write
 
 MAX_FRAME_BYTES = 64 * 1024
 """of a line, around its body"""
@@ -88,7 +90,7 @@ class BatchRun:
     paths: Collection[str]
     """that may be asked, by POST"""
     is_running: Callable[[], bool]
-    """whether the engine can still answer"""
+    """whether an engine answers, or may soon"""
     max_in_flight: int
     """lines at once"""
     max_body_bytes: int
@@ -96,7 +98,8 @@ class BatchRun:
     async def run(self, source: Path, partial: PartialFile, progress: Callable[[], object]) -> int:
         """Run the lines that have no answer yet; `progress` is called after each. Returns how many of them failed.
 
-        Raises EngineDeadError if the engine ends; the lines without an answer are then left for another run.
+        Raises EngineDeadError if the engine ends, QuireError if an answer cannot be kept; the lines without an answer
+        are then left for another run.
         """
         lines = (row for row in _numbered(read_lines(source, self.max_body_bytes)) if not partial.has(row[0]))
         num_failed = 0
@@ -116,7 +119,7 @@ class BatchRun:
             async with asyncio.TaskGroup() as group:
                 for _ in range(self.max_in_flight):
                     group.create_task(work())
-        except* EngineDeadError as errors:
+        except* QuireError as errors:
             raise errors.exceptions[0] from None
         return num_failed
 
@@ -240,10 +243,10 @@ class PartialFile:
     def finish(self) -> None:
         """Write the output, all of it or nothing, and end the partial file."""
         ordered = self._output.with_name(self._output.name + ".tmp")
-        with ordered.open("wb") as file, self.path.open("rb") as answers:
+        with self._writing(), ordered.open("wb") as file, self.path.open("rb") as answers:
             for offset in self._offsets:
                 answers.seek(offset)
-                file.write(answers.readline().partition(b" ")[2])
+                fault_write("batch.write", file.write, answers.readline().partition(b" ")[2])
             file.flush()
             os.fsync(file.fileno())
         ordered.replace(self._output)
@@ -255,10 +258,24 @@ class PartialFile:
         self._file.close()
 
     def _write(self, data: bytes) -> None:
-        while data:  # a disk that is full takes a part
-            num_written = self._file.write(data)
-            self._size += num_written
-            data = data[num_written:]
+        """All of it, or nothing: others may yet write behind it."""
+        with self._writing():
+            try:
+                left = data
+                while left:  # a disk that is full takes a part
+                    left = left[fault_write("batch.write", self._file.write, left) :]
+            except OSError:
+                self._file.truncate(self._size)
+                self._file.seek(self._size)
+                raise
+        self._size += len(data)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise QuireError(f"the answers cannot be written: {error}; make room, then go on with --resume") from error
 
     def _find_answers(self, head: bytes) -> None:
         """A line cut off at the end is taken away."""

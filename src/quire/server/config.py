@@ -22,6 +22,7 @@ TOOL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral")
 _AT_LEAST: Mapping[str, float] = {
     "max_prompts_per_request": 1, "max_choices_per_request": 1, "max_waiting": 0, "max_concurrent_per_tenant": 1,
     "requests_per_minute": 1, "tokens_per_minute": 1, "drain_timeout_s": 0, "response_store_max": 0,
+    "hang_timeout_s": 3,
 }  # fmt: skip
 _MORE_THAN_0 = ("header_timeout_s", "body_timeout_s", "request_timeout_s", "keep_alive_s", "idle_timeout_s")
 _BYTES = ("max_body_bytes", "max_header_bytes", "response_store_max_bytes")
@@ -62,6 +63,9 @@ class ServerArgs:
         75.0, "seconds that a connection is kept without a request, or a client that reads nothing"
     )
     request_timeout_s: float | None = arg(None, "seconds after which a request is aborted")
+    hang_timeout_s: float | None = arg(
+        8.0, "seconds, 3 at least, after which an engine that is busy and gets nowhere is replaced; none: never"
+    )
     keep_alive_s: float = arg(15.0, "seconds without a token after which a stream gets a comment, so that it is kept")
     max_prompts_per_request: int = arg(1024, "prompts in one request")
     max_choices_per_request: int = arg(1024, "prompts times n, or times best_of, in one request")

@@ -11,6 +11,7 @@ import msgspec
 from starlette.responses import Response
 
 from quire.errors import (
+    EngineDeadError,
     InvalidPromptError,
     PromptTooLongError,
     QuireError,
@@ -135,7 +136,11 @@ def _api_error(error: BaseException, request_id: str) -> ApiError:
             return invalid("the request is nested too deeply", code="invalid_json")
         case QuireError() if not isinstance(error, RequestFailedError):
             logger.error("request %s: %s: %s", request_id, type(error).__name__, error)
-            return ApiError(503, "the engine cannot serve this request now; try again later", code="engine_unavailable")
+            message, retry_s = "the engine cannot serve this request now; try again later", None
+            if isinstance(error, EngineDeadError):
+                retry_s = error.retry_after_s
+            headers = None if retry_s is None else {"retry-after": str(retry_s)}
+            return ApiError(503, message, code="engine_unavailable", headers=headers)
     logger.error("request %s failed", request_id, exc_info=error)
     return ApiError(500, f"internal error; it is logged under the request id {request_id}", code="internal_error")
 

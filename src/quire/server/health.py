@@ -12,16 +12,16 @@ from quire.server.state import state_of
 
 
 async def health(request: Request) -> ASGIApp:
-    """GET /health: 200 while the engine runs, else 503."""
-    is_running = state_of(request).llm.is_running
-    return json_response(Status(status="ok" if is_running else "the engine is not running"), 200 if is_running else 503)
+    """GET /health: 200 while the engine runs, else 503 and why it does not."""
+    death = state_of(request).llm.death
+    return json_response(Status(status=str(death or "ok")), 200 if death is None else 503)
 
 
 async def ready(request: Request) -> ASGIApp:
-    """GET /ready: 200 while new requests are welcome, else 503."""
+    """GET /ready: 200 while new requests are welcome, else 503 and why they are not."""
     state = state_of(request)
-    is_ready = state.llm.is_running and not state.is_draining
-    return json_response(Status(status="ready" if is_ready else "not ready"), 200 if is_ready else 503)
+    why_not = "the server is shutting down" if state.is_draining else state.llm.death
+    return json_response(Status(status=str(why_not or "ready")), 200 if why_not is None else 503)
 
 
 async def version(request: Request) -> ASGIApp:

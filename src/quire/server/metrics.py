@@ -115,15 +115,18 @@ class Metrics:
         stats: Callable[[], EngineStats],
         *,
         is_running: Callable[[], bool] = lambda: True,
+        recoveries: Callable[[], tuple[int, int]] = lambda: (0, 0),
         refused: Callable[[], Mapping[str, int]] = dict,
         cache: CacheConfig | None = None,
-        engine_pid: int | None = None,
+        engine_pid: Callable[[], int | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`stats`, `is_running` and `refused` (requests turned away, by reason) are asked at each scrape."""
+        """What can be called is asked at each scrape. `recoveries`: engines started after the first, and requests that
+        went on in another one; `refused`: requests turned away, by reason."""
         self._labels = {"model_name": model_name, "engine": "0"}
         self._stats = stats
         self._is_running = is_running
+        self._recoveries = recoveries
         self._refused = refused
         self._cache = cache
         self._engine_pid = engine_pid
@@ -251,11 +254,18 @@ class Metrics:
     def _collect_server(self) -> Iterator[Metric]:
         is_running = self._is_running()
         yield self._single(GaugeMetricFamily, "quire:engine_up", "Whether the engine process runs", int(is_running))
+        names = {
+            "engine_restarts": "Engine processes started after the first",
+            "requests_replayed": "Requests that went on in another engine process",
+        }
+        for (name, text), count in zip(names.items(), self._recoveries(), strict=True):
+            yield self._single(CounterMetricFamily, f"quire:{name}", text, count)
         rows = [({"route": r, "method": m, "status": s}, count) for (r, m, s), count in self._http.items()]
         yield self._family(CounterMetricFamily, "quire:http_requests", "HTTP requests answered", rows)
         refused = [({"reason": reason}, count) for reason, count in self._refused().items()]
         yield self._family(CounterMetricFamily, "quire:requests_refused", "Requests turned away, by why", refused)
-        pids = {"server": "self"} | ({} if self._engine_pid is None else {"engine": str(self._engine_pid)})
+        pid = self._engine_pid()
+        pids = {"server": "self"} | ({} if pid is None else {"engine": str(pid)})
         memory = {name: size for name, pid in pids.items() if (size := _resident_bytes(pid)) is not None}
         yield self._gauge("quire:process_memory_bytes", "Resident memory, by process", "process", memory)
 

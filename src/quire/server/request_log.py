@@ -10,6 +10,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.faults import fault_point
 from quire.log import IN_MESSAGE, logger
 from quire.outputs import EngineStats, RequestOutput
 from quire.server.state import context_of
@@ -123,6 +124,7 @@ class Observer:
         async def send_and_note(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
+            fault_point("http.send", message["type"])
             await send(message)
 
         token = _current.set(record)
@@ -155,12 +157,11 @@ class NamedRoute:
 
 def _noting(receive: Receive, record: RequestRecord) -> Receive:
     kept = record.body
-    if kept is None:
-        return receive
 
     async def receive_and_note() -> Message:
         message = await receive()
-        if message["type"] == "http.request":
+        fault_point("http.receive", message["type"])
+        if kept is not None and message["type"] == "http.request":
             kept.extend(message.get("body", b"")[: MAX_LOGGED_BODY - len(kept)])
         return message
 

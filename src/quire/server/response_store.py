@@ -17,6 +17,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import msgspec
 
 from quire.errors import ConfigError, QuireError
+from quire.faults import fault_point
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -129,7 +130,7 @@ class ResponseStore:
 def _translated(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     try:
         return call(*args, **kwargs)
-    except sqlite3.Error as error:
+    except (sqlite3.Error, OSError) as error:
         if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
             raise StoreError("there is no room on the disk to store the response") from error
         raise StoreError(f"the store of responses does not work: {error}") from error
@@ -197,6 +198,7 @@ class _Transaction:
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         try:
             if kind is None:
+                fault_point("store.write")
                 self._connection.execute("COMMIT")
         finally:
             if self._connection.in_transaction:

@@ -113,7 +113,8 @@ class _Service:
 
     async def _load(self) -> AsyncLLM | None:
         """None if a signal came before the model was there."""
-        loading = asyncio.create_task(AsyncLLM.from_args(self._engine_args))
+        made = AsyncLLM.from_args(self._engine_args, hang_timeout_s=self._args.hang_timeout_s)
+        loading = asyncio.create_task(made)
         stopped = asyncio.create_task(self._stop.wait())
         try:
             await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -167,9 +168,10 @@ def build_app(
         state.model_names[0],
         llm.stats,
         is_running=lambda: llm.is_running,
+        recoveries=lambda: (llm.num_restarts, llm.num_replayed),
         refused=lambda: admission.num_refused,
         cache=llm.config.cache,
-        engine_pid=llm.engine_pid,
+        engine_pid=lambda: llm.engine_pid,
     )
     state.parts["metrics"] = metrics
     for listener in (metrics, RecordListener()):

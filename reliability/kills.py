@@ -1,0 +1,401 @@
+"""Kill and stop the processes of a server under load, at random moments, and see that nothing is lost.
+
+    python -m reliability.kills [--count 200] [--seed 1] [--record]
+
+In each round clients ask `quire serve` on the embedded model one thing after another (streams, whole answers, samples,
+beams, grammars), and one of its processes (engine, trial of grammars, API) gets SIGKILL or SIGSTOP, some engines twice.
+Then it is checked that every client has an answer, a clean error or, if its server was killed, a broken connection, in
+bounded time; that what was said, whole or not, is what an undisturbed server says; that nothing is left over in the
+cache; that there is no process but those there should be; that the engine runs again within the time it takes to load
+and some seconds. Ends with a line of JSON; the exit status is 1 if anything was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import os
+import random
+import re
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from reliability.page import record, table
+from reliability.served import READY_S, Served
+
+FLAGS = ["--kv-cache-memory=64MiB", "--max-num-seqs=32", "--no-log-requests"]
+HUNG_S = 120.0
+"""without a byte for so long, a client hangs"""
+TRUTH_S = 10.0
+"""so soon /health says that an engine is dead or hangs"""
+NUM_CLIENTS = 8
+PROMPTS = ("def fibonacci(n):", "Once upon a time", "import os\n", "class Stack:\n")
+_MARK = "QUIRE_CHAOS"
+_TOKENS = {"max_tokens": 800, "ignore_eos": True}
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy stream": {"temperature": 0, "stream": True, **_TOKENS},
+    "greedy whole": {"temperature": 0, **_TOKENS},
+    "seeded stream": {"seed": 1, "logprobs": 2, "stream": True, **_TOKENS},
+    "penalized whole": {"seed": 2, "frequency_penalty": 0.5, "min_tokens": 200, **_TOKENS},
+    "samples stream": {"seed": 3, "n": 3, "stream": True, **_TOKENS},
+    "best whole": {"seed": 4, "best_of": 3, **_TOKENS},
+    "beams whole": {"use_beam_search": True, "n": 3, "temperature": 0, **_TOKENS, "max_tokens": 200},
+    "grammar stream": {"seed": 5, "stream": True, "max_tokens": 500},
+    "unseeded stream": {"stream": True, **_TOKENS},
+}
+VICTIMS = ("engine", "trial", "api")
+_WEIGHTS = (60, 25, 15)
+_STOP_SHARE = 0.15
+_TWICE_SHARE = 0.2
+"""of the engines that are killed, so many are followed by the next one: what runs then ends"""
+
+
+@dataclass
+class Answer:
+    """What a client got."""
+
+    texts: dict[int, str] = field(default_factory=dict)
+    logprobs: list[float] = field(default_factory=list)
+    error: str = ""
+    """a code of the server, `broken` connection or `hung`; empty if the answer is whole"""
+    seconds: float = 0.0
+
+    def is_part_of(self, whole: Answer) -> bool:
+        """Whether `whole` begins with it; equal, if it claims to be whole."""
+        if not self.error:
+            return (self.texts, self.logprobs) == (whole.texts, whole.logprobs)
+        texts = all(whole.texts.get(index, "").startswith(text) for index, text in self.texts.items())
+        return texts and whole.logprobs[: len(self.logprobs)] == self.logprobs
+
+    def add(self, body: dict[str, Any]) -> None:
+        """A chunk, or all."""
+        if "error" in body:
+            self.error = body["error"]["code"] or body["error"]["type"]
+        for choice in body.get("choices", ()):
+            self.texts[choice["index"]] = self.texts.get(choice["index"], "") + choice["text"]
+            self.logprobs += (choice.get("logprobs") or {}).get("token_logprobs", ())
+
+
+def ask(port: int, body: dict[str, Any]) -> Answer:
+    """Send a request and read what comes."""
+    answer, start_s = Answer(), time.monotonic()
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=HUNG_S)
+    try:
+        connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+        response = connection.getresponse()
+        if response.headers["content-type"].startswith("text/event-stream"):
+            _read_events(response, answer)
+        else:
+            answer.add(json.loads(response.read()))
+    except TimeoutError:
+        answer.error = "hung"
+    except (OSError, http.client.HTTPException):
+        answer.error = "broken"
+    finally:
+        connection.close()
+    answer.seconds = time.monotonic() - start_s
+    return answer
+
+
+def _read_events(response: http.client.HTTPResponse, answer: Answer) -> None:
+    is_done = False
+    for line in response:
+        if line.startswith(b"data: "):
+            is_done = line.strip() == b"data: [DONE]"
+            if not is_done:
+                answer.add(json.loads(line[6:]))
+    if not is_done:
+        answer.error = answer.error or "broken"
+
+
+def wish(kind: str, prompt: str) -> dict[str, Any]:
+    """A request. No two grammars are the same, though they mean the same, so that each is tried anew."""
+    body = KINDS[kind] | {"prompt": prompt}
+    if kind == "grammar stream":
+        properties = {"name": {"type": "string", "maxLength": 1000}, "size": {"type": "integer"}}
+        schema = {"type": "object", "properties": properties, "required": [*properties], "title": secrets.token_hex(8)}
+        body["structured_outputs"] = {"json": schema}
+    return body
+
+
+class Server(Served):
+    """`quire serve`, and all processes that descend from it, known by a mark in their environment."""
+
+    def __init__(self, log: Path, hang_timeout_s: float) -> None:
+        self.mark = secrets.token_hex(8)
+        self._log = log
+        start_s = time.monotonic()
+        super().__init__([*FLAGS, f"--hang-timeout-s={hang_timeout_s:g}"], log, {_MARK: self.mark})
+        self.load_s = time.monotonic() - start_s
+
+    def found(self, pattern: str, start: int = 0) -> list[float]:
+        """The number in each line of the log that has the pattern, from a place of it on."""
+        text = self._log.read_bytes()[start:].decode("utf-8", "replace")
+        return [float(number) for number in re.findall(pattern, text)]
+
+    @property
+    def log_len(self) -> int:
+        """The log's place now."""
+        return self._log.stat().st_size
+
+    def answers(self, path: str, status: int) -> bool:
+        """Whether it does, with this status."""
+        try:
+            return self.get(path)[0] == status
+        except OSError:
+            return False
+
+    def pids(self) -> dict[str, list[int]]:
+        """All that run, by kind."""
+        found: dict[str, list[int]] = {kind: [] for kind in VICTIMS}
+        for path in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if path.name.isdecimal() and f"{_MARK}={self.mark}".encode() in (path / "environ").read_bytes():
+                    parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+                    kind = "api" if int(path.name) == self.pid else "engine" if parent == self.pid else "trial"
+                    found[kind].append(int(path.name))
+        return found
+
+
+def wait_for(what: str, limit_s: float, condition: Callable[[], bool]) -> float:
+    """Seconds it took. Raises TimeoutError."""
+    start_s = time.monotonic()
+    while not condition():
+        if time.monotonic() - start_s > limit_s:
+            raise TimeoutError(f"{what} did not come about within {limit_s:g} s")
+        time.sleep(0.02)
+    return time.monotonic() - start_s
+
+
+class Chaos:
+    """Rounds, and what was seen in them."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        self._rng = random.Random(args.seed)
+        self._slack_s: float = args.slack_s
+        self._hang_timeout_s: float = args.hang_timeout_s
+        self._folder = folder
+        self.num_signals = self.num_servers = 0
+        self.counts: Counter[str] = Counter()
+        self.recoveries_s: list[float] = []
+        self.truths_s: list[float] = []
+        self.longest_s = 0.0
+        self.violations: list[str] = []
+        self.server = self._start()
+        self._references = self._undisturbed()
+
+    def _start(self) -> Server:
+        self.num_servers += 1
+        return Server(self._folder / f"serve-{self.num_servers}.log", self._hang_timeout_s)
+
+    def _undisturbed(self) -> dict[tuple[str, str], Answer]:
+        asked = [(kind, prompt) for kind in KINDS for prompt in PROMPTS]
+        with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+            answers = pool.map(lambda one: ask(self.server.port, wish(*one)), asked)
+            references = dict(zip(asked, answers, strict=True))
+        for one, answer in references.items():
+            if answer.error or not any(answer.texts.values()):
+                raise RuntimeError(f"{one} without any disturbance: {answer}")
+        return references
+
+    def run(self, count: int) -> None:
+        """Rounds, until so many signals were sent; the first ones kill each kind of process once."""
+        for place in range(count):
+            if self.num_signals >= count:
+                break
+            victim = VICTIMS[place] if place < len(VICTIMS) else self._rng.choices(VICTIMS, _WEIGHTS)[0]
+            is_stop = place >= len(VICTIMS) and self._rng.random() < _STOP_SHARE
+            is_twice = victim == "engine" and not is_stop and place > 0 and self._rng.random() < _TWICE_SHARE
+            seen = len(self.violations)
+            self._round(victim, signal.SIGSTOP if is_stop else signal.SIGKILL, 2 if is_twice else 1)
+            for violation in self.violations[seen:]:
+                print(f"round {place}, {victim}{' stopped' if is_stop else ''}: {violation}", file=sys.stderr)
+
+    def _round(self, victim: str, number: signal.Signals, times: int) -> None:
+        is_over = threading.Event()
+        with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+            seeds = [self._rng.random() for _ in range(NUM_CLIENTS)]
+            clients = [pool.submit(self._ask_on, seed, self.server, is_over) for seed in seeds]
+            try:
+                for _ in range(times):
+                    time.sleep(self._rng.uniform(0.1, 1.5))
+                    self._disturb(victim, number)
+            finally:
+                is_over.set()
+            answers = [answer for client in clients for answer in client.result()]
+        for one, answer in answers:
+            self._check(one, answer, victim, number)
+        self._check_rest()
+
+    @staticmethod
+    def _ask_on(seed: float, server: Server, is_over: threading.Event) -> list[tuple[tuple[str, str], Answer]]:
+        """One client: one request after another while its server is there."""
+        rng, answers = random.Random(seed), list[tuple[tuple[str, str], Answer]]()
+        while not is_over.is_set() and not (answers and answers[-1][1].error == "broken"):
+            one = rng.choice([*KINDS]), rng.choice(PROMPTS)
+            answers.append((one, ask(server.port, wish(*one))))
+            if answers[-1][1].error:
+                is_over.wait(0.3)
+        return answers
+
+    def _check(self, one: tuple[str, str], answer: Answer, victim: str, number: signal.Signals) -> None:
+        self.counts["requests"] += 1
+        self.counts[answer.error or "whole"] += 1
+        self.longest_s = max(self.longest_s, answer.seconds)
+        allowed = {"", "engine_unavailable"}
+        if victim == "api" and number is signal.SIGKILL:
+            allowed.add("broken")
+        if victim == "trial" and number is signal.SIGSTOP and one[0] == "grammar stream":
+            allowed.add("invalid_request_error")  # it was not compiled in time
+        if answer.error not in allowed:
+            self.violations.append(f"{one} ended with {answer.error!r} after {answer.seconds:.1f} s")
+        if not one[0].startswith("unseeded") and not answer.is_part_of(self._references[one]):
+            self.violations.append(f"{one} got other tokens: {answer} and not {self._references[one]}")
+
+    def _disturb(self, victim: str, number: signal.Signals) -> None:
+        wait_for(f"a process of kind {victim}", READY_S, lambda: bool(self.server.pids()[victim]))
+        pid = self._rng.choice(self.server.pids()[victim])
+        self.counts[f"{victim} {number.name}"] += 1
+        self.num_signals += 1
+        place, start_s = self.server.log_len, time.monotonic()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+        if victim == "engine":
+            self._watch_recovery(pid, number, place, start_s)
+        elif victim == "trial" and number is signal.SIGSTOP:
+            threading.Timer(self._rng.uniform(1, 30), self._end_stopped, [pid]).start()
+        elif victim == "api" and number is signal.SIGSTOP:
+            time.sleep(self._rng.uniform(1, 12))
+            os.kill(pid, signal.SIGCONT)
+        elif victim == "api":
+            self._replace_server()
+
+    @staticmethod
+    def _end_stopped(pid: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+    def _watch_recovery(self, old: int, number: signal.Signals, place: int, start_s: float) -> None:
+        server = self.server
+        limit_s = TRUTH_S if number is signal.SIGSTOP else self._slack_s
+        try:
+            wait_for("the truth of /health", limit_s + self._slack_s, lambda: server.answers("/health", 503))
+            truth_s = time.monotonic() - start_s
+            self.truths_s.append(truth_s)
+            if truth_s > max(TRUTH_S, self._slack_s):
+                self.violations.append(f"/health told the truth after {truth_s:.1f} s")
+            wait_for("another engine", READY_S, lambda: server.answers("/health", 200))
+        except TimeoutError as error:
+            self.violations.append(str(error))
+            return
+        delay_s = sum(server.found(r"starting another engine in ([\d.]+) s", place))
+        recovery_s = time.monotonic() - start_s - delay_s - (truth_s if number is signal.SIGSTOP else 0.0)
+        self.recoveries_s.append(recovery_s)
+        if recovery_s > server.load_s + self._slack_s:
+            self.violations.append(f"recovery took {recovery_s:.1f} s; a start takes {server.load_s:.1f} s")
+        if old in server.pids()["engine"]:
+            self.violations.append("the engine that was killed is still there")
+
+    def _replace_server(self) -> None:
+        """As a service manager does it. What the one that was killed has left behind is a violation."""
+        old = self.server
+        old.process.wait(READY_S)
+        try:
+            wait_for("the end of all children", self._slack_s, lambda: not any(old.pids().values()))
+        except TimeoutError as error:
+            self.violations.append(f"{error}: {old.pids()}")
+        self._count_replays()
+        self.server = self._start()
+
+    def _count_replays(self) -> None:
+        self.counts["replayed"] += int(sum(self.server.found(r"(\d+) requests wait for another engine")))
+
+    def _check_rest(self) -> None:
+        """Once everybody has an answer."""
+        server = self.server
+        try:
+            wait_for("a healthy server", READY_S, lambda: server.answers("/ready", 200))
+        except TimeoutError as error:
+            self.violations.append(str(error))
+        if not server.wait_until_idle(10 + self._slack_s):
+            self.violations.append("blocks, or requests, are left in the engine")
+        pids = server.pids()
+        if [len(pids["api"]), len(pids["engine"])] != [1, 1] or len(pids["trial"]) > 2:
+            self.violations.append(f"processes that should not be there: {pids}")
+
+    def finish(self) -> None:
+        """End the server; nothing may be left."""
+        self._count_replays()
+        if (status := self.server.close()) != 0:
+            self.violations.append(f"the server ended with status {status}")
+        if any(left := self.server.pids().values()):
+            self.violations.append(f"processes are left at the end: {[*left]}")
+
+    def kill(self) -> None:
+        """End all there is, at once."""
+        self.server.process.kill()
+        self.server.process.wait()
+
+
+def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """All rounds; the result as one row."""
+    began_s = time.monotonic()
+    chaos = Chaos(options, folder)
+    try:
+        chaos.run(options.count)
+        chaos.finish()
+    finally:
+        chaos.kill()
+    recoveries_s, truths_s = chaos.recoveries_s or [0.0], chaos.truths_s or [0.0]
+    return {
+        "tool": "kills", "seed": options.seed, "count": chaos.num_signals,
+        "minutes": round((time.monotonic() - began_s) / 60, 1),
+        "counts": dict(sorted(chaos.counts.items())), "load_s": round(chaos.server.load_s, 2),
+        "recovery_s": {"median": round(median(recoveries_s), 2), "max": round(max(recoveries_s), 2)},
+        "health_s": {"median": round(median(truths_s), 2), "max": round(max(truths_s), 2)},
+        "longest_answer_s": round(chaos.longest_s, 1),
+        "num_wrong": len(chaos.violations), "wrong": chaos.violations[:20],
+    }  # fmt: skip
+
+
+def main() -> int:
+    """Run and print; 1 if something was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=200, metavar="N", help="processes to kill or stop")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--hang-timeout-s", type=float, default=8.0)
+    parser.add_argument("--slack-s", type=float, default=5.0, help="seconds that recovery may take beside loading")
+    parser.add_argument("--record", action="store_true", help="write the result into docs/reliability.md")
+    options = parser.parse_args()
+    with TemporaryDirectory() as folder:
+        row = run(options, Path(folder))
+    print(json.dumps(row))
+    if options.record:
+        counts = [{"signals, answers": name, "number": number} for name, number in row["counts"].items()]
+        summary = (
+            f"{row['count']} signals in {row['minutes']} minutes. A start takes {row['load_s']} s; an engine that was "
+            f"killed ran again after {row['recovery_s']['median']} s (median; {row['recovery_s']['max']} s at most), "
+            f"delays and the time to notice a stop left out; `/health` said so after {row['health_s']['median']} s "
+            f"(median; {row['health_s']['max']} s at most); the longest answer took {row['longest_answer_s']} s. "
+            f"Wrong: {row['num_wrong']}."
+        )
+        command = f"python -m reliability.kills --count {options.count} --seed {options.seed}"
+        record("kills", command, [summary, "", *table(counts)])
+    return 1 if row["num_wrong"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

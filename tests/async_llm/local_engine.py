@@ -1,0 +1,91 @@
+"""An engine behind a Supervisor without a process: its loop runs in a thread, and dies where a test says."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from io import BytesIO
+from queue import SimpleQueue
+from typing import Any
+
+import msgspec
+
+from quire import AsyncLLM, EngineArgs, LLMEngine
+from quire.async_llm.supervisor import Supervisor
+from quire.engine.engine_process import EngineProcess
+from quire.engine.messages import AddRequest, AddScoring, Ready, ToClient, ToEngine, read_frame, to_frame
+
+
+class _KilledError(BaseException):
+    pass
+
+
+class LocalClient:
+    """As EngineClient, messages and all. The engine, which others have used before, dies after so many frames; None: it
+    lives."""
+
+    pid = 1
+
+    def __init__(self, engine: LLMEngine, num_frames: int | None) -> None:
+        self.ready = Ready(engine.model_config.max_model_len, engine.stats())
+        self._engine = engine
+        self._num_left = None if num_frames is None else num_frames + 1  # the first says that it is ready
+        self._inbox: SimpleQueue[Any] = SimpleQueue()
+        self._frames: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+        self._request_ids: list[str] = []
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            EngineProcess(self._engine, self._inbox, self._take).run()
+        except _KilledError:
+            pass
+        finally:
+            for request_id in self._request_ids:
+                self._engine.abort_request(request_id)
+            assert self._engine.stats().num_used_blocks == 0
+            self._loop.call_soon_threadsafe(self._frames.put_nowait, None)
+
+    def _take(self, frame: bytes) -> None:
+        if self._num_left == 0:
+            raise _KilledError
+        self._num_left = None if self._num_left is None else self._num_left - 1
+        self._loop.call_soon_threadsafe(self._frames.put_nowait, frame)
+
+    async def read(self, *readers: Callable[[Any], None]) -> None:
+        while (frame := await self._frames.get()) is not None:
+            message = _received(frame, ToClient)
+            for reader in () if isinstance(message, Ready) else readers:
+                reader(message)
+
+    def send(self, message: ToEngine) -> None:
+        if isinstance(message, AddRequest | AddScoring):
+            self._request_ids.append(message.request_id)
+        self._inbox.put(_received(to_frame(message), ToEngine))
+
+    async def drain(self) -> None:
+        pass
+
+    async def end(self) -> str:
+        self._inbox.put(None)
+        await asyncio.to_thread(self._thread.join)
+        return "it died as it was told"
+
+
+def _received(frame: bytes, kind: Any) -> Any:
+    return msgspec.msgpack.decode(read_frame(BytesIO(frame)), type=kind)
+
+
+async def local_llm(engine: LLMEngine, deaths: Iterator[int | None], *, holds: bool = True) -> AsyncLLM:
+    """Over this engine, which is made anew whenever it dies: the first after so many frames, then the next."""
+
+    async def start(args: EngineArgs, hang_timeout_s: float | None) -> Any:
+        return LocalClient(engine, next(deaths, None))
+
+    async def no_delay(seconds: float) -> None:
+        await asyncio.sleep(0)
+
+    supervisor = Supervisor(EngineArgs(), start=start, sleep=no_delay)
+    ready = await supervisor.start()
+    return AsyncLLM(supervisor, ready, engine.plan.config, engine.tokenizer, holds)
