@@ -198,7 +198,7 @@ def test_what_comes_with_many_prompts_is_bounded(reciting):
     answer = reciting.post(COMPLETIONS, body | {"prompt": ["Hi"] * 1000})
     assert (answer.status, answer.error["param"]) == (400, "prompt")
     assert "at most 67,108,864 are allowed: send fewer prompts" in answer.error["message"]
-    assert reciting.post(COMPLETIONS, body | {"prompt": ["Hi"] * 2}).status == 200
+    assert reciting.post(COMPLETIONS, {"prompt": ["Hi"] * 500, "max_tokens": 1}).status == 200
 
 
 def test_a_long_body_is_decoded_beside_the_event_loop(reciting, monkeypatch):
