@@ -21,7 +21,7 @@ WERROR ?= $(if $(CI),ON,OFF)
 export QUIRE_REQUIRE_NATIVE ?= $(if $(CI),1,0)
 BUILD := --no-build-isolation --config-settings=cmake.define.QUIRE_WERROR=$(WERROR)
 
-.PHONY: help run demo test lint soak hostile fuzz overload injections kills format build wheel clean
+.PHONY: help run demo test lint soak hostile fuzz overload chaos injections kills format build wheel clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -53,6 +53,11 @@ fuzz: $(VENV)/.installed  ## feed spoilt input to every parser for a minute each
 
 overload: $(VENV)/.installed  ## ask ten times as much as can be served (ARGS="--record")
 	$(BIN)/python -m reliability.overload $(ARGS)
+
+chaos: injections kills  ## both of these (ARGS="--record")
+
+injections: $(VENV)/.installed  ## let 10,000 things fail in an engine, one after another (ARGS="--count 100 --record")
+	$(BIN)/python -m reliability.injections $(ARGS)
 
 kills: $(VENV)/.installed  ## kill the processes of a server 200 times under load (ARGS="--count 20 --record")
 	$(BIN)/python -m reliability.kills $(ARGS)

@@ -1,9 +1,6 @@
-"""A share of `tools/chaos.py injections`, and that it would notice."""
+"""A share of `python -m reliability.injections`, and that it would notice."""
 
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -12,6 +9,7 @@ from quire.engine.llm_engine import LLMEngine
 from quire.engine.scheduler import Scheduler
 from quire.faults import POINTS
 from quire.kv.block_space_manager import BlockSpaceManager
+from reliability import injections
 from tests.kernels.isas import needs_native
 
 ROOT = Path(__file__).parents[2]
@@ -22,21 +20,8 @@ NOTICED_WITHIN = 60
 pytestmark = needs_native  # other kernels do not promise the same bits in any batch
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def injections() -> ModuleType:
-    return load("chaos_injections")
-
-
 @pytest.mark.parametrize("share", range(3))
-def test_only_who_is_hit_ends(injections, share):
+def test_only_who_is_hit_ends(share):
     report = injections.inject_all(range(share * SHARE, (share + 1) * SHARE), seed=0, num_workloads=4)
     assert report.wrong == []
     assert report.fired.total() > SHARE * 0.8
@@ -71,7 +56,7 @@ def planted_forgets(self):
     ],
     ids=["early", "keeps", "forgets", "leaks"],
 )
-def test_a_planted_bug_is_noticed(injections, monkeypatch, owner, method, planted):
+def test_a_planted_bug_is_noticed(monkeypatch, owner, method, planted):
     told: list[str] = []
     scene = injections.Scene()
     for which in range(4):
@@ -85,7 +70,7 @@ def test_a_planted_bug_is_noticed(injections, monkeypatch, owner, method, plante
     raise AssertionError("not noticed")
 
 
-def test_a_run_is_the_same_every_time(injections):
+def test_a_run_is_the_same_every_time():
     passes = dict.fromkeys(injections.COMMON | injections.OWN, 20)
     first, second, other = ([injections.choose(seed, n, lambda *_: passes, 9) for n in range(50)] for seed in (1, 1, 2))
     assert first == second != other
@@ -100,7 +85,7 @@ def test_every_point_is_in_the_code_and_none_beside():
     assert used | {"memory.native"} == POINTS.keys() | {"memory.native"}
 
 
-def test_every_point_that_a_step_passes_is_injected(injections):
+def test_every_point_that_a_step_passes_is_injected():
     injected = injections.COMMON | injections.OWN
     rooms = {point.split(".")[0] for point in injected}
     assert injected == {point for point in POINTS if point.split(".")[0] in rooms}

@@ -1,6 +1,6 @@
 """Let one thing after another fail in a working engine, and see that only the request fails whose work it was.
 
-    python tools/chaos.py injections [--count 10000] [--seed 1] [--only NUMBER ...]
+    python -m reliability.injections [--count 10000] [--seed 1] [--only NUMBER ...] [--record]
 
 The embedded model in small caches, so that requests share prefixes, wait, are swapped and computed again. Each
 injection runs one of some workloads (greedy and sampled requests, samples, beams, grammars, stop strings, processors,
@@ -18,6 +18,7 @@ import dataclasses
 import json
 import logging
 import random
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sized
@@ -33,6 +34,7 @@ from quire.faults import Fault, Injected, inject
 from quire.runner.memory_plan import plan_memory
 from quire.runner.worker import Worker
 from quire.tokenizer.tokenizer import Tokenizer
+from reliability.page import record, table
 
 NUM_WORKLOADS = 24
 STEPS_LIMIT = 1000
@@ -322,15 +324,17 @@ class Report:
     num_requests: int = 0
     wrong: list[tuple[int, str]] = dataclasses.field(default_factory=list)
 
-    def lines(self) -> list[str]:
-        """A table by point."""
-        rows = [f"{'point':20}{'injected':>10}{'fired':>10}{'requests ended':>16}"]
-        rows += [
-            f"{point:20}{self.injected[point]:10,}{self.fired[point]:10,}{self.ended[point]:16,}"
+    def rows(self) -> list[dict[str, object]]:
+        """A line for each point."""
+        return [
+            {
+                "point": point,
+                "injected": self.injected[point],
+                "fired": self.fired[point],
+                "requests ended": self.ended[point],
+            }
             for point in sorted(self.injected)
         ]
-        rows += [f"WRONG: injection {number}: {what}" for number, what in self.wrong]
-        return rows
 
 
 def inject_all(
@@ -356,22 +360,21 @@ def inject_all(
     return report
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What can be said of a run."""
-    parser.add_argument("--count", type=int, default=10_000, help="injections (default: 10000)")
+def main() -> int:
+    """Inject and tell; 1 if anything was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=10_000, help="injections")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", type=int, nargs="+", metavar="NUMBER", help="of all, make only these")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Inject and tell; 1 if anything was wrong."""
+    parser.add_argument("--record", action="store_true", help="write the result into docs/reliability.md")
+    options = parser.parse_args()
     start_s = time.monotonic()
-    numbers = args.only or range(args.count)
-    report = inject_all(numbers, args.seed)
-    print(*report.lines(), sep="\n")
+    numbers = options.only or range(options.count)
+    report = inject_all(numbers, options.seed)
+    print(*table(report.rows()), sep="\n")
     row = {
         "name": "injections",
-        "seed": args.seed,
+        "seed": options.seed,
         "injections": len(numbers),
         "fired": report.fired.total(),
         "requests": report.num_requests,
@@ -380,4 +383,15 @@ def run(args: argparse.Namespace) -> int:
         "seconds": round(time.monotonic() - start_s, 1),
     }
     print(json.dumps(row), flush=True)
+    if options.record:
+        summary = (
+            f"{row['injections']:,} injections, of which {row['fired']:,} fired, among {row['requests']:,} requests: "
+            f"{row['requests_ended']:,} ended, each the one that was hit; wrong: {row['wrong']}. {row['seconds']} s."
+        )
+        command = f"python -m reliability.injections --count {options.count} --seed {options.seed}"
+        record("injections", command, [summary, "", *table(report.rows())])
     return 1 if report.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
