@@ -262,12 +262,16 @@ def messages(data: bytes) -> str:
     for message in taken:
         if isinstance(message, AddRequest):
             _tried(partial(msgspec.msgpack.decode, message.params, type=SamplingParams), RequestError, RecursionError)
-    return "" if asyncio.run(_read_as_client(data)) or taken else "nonsense"
+    with _quiet():
+        is_taken = asyncio.run(_read_as_client(data))
+    return "" if is_taken or taken else "nonsense"
 
 
 async def _read_as_client(data: bytes) -> bool:
     client = EngineClient.__new__(EngineClient)
     client._reader, client._decoder = asyncio.StreamReader(), msgspec.msgpack.Decoder(ToClient)
+    client._is_heard = client._is_alive = False
+    client._progress = None
     client._reader.feed_data(data)
     client._reader.feed_eof()
     num_messages = 0
@@ -431,7 +435,7 @@ def _tried(parse: Callable[[], object], *errors: type[Exception]) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    with mock.patch("quire.engine.engine_process.logger"):
+    with mock.patch("quire.engine.engine_process.logger"), mock.patch("quire.async_llm.engine_client.logger"):
         yield
 
 
