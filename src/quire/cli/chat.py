@@ -105,7 +105,10 @@ class ChatSession:
                         print(text[num_printed:], end="", flush=True)
                         num_printed = len(text)
         except KeyboardInterrupt:
-            return engine.abort_request(request_id) or output
+            output = engine.abort_request(request_id) or output
+            while engine.has_unfinished_requests():  # the step that runs ahead
+                engine.step()
+            return output
         if output.error is not None:
             raise RequestError(output.error)
         return output
