@@ -1,8 +1,14 @@
 """What every test may rely on."""
 
+import os
 import signal
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("ci", derandomize=True)  # a check of a change tells of the change, not of luck
+if "CI" in os.environ:
+    settings.load_profile("ci")
 
 
 @pytest.fixture(autouse=True)

@@ -33,7 +33,7 @@ def test_nothing_is_known_before_the_first_step():
 
 @given(
     fixed_s=st.floats(0, 1),
-    slope_s=st.floats(1e-5, 0.1),
+    slope_s=st.floats(2e-4, 0.1),  # one that is flatter still counts as a ten thousandth of the mean per token
     sizes=st.lists(st.integers(1, 4096), min_size=2, max_size=8).filter(lambda sizes: max(sizes) >= 2 * min(sizes)),
 )
 def test_an_exact_line_is_recovered(fixed_s, slope_s, sizes):
