@@ -50,7 +50,7 @@ COMMON = {
     *("step.start", "step.execute", "step.run", "step.commit", "step.end", "cache.swap_out", "cache.swap_in"),
     *("cache.copy", "memory.workspace", "memory.native", "sampler.draw", "scoring.rows"),
 }
-"""points in what all do together: nobody ends for one failure"""
+"""points in what all do together: nobody ends for a failure or two"""
 ERRORS = ("RuntimeError", "MemoryError", "ENOSPC", "KeyError", "ValueError", "AssertionError")
 
 SMALL = {
@@ -284,7 +284,7 @@ def _who_ends(injection: Injection, injected: Injected, outcome: Outcome) -> Col
     if fault.action == "delay" or not injected.num_fired:
         return ()
     if injection.point in COMMON:
-        return () if injected.num_fired == 1 else None
+        return ()  # twice at most: who is accused then does not fail again
     subjects = [subject for subject in injected.subjects if subject is not None]
     names = {outcome.owners.get(s) if isinstance(s, int) else str(s) for s in subjects}
     if subjects and None not in names:

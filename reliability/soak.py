@@ -1,13 +1,15 @@
 """Serve mixed clients for a long time, and see that nothing is left behind.
 
-    python -m reliability.soak [--minutes 30] [--seed 1] [--clients 24] [--kill-every-s 60] [--record]
+    python -m reliability.soak [--minutes 30] [--seed 1] [--clients 24] [--kill-every-s 60]
+                               [--fault-probability 0.0001] [--record]
 
 Streams, whole answers, samples, beams, grammars, log-probabilities, stored responses, three protocols and wrong
 requests over HTTP, to `quire serve` on the embedded checkpoint with a cache so small that requests are preempted.
-Three in ten streams are left by their client in the middle, and the engine process is killed now and then. What the
-processes hold after a time to warm up is the baseline: at the end blocks, files and threads must be back there, and
-memory within 50 MB. A greedy stream that is asked for throughout must never change a token. Prints one JSON line; exit
-status 1 if anything is left or was wrong. `--plant-leak` makes the server leak on purpose, and then it must be 1.
+Three in ten streams are left by their client in the middle, the engine process is killed now and then, and whatever may
+fail in a step or in a request's own work does so at random: no other request may end by it. What the processes hold
+after a time to warm up is the baseline: at the end blocks, files and threads must be back there, and memory within 50
+MB. A greedy stream that is asked for throughout must never change a token. Prints one JSON line; exit status 1 if
+anything is left or was wrong. `--plant-leak` makes the server leak on purpose, and then it must be 1.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import signal
 import sys
 import time
@@ -29,6 +32,9 @@ from typing import Any
 
 import uvloop
 
+from quire.faults import Fault
+from quire.faults import environment as fault_environment
+from reliability.injections import COMMON, OWN
 from reliability.page import record, table
 from reliability.served import Exchange, Held, Served, post
 
@@ -38,6 +44,8 @@ FLAGS = [
     "--no-log-requests", "--response-store-max=200",
 ]  # fmt: skip
 _LEAVING = 0.3
+_INJECTED = "BufferError"
+"""raised by nothing else: a request for which it is in the log was meant to fail"""
 _REQUEST_LIMIT_S = 120.0
 _SETTLE_S = 60.0
 _SHARED = "All of these requests begin with the same words, whose blocks they share. " * 3
@@ -102,12 +110,19 @@ class Tally:
     wrong: list[str] = field(default_factory=list)
     """what must not happen"""
     num_kills: int = 0
+    failed: list[str] = field(default_factory=list)
+    """ids under which internal errors were told"""
 
     def add(self, kind: str, exchange: Exchange, left: bool) -> None:
         """Count one exchange. While the engine is away 503 is a good answer, and a stream may end with an error."""
         outcome = "left" if left else str(exchange.status) if exchange.ended else "cut off"
+        if found := re.search(rb"internal error; it is logged under the request id (\w+)", exchange.body):
+            self.failed.append(found[1].decode())
+            outcome += " internal error"
         self.done[f"{kind} {outcome}"] += 1
-        if exchange.status == 500 or (kind == "wrong" and exchange.status not in (400, 404, 413, 429, 503)):
+        if (exchange.status == 500 and not found) or (
+            kind == "wrong" and exchange.status not in (400, 404, 413, 429, 503)
+        ):
             self.wrong.append(f"{kind}: {exchange.status} {bytes(exchange.body[:200])!r}")
         if not left and not exchange.ended:
             self.wrong.append(f"{kind}: no end, {exchange.status} {bytes(exchange.body[-200:])!r}")
@@ -241,7 +256,13 @@ def plant(kind: str, folder: Path) -> dict[str, str]:
 def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run it; the result as one row."""
     environment = plant(options.plant_leak, folder) if options.plant_leak else {}
-    served, tally, began_s = Served(FLAGS, folder / "serve.log", environment), Tally(), time.monotonic()
+    faults = [
+        Fault(point, error=_INJECTED, times=None, probability=options.fault_probability)
+        for point in sorted((OWN | COMMON) - {"memory.native"})
+    ]
+    environment |= fault_environment(*faults)
+    log, tally, began_s = folder / "serve.log", Tally(), time.monotonic()
+    served = Served(FLAGS, log, environment)
     before: dict[str, Held] = {}
     after: dict[str, Held] = {}
     try:
@@ -256,12 +277,19 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         tally.wrong.append(str(error))
     finally:
         status = served.close()
+    logged = log.read_text()
+    entries = re.split(r"^(?=\d{4}-)", logged, flags=re.MULTILINE)
+    injected = "".join(entry for entry in entries if _INJECTED in entry)
+    tally.wrong += [
+        f"request {failed} failed, and not by injection" for failed in tally.failed if failed not in injected
+    ]
     if status != 0:
         tally.wrong.append(f"the server ended with status {status}")
     named = {name: vars_of(held) for name, held in (("before", before), ("after", after)) if held}
     return {
         "tool": "soak", "seed": options.seed, "minutes": round((time.monotonic() - began_s) / 60, 2),
         "clients": options.clients, "num_requests": sum(tally.done.values()), "num_engine_kills": tally.num_kills,
+        "num_failed_steps": logged.count("a step failed"), "num_failed_requests": len(tally.failed),
         "done": dict(sorted(tally.done.items())), "held": named,
         "num_wrong": len(tally.wrong), "wrong": tally.wrong[:20],
     }  # fmt: skip
@@ -279,6 +307,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--clients", type=int, default=24)
     parser.add_argument("--kill-every-s", type=float, default=60, help="0: the engine is never killed")
+    parser.add_argument("--fault-probability", type=float, default=1e-4, help="of each pass of a fault point")
     parser.add_argument("--plant-leak", choices=_LEAKS, help="leak on purpose")
     parser.add_argument("--record", action="store_true", help="write the result into docs/reliability.md")
     options = parser.parse_args()
@@ -290,7 +319,8 @@ def main() -> int:
         held = [{"process": name, "when": when} | each for when, by in row["held"].items() for name, each in by.items()]
         summary = (
             f"{row['num_requests']:,} requests of {row['clients']} clients in {row['minutes']} minutes, the engine "
-            f"killed {row['num_engine_kills']} times; wrong: {row['num_wrong']}."
+            f"killed {row['num_engine_kills']} times, {row['num_failed_steps']} steps failed and were tried again, "
+            f"{row['num_failed_requests']} requests failed in work of their own; wrong: {row['num_wrong']}."
         )
         command = f"make soak ARGS='--minutes {options.minutes:g} --seed {options.seed}'"
         record("soak", command, [summary, "", *table(counts), "", *table(held)])

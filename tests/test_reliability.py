@@ -21,16 +21,17 @@ def soak(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_short_soak_leaves_nothing() -> None:
-    done = soak()
+    done = soak("--fault-probability", "0.001")
     row = json.loads(done.stdout)
     assert (done.returncode, row["wrong"]) == (0, []), done.stderr
     assert row["done"]["canary whole"] >= 2
     assert row["num_requests"] > 20
+    assert row["num_failed_steps"] + row["num_failed_requests"] > 0
 
 
 @pytest.mark.parametrize(("kind", "found"), [("files", "files more"), ("blocks", "blocks are in use")])
 def test_a_planted_leak_is_found(kind: str, found: str) -> None:
-    done = soak("--plant-leak", kind)
+    done = soak("--plant-leak", kind, "--fault-probability", "0")
     assert done.returncode == 1, done.stdout
     assert any(found in wrong for wrong in json.loads(done.stdout)["wrong"])
 

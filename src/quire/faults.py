@@ -11,6 +11,7 @@ read once, when this module is loaded. Where nothing is armed a point costs a lo
 import builtins
 import errno
 import os
+import random
 import signal
 import threading
 import time
@@ -86,6 +87,8 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """so many passes go well first"""
     times: int | None = 1
     """so many passes fail then; None: all"""
+    probability: float = 1.0
+    """with which each of those fails; one that does not still counts"""
     subject: int | str | None = None
     """only passes with this subject count; None: all do"""
 
@@ -94,6 +97,8 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(f"there is no fault point {self.point!r}{nearest_name(self.point, POINTS)}")
         if not isinstance(self.exception(), Exception):
             raise ConfigError(f"error={self.error!r} is neither a built-in exception nor an error number's name")
+        if not 0 <= self.probability <= 1:
+            raise ConfigError(f"probability={self.probability} is not between 0 and 1")
 
     def exception(self) -> Exception | None:
         """A new one, to be raised; None if there is none of this name."""
@@ -127,6 +132,8 @@ class Injected:
         self.num_passed += 1
         num_over = self.num_passed - fault.after
         if num_over <= 0 or (fault.times is not None and num_over > fault.times):
+            return True
+        if fault.probability < 1 and random.random() >= fault.probability:
             return True
         self.subjects.append(subject)
         return False

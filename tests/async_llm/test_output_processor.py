@@ -15,7 +15,7 @@ def test_others_have_their_turn_while_many_logprobs_are_made() -> None:
     for each in rows:
         each.extend(logprobs(range(1000), 1))
     seqs = [SimpleNamespace(logprobs=each, status=SimpleNamespace(is_finished=True)) for each in rows]
-    group: Any = SimpleNamespace(search=None, scores=None, seqs=seqs, to_output=lambda: "the output")
+    group: Any = SimpleNamespace(request_id="a", search=None, scores=None, seqs=seqs, to_output=lambda: "the output")
     message = AddScoring(1, "a", [5, 6], 1, "")
     request = RequestState(message, group, SimpleNamespace(eos_token_ids=frozenset()))  # type: ignore[arg-type]
 

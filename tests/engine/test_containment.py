@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from itertools import count
 
 import pytest
 from hypothesis import given, settings
@@ -131,7 +132,7 @@ def test_the_one_is_found_in_few_steps_while_the_others_wait():
     engine.step()
     fail_with(engine, ["41"])
     num_steps = next(i for i in range(1, 100) if any(output.error for output in engine.step()))
-    assert num_steps <= 2 + 6 + 1, "twice all, then halves"
+    assert num_steps <= 2 + 6 + 1 + 1 + 1, "twice all, then halves, the others, and it alone again"
     assert all(output.error is None for output in run(engine).values())
 
 
@@ -139,7 +140,7 @@ def test_the_one_is_found_in_few_steps_while_the_others_wait():
 @given(num=st.integers(1, 40), bad=st.sets(st.integers(0, 39)), flaky=st.sets(st.integers(0, 60), max_size=20))
 def test_suspects_are_cleared_or_found(num, bad, flaky):
     """Steps fail with a bad request in them, or by chance. All bad ones are ended, others only by chance that strikes
-    them twice, and nobody waits for ever."""
+    them alone twice, and nobody waits for ever."""
 
     class Group:
         is_finished = False
@@ -148,16 +149,19 @@ def test_suspects_are_cleared_or_found(num, bad, flaky):
     bad_groups = {group for i, group in enumerate(groups) if i in bad}
     suspects, alive, ended, num_runs = Suspects(), list(groups), [], dict.fromkeys(groups, 0)
     for step in range(40 * 12):
-        batch = [group for group in alive if suspects.trial is None or group in suspects.trial]
+        to_run = suspects.to_run(alive)
+        batch = [group for group in alive if to_run is None or group in to_run]
         if batch and (bad_groups & set(batch) or step in flaky):
+            accused = set(suspects.accused)
             if (found := suspects.failed(batch)) is not None:
+                assert batch == [found], "ended without having been alone"
+                assert found in accused, "ended at once"
                 alive.remove(found)
                 ended.append(found)
-                assert batch == [found], "ended without having been alone"
         else:
             for group in batch:
                 num_runs[group] += 1
-            suspects.succeeded()
+            suspects.succeeded(has_run=bool(batch))
     assert not bad_groups & set(alive)
     assert flaky or set(ended) == bad_groups
     assert all(num_runs[group] > 0 for group in alive)
@@ -171,17 +175,69 @@ def test_an_engine_of_which_every_request_fails_is_broken():
     for i in range(MAX_IN_VAIN + 3):
         add(engine, str(i), [i + 3] * 3)
     engine.executor.fails = lambda batch: bool(batch.sequences)
-    told = {}
-    while len(told) <= MAX_IN_VAIN:
-        told |= {output.request_id: output for output in engine.step()}
+    outputs = (output for _ in count() for output in engine.step())
     with pytest.raises(EngineBrokenError, match="no step between them that succeeded"):
-        engine.step()
-    assert len(told) == MAX_IN_VAIN + 1
-    assert all(output.error for output in told.values())
+        raise AssertionError(f"a request is blamed for the engine: {next(outputs)}")
     with pytest.raises(EngineBrokenError):
         engine.step()
-    assert engine.has_unfinished_requests()
-    assert engine.abort_request(str(MAX_IN_VAIN + 1)).outputs[0].finish_reason == "abort"
+    assert len(engine._groups) == MAX_IN_VAIN + 3
+    assert engine.abort_request("0").outputs[0].finish_reason == "abort"
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("num", [1, MAX_IN_VAIN])
+def test_requests_of_an_engine_that_has_no_others_are_ended_when_all_fail(num, step):
+    engine = make_engine()
+    for i in range(num):
+        add(engine, str(i), [i + 3] * 3)
+    engine.executor.fails = lambda batch: bool(batch.sequences)
+    assert all(output.error for output in run(engine, step).values())
+    engine.executor.fails = lambda batch: False
+    add(engine, "after", [3] * 3)
+    assert run(engine, step)["after"].error is None
+
+
+@pytest.mark.parametrize("good_at", ["first", "last"])
+def test_one_good_request_is_enough_to_tell_many_bad_ones_from_a_broken_engine(good_at):
+    engine, bad = make_engine(), [f"bad {i}" for i in range(4 * MAX_IN_VAIN)]
+    for name in ["good", *bad] if good_at == "first" else [*bad, "good"]:
+        add(engine, name, [3 + len(engine._groups)] * 3, max_tokens=15)
+    fail_with(engine, bad)
+    assert {name for name, output in run(engine).items() if output.error is None} == {"good"}
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("num_accused", [1, 2, 4])
+@pytest.mark.parametrize("stays_bad", [True, False])
+def test_who_is_accused_while_all_fails_ends_only_if_it_still_fails_when_others_do_not(step, num_accused, stays_bad):
+    engine, expected = make_engine(), make_engine()
+    for name in "abcd":
+        add(engine, name, [ord(name)] * 3)
+        add(expected, name, [ord(name)] * 3)
+    engine.executor.fails = lambda batch: True
+    while len(engine._suspects.accused) < num_accused:
+        assert getattr(engine, step)() == []
+    bad = engine._suspects.accused[0].request_id
+    engine.executor.fails = lambda batch: stays_bad and bad in requests_of(engine, batch)
+    outputs, wanted = run(engine, step), run(expected)
+    assert [name for name, output in outputs.items() if output.error] == ([bad] if stays_bad else [])
+    for name in outputs.keys() - ({bad} if stays_bad else set()):
+        assert token_ids(outputs[name]) == token_ids(wanted[name])
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_an_accused_request_can_be_aborted(step):
+    engine = make_engine()
+    for name in "abcd":
+        add(engine, name, [ord(name)] * 3)
+    engine.executor.fails = lambda batch: True
+    while not engine._suspects.accused:
+        getattr(engine, step)()
+    (accused,) = engine._suspects.accused
+    told = engine.abort_request(accused.request_id)
+    assert (told.error, told.outputs[0].finish_reason) == (None, "abort")
+    engine.executor.fails = lambda batch: False
+    assert run(engine, step).keys() == {*"abcd"} - {accused.request_id}
 
 
 def test_requests_that_fail_alone_do_not_break_an_engine_that_others_use():

@@ -31,7 +31,7 @@ def test_only_who_is_hit_ends(share):
 
 def planted_early(self, groups):
     """The first that happens to be there is to blame."""
-    return groups[0]
+    return groups[0] if groups else None
 
 
 def planted_keeps(self, group):

@@ -49,6 +49,14 @@ def test_passes_fail_after_so_many_and_so_often(after, times, expected):
     assert (injected.num_passed, injected.num_fired) == (4, sum(expected))
 
 
+def test_passes_fail_with_a_probability():
+    with inject(Fault("step.start", times=None, probability=0.3)) as injected:
+        assert 200 < sum(fails(*[("step.start", None)] * 1000)) < 400
+    with inject(Fault("step.start", times=None, probability=0)):
+        assert not any(fails(*[("step.start", None)] * 9))
+    assert injected.num_passed == 1000
+
+
 def test_a_fault_is_limited_to_a_subject_and_remembers_whom_it_hit():
     with inject(Fault("sampler.row", subject=7, after=1, times=None)) as injected:
         passes = [("sampler.row", seq_id) for seq_id in (7, 8, 7, 7)]
@@ -102,6 +110,7 @@ def test_a_write_comes_in_part_or_not_at_all():
         ({"point": "step.end", "error": "Sorry"}, "'Sorry' is neither"),
         ({"point": "step.end", "error": "print"}, "'print' is neither"),
         ({"point": "step.end", "error": "SystemExit"}, "'SystemExit' is neither"),
+        ({"point": "step.end", "probability": 1.5}, "probability=1.5 is not between 0 and 1"),
     ],
 )
 def test_what_there_is_not_is_refused(given, message):

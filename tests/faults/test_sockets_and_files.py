@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quire import SamplingParams, StructuredOutputsParams
-from quire.errors import QuireError
+from quire.errors import QuireError, RequestFailedError
 from quire.faults import Fault, inject
 from quire.grammar.trial import TrialProcess, TrialSettings
 from quire.log import set_up_logging
@@ -60,6 +60,24 @@ def test_a_connection_that_fails_is_a_death_and_what_runs_goes_on(door: Door, fa
     assert injected.num_fired == 1
     assert [token_id for output in outputs for token_id in output.outputs[0].token_ids] == expected
     assert door.llm.num_restarts == num_restarts + 1
+
+
+def test_a_text_that_cannot_be_encoded_is_one_requests_failure(door: Door) -> None:
+    with inject(Fault("tokenizer.encode")), pytest.raises(RequestFailedError, match="when it was taken in"):
+        door.run(door.outputs("bad", LONG))
+    with inject(Fault("tokenizer.encode")), pytest.raises(RequestFailedError, match="when it was taken in"):
+        door.run(door.llm.score("a", "b", request_id="score"))
+    assert door.run(door.outputs("good", LONG))[-1].finished
+
+
+@pytest.mark.parametrize("point", ["detokenizer.append", "detokenizer.text"])
+def test_a_text_that_cannot_be_made_is_one_requests_failure(door: Door, point: str) -> None:
+    expected = door.run(door.outputs("good", LONG))
+    with inject(Fault(point, after=3)) as injected, pytest.raises(RequestFailedError, match="when its output was made"):
+        door.run(door.outputs("bad", LONG))
+    assert injected.num_fired == 1
+    again = door.run(door.outputs("good", LONG))
+    assert "".join(each.outputs[0].text for each in again) == "".join(each.outputs[0].text for each in expected)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from quire.config.args import EngineArgs, EngineConfig
 from quire.config.model import ModelConfig
 from quire.engine.input_processor import InputProcessor, Prompt, recommended_params
 from quire.engine.messages import Ready
-from quire.errors import EngineDeadError, InvalidParamsError
+from quire.errors import EngineDeadError, InvalidParamsError, failures_named
 from quire.outputs import EngineStats, RequestOutput
 from quire.params import SamplingParams
 from quire.tokenizer.tokenizer import Tokenizer
@@ -86,14 +86,16 @@ class AsyncLLM:
         """The outputs of one request as they come, of the kind that params.output_kind says; the last is `finished`.
 
         Raises RequestError, before anything is queued, for a request that is wrong, and EngineDeadError where there is
-        no engine, or a second one has died with it. What only the engine finds out, such as a grammar that is wrong,
-        comes as the last output's `error`. Closing the generator aborts the request. A caller that is slow gets several
-        steps' tokens in one output. A beam search has one output, at its end.
+        no engine, or a second one has died with it, and RequestFailedError where its own work failed here. What
+        only the engine finds out, such as a grammar that is wrong, comes as the last output's `error`. Closing the
+        generator aborts the request. A caller that is slow gets several steps' tokens in one output. A beam search has
+        one output, at its end.
         """
         _check_params(params)
         text = _text(prompt)
         now = time.monotonic()
-        group = await _in_thread(text, lambda: self._inputs.request(request_id, prompt, params, 0, now))
+        with failures_named(request_id, "when it was taken in"):
+            group = await _in_thread(text, lambda: self._inputs.request(request_id, prompt, params, 0, now))
         request = self._requests.add(group, params)
         try:
             await self._engine.drain()
@@ -112,9 +114,10 @@ class AsyncLLM:
         """
         texts = [_text(prompt) or "" for prompt in (context, continuation) if prompt is not None]
         now = time.monotonic()
-        group = await _in_thread(
-            "".join(texts), lambda: self._inputs.scoring_request(request_id, context, continuation, 0, now)
-        )
+        with failures_named(request_id, "when it was taken in"):
+            group = await _in_thread(
+                "".join(texts), lambda: self._inputs.scoring_request(request_id, context, continuation, 0, now)
+            )
         request = self._requests.add(group, group.params)
         try:
             await self._engine.drain()

@@ -17,7 +17,7 @@ from quire.engine.beam_search import BeamSearch
 from quire.engine.commit import append_token
 from quire.engine.messages import AddRequest, AddScoring, Past, RequestDelta, SequenceDelta
 from quire.engine.sequence import Sequence, SequenceGroup, SequenceStatus
-from quire.errors import EngineDeadError, QuireError
+from quire.errors import EngineDeadError, QuireError, failures_named
 from quire.outputs import CompletionOutput, RequestOutput
 
 _LOGPROB_ROWS_AT_ONCE = 64
@@ -60,7 +60,8 @@ class RequestState:
             if self._failure is not None:
                 raise self._failure
             await self._make_logprobs()
-            output = self.group.to_output()
+            with failures_named(self.group.request_id, "when its output was made"):
+                output = self.group.to_output()
             if output is not None:
                 if self._beams is not None:
                     output.outputs = self._beams

@@ -14,7 +14,7 @@ from quire.config.model import ModelConfig
 from quire.engine.input_processor import InputProcessor
 from quire.engine.messages import Abort, CacheFrame, ProtocolError, Ready, RequestDelta, StepDone
 from quire.engine.sequence import SequenceGroup
-from quire.errors import EngineDeadError, InvalidParamsError, QuireError, RequestError, error_named
+from quire.errors import EngineDeadError, InvalidParamsError, QuireError, RequestError, error_named, failures_named
 from quire.log import logger
 from quire.outputs import EngineStats
 
@@ -82,10 +82,11 @@ class RequestTable:
             if request is None:  # aborted meanwhile
                 continue
             try:
-                self._update(request, delta, now)
-            except Exception as error:
-                logger.exception("the output of request %s could not be made", request.group.request_id)
-                request.fail(QuireError(f"the output could not be made: {type(error).__name__}: {error}"))
+                with failures_named(request.group.request_id, "when its output was made"):
+                    self._update(request, delta, now)
+            except QuireError as error:
+                logger.error("%s", error, exc_info=error)
+                request.fail(error)
                 self.leave(request)
         self.tell("on_step", message.stats)
 

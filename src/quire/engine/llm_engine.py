@@ -69,7 +69,6 @@ class LLMEngine:
         self._planned: Batch | None = None  # and not committed
         self._changed: list[SequenceGroup] = []  # by steps, and not told yet
         self._suspects = Suspects()
-        self._num_in_vain = 0  # requests ended, or steps failed for nobody, since a step succeeded
         self._broken: EngineBrokenError | None = None
 
     @classmethod
@@ -169,7 +168,7 @@ class LLMEngine:
             if self.grammars:
                 self._admit_compiled()
             try:
-                self._planned = self.scheduler.schedule(self._suspects.trial)
+                self._planned = self.scheduler.schedule(self._suspects.to_run(self._groups.values()))
                 return self._planned
             except Exception as error:
                 group = self.scheduler.in_hand
@@ -177,6 +176,7 @@ class LLMEngine:
                     if group is None:
                         raise
                     self.scheduler.revert()
+                self._suspects.failed([])
                 self._blame(group, "when it was planned", error)
 
     def _execute(self, batch: Batch) -> tuple[StepResult, float]:
@@ -217,9 +217,7 @@ class LLMEngine:
             self._changed += self.committer.commit(batch, result)
             self._changed += [self._groups[request_id] for request_id in batch.ignored if request_id in self._groups]
             self._changed += self.grammars.take_failed()
-        self._suspects.succeeded()
-        if batch.sequences:
-            self._num_in_vain = 0
+        self._suspects.succeeded(has_run=bool(batch.sequences))
 
     # What fails
 
@@ -249,19 +247,18 @@ class LLMEngine:
             planned = () if self._planned is None else self._planned.sequences
             owners = [owner for s in planned if (owner := self.scheduler.owner(s.seq_id)) is not None]
             groups = list(dict.fromkeys(group for group, _ in owners))
-            culprit = self._suspects.failed(groups) if groups else None
-            if culprit is not None or not groups:
-                with suppress(EngineBrokenError):
-                    self._blame(culprit, "when it was executed", error)
+            guilty = self._suspects.failed(groups)
+            with suppress(EngineBrokenError):
+                self._blame(guilty, "when it was executed", error)
 
     def _blame(self, group: SequenceGroup | None, when: str, error: Exception) -> None:
-        """End the request that made a step fail, if it was one. Raises EngineBrokenError where it is too often one."""
+        """End the request that made a step fail, if it is known. Raises EngineBrokenError where it cannot be one."""
         if group is not None:
             self._changed.append(group)
             self._end_failed(group, when, error)
-        self._num_in_vain += 1
-        if self._num_in_vain > MAX_IN_VAIN:
-            self._broken = EngineBrokenError(f"{self._num_in_vain} failures and no step between them that succeeded")
+        if self._suspects.num_in_vain > MAX_IN_VAIN:
+            why = f"{self._suspects.num_in_vain} failures and no step between them that succeeded"
+            self._broken = EngineBrokenError(why)
             raise self._broken from error
 
     def _end_failed(self, group: SequenceGroup, when: str, error: Exception) -> None:
