@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import logging
 import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sized
+from collections.abc import Callable, Collection, Iterable, Sized
 from contextlib import ExitStack
 from typing import Any
 
@@ -338,14 +339,20 @@ class Report:
 
 
 def inject_all(
-    numbers: Collection[int], seed: int, num_workloads: int = NUM_WORKLOADS, tell: Callable[[str], None] = print
+    numbers: Iterable[int],
+    seed: int,
+    num_workloads: int = NUM_WORKLOADS,
+    tell: Callable[[str], None] = print,
+    until_fired: int | None = None,
 ) -> Report:
-    """Make these injections of a run, one after another in one engine."""
+    """Make these injections of a run, one after another in one engine, or until so many have fired."""
     scene, report = Scene(), Report()
     logger, was_disabled = logging.getLogger("quire"), logging.getLogger("quire").disabled
     logger.disabled = True  # it would tell of every one
     try:
         for number in numbers:
+            if report.fired.total() == until_fired:
+                break
             injection = choose(seed, number, scene.passes, num_workloads)
             what, num_fired, num_ended = complaint(scene, injection)
             report.injected[injection.point] += 1
@@ -363,19 +370,18 @@ def inject_all(
 def main() -> int:
     """Inject and tell; 1 if anything was wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=10_000, help="injections")
+    parser.add_argument("--count", type=int, default=10_000, help="injections that fire")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", type=int, nargs="+", metavar="NUMBER", help="of all, make only these")
     parser.add_argument("--record", action="store_true", help="write the result into docs/reliability.md")
     options = parser.parse_args()
     start_s = time.monotonic()
-    numbers = options.only or range(options.count)
-    report = inject_all(numbers, options.seed)
+    report = inject_all(options.only or itertools.count(), options.seed, until_fired=options.count)
     print(*table(report.rows()), sep="\n")
     row = {
         "name": "injections",
         "seed": options.seed,
-        "injections": len(numbers),
+        "injections": report.injected.total(),
         "fired": report.fired.total(),
         "requests": report.num_requests,
         "requests_ended": report.ended.total(),
@@ -385,7 +391,7 @@ def main() -> int:
     print(json.dumps(row), flush=True)
     if options.record:
         summary = (
-            f"{row['injections']:,} injections, of which {row['fired']:,} fired, among {row['requests']:,} requests: "
+            f"{row['injections']:,} injections, of which {row['fired']:,} hit something, among {row['requests']:,} requests: "
             f"{row['requests_ended']:,} ended, each the one that was hit; wrong: {row['wrong']}. {row['seconds']} s."
         )
         command = f"python -m reliability.injections --count {options.count} --seed {options.seed}"
