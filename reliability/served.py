@@ -36,6 +36,16 @@ class Held:
         return cls(memory_bytes, int(sizes["Threads"]), len(os.listdir(f"/proc/{pid}/fd")))
 
 
+def busy_s(pid: int | None = None) -> float:
+    """Processor seconds that a process, or the whole machine, has used since it began."""
+    if pid is None:
+        user, nice, system, _idle, _waiting, *more = Path("/proc/stat").read_text().partition("\n")[0].split()[1:8]
+        ticks = [user, nice, system, *more]
+    else:
+        ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+
+
 class Served:
     """A server, from when it is ready. Raises RuntimeError with what it said if it does not get so far."""
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from reliability.kills import Answer
+from reliability.overload import Load
 from reliability.page import record, table
 from reliability.served import Exchange, Held
 from reliability.soak import MAX_GROWTH_BYTES, Tally, left_behind
@@ -61,6 +62,31 @@ def test_an_answer_that_was_cut_off_must_be_the_beginning_of_the_right_one(
     texts: dict[int, str], error: str, is_part: bool
 ) -> None:
     assert Answer(texts, error=error).is_part_of(Answer({0: "abc", 1: "de"})) == is_part
+
+
+def test_ten_times_the_rate_refuses_and_does_not_break() -> None:
+    short = ["--seconds", "1", "--rounds", "1", "--seqs", "2", "--output-len", "32"]
+    command = [sys.executable, "-m", "reliability.overload", *short]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode in (0, 1), done.stderr  # how fast it is depends on what else this machine does now
+    row = json.loads(done.stdout)
+    assert row["met"]["polite_refused"], row
+    assert {load["other"] for load in row["loads"]} == {0}
+    loads = {load["load"]: load for load in row["loads"]}
+    assert loads["10 times the rate"]["refused (429)"] > 0
+    assert loads["the flood"]["admitted"] > 0
+
+
+def test_tokens_that_come_late_together_are_all_counted() -> None:
+    def stream(*event_times: float, ended: bool = True) -> Exchange:
+        return Exchange(100.0, 200, 0.1, list(event_times), bytearray(), ended)
+
+    exchanges = [stream(101.0, 103.0, 104.0, 105.0), stream(103.0, 106.0), stream(104.0, ended=False)]
+    load = Load([*exchanges, Exchange(100.0, 429, 0.02)], 100.0, 5.0, 8, {}, {})
+    assert load.tokens_per_s == pytest.approx((8 * 3 / 4 + 8 / 2) / 4), "the first second is left out"
+    assert load.gaps_s == [2.0, 1.0, 1.0, 3.0]
+    row = load.row("any")
+    assert (row["admitted"], row["refused (429)"], row["other"]) == (2, 1, 1)
 
 
 def test_what_is_left_behind_is_named() -> None:

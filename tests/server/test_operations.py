@@ -147,6 +147,29 @@ def test_refusals_are_counted_and_routes_are_few(operated):
     }
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_a_refusal_reads_no_body_and_has_the_shape_of_its_path(operated, path):
+    server = operated(requests_per_minute=1)
+    assert server.post("/v1/completions", PROMPT).status == 200
+    refused = server.post(path, b"{ no JSON", headers={"x-request-id": "mine"})
+    assert (refused.status, refused.error["type"]) == (429, "rate_limit_error")
+    assert refused.headers["x-request-id"] == "mine"
+    assert "try again in" in refused.error["message"]
+    if path == "/v1/messages":
+        assert (refused.json["type"], refused.json["request_id"], refused.headers["request-id"]) == (
+            "error",
+            "mine",
+            "mine",
+        )
+    else:
+        assert refused.json == {"error": refused.error | {"code": "requests_per_minute", "param": None}}
+
+
+def test_a_method_that_a_path_has_not_is_told_all_that_it_has(operated):
+    answer = operated().post("/v1/responses/resp_1", {})
+    assert (answer.status, answer.headers["allow"]) == (405, "DELETE, GET, HEAD")
+
+
 def test_tokens_are_charged_to_the_key(operated):
     server = operated(api_key=("sk-1", "sk-2"), tokens_per_minute=5)
     assert server.post("/v1/completions", PROMPT, headers=KEY).status == 200

@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Match, Route
+from starlette.routing import Match, Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server import chat, completions, debug, health, messages, models, openapi, responses, static_page, tokens
 from quire.server.bodies import warning
 from quire.server.endpoint import Endpoint
-from quire.server.errors import ANTHROPIC_PATH, status_error
-from quire.server.state import ServerState, add_context, context_of
+from quire.server.errors import ANTHROPIC_PATH, ApiError, status_error
+from quire.server.state import ServerState, add_context
 
 Wrap: TypeAlias = Callable[[ASGIApp, Endpoint], ASGIApp]
 """puts something around one endpoint, such as its guard"""
@@ -43,37 +40,40 @@ def make_app(
     routes: Sequence[Endpoint] = ROUTES,
     around: Sequence[Middleware] = (),
     wrap: Wrap | None = None,
-) -> Starlette:
+) -> Application:
     """The ASGI application.
 
     `around` stands around everything, paths that nobody knows too, the first outermost; `wrap` around each endpoint.
     Both find the request's context (`context_of(scope)`), and may raise ApiError before an answer begins.
     """
     routes = (*routes, openapi.endpoint(routes))
-    app = Starlette(
-        routes=[
-            Route(row.path, row if wrap is None else wrap(row, row), methods=[row.method], name=row.summary)
-            for row in routes
-        ],
-        middleware=[Middleware(RequestFrame), *around],
-        exception_handlers={HTTPException: _refused_by_router},
+    return Application(
+        state,
+        Router(
+            [
+                Route(row.path, row if wrap is None else wrap(row, row), methods=[row.method], name=row.summary)
+                for row in routes
+            ],
+            redirect_slashes=False,
+            middleware=around,
+        ),
     )
-    app.router.redirect_slashes = False
-    app.state.quire = state
-    return app
 
 
-class RequestFrame:
-    """Around everything: begins a request's context, puts it into the answer's headers, and answers exceptions."""
+class Application:
+    """Around everything: begins a request's context, puts it into the answer's headers, and answers exceptions.
+    Handlers find it as `request.app`. Each layer is paid by every refusal: the router is all that is below."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
+    def __init__(self, state: ServerState, router: Router) -> None:
+        self.state = state
+        self._router = router
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; other protocols go through."""
         if scope["type"] != "http":
-            await self.app(scope, receive, send)
+            await self._router(scope, receive, send)
             return
+        scope["app"] = self
         context, has_begun = add_context(scope), False
 
         async def send_with_context(message: Message) -> None:
@@ -89,19 +89,17 @@ class RequestFrame:
             await send(message)
 
         try:
-            await self.app(scope, receive, send_with_context)
+            await self._router(scope, receive, send_with_context)
         except Exception as error:
-            answer = context.api_error(error)
+            answer = context.api_error(self._refusal(scope, error) if isinstance(error, HTTPException) else error)
             if not has_begun:  # else it is cut off: there is no way to say more
                 await answer.to_response(scope["path"])(scope, receive, send_with_context)
 
-
-async def _refused_by_router(request: Request, error: Exception) -> Response:
-    """No such path, or no such method there: then all that the path has are named."""
-    assert isinstance(error, HTTPException)
-    headers = dict(error.headers or {})
-    if error.status_code == 405:
-        matching = [r for r in request.app.routes if r.matches(request.scope)[0] is not Match.NONE]
-        headers["Allow"] = ", ".join(sorted({method for route in matching for method in route.methods or ()}))
-    found = context_of(request).api_error(status_error(error.status_code, request.method, request.url.path, headers))
-    return found.to_response(request.url.path)
+    def _refusal(self, scope: Scope, error: HTTPException) -> ApiError:
+        """No such path, or no such method there: then all that the path has are named."""
+        headers = dict(error.headers or {})
+        if error.status_code == 405:
+            matching = [r for r in self._router.routes if r.matches(scope)[0] is not Match.NONE]
+            methods = {method for r in matching if isinstance(r, Route) for method in r.methods or ()}
+            headers["Allow"] = ", ".join(sorted(methods))
+        return status_error(error.status_code, scope["method"], scope["path"], headers)

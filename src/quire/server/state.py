@@ -25,7 +25,7 @@ _CONTEXT = "quire"
 
 @dataclass(kw_only=True)
 class ServerState:
-    """One server: its engine, its arguments and what it keeps. `request.app.state.quire` is it.
+    """One server: its engine, its arguments and what it keeps. `request.app.state` is it.
 
     Handlers may change `num_in_flight`, `num_body_bytes`, `is_draining` and what `parts` hold; the rest stays as it was
     made.
@@ -103,7 +103,7 @@ class RequestContext:
 
 def state_of(request: Request) -> ServerState:
     """The server that answers."""
-    state: ServerState = request.app.state.quire
+    state: ServerState = request.app.state
     return state
 
 
