@@ -24,7 +24,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from reliability.fuzz_targets import TARGETS, Target
+from reliability.fuzz_target import Target
+from reliability.fuzz_targets import TARGETS
 
 SLOW_S = 3.0
 """of processor time: nothing may take longer"""

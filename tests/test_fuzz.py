@@ -7,7 +7,8 @@ from random import Random
 import pytest
 
 from reliability import fuzz
-from reliability.fuzz_targets import TARGETS, Target
+from reliability.fuzz_target import Target
+from reliability.fuzz_targets import TARGETS
 
 NUM_INPUTS = {"events": 400, "messages": 800, "batch": 500, "template": 1500}
 
