@@ -8,13 +8,15 @@ import json
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from functools import partial
+from functools import cache, partial
 from io import BytesIO, StringIO
 from queue import SimpleQueue
 from typing import Any
 from unittest import mock
 
 import msgspec
+from uvicorn.config import Config
+from uvicorn.server import ServerState
 
 from quire.async_llm.engine_client import EngineClient
 from quire.cli import top
@@ -38,9 +40,11 @@ from quire.engine.messages import (
 from quire.errors import InvalidParamsError, QuireError, RequestError, TokenizerError
 from quire.outputs import EngineStats
 from quire.params import SamplingParams
-from quire.server import bodies, sse
+from quire.server import bodies, chat_prompt, messages_input, responses_input, sampling, sse
 from quire.server.errors import ApiError
+from quire.server.http_protocol import limited_protocol
 from quire.server.protocol.chat import ChatCompletionRequest
+from quire.server.protocol.common import SamplingFields
 from quire.server.protocol.completions import CompletionRequest
 from quire.server.protocol.messages import MessagesRequest
 from quire.server.protocol.responses import ResponsesRequest
@@ -186,7 +190,7 @@ def _events_corpus() -> list[bytes]:
 
 
 def messages(data: bytes) -> str:
-    """Reading ends, and says so, whatever comes; nobody waits for ever."""
+    """Reading ends, and says so, whatever comes and however it is cut; nobody waits for ever."""
     inbox: SimpleQueue[Any] = SimpleQueue()
     with _quiet():
         read_messages(BytesIO(data), inbox)
@@ -196,24 +200,31 @@ def messages(data: bytes) -> str:
         if isinstance(message, AddRequest):
             tried(partial(msgspec.msgpack.decode, message.params, type=SamplingParams), RequestError, RecursionError)
     with _quiet():
-        is_taken = asyncio.run(_read_as_client(data))
-    return "" if is_taken or taken else "nonsense"
+        received = _loop().run(_read_as_client([data]))
+        assert _loop().run(_read_as_client(_cut(data))) == received, "cut differently"
+    return "" if received or taken else "nonsense"
 
 
-async def _read_as_client(data: bytes) -> bool:
+async def _read_as_client(pieces: Sequence[bytes]) -> list[bytes]:
     client = EngineClient.__new__(EngineClient)
     client._reader, client._decoder = asyncio.StreamReader(), msgspec.msgpack.Decoder(ToClient)
     client._is_heard = client._is_alive = False
     client._progress = None
-    client._reader.feed_data(data)
-    client._reader.feed_eof()
-    num_messages = 0
+
+    async def feed() -> None:
+        for piece in pieces:
+            client._reader.feed_data(piece)
+            await asyncio.sleep(0)
+        client._reader.feed_eof()
+
+    feeding, received = asyncio.create_task(feed()), list[bytes]()
     while (message := await client._receive()) is not None:
-        num_messages += 1
+        received.append(to_frame(message))
         deltas = message.deltas if isinstance(message, StepDone) else []
         for rows in [sequence.logprobs for delta in deltas for sequence in delta.sequences if sequence.logprobs]:
             tried(rows.unpack)
-    return num_messages > 0
+    await feeding
+    return received
 
 
 def _messages_corpus() -> list[bytes]:
@@ -229,6 +240,96 @@ def _messages_corpus() -> list[bytes]:
     ]  # fmt: skip
     made = [to_frame(message) for message in told]
     return [*made, b"".join(made[:5])]
+
+
+# --- what comes over a connection
+
+
+_MAX_HEAD_BYTES = 2048
+
+
+class _Transport(asyncio.Transport):
+    def __init__(self) -> None:
+        super().__init__()
+        self.written, self.is_closed = b"", False
+
+    def write(self, data: Any) -> None:
+        self.written += b"" if self.is_closed else data
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    abort = close
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return default
+
+    def pause_reading(self) -> None:
+        """Nothing more comes than is there."""
+
+    resume_reading = pause_reading
+
+
+@cache
+def _http_config() -> Config:
+    config = Config(_answer, log_config=None, lifespan="off", ws="none")
+    config.load()
+    return config
+
+
+_asked: list[list[Any]] = []
+
+
+async def _answer(scope: Any, receive: Any, send: Any) -> None:
+    request = [scope["method"], scope["raw_path"], scope["headers"], b""]
+    while (message := await receive())["type"] == "http.request":
+        request[-1] += message["body"]
+        if not message["more_body"]:
+            _asked.append(request)
+            break
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"{}"})
+
+
+async def _talk(pieces: Sequence[bytes]) -> list[list[Any]]:
+    _asked.clear()
+    state, transport = ServerState(), _Transport()
+    kind = limited_protocol(_MAX_HEAD_BYTES, 60.0)
+    protocol = kind(config=_http_config(), server_state=state, app_state={})
+    protocol.connection_made(transport)
+    for piece in pieces:
+        if not transport.is_closing():
+            protocol.data_received(piece)
+        for _ in range(6):  # whatever can be done now
+            await asyncio.sleep(0)
+    protocol.connection_lost(None)
+    if state.tasks:
+        await asyncio.wait(state.tasks)
+    assert not transport.written or transport.written.startswith(b"HTTP/1.1 ")
+    return _asked.copy()
+
+
+def http(data: bytes) -> str:
+    """Requests, of which the first is the same however the bytes are cut; the head is within its limit, and whatever is
+    no request is answered or cut off."""
+    whole, cut = _loop().run(_talk([data])), _loop().run(_talk(_cut(data)))
+    for _, path, headers, _ in whole:
+        assert len(path) + sum(len(name) + len(value) for name, value in headers) <= _MAX_HEAD_BYTES
+    assert cut[:1] == whole[:1], "cut differently"
+    return "" if whole else "no request"
+
+
+def _http_corpus() -> list[bytes]:
+    head = b"POST /v1/completions?a=b HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+    whole = head + b"content-length: 2\r\n\r\n{}"
+    chunked = head + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n1;a=b\r\n}\r\n0\r\nx: y\r\n\r\n"
+    offer = b"GET / HTTP/1.1\r\nhost: a\r\nupgrade: h2c\r\nconnection: upgrade\r\n\r\n"
+    old = b"GET / HTTP/1.0\r\nconnection: keep-alive\r\n\r\n"
+    expects = head + b"expect: 100-continue\r\ncontent-length: 0\r\n\r\n"
+    return [whole, chunked, offer, old, whole * 3, offer + whole, expects]
 
 
 # --- bodies of requests
@@ -251,7 +352,26 @@ def body(data: bytes) -> str:
     assert bodies.warning(unknown).isascii()
     assert bodies.warning(unknown).isprintable()
     tried(lambda: msgspec.json.encode(made), RecursionError)
+    try:
+        _understand(made)
+    except (ApiError, RequestError) as error:
+        return refusal(error)
     return ""
+
+
+def _understand(request: Any) -> None:
+    """What the endpoints make of it: of all conversations a chat's, of a chat messages for the template."""
+    if isinstance(request, ResponsesRequest):
+        responses_input.check_request(request)
+        items = msgspec.json.decode(msgspec.json.encode(responses_input.own_items(request)))  # as the store keeps them
+        request = msgspec.convert(responses_input.chat_request(request, items), ChatCompletionRequest)
+    elif isinstance(request, MessagesRequest):
+        request = msgspec.convert(messages_input.chat_request(request), ChatCompletionRequest)
+    if isinstance(request, ChatCompletionRequest):
+        plain = [chat_prompt._plain_message(message, "messages") for message in request.messages]
+        assert all(isinstance(message["content"], str) for message in plain)
+    if isinstance(request, SamplingFields):
+        sampling.structure(request)
 
 
 def _body_corpus() -> list[bytes]:
@@ -299,6 +419,17 @@ def _template_corpus() -> list[bytes]:
 # --- all
 
 
+@cache
+def _loop() -> asyncio.Runner:
+    return asyncio.Runner()
+
+
+def _cut(data: bytes) -> list[bytes]:
+    """Into a few pieces, at places that many inputs make different."""
+    step = 1 + len(data) // (2 + len(data) % 11)
+    return [data[i : i + step] for i in range(0, len(data), step)]
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
     with mock.patch("quire.engine.engine_process.logger"), mock.patch("quire.async_llm.engine_client.logger"):
@@ -309,6 +440,7 @@ _JINJA = (
     b"{{ |}} |{% for i in range(9) %}|{% endfor %}|map(|**|[::-1]|'x' * 9|{% set x = |.format(|tojson| ~ | in | is "
 )
 _TAGS = b'<tool_call> </tool_call> <think> </think> [TOOL_CALLS] [ARGS] <|python_tag|> {"name":"f","arguments":{ ;'
+_HTTP = b"\r\n|\n|\r\n\r\n|:|content-length: |transfer-encoding: chunked\r\n|HTTP/1.1|0\r\n\r\n|CONNECT |\0|upgrade: "
 TARGETS = {
     **fuzz_files.TARGETS,
     "output": Target(output, _output_corpus, (*JSON, *_TAGS.split())),
@@ -316,5 +448,6 @@ TARGETS = {
     "events": Target(events, _events_corpus, (*JSON, b"\n\n", b"\r\n", *b"data: : event: setup gone [7]".split())),
     "messages": Target(messages, _messages_corpus, (b"\xc0", b"\xff", b"\x91", b"\xdf\xff\xff\xff\xff", b"\xa4type")),
     "body": Target(body, _body_corpus, (*JSON, *b"messages max_tokens content \xed\xa0\x80 input stream".split())),
+    "http": Target(http, _http_corpus, (*_HTTP.split(b"|"), b"x" * 900)),
     "template": Target(template, _template_corpus, tuple(_JINJA.split(b"|"))),
 }

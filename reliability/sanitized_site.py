@@ -9,13 +9,14 @@ from pathlib import Path
 from types import ModuleType
 
 
-class _Finder:
-    @staticmethod
-    def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+class RedirectingFinder:
+    """As that of an editable installation."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != "quire._native":
             return None
         (extension,) = Path(__file__).parent.glob("_native.*.so")
         return importlib.util.spec_from_file_location(name, extension)
 
 
-sys.meta_path.insert(0, _Finder)
+sys.meta_path.insert(0, RedirectingFinder())
