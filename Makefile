@@ -21,7 +21,7 @@ WERROR ?= $(if $(CI),ON,OFF)
 export QUIRE_REQUIRE_NATIVE ?= $(if $(CI),1,0)
 BUILD := --no-build-isolation --config-settings=cmake.define.QUIRE_WERROR=$(WERROR)
 
-.PHONY: help run demo test lint soak hostile fuzz overload chaos injections kills format build wheel clean
+.PHONY: help run demo test lint soak hostile fuzz sanitize overload chaos injections kills format build wheel clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -50,6 +50,9 @@ hostile: $(VENV)/.installed $(VENV)/.dev $(VENV)/.clients  ## attack the server 
 
 fuzz: $(VENV)/.installed  ## feed spoilt input to every parser for a minute each (ARGS="body --seconds 600 --record")
 	$(BIN)/python -m reliability.fuzz $(ARGS)
+
+sanitize: $(VENV)/.installed $(VENV)/.dev  ## run the tests of native code built with sanitizers (ARGS="thread --record")
+	$(BIN)/python -m reliability.sanitize $(ARGS)
 
 overload: $(VENV)/.installed  ## ask ten times as much as can be served (ARGS="--record")
 	$(BIN)/python -m reliability.overload $(ARGS)

@@ -14,10 +14,9 @@ namespace {
 
 double quota_v2(const std::string& folder) {
   std::ifstream file(folder + "/cpu.max");
-  std::string quota;
-  double period = 0;
-  if (!(file >> quota >> period) || quota == "max" || period <= 0) return 0;
-  return std::stod(quota) / period;
+  double quota = 0, period = 0;  // "max" is no number: no limit
+  if (!(file >> quota >> period) || period <= 0) return 0;
+  return quota / period;
 }
 
 double quota_v1(const std::string& folder) {

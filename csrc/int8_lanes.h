@@ -45,6 +45,8 @@ QUIRE_INLINE i32 add_pairs(i32 acc, i32 a, i32 b) {
 #if defined(QUIRE_SIMD_AVX512)
 QUIRE_INLINE void pair_rows(const int8_t* a, const int8_t* b, int64_t n, i32& low, i32& high) {
   const __mmask32 mask = n >= 32 ? ~0u : (1u << n) - 1;
+  QUIRE_MASKED_READ(a, size_t(n));
+  QUIRE_MASKED_READ(b, size_t(n));
   const __m512i wide_a = _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(mask, a));
   const __m512i wide_b = _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(mask, b));
   low = (i32)_mm512_unpacklo_epi16(wide_a, wide_b);
@@ -61,6 +63,8 @@ QUIRE_INLINE void in_order(i32& low, i32& high) {
 // Of bf16, already in order.
 QUIRE_INLINE void pair_rows(const bf16* a, const bf16* b, int64_t n, pairs& low, pairs& high) {
   const __mmask32 mask = n >= 32 ? ~0u : (1u << n) - 1;
+  QUIRE_MASKED_READ(a, size_t(n) * sizeof *a);
+  QUIRE_MASKED_READ(b, size_t(n) * sizeof *b);
   const __m512i row_a = _mm512_maskz_loadu_epi16(mask, a), row_b = _mm512_maskz_loadu_epi16(mask, b);
   const i32 first = i32{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} * 0x10001 + 0x200000;
   low = _mm512_permutex2var_epi16(row_a, (__m512i)first, row_b);

@@ -2,9 +2,10 @@
 
     python -m reliability.fuzz [TARGET ...] [--seconds 60] [--seed 0] [--atheris] [--record]
 
-Targets: safetensors, output, tools, events, messages, trace, batch, body, template; all without names. What is known to
-be good is cut, repeated, spliced and spoilt; what is of a kind not seen before is spoilt further. A seed makes the same
-inputs every time. With --atheris (`pip install atheris`) libFuzzer chooses them, by the branches that they reach.
+Targets: the parsers of files and of the environment (fuzz_files.py), those of connections and of a model's output
+(fuzz_targets.py); all without names. What is known to be good is cut, repeated, spliced and spoilt; what is of a kind
+not seen before is spoilt further. A seed makes the same inputs every time. With --atheris
+(`pip install atheris`) libFuzzer chooses them, by the branches that they reach.
 Prints one JSON line; a find is kept in a file, and makes the exit status 1.
 """
 
@@ -24,7 +25,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from reliability.fuzz_targets import TARGETS, Target
+from reliability.fuzz_target import Target
+from reliability.fuzz_targets import TARGETS
 
 SLOW_S = 3.0
 """of processor time: nothing may take longer"""

@@ -1,32 +1,25 @@
-"""Every parser of our own, as a function of bytes: "" if it took them, else why it refused them, as it promises to.
-
-Anything else that it raises, a broken promise (AssertionError), or too much time is a find.
-"""
+"""Every parser of our own, as a target of reliability.fuzz; what comes over a connection, or from a model, is here."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import json
-import math
-import tempfile
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from functools import cache, partial
 from io import BytesIO, StringIO
-from itertools import pairwise
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 from unittest import mock
 
 import msgspec
+from uvicorn.config import Config
+from uvicorn.server import ServerState
 
 from quire.async_llm.engine_client import EngineClient
 from quire.cli import top
-from quire.config.safetensors_header import read_header
 from quire.engine.cache_frame import BlockColumns, CacheEvent, CacheSetup, CacheUpdate, RequestRow
 from quire.engine.engine_process import read_messages
 from quire.engine.messages import (
@@ -44,13 +37,14 @@ from quire.engine.messages import (
     ToClient,
     to_frame,
 )
-from quire.errors import CheckpointError, ConfigError, InvalidParamsError, QuireError, RequestError, TokenizerError
+from quire.errors import InvalidParamsError, QuireError, RequestError, TokenizerError
 from quire.outputs import EngineStats
 from quire.params import SamplingParams
-from quire.server import bodies, sse
-from quire.server.batch_file import BatchRun, read_lines
+from quire.server import bodies, chat_prompt, messages_input, responses_input, sampling, sse
 from quire.server.errors import ApiError
+from quire.server.http_protocol import limited_protocol
 from quire.server.protocol.chat import ChatCompletionRequest
+from quire.server.protocol.common import SamplingFields
 from quire.server.protocol.completions import CompletionRequest
 from quire.server.protocol.messages import MessagesRequest
 from quire.server.protocol.responses import ResponsesRequest
@@ -66,66 +60,9 @@ from quire.server.tools import (
     make_parser,
     tool_choice_structure,
 )
-from quire.simulate.trace import read_trace
 from quire.tokenizer.chat_template import ChatTemplate
-
-
-@dataclass(frozen=True)
-class Target:
-    """One parser."""
-
-    run: Callable[[bytes], str]
-    corpus: Callable[[], list[bytes]]
-    """what it takes, or nearly"""
-    words: tuple[bytes, ...] = ()
-    """pieces of its language"""
-
-
-@cache
-def scratch() -> Path:
-    """A file for those that read files."""
-    folder = tempfile.TemporaryDirectory(prefix="quire-fuzz-")
-    _folders.append(folder)
-    return Path(folder.name) / "input"
-
-
-_folders: list[tempfile.TemporaryDirectory[str]] = []
-"""live as long as the program"""
-
-
-# --- safetensors headers
-
-
-def safetensors(data: bytes) -> str:
-    """Whatever it says, no tensor lies outside the file, or is not as long as its shape."""
-    scratch().write_bytes(data)
-    try:
-        tensors = read_header(scratch())
-    except CheckpointError as error:
-        return refusal(error, len(str(error)) < 4000, "a short message")
-    end = 8 + int.from_bytes(data[:8], "little")
-    for tensor in tensors.values():
-        assert tensor.offset == end
-        assert tensor.num_bytes % max(1, math.prod(tensor.shape)) == 0
-        end += tensor.num_bytes
-    assert end == len(data)
-    return ""
-
-
-def _safetensors_corpus() -> list[bytes]:
-    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
-    headers: list[dict[str, Any]] = [
-        {}, {"a": entry}, {"a": entry, "b": entry | {"data_offsets": [8, 16]}, "__metadata__": {"format": "pt"}},
-        {"a": {"dtype": "BF16", "shape": [2, 2], "data_offsets": [0, 8]}},
-        {"a": entry | {"shape": [0], "data_offsets": [0, 0]}},
-    ]  # fmt: skip
-    made = []
-    for header in headers:
-        text = json.dumps(header).encode()
-        num_bytes = max([0, *(entry["data_offsets"][1] for entry in header.values() if "dtype" in entry)])
-        made.append(len(text).to_bytes(8, "little") + text + bytes(num_bytes))
-    return made
-
+from reliability import fuzz_files
+from reliability.fuzz_target import JSON, Target, refusal, tried
 
 # --- a model's output
 
@@ -253,7 +190,7 @@ def _events_corpus() -> list[bytes]:
 
 
 def messages(data: bytes) -> str:
-    """Reading ends, and says so, whatever comes; nobody waits for ever."""
+    """Reading ends, and says so, whatever comes and however it is cut; nobody waits for ever."""
     inbox: SimpleQueue[Any] = SimpleQueue()
     with _quiet():
         read_messages(BytesIO(data), inbox)
@@ -261,26 +198,33 @@ def messages(data: bytes) -> str:
     assert inbox.empty()
     for message in taken:
         if isinstance(message, AddRequest):
-            _tried(partial(msgspec.msgpack.decode, message.params, type=SamplingParams), RequestError, RecursionError)
+            tried(partial(msgspec.msgpack.decode, message.params, type=SamplingParams), RequestError, RecursionError)
     with _quiet():
-        is_taken = asyncio.run(_read_as_client(data))
-    return "" if is_taken or taken else "nonsense"
+        received = _loop().run(_read_as_client([data]))
+        assert _loop().run(_read_as_client(_cut(data))) == received, "cut differently"
+    return "" if received or taken else "nonsense"
 
 
-async def _read_as_client(data: bytes) -> bool:
+async def _read_as_client(pieces: Sequence[bytes]) -> list[bytes]:
     client = EngineClient.__new__(EngineClient)
     client._reader, client._decoder = asyncio.StreamReader(), msgspec.msgpack.Decoder(ToClient)
     client._is_heard = client._is_alive = False
     client._progress = None
-    client._reader.feed_data(data)
-    client._reader.feed_eof()
-    num_messages = 0
+
+    async def feed() -> None:
+        for piece in pieces:
+            client._reader.feed_data(piece)
+            await asyncio.sleep(0)
+        client._reader.feed_eof()
+
+    feeding, received = asyncio.create_task(feed()), list[bytes]()
     while (message := await client._receive()) is not None:
-        num_messages += 1
+        received.append(to_frame(message))
         deltas = message.deltas if isinstance(message, StepDone) else []
         for rows in [sequence.logprobs for delta in deltas for sequence in delta.sequences if sequence.logprobs]:
-            _tried(rows.unpack)
-    return num_messages > 0
+            tried(rows.unpack)
+    await feeding
+    return received
 
 
 def _messages_corpus() -> list[bytes]:
@@ -298,58 +242,94 @@ def _messages_corpus() -> list[bytes]:
     return [*made, b"".join(made[:5])]
 
 
-# --- files
+# --- what comes over a connection
 
 
-def trace(data: bytes) -> str:
-    """The requests of a simulation: in order, or an error that names the line."""
-    scratch().write_bytes(data)
-    try:
-        requests = list(read_trace(scratch()))
-    except ConfigError as error:
-        return refusal(error, "line" in str(error), "the number of the line")
-    assert all(before.arrival_s <= after.arrival_s for before, after in pairwise(requests))
-    return "" if requests else "no line"
+_MAX_HEAD_BYTES = 2048
 
 
-def _trace_corpus() -> list[bytes]:
-    lines: list[dict[str, Any]] = [
-        {"arrival_s": 0, "prompt_len": 5, "output_len": 3},
-        {"arrival_s": 1.5, "prompt_len": 9, "output_len": 1, "n": 4, "tenant": "a"},
-        {"arrival_s": 2, "prompt_len": 9, "output_len": 1, "session": 1, "prefix_group": 3, "prefix_len": 4},
-        {"arrival_s": 3, "prompt_len": 9, "output_len": 1, "session": 1, "think_s": 1, "priority": -3, "beam_width": 2},
-    ]  # fmt: skip
-    made = [json.dumps(line).encode() + b"\n" for line in lines]
-    return [*made, b"".join(made)]
+class _Transport(asyncio.Transport):
+    def __init__(self) -> None:
+        super().__init__()
+        self.written, self.is_closed = b"", False
+
+    def write(self, data: Any) -> None:
+        self.written += b"" if self.is_closed else data
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    abort = close
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return default
+
+    def pause_reading(self) -> None:
+        """Nothing more comes than is there."""
+
+    resume_reading = pause_reading
 
 
-async def _answering(scope: Any, receive: Any, send: Any) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": []})
+@cache
+def _http_config() -> Config:
+    config = Config(_answer, log_config=None, lifespan="off", ws="none")
+    config.load()
+    return config
+
+
+_asked: list[list[Any]] = []
+
+
+async def _answer(scope: Any, receive: Any, send: Any) -> None:
+    request = [scope["method"], scope["raw_path"], scope["headers"], b""]
+    while (message := await receive())["type"] == "http.request":
+        request[-1] += message["body"]
+        if not message["more_body"]:
+            _asked.append(request)
+            break
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
     await send({"type": "http.response.body", "body": b"{}"})
 
 
-def batch(data: bytes) -> str:
-    """Each line has its result, which can be written down."""
-    scratch().write_bytes(data)
-    run = BatchRun(
-        app=_answering, paths={"/v1/completions"}, is_running=lambda: True, max_in_flight=1, max_body_bytes=4096
-    )
+async def _talk(pieces: Sequence[bytes]) -> list[list[Any]]:
+    _asked.clear()
+    state, transport = ServerState(), _Transport()
+    kind = limited_protocol(_MAX_HEAD_BYTES, 60.0)
+    protocol = kind(config=_http_config(), server_state=state, app_state={})
+    protocol.connection_made(transport)
+    for piece in pieces:
+        if not transport.is_closing():
+            protocol.data_received(piece)
+        for _ in range(6):  # whatever can be done now
+            await asyncio.sleep(0)
+    protocol.connection_lost(None)
+    if state.tasks:
+        await asyncio.wait(state.tasks)
+    assert not transport.written or transport.written.startswith(b"HTTP/1.1 ")
+    return _asked.copy()
 
-    async def results() -> list[Any]:
-        return [await run._result(line, False) for line in read_lines(scratch(), run.max_body_bytes)]
 
-    made = asyncio.run(results())
-    for result in made:
-        line = msgspec.json.encode(result)
-        assert b"\n" not in line
-        assert (result.response is None) != (result.error is None)
-    return ", ".join({result.error.message if result.error else "" for result in made}) or ("" if made else "no line")
+def http(data: bytes) -> str:
+    """Requests, of which the first is the same however the bytes are cut; the head is within its limit, and whatever is
+    no request is answered or cut off."""
+    whole, cut = _loop().run(_talk([data])), _loop().run(_talk(_cut(data)))
+    for _, path, headers, _ in whole:
+        assert len(path) + sum(len(name) + len(value) for name, value in headers) <= _MAX_HEAD_BYTES
+    assert cut[:1] == whole[:1], "cut differently"
+    return "" if whole else "no request"
 
 
-def _batch_corpus() -> list[bytes]:
-    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a", "stream": False}}
-    made = [json.dumps(line).encode(), json.dumps(line | {"url": "/v1/models"}).encode(), b'{"custom_id": null}']
-    return [*made, b"\n".join(made), b"\n" + made[0] + b"\r\n" * 3]
+def _http_corpus() -> list[bytes]:
+    head = b"POST /v1/completions?a=b HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+    whole = head + b"content-length: 2\r\n\r\n{}"
+    chunked = head + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n1;a=b\r\n}\r\n0\r\nx: y\r\n\r\n"
+    offer = b"GET / HTTP/1.1\r\nhost: a\r\nupgrade: h2c\r\nconnection: upgrade\r\n\r\n"
+    old = b"GET / HTTP/1.0\r\nconnection: keep-alive\r\n\r\n"
+    expects = head + b"expect: 100-continue\r\ncontent-length: 0\r\n\r\n"
+    return [whole, chunked, offer, old, whole * 3, offer + whole, expects]
 
 
 # --- bodies of requests
@@ -371,8 +351,27 @@ def body(data: bytes) -> str:
         return refusal(error, error.status in (400, 413), "a status that says who is wrong")
     assert bodies.warning(unknown).isascii()
     assert bodies.warning(unknown).isprintable()
-    _tried(lambda: msgspec.json.encode(made), RecursionError)
+    tried(lambda: msgspec.json.encode(made), RecursionError)
+    try:
+        _understand(made)
+    except (ApiError, RequestError) as error:
+        return refusal(error)
     return ""
+
+
+def _understand(request: Any) -> None:
+    """What the endpoints make of it: of all conversations a chat's, of a chat messages for the template."""
+    if isinstance(request, ResponsesRequest):
+        responses_input.check_request(request)
+        items = msgspec.json.decode(msgspec.json.encode(responses_input.own_items(request)))  # as the store keeps them
+        request = msgspec.convert(responses_input.chat_request(request, items), ChatCompletionRequest)
+    elif isinstance(request, MessagesRequest):
+        request = msgspec.convert(messages_input.chat_request(request), ChatCompletionRequest)
+    if isinstance(request, ChatCompletionRequest):
+        plain = [chat_prompt._plain_message(message, "messages") for message in request.messages]
+        assert all(isinstance(message["content"], str) for message in plain)
+    if isinstance(request, SamplingFields):
+        sampling.structure(request)
 
 
 def _body_corpus() -> list[bytes]:
@@ -420,17 +419,15 @@ def _template_corpus() -> list[bytes]:
 # --- all
 
 
-def refusal(error: Exception, is_kept: bool = True, what: str = "") -> str:
-    """Why the input was refused; AssertionError unless it was as promised."""
-    assert is_kept, f"a refusal without {what}"
-    return str(error) or type(error).__name__
+@cache
+def _loop() -> asyncio.Runner:
+    return asyncio.Runner()
 
 
-def _tried(parse: Callable[[], object], *errors: type[Exception]) -> None:
-    """Whatever it takes or refuses, as those do who call it."""
-    expected: tuple[type[Exception], ...] = (*errors, msgspec.MsgspecError, ValueError)
-    with suppress(*expected):
-        parse()
+def _cut(data: bytes) -> list[bytes]:
+    """Into a few pieces, at places that many inputs make different."""
+    step = 1 + len(data) // (2 + len(data) % 11)
+    return [data[i : i + step] for i in range(0, len(data), step)]
 
 
 @contextmanager
@@ -439,19 +436,18 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-_JSON = b'" { } [ ] : , null true 1e400 -0 \\u0000 \\ud800 1.5 \xff 999999999999999999999999999999'.split()
 _JINJA = (
     b"{{ |}} |{% for i in range(9) %}|{% endfor %}|map(|**|[::-1]|'x' * 9|{% set x = |.format(|tojson| ~ | in | is "
 )
 _TAGS = b'<tool_call> </tool_call> <think> </think> [TOOL_CALLS] [ARGS] <|python_tag|> {"name":"f","arguments":{ ;'
+_HTTP = b"\r\n|\n|\r\n\r\n|:|content-length: |transfer-encoding: chunked\r\n|HTTP/1.1|0\r\n\r\n|CONNECT |\0|upgrade: "
 TARGETS = {
-    "safetensors": Target(safetensors, _safetensors_corpus, (*_JSON, *b"dtype shape data_offsets F32".split())),
-    "output": Target(output, _output_corpus, (*_JSON, *_TAGS.split())),
-    "tools": Target(tools, _tools_corpus, (*_JSON, *b"$ref #/$defs/a function parameters required name".split())),
-    "events": Target(events, _events_corpus, (*_JSON, b"\n\n", b"\r\n", *b"data: : event: setup gone [7]".split())),
+    **fuzz_files.TARGETS,
+    "output": Target(output, _output_corpus, (*JSON, *_TAGS.split())),
+    "tools": Target(tools, _tools_corpus, (*JSON, *b"$ref #/$defs/a function parameters required name".split())),
+    "events": Target(events, _events_corpus, (*JSON, b"\n\n", b"\r\n", *b"data: : event: setup gone [7]".split())),
     "messages": Target(messages, _messages_corpus, (b"\xc0", b"\xff", b"\x91", b"\xdf\xff\xff\xff\xff", b"\xa4type")),
-    "trace": Target(trace, _trace_corpus, (*_JSON, b"\n", *b"session prefix_len arrival_s".split())),
-    "batch": Target(batch, _batch_corpus, (*_JSON, b"\n", *b"custom_id body stream url".split())),
-    "body": Target(body, _body_corpus, (*_JSON, *b"messages max_tokens content \xed\xa0\x80 input stream".split())),
+    "body": Target(body, _body_corpus, (*JSON, *b"messages max_tokens content \xed\xa0\x80 input stream".split())),
+    "http": Target(http, _http_corpus, (*_HTTP.split(b"|"), b"x" * 900)),
     "template": Target(template, _template_corpus, tuple(_JINJA.split(b"|"))),
 }

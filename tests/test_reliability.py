@@ -1,12 +1,16 @@
 """The programs that try to break the server: that they see what they look for, and find nothing in a short time."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import quire
+from reliability import sanitized_site
 from reliability.kills import Answer
 from reliability.overload import Load
 from reliability.page import record, table
@@ -113,6 +117,15 @@ def test_what_must_not_happen_is_told_apart(kind: str, status: int, ended: bool,
     tally = Tally()
     tally.add(kind, Exchange(0.0, status=status, ended=ended), left)
     assert bool(tally.wrong) == is_wrong
+
+
+def test_a_sanitized_extension_is_found_before_the_one_in_use(tmp_path: Path) -> None:
+    shutil.copy(sanitized_site.__file__, tmp_path / "sitecustomize.py")
+    (tmp_path / "_native.abi.so").touch()
+    program = "import importlib.util, quire; print(importlib.util.find_spec('quire._native').origin, quire.__file__)"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.stdout.split() == [str(tmp_path / "_native.abi.so"), quire.__file__], done.stderr
 
 
 def test_a_result_is_written_between_its_marks_alone(tmp_path: Path) -> None:

@@ -30,7 +30,10 @@ QUIRE_INLINE __m128i narrow(f32 v) {
 QUIRE_INLINE f32 set1(float v) { return _mm256_set1_ps(v); }
 QUIRE_INLINE f32 load(const float* p) { return _mm256_loadu_ps(p); }
 QUIRE_INLINE f32 load(const bf16* p) { return widen(_mm_loadu_si128((const __m128i*)p)); }
-QUIRE_INLINE f32 load_n(const float* p, int64_t n) { return _mm256_maskload_ps(p, first_lanes(n)); }
+QUIRE_INLINE f32 load_n(const float* p, int64_t n) {
+  QUIRE_MASKED_READ(p, size_t(n) * sizeof *p);
+  return _mm256_maskload_ps(p, first_lanes(n));
+}
 QUIRE_INLINE f32 load_n(const bf16* p, int64_t n) {
   bf16 lanes[W] = {};
   for (int64_t i = 0; i < n; ++i) lanes[i] = p[i];
@@ -38,7 +41,10 @@ QUIRE_INLINE f32 load_n(const bf16* p, int64_t n) {
 }
 QUIRE_INLINE void store(float* p, f32 v) { _mm256_storeu_ps(p, v); }
 QUIRE_INLINE void store(bf16* p, f32 v) { _mm_storeu_si128((__m128i*)p, narrow(v)); }
-QUIRE_INLINE void store_n(float* p, f32 v, int64_t n) { _mm256_maskstore_ps(p, first_lanes(n), v); }
+QUIRE_INLINE void store_n(float* p, f32 v, int64_t n) {
+  QUIRE_MASKED_WRITE(p, size_t(n) * sizeof *p);
+  _mm256_maskstore_ps(p, first_lanes(n), v);
+}
 QUIRE_INLINE void store_n(bf16* p, f32 v, int64_t n) {
   bf16 lanes[W];
   store(lanes, v);

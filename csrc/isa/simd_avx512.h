@@ -30,12 +30,24 @@ QUIRE_INLINE __m256i narrow(f32 v) {
 QUIRE_INLINE f32 set1(float v) { return _mm512_set1_ps(v); }
 QUIRE_INLINE f32 load(const float* p) { return _mm512_loadu_ps(p); }
 QUIRE_INLINE f32 load(const bf16* p) { return widen(_mm256_loadu_si256((const __m256i*)p)); }
-QUIRE_INLINE f32 load_n(const float* p, int64_t n) { return _mm512_maskz_loadu_ps(first_lanes(n), p); }
-QUIRE_INLINE f32 load_n(const bf16* p, int64_t n) { return widen(_mm256_maskz_loadu_epi16(first_lanes(n), p)); }
+QUIRE_INLINE f32 load_n(const float* p, int64_t n) {
+  QUIRE_MASKED_READ(p, size_t(n) * sizeof *p);
+  return _mm512_maskz_loadu_ps(first_lanes(n), p);
+}
+QUIRE_INLINE f32 load_n(const bf16* p, int64_t n) {
+  QUIRE_MASKED_READ(p, size_t(n) * sizeof *p);
+  return widen(_mm256_maskz_loadu_epi16(first_lanes(n), p));
+}
 QUIRE_INLINE void store(float* p, f32 v) { _mm512_storeu_ps(p, v); }
 QUIRE_INLINE void store(bf16* p, f32 v) { _mm256_storeu_si256((__m256i*)p, narrow(v)); }
-QUIRE_INLINE void store_n(float* p, f32 v, int64_t n) { _mm512_mask_storeu_ps(p, first_lanes(n), v); }
-QUIRE_INLINE void store_n(bf16* p, f32 v, int64_t n) { _mm256_mask_storeu_epi16(p, first_lanes(n), narrow(v)); }
+QUIRE_INLINE void store_n(float* p, f32 v, int64_t n) {
+  QUIRE_MASKED_WRITE(p, size_t(n) * sizeof *p);
+  _mm512_mask_storeu_ps(p, first_lanes(n), v);
+}
+QUIRE_INLINE void store_n(bf16* p, f32 v, int64_t n) {
+  QUIRE_MASKED_WRITE(p, size_t(n) * sizeof *p);
+  _mm256_mask_storeu_epi16(p, first_lanes(n), narrow(v));
+}
 
 QUIRE_INLINE f32 fma(f32 a, f32 b, f32 c) { return _mm512_fmadd_ps(a, b, c); }
 QUIRE_INLINE f32 max(f32 a, f32 b) { return _mm512_max_ps(a, b); }

@@ -223,7 +223,7 @@ def _arm_from_environment(given: str | None) -> None:
         return
     try:
         faults = msgspec.json.decode(given, type=list[Fault])
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeError) as error:
         raise ConfigError(f"QUIRE_FAULTS={given!r} is not a JSON list of faults: {error}") from error
     logger.warning("QUIRE_FAULTS is set: this process will fail on purpose, at %s", ", ".join(f.point for f in faults))
     _arm(*map(Injected, faults))

@@ -186,6 +186,7 @@ def test_a_file_of_lines(run: Run, tmp_path: Path) -> None:
     [
         ("missing.txt", None, "cannot be read"),
         ("broken.jsonl", '"fine"\n{"prompt": ', "line 2: not JSON"),
+        ("deep.jsonl", "[" * 5000, "line 1: not JSON"),
         ("wrong.jsonl", '{"text": "x"}', "line 1: must be a string, or an object with"),
         ("wrong.jsonl", "[1, 2]", "line 1: must be a string, or an object with"),
     ],

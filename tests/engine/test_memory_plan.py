@@ -128,6 +128,8 @@ def test_without_a_size_the_cache_takes_what_is_left(monkeypatch):
         ({"swap_space": -1}, "swap_space=-1"),
         ({"swap_space": float("nan")}, "swap_space=nan"),
         ({"swap_space": float("inf")}, "swap_space=inf"),
+        ({"swap_space": 10**400}, "swap_space=1000"),
+        ({"swap_space": 1e308}, r"swap_space=1e\+308"),
         ({"gpu_memory_utilization": float("nan")}, "gpu_memory_utilization=nan"),
         ({"scheduling_policy": "fcsf"}, "scheduling_policy='fcsf', did you mean 'fcfs'"),
         ({"target_step_ms": 0}, "target_step_ms=0"),

@@ -160,7 +160,9 @@ def test_another_process_is_armed_by_its_environment(fault, code):
     assert ("No space left on device" in result.stderr) == (fault.error == "ENOSPC")
 
 
-@pytest.mark.parametrize("given", ["step.end", '[{"point": "nowhere"}]', '[{"point": "step.end", "rate": 1}]'])
+@pytest.mark.parametrize(
+    "given", ["step.end", '[{"point": "nowhere"}]', '[{"point": "step.end", "rate": 1}]', "\udcff"]
+)
 def test_a_wrong_environment_is_refused(given):
     result = run("", {"QUIRE_FAULTS": given})
     assert result.returncode == 1

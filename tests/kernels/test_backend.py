@@ -122,6 +122,8 @@ def test_asking_for_the_reference_gives_no_warning_and_the_cpuset_sizes_the_pool
         ("4:cpu,cpuacct:/app\n", {"cpu/app/cpu.cfs_quota_us": "250000", "cpu/app/cpu.cfs_period_us": "100000"}, 2.5),
         ("4:cpuacct,cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 0),
         ("garbage\n0::/\n", {"cpu.max": "garbage"}, 0),
+        ("0::/\n", {"cpu.max": "garbage 100000"}, 0),
+        ("0::/\n", {"cpu.max": "1e400 100000"}, 0),
     ],
 )
 def test_cpu_quotas_are_read_from_the_group_and_its_ancestors(tmp_path, groups, files, quota):

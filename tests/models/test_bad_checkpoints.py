@@ -156,6 +156,7 @@ def test_sizes_that_are_none(folder: Path, key: str, value: Any) -> None:
         ({"rope_scaling": {"type": "spiral"}}, "rope_type is 'spiral', supported"),
         ({"rope_scaling": {"type": "linear"}}, "no 'factor'"),
         ({"rope_scaling": {"type": "linear", "factor": -2}}, "'factor' is -2"),
+        ({"rope_scaling": {"type": "linear", "factor": 10**400}}, "'factor' is 1000"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0, "factor": 2.0}}, "make no sense"),
         ({"rope_parameters": {"sliding_attention": {"rope_theta": 1.0}}}, "per type of layer"),
         (
@@ -274,9 +275,10 @@ def test_index_that_leads_out_of_the_folder(folder: Path, file: Any) -> None:
         load(folder)
 
 
-def test_missing_shard_is_named(folder: Path) -> None:
-    write_index(folder, {"model.norm.weight": "model-00002-of-00002.safetensors"})
-    with pytest.raises(CheckpointError, match="lacks the weight file model-00002-of-00002"):
+@pytest.mark.parametrize("name", ["model-00002-of-00002", "x" * 300, "\0", "\ud800"])
+def test_missing_shard_is_named(folder: Path, name: str) -> None:
+    write_index(folder, {"model.norm.weight": f"{name}.safetensors"})
+    with pytest.raises(CheckpointError, match=f"lacks the weight file {name}"):
         load(folder)
 
 

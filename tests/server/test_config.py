@@ -94,7 +94,13 @@ def test_a_wrong_argument_is_refused_by_name(given, message, monkeypatch):
     assert message in str(raised.value)
 
 
-@pytest.mark.parametrize("text", ["port: [", "- a\n- b\n", "just words", "!!python/object/apply:os.getcwd []"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "port: [", "- a\n- b\n", "just words", "!!python/object/apply:os.getcwd []", "port: !!int x", "port: 0x_",
+        "a: !!timestamp x", "a: !!bool x", "a: 2001-99-99", "[" * 3000,
+    ],
+)  # fmt: skip
 def test_a_file_that_is_no_list_of_names_is_refused(tmp_path, text):
     path = tmp_path / "quire.yaml"
     path.write_text(text)
@@ -105,9 +111,10 @@ def test_a_file_that_is_no_list_of_names_is_refused(tmp_path, text):
 def test_a_missing_or_broken_file_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         merge_args(str(tmp_path / "none.yaml"), {})
-    (tmp_path / "quire.toml").write_text("port: 80")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        merge_args(str(tmp_path / "quire.toml"), {})
+    for text in ("port: 80", "port = " + "1" * 5000, "port = " + "[" * 3000):
+        (tmp_path / "quire.toml").write_text(text)
+        with pytest.raises(ConfigError, match="cannot be read"):
+            merge_args(str(tmp_path / "quire.toml"), {})
     (tmp_path / "empty.yaml").write_text("# nothing yet\n")
     assert merge_args(str(tmp_path / "empty.yaml"), {}) == (ServerArgs(), EngineArgs())
 

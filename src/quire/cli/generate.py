@@ -98,7 +98,7 @@ def _read_file(name: str) -> Iterator[Any]:
 def _parse_json(name: str, number: int, line: str) -> Any:
     try:
         item = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidPromptError(f"{name}, line {number}: not JSON: {error}") from error
     if isinstance(item, str) or (isinstance(item, dict) and item.keys() & {"prompt", "prompt_token_ids", "messages"}):
         return item

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -161,7 +160,7 @@ class EngineArgs:
         return self.max_logprobs
 
     def _swap_bytes(self) -> int:
-        if not (math.isfinite(self.swap_space) and self.swap_space >= 0):
+        if not 0 <= self.swap_space < 2**33:  # 2**63 bytes
             raise ConfigError(f"swap_space={self.swap_space}: must be a number of GiB, 0 or more")
         return int(self.swap_space * 1024**3)
 

@@ -1,8 +1,8 @@
 """A checkpoint's JSON files, read with suspicion: typed getters whose errors name the file and the key."""
 
 import json
-import math
 import stat
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ class HFConfig(Mapping[str, Any]):
     def number(self, key: str, default: float = _REQUIRED) -> float:
         """A finite number greater than 0."""
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
             raise self._wrong(key, value, "a finite number greater than 0")
         return value
 

@@ -120,8 +120,9 @@ def _indexed_files(folder: Path, index: Path) -> Mapping[Path, list[str] | None]
         if not isinstance(file, str) or file != Path(file).name or not file.endswith(".safetensors"):
             raise CheckpointError(f"{index} places {name!r} in {file!r}: must be a safetensors file of the same folder")
         by_file.setdefault(file, []).append(name)
+    present = {path.name for path in folder.glob("*.safetensors") if path.is_file()}
     for file, names in by_file.items():
-        if not (folder / file).is_file():
+        if file not in present:
             raise CheckpointError(
                 f"{folder} lacks the weight file {file}, which {INDEX_FILE} names (download it again)"
             )

@@ -185,7 +185,7 @@ def _read_config_file(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         values = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+    except Exception as error:  # where a value is not of its tag's type, PyYAML lets through whatever that raises
         raise ConfigError(f"the configuration file {str(path)!r} cannot be read: {error}") from error
     values = {} if values is None else values
     if not isinstance(values, dict):

@@ -1,0 +1,22 @@
+"""Copied beside a sanitized extension as `sitecustomize.py`: every Python with that folder in PYTHONPATH, the children
+of tests too, takes that extension for `quire._native`, wherever the package itself lies."""
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+
+class RedirectingFinder:
+    """As that of an editable installation."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != "quire._native":
+            return None
+        (extension,) = Path(__file__).parent.glob("_native.*.so")
+        return importlib.util.spec_from_file_location(name, extension)
+
+
+sys.meta_path.insert(0, RedirectingFinder())
