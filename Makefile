@@ -21,7 +21,7 @@ WERROR ?= $(if $(CI),ON,OFF)
 export QUIRE_REQUIRE_NATIVE ?= $(if $(CI),1,0)
 BUILD := --no-build-isolation --config-settings=cmake.define.QUIRE_WERROR=$(WERROR)
 
-.PHONY: help run demo test lint soak hostile fuzz sanitize overload chaos injections kills format build wheel clean
+.PHONY: help run demo test lint coverage soak hostile fuzz sanitize overload chaos injections kills format build wheel clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -41,6 +41,9 @@ lint: $(VENV)/.installed $(VENV)/.dev  ## style, types, C++ format, import floor
 	PYTHONPATH=src $(BIN)/lint-imports
 	$(BIN)/python tools/line_budget.py
 	for script in $(SCRIPTS); do bash -n $$script || exit 1; done
+
+coverage: $(VENV)/.installed $(VENV)/.dev  ## see that the tests take every branch of what decides (ARGS="--record")
+	$(BIN)/python -m reliability.coverage -n $(TEST_PROCESSES) $(ARGS)
 
 soak: $(VENV)/.installed  ## serve mixed clients for 30 minutes, and see that nothing is left (ARGS="--minutes 5 --record")
 	$(BIN)/python -m reliability.soak $(ARGS)

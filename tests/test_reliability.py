@@ -2,15 +2,18 @@
 
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import coverage
 import pytest
 
 import quire
 from reliability import sanitized_site
+from reliability.coverage import gaps, wanted_files
 from reliability.kills import Answer
 from reliability.overload import Load
 from reliability.page import record, table
@@ -141,3 +144,22 @@ def test_a_result_is_written_between_its_marks_alone(tmp_path: Path) -> None:
         assert "old" not in text
     with pytest.raises(ValueError, match="'c'"):
         record("c", "make c", [], page)
+
+
+def test_a_file_that_coverage_is_to_be_measured_of_counts_though_no_test_loads_it() -> None:
+    assert {"src/quire/engine/scheduler.py", "src/quire/kv/tiers.py", "src/quire/server/auth.py"} <= set(wanted_files())
+    whole: dict[str, object] = {"missing_lines": [], "missing_branches": []}
+    files = {"a.py": whole, "b.py": {"missing_lines": [3], "missing_branches": [[5, 7], [8, -2]]}}
+    assert list(gaps({"files": files}, ["a.py", "b.py", "c.py"])) == ["b.py: 3, 5->7, 8->exit", "c.py: not loaded"]
+
+
+def test_no_line_can_be_exempted_from_coverage(tmp_path: Path) -> None:
+    """What coverage.py takes for a mark by default means nothing here."""
+    source, report = tmp_path / "decides.py", tmp_path / "report.json"
+    source.write_text("x = 1\nif x:  # pragma: no branch\n    x = 2\nif x == 3:\n    x = 4  # pragma: no cover\n")
+    measured = coverage.Coverage(config_file=str(ROOT / "pyproject.toml"), include=[str(source)], data_file=None)
+    with measured.collect():
+        runpy.run_path(str(source))
+    measured.json_report(outfile=str(report))
+    ((name, _),) = (found := json.loads(report.read_text()))["files"].items()
+    assert list(gaps(found, [name])) == [f"{name}: 5, 2->4, 4->5"]

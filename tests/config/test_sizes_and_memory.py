@@ -4,7 +4,7 @@ import pytest
 
 from quire.config.machine import machine_memory
 from quire.config.sizes import format_bytes, parse_bytes
-from quire.errors import ConfigError
+from quire.errors import ConfigError, OutOfMemoryError
 
 GIB = 1024**3
 
@@ -82,3 +82,12 @@ def test_a_limit_above_the_machine_says_nothing(root):
 
 def test_without_proc_the_physical_memory_counts(tmp_path):
     assert machine_memory(tmp_path).limit_bytes > 0
+
+
+def test_where_nothing_tells_the_memory_the_way_out_is_named(tmp_path, monkeypatch):
+    def unknown(name):
+        raise ValueError("unrecognized configuration name")
+
+    monkeypatch.setattr("os.sysconf", unknown)
+    with pytest.raises(OutOfMemoryError, match="give kv_cache_memory"):
+        machine_memory(tmp_path)

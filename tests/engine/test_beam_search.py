@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire import BeamSearchParams, InvalidParamsError
+from quire import BeamSearchParams, InvalidParamsError, StructuredOutputsParams
 from quire.engine.sequence import SequenceStatus
 from quire.simulate.beams import BeamChurn, ChurningBeams
 
@@ -14,6 +14,7 @@ from .beams import BeamHarness
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]  # two blocks and one token
 EOS = frozenset({7, 11, 23})
+STRUCTURED = StructuredOutputsParams(regex="a+")
 NEVER_ENDS = {"length_penalty": 1.0, "early_stopping": "never"}
 
 
@@ -247,6 +248,31 @@ def test_a_search_whose_room_is_pinned_while_a_beam_waits_ends_with_what_it_has(
     assert harness.blocks.num_used_blocks == 7
 
 
+class TooComplex:
+    """A grammar that cannot go on."""
+
+    error = "too many items"
+
+    def advance(self, token_id: int) -> bool:
+        return False
+
+    def fork(self, **_: object) -> "TooComplex":
+        return self
+
+
+def test_a_search_whose_grammar_grows_too_complex_ends_and_says_why():
+    harness = BeamHarness(num_blocks=60)
+    group, other = harness.add_beams(PROMPT, 3, 12), harness.add_beams([*PROMPT, 1], 2, 6)
+    for _ in range(3):
+        harness.step()
+    for seq in group.seqs:
+        seq.grammar = TooComplex()
+    harness.run()
+    assert group.error == "stopped after 4 tokens: too many items"
+    assert {output.finish_reason for output in group.to_output().outputs} == {"length"}
+    harness.check_beams(other)
+
+
 def test_a_prompt_that_never_fits_is_ignored():
     harness = BeamHarness(num_blocks=3)
     group = harness.add_beams([1] * 13, 2)
@@ -275,6 +301,7 @@ def test_a_prompt_that_never_fits_is_ignored():
         ({"stop_token_ids": [-1]}, "stop_token_ids=-1"),
         ({"priority": 2**40}, "priority"),
         ({"tenant": 3}, "tenant"),
+        ({"ignore_eos": True, "structured_outputs": STRUCTURED}, "ignore_eos=True: with structured_outputs"),
     ],
 )
 def test_what_is_out_of_range_is_refused_when_it_is_said(fields, message):
@@ -295,4 +322,6 @@ def test_what_the_engine_or_the_model_cannot_run_is_refused():
     wide = BeamHarness(max_num_seqs=100)
     with pytest.raises(InvalidParamsError, match=r"beam_width=26 .* compares 52 candidates .* only 50 tokens"):
         wide.add_beams([1], 26)
+    with pytest.raises(InvalidParamsError, match="needs a checkpoint with an end-of-sequence token"):
+        wide.add_beams([1], 2, structured_outputs=STRUCTURED)
     assert not wide.scheduler.has_unfinished

@@ -1,5 +1,7 @@
 """A step that fails loses nothing: neither a request that ended in its plan nor one that was aborted meanwhile."""
 
+from dataclasses import replace
+
 import pytest
 
 from quire.engine.sequence import SequenceStatus
@@ -57,3 +59,36 @@ def test_a_request_aborted_while_it_is_swapped_in_a_step_that_fails_is_gone():
     harness.blocks.check_integrity()
     assert harness.blocks.num_used_blocks == 0
     assert harness.blocks.host.num_free_blocks == 12
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_request_goes_on_in_another_engine_than_the_one_that_died(n):
+    """One sample behind what was told of it; several begin again. What was told or counted already is not again."""
+    dead, heir = (Harness(num_blocks=12) for _ in range(2))
+    group, successor = (harness.add([1] * 9, 8, n=n, prompt_logprobs=0) for harness in (dead, heir))
+    for _ in range(4):
+        dead.step()
+    told = Harness.output(group) if n == 1 else []
+    assert len(told) == (4 if n == 1 else 0)
+    successor.resume(told, replace(group.metrics), 5)
+    assert (successor.scores is None) == (n == 1), "the prompt's log-probabilities were told with the first token"
+    heir.run()
+    heir.check_output(successor)
+    assert successor.num_cached_tokens == 5
+    assert successor.metrics.first_token_time == group.metrics.first_token_time
+    assert heir.committer.num_prompt_tokens == 0
+
+
+def test_a_draw_that_fails_ends_its_request_alone():
+    harness = Harness(num_blocks=12, max_num_batched_tokens=32)
+    bad, fine = harness.add([1] * 9, 3), harness.add([2] * 5, 4)
+    batch = harness.scheduler.schedule()
+    result = harness.executor.execute(batch)
+    harness.committer.commit(batch, replace(result, errors={0: "its own code failed"}))
+    assert bad.has_failed
+    output = bad.to_failed_output()
+    assert (output.finished, output.error) == (True, "request '0': its own code failed")
+    assert [sample.finish_reason for sample in output.outputs] == ["abort"]
+    harness.run()
+    harness.check_output(fine)
+    assert not fine.has_failed

@@ -114,6 +114,30 @@ def test_a_bad_word_is_banned_with_and_without_a_space_before_it(llm: LLM) -> No
     assert {len(word) for word in expected} >= {1, 3}
 
 
+def test_a_bad_word_without_a_token_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(llm.engine.inputs.tokenizer, "encode", lambda *_, **__: [])
+        with pytest.raises(InvalidParamsError, match=r"bad_words has 'x', of which .* makes no token"):
+            draw(llm, bad_words=["x"])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ({"text": "x"}, r"has 'prompt' or 'prompt_token_ids', .* not \['text'\]"),
+        ({}, r"not \[\]"),
+        ({"prompt": 5}, "the prompt's text must be a string, not int"),
+        ({"prompt_token_ids": "abc"}, "the prompt's token ids must be a list of integers, not str"),
+        ({"prompt_token_ids": 5}, "must be a list of integers, not int"),
+        ({"cache_salt": "a"}, "neither text nor token ids"),
+        ({"prompt": "x", "cache_salt": 3}, "cache_salt=3: must be a Unicode string"),
+    ],
+)
+def test_what_is_no_prompt_is_refused(llm: LLM, prompt: Any, message: str) -> None:
+    with pytest.raises(InvalidPromptError, match=message):
+        llm.engine.add_request("x", prompt, SamplingParams())
+
+
 @pytest.mark.parametrize(
     ("params", "message"),
     [
@@ -201,6 +225,18 @@ def test_a_text_of_few_long_tokens_is_read_as_a_whole(llm: LLM, monkeypatch: pyt
     token_ids = llm.engine.tokenizer.encode(text)
     assert len(token_ids) < 256 < len(text)
     assert generate(llm, text, max_tokens=1).prompt_token_ids == token_ids
+
+
+def test_of_a_text_in_pieces_no_more_are_read_than_the_prompt_has_room_for(
+    llm: LLM, num_chars: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(input_processor, "_PIECE_CHARS", 400)
+    monkeypatch.setattr(input_processor, "_USUAL_CHARS", 1)
+    text = "The wheels of the bus go round and round. " * 250
+    output = generate(llm, text, truncate_prompt_tokens=200, max_tokens=1)
+    assert max(num_chars) == 1200, "pieces of 400, and then three of them at once"
+    assert len(text) > 10_000
+    assert output.prompt_token_ids == llm.engine.tokenizer.encode(text)[-200:]
 
 
 def test_a_salt_may_stand_in_the_params_or_with_the_prompt() -> None:

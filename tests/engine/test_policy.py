@@ -102,6 +102,18 @@ def test_equal_tenants_take_turns_within_one_pass():
     assert started == [0, 4, 1, 5, 2, 3]
 
 
+@pytest.mark.parametrize(("name", "expected"), [("fcfs", [0, 1, 2, 3]), ("fair", [0, 1, 3, 2])])
+def test_a_look_at_the_queue_shows_the_first_of_it(name, expected):
+    """By tenant where they take turns, for each has a queue of its own."""
+    groups = [FakeGroup(order, tenant=tenant) for order, tenant in enumerate("aaba")]
+    policy = filled(make(name), groups)
+    for limit in range(6):
+        assert [group.order for group in policy.queued(limit)] == expected[:limit]
+    policy.remove(groups[1])
+    assert [group in policy for group in groups] == [True, False, True, True]
+    assert FakeGroup(9, tenant="new") not in policy
+
+
 def test_what_was_not_started_is_not_charged_within_a_pass():
     groups = [FakeGroup(order, tenant="a") for order in range(3)] + [FakeGroup(3, tenant="b")]
     assert orders(filled(make("fair"), groups)) == [0, 1, 2, 3]

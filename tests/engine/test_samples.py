@@ -127,3 +127,21 @@ def test_a_group_waits_until_all_its_samples_may_run():
     harness.run()
     for group in (first, second):
         harness.check_output(group)
+
+
+def test_a_sample_whose_room_is_pinned_while_it_waits_ends_and_the_other_goes_on():
+    harness = Harness(num_blocks=12, pinned_fraction=0.9, max_num_batched_tokens=40)
+    group = harness.add([9], 40, n=2)
+    while group.seqs[0].num_tokens < 29 or group.seqs[0].num_uncomputed_tokens != 1:
+        harness.step()
+    first, second = group.seqs
+    assert second.status is SequenceStatus.WAITING, "it has given way to the first"
+    harness.blocks.pin(first.token_ids[:28])
+    while harness.scheduler.has_unfinished:
+        harness.step()
+    assert "of which 7 are pinned" in group.error
+    assert harness.output(group, 0) == expected_output([9], 40)
+    told = harness.output(group, 1)
+    assert 20 < len(told) < 40
+    assert told == expected_output([9], 40, sample=1)[: len(told)]
+    assert harness.blocks.num_used_blocks == 7

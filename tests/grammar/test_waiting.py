@@ -6,7 +6,9 @@ import pytest
 
 from quire import LLM, InvalidParamsError, RequestError, SamplingParams
 from quire.engine import grammar_queue
+from quire.engine.messages import Past
 from quire.grammar.compiler import Compilation, GrammarCompiler
+from quire.outputs import RequestMetrics
 from tests.grammar.masked_engine import MaskedExecutor, masked_llm, run, structured
 
 FREE = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
@@ -50,6 +52,7 @@ def test_others_go_on_while_a_grammar_is_compiled(held) -> None:
     llm.engine.add_request("waits", "a", structured(choice=["yes"]))
     llm.engine.add_request("runs", "a", FREE)
     assert llm.engine.stats().num_waiting == 2
+    assert [group.request_id for group in llm.engine.grammars.queued(5)] == ["waits"]
     for _ in range(10):
         outputs = llm.engine.step()
         assert all(output.request_id == "runs" for output in outputs)
@@ -172,3 +175,28 @@ def test_without_grammars_the_library_is_not_loaded() -> None:
     llm, _ = masked_llm(share_compiler=False)
     llm.generate("a", FREE, use_tqdm=False)
     assert llm.engine.grammars.compiler._vocabulary is None
+    llm.engine.grammars.prepare()
+    assert llm.engine.grammars.compiler._vocabulary is not None
+
+
+def test_a_request_with_a_past_goes_on_in_the_middle_of_its_grammar() -> None:
+    llm, _ = masked_llm()
+    params = structured(regex="[a-f]{12}[0-9]{3}", temperature=1.0)
+    alone = llm.generate("a", params, use_tqdm=False)[0].outputs[0]
+    past = Past(RequestMetrics(0.0), 0, alone.token_ids[:5])
+    llm.engine.add_request("x", "a", params, past=past)
+    rest = run(llm)["x"].outputs[0]
+    assert rest.text == alone.text.removeprefix(llm.get_tokenizer().decode(past.token_ids)) != alone.text
+
+
+def test_a_grammar_that_cannot_begin_ends_its_request_alone(held, monkeypatch) -> None:
+    llm, _, compiler = held
+    llm.engine.add_request("x", "a", structured(choice=["yes"]))
+    llm.engine.add_request("other", "a", FREE)
+    compiler.release()
+    with monkeypatch.context() as patched:
+        patched.setattr(Compilation, "state", lambda *_, **__: {}["planted"])
+        outputs = run(llm)
+    assert outputs["x"].outputs[0].finish_reason == "ignored"
+    assert outputs["x"].error == "request 'x' failed when its grammar was begun: KeyError"
+    assert outputs["other"].outputs[0].finish_reason == "length"

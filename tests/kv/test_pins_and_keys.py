@@ -73,6 +73,13 @@ def test_a_pin_beyond_the_quota_is_refused_and_says_what_would_help():
     assert manager.pin([2] * 4).num_blocks == 1
 
 
+def test_nothing_is_pinned_without_a_prefix_cache():
+    manager = make_manager(12, caching=False, pinned_fraction=0.5)
+    for ask in (manager.pin, manager.check_pin):
+        with pytest.raises(RequestError, match="only with enable_prefix_caching"):
+            ask(PREFIX)
+
+
 def test_only_what_is_computed_is_pinned():
     manager = make_manager(12, pinned_fraction=0.5)
     manager.advance()
@@ -235,6 +242,16 @@ def test_it_is_computed_again_after_an_eviction_and_no_longer_counts_as_evicted(
         run(manager, seq_id, [token_id] * 12)
         end(manager, seq_id)
     assert missed(manager, 3, [1] * 9) == {}
+
+
+def test_the_memory_of_what_was_evicted_has_an_end(monkeypatch):
+    monkeypatch.setattr("quire.kv.prefix_cache.MAX_EVICTED_HASHES", 2)
+    manager = make_manager(3)
+    for seq_id, token_id in enumerate((1, 2)):
+        run(manager, seq_id, [token_id] * 12)
+        end(manager, seq_id)
+    # the deepest was evicted, and forgotten, first
+    assert missed(manager, 2, [1] * 13) == {MissReason.EVICTED: 8, MissReason.NEVER_SEEN: 4}
 
 
 @pytest.mark.parametrize("salt", ["", "ours"])

@@ -9,7 +9,7 @@ from quire.kv.content_hash import ContentHasher, HashChain
 from quire.kv.evictor import LRUEvictor
 from quire.kv.prefix_cache import PrefixCachingBlockAllocator
 
-from .managers import make_manager, run
+from .managers import compute, end, make_manager, run
 
 
 @pytest.mark.parametrize("num_groups", [1, 2])
@@ -127,6 +127,35 @@ def test_a_shared_block_outlives_one_owner():
     manager.free(0)
     manager.check_integrity()
     assert manager.pool.ref_counts[manager.block_tables(1)[0][0]] == 1
+
+
+def test_a_block_given_back_for_an_equal_one_is_kept_until_it_is_copied():
+    """One sequence completes a block while another is about to copy its beginning, and a third was the first to."""
+    manager, tokens = make_manager(12), list(range(8))
+    run(manager, 0, tokens[:6])
+    manager.advance()
+    manager.allocate(manager.look_up(1, tokens))
+    source = manager.block_tables(0)[0][1]
+    assert manager.allocate(manager.look_up(2, [*tokens[:6], 99])) == 6
+    (copy,) = manager.copies([2])
+    assert copy.src_block == source
+    compute(manager, 1, tokens, 6, 8)
+    compute(manager, 0, tokens, 6, 8)
+    assert manager.block_tables(0)[0][1] == manager.block_tables(1)[0][1] != source
+    assert manager.pool.ref_counts[source] == 1, "only for the copy"
+    num_free = manager.pool.num_free_blocks
+    compute(manager, 2, [*tokens[:6], 99], 6, 7)
+    assert (manager.pool.num_free_blocks, manager.pool.num_cached_blocks) == (num_free + 1, 0)
+    end(manager, 0, 1, 2)
+    assert run(manager, 3, [*tokens, 99]) == 8
+
+
+def test_the_hit_rate_is_the_share_of_what_was_looked_up():
+    manager = make_manager(12)
+    assert manager.stats.hit_rate == 0
+    run(manager, 0, [1] * 9)
+    run(manager, 1, [1] * 9)
+    assert manager.stats.hit_rate == 0.5
 
 
 def test_can_allocate_counts_what_others_hold_already():

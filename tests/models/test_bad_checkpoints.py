@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from quire.config.model import ModelConfig
 from quire.config.safetensors_header import read_header
-from quire.errors import CheckpointError, UnsupportedModelError
+from quire.errors import CheckpointError, ConfigError, UnsupportedModelError
 from quire.models.checkpoint import Checkpoint, weight_bytes
 from quire.models.loader import load_model
 from quire.models.registry import model_class, supported_architectures
@@ -121,7 +121,23 @@ def test_devices_are_no_files_of_a_checkpoint(folder: Path, name: str) -> None:
         load(folder)
 
 
+def test_a_file_that_cannot_be_read_says_why(folder: Path, tmp_path: Path) -> None:
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to("config.json")
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read: Too many levels"):
+        ModelConfig.resolve(folder)
+    with pytest.raises(CheckpointError, match="cannot be read: Is a directory"):
+        read_header(tmp_path)
+
+
 # --- config.json
+
+
+def test_a_config_of_a_size_that_none_has_is_not_read(folder: Path) -> None:
+    with (folder / "config.json").open("r+b") as file:
+        file.truncate(16 * 1024**2 + 1)
+    with pytest.raises(CheckpointError, match=r"config\.json has 16,777,217 bytes: at most 16,777,216 are allowed"):
+        ModelConfig.resolve(folder)
 
 
 @pytest.mark.parametrize("text", ["", '{"vocab_size": 16', "[1]", "\x00\x01", '"text"'])
@@ -163,7 +179,19 @@ def test_sizes_that_are_none(folder: Path, key: str, value: Any) -> None:
             {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
             "a list of 2 numbers",
         ),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0, 0], "long_factor": [1.0, 1.0]}},
+            "'short_factor' is 0",
+        ),
+        ({"rope_scaling": [1]}, "'rope_scaling' is .1., but must be an object"),
+        ({"hidden_act": 5}, "'hidden_act' is 5, but must be a string"),
+        ({"num_hidden_layers": 4097}, "'num_hidden_layers' is 4097, more than 4096"),
         ({"eos_token_id": "</s>"}, "eos_token_id"),
+        (
+            {"quantization_config": {"quant_method": "quire", "format": "int8", "version": 99}},
+            "'int8' in version 99 of the layout, .* run `quire quantize` again",
+        ),
+        ({"quantization_config": {"quant_method": "quire", "format": "int3", "version": 1}}, "quantized to 'int3'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized"),
         ({"tie_word_embeddings": "yes"}, "true or false"),
     ],
@@ -172,6 +200,19 @@ def test_config_that_makes_no_sense(folder: Path, fields: dict[str, Any], messag
     write(folder, FIELDS | fields, weights())
     with pytest.raises(CheckpointError, match=message):
         load(folder)
+
+
+def test_a_quantization_is_known_and_said_once(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="quantization='int5', did you mean"):
+        ModelConfig.resolve(folder, quantization="int5")
+    write(
+        folder, FIELDS | {"quantization_config": {"quant_method": "quire", "format": "int8", "version": 1}}, weights()
+    )
+    for asked in (None, "int8"):
+        config = ModelConfig.resolve(folder, quantization=asked)
+        assert (config.quantization, config.quantized_weights) == ("int8", True)
+    with pytest.raises(ConfigError, match=r"quantization='int4': the weights of .* are int8 already"):
+        ModelConfig.resolve(folder, quantization="int4")
 
 
 def test_unknown_architecture_names_the_supported_ones(folder: Path) -> None:

@@ -1,9 +1,12 @@
 """What clients get wrong: the status, and the name of the field."""
 
+import asyncio
 import json
 
 import pytest
 
+from quire.server.config import ServerArgs
+from quire.server.errors import status_error
 from tests.server.door import saying
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -236,6 +239,44 @@ def test_a_body_beyond_the_limit_is_not_read(reciting):
     assert reciting.post(COMPLETIONS, b" " * (limit + 1)).status == 413
 
 
+def _receiving(server, receive):
+    """The server, whose client sends what `receive` says."""
+    app = server.app
+
+    async def with_receive(scope, _, send):
+        await app(scope, receive, send)
+
+    server.app = with_receive
+    return server
+
+
+def test_a_body_that_does_not_come_is_not_waited_for():
+    server = _receiving(saying(args=ServerArgs(body_timeout_s=0.01)), asyncio.Event().wait)
+    answer = server.post(COMPLETIONS, {"prompt": "a"})
+    assert (answer.status, answer.headers["connection"]) == (408, "close")
+    assert answer.error["message"] == "the body did not come within 0.01 s"
+    assert server.state.num_body_bytes == 0
+
+
+def test_half_a_body_of_a_client_that_has_gone_starts_nothing():
+    pieces = [{"type": "http.request", "body": b'{"prompt": "a"', "more_body": True}, {"type": "http.disconnect"}]
+
+    async def receive():
+        return pieces.pop(0)
+
+    server = _receiving(saying(), receive)
+    answer = server.post(COMPLETIONS, b"")
+    assert answer.status == 400
+    assert "went away" in answer.error["message"]
+    assert server.engine.stats().num_waiting == server.state.num_body_bytes == 0
+
+
+def test_what_else_the_router_refuses_has_the_shape_of_an_error():
+    answer = status_error(426, "GET", "/v1/models", {"upgrade": "h2c"}).to_response("/v1/models")
+    assert (answer.status_code, answer.headers["upgrade"]) == (426, "h2c")
+    assert json.loads(answer.body)["error"]["message"] == "Upgrade Required"
+
+
 @pytest.mark.parametrize("many", ["[5],", "5,", '{"a":5},', '":",'])
 def test_a_body_of_more_values_than_anybody_needs_is_refused(reciting, many):
     answer = reciting.post(COMPLETIONS, f'{{"prompt": [{many * 1_000_001}5]}}'.encode())
@@ -259,8 +300,6 @@ def test_request_ids_come_back_if_they_are_sane(reciting):
 
 
 def test_the_same_request_id_twice_at_once(reciting):
-    import asyncio
-
     async def both():
         body = json.dumps({"prompt": "a"}).encode()
         headers = {"x-request-id": "same"}

@@ -53,11 +53,14 @@ def test_flags_override_the_file(tmp_path, name, text):
 
 def test_what_is_printed_can_be_read_back_and_holds_no_key(tmp_path):
     args, engine_args = merge_args(
-        None, {"port": 9000, "api_key": ["hunter2"], "max_num_seqs": 3, "log_requests": False}
+        None,
+        {"port": 9000, "api_key": ["hunter2"], "max_num_seqs": 3, "log_requests": False, "allowed_hosts": ["a", "b"]},
     )
     text = describe_args(args, engine_args)
     assert "hunter2" not in text
-    assert yaml.safe_load(text) == {"port": 9000, "api_key": "(1 not shown)", "max_num_seqs": 3, "log_requests": False}
+    assert yaml.safe_load(text) == {
+        "port": 9000, "api_key": "(1 not shown)", "max_num_seqs": 3, "log_requests": False, "allowed_hosts": ["a", "b"],
+    }  # fmt: skip
     assert describe_args(ServerArgs(), EngineArgs()) == "all arguments at their defaults"
 
 
@@ -117,6 +120,16 @@ def test_a_missing_or_broken_file_is_refused(tmp_path):
             merge_args(str(tmp_path / "quire.toml"), {})
     (tmp_path / "empty.yaml").write_text("# nothing yet\n")
     assert merge_args(str(tmp_path / "empty.yaml"), {}) == (ServerArgs(), EngineArgs())
+
+
+def test_proxies_are_addresses_networks_or_any():
+    for proxies in ("10.0.0.0/8",), ("192.0.2.1", "fd00::/8"), ("*",):
+        assert ServerArgs(trusted_proxies=proxies).trusted_proxies == proxies
+
+
+def test_sizes_are_numbers_of_bytes():
+    args = ServerArgs(max_header_bytes="32KiB", max_body_bytes=2048)
+    assert (args.max_header, args.max_body) == (32768, 2048)
 
 
 def test_others_may_connect_only_with_a_key_or_leave(monkeypatch, tmp_path):

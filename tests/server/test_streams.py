@@ -10,6 +10,7 @@ import pytest
 
 from quire.errors import EngineBrokenError
 from quire.server import sse
+from quire.server.app import RequestFrame
 from quire.server.config import ServerArgs
 from tests.scripted_engine import scripted_llm
 from tests.server.door import saying, serve
@@ -213,3 +214,30 @@ def test_what_the_engine_aborts_is_told():
         return await call
 
     assert asyncio.run(abort()).events[-1]["error"]["code"] == "aborted"
+
+
+def test_an_answer_that_has_begun_is_cut_off_when_its_endpoint_fails(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
+    sent = []
+
+    async def failing(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise KeyError("planted")
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "GET", "path": "/health", "headers": [(b"x-request-id", b"cut")]}
+    asyncio.run(RequestFrame(failing)(scope, None, send))
+    assert [message["type"] for message in sent] == ["http.response.start"], "no end: the client sees that it is broken"
+    assert "planted" in caplog.text
+
+
+def test_a_websocket_is_closed_at_once(reciting):
+    sent = []
+
+    async def send(message):
+        sent.append(message["type"])
+
+    asyncio.run(reciting.app({"type": "websocket", "path": "/v1/completions", "headers": []}, None, send))
+    assert sent == ["websocket.close"]

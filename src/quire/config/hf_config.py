@@ -40,9 +40,6 @@ class HFConfig(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._values)
 
-    def __repr__(self) -> str:
-        return f"HFConfig({self._values!r}, {self.source!r})"
-
     def size(self, key: str, default: int = _REQUIRED) -> int:
         """A count or length: an integer of at least 1."""
         value = self._get(key, default)

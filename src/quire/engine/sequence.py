@@ -255,11 +255,6 @@ class SequenceGroup:
         return all(seq.status.is_finished for seq in self.seqs)
 
     @property
-    def is_swapped(self) -> bool:
-        """It waits in the host tier."""
-        return any(seq.status is SequenceStatus.SWAPPED for seq in self.seqs)
-
-    @property
     def has_failed(self) -> bool:
         """It ended because something failed in its own work; `error` says so."""
         return self.error is not None and any(seq.status is SequenceStatus.FINISHED_ABORTED for seq in self.seqs)

@@ -289,8 +289,7 @@ class BlockSpaceManager:
             if other is not None and other != block_id:
                 self.cache.acquire(other)
                 table.replace(index, other)
-                if self.pool.ref_counts[block_id] == 1:
-                    tracker.discard(block_id)
+                tracker.discard(block_id)
                 self.pool.free(block_id)
                 return
         tracker.add(block_id, content)

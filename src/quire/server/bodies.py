@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -121,13 +122,9 @@ def _check_int(digits: str) -> None:
 
 def _check_keys(pairs: list[tuple[str, Any]]) -> None:
     """Two readers of a body might choose differently between fields of one name."""
-    if len(dict(pairs)) == len(pairs):
-        return
-    seen: set[str] = set()
-    for key, _ in pairs:
-        if key in seen:
-            raise invalid(f"the field {key[:100]!r} is given twice", key[:100], "duplicate_field")
-        seen.add(key)
+    if len(dict(pairs)) < len(pairs):
+        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise invalid(f"the field {key[:100]!r} is given twice", key[:100], "duplicate_field")
 
 
 def _wrong_field(message: str) -> ApiError:

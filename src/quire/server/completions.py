@@ -81,28 +81,14 @@ async def complete(
 
 
 async def fold(chunks: AsyncGenerator[Completion, None]) -> Completion:
-    """The whole answer, whatever the cut of its chunks."""
-    choices: dict[int, CompletionChoice] = {}
-    texts: dict[int, list[str]] = {}
+    """The whole answer, of chunks that have each choice whole: those of a request that is no stream."""
+    choices: list[CompletionChoice] = []
     async with aclosing(chunks):
         async for chunk in chunks:
             whole = chunk
-            for choice in chunk.choices:
-                texts.setdefault(choice.index, []).append(choice.text)
-                if (before := choices.setdefault(choice.index, choice)) is not choice:
-                    _extend(before, choice)
-    for index, choice in choices.items():
-        choice.text = "".join(texts[index])
-    whole.choices = [choices[index] for index in sorted(choices)]
+            choices += chunk.choices
+    whole.choices = sorted(choices, key=lambda choice: choice.index)
     return whole
-
-
-def _extend(choice: CompletionChoice, more: CompletionChoice) -> None:
-    choice.finish_reason, choice.stop_reason = more.finish_reason, more.stop_reason
-    if choice.logprobs is not None and more.logprobs is not None:
-        choice.logprobs.extend(more.logprobs)
-    if isinstance(choice.token_ids, list) and isinstance(more.token_ids, list):
-        choice.token_ids = choice.token_ids + more.token_ids
 
 
 async def _frames(chunks: AsyncGenerator[Completion, None]) -> sse.Events:

@@ -29,11 +29,6 @@ class CompletionLogprobs(msgspec.Struct):
     tokens: list[str]
     top_logprobs: list[dict[str, float] | None]
 
-    def extend(self, more: CompletionLogprobs) -> None:
-        """Put those of the next tokens behind."""
-        for name in self.__struct_fields__:
-            getattr(self, name).extend(getattr(more, name))
-
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
     """A continuation, or in a stream more of one."""

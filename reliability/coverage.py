@@ -1,0 +1,109 @@
+"""Measure that the tests take every branch of what decides: scheduler, block manager, validation and authentication.
+
+    python -m reliability.coverage [--record] [pytest's arguments]
+
+pyproject.toml names the files ([tool.coverage]). A file that no test loads counts as not covered. Prints one JSON line;
+the exit status is 0 if all tests pass and every statement and branch is taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from reliability.page import record, table
+
+ROOT = Path(__file__).resolve().parents[1]
+TESTS = (
+    "tests/config",
+    "tests/engine",
+    "tests/kv",
+    "tests/grammar/test_refused.py",
+    "tests/grammar/test_structures.py",
+    "tests/grammar/test_waiting.py",
+    "tests/models/test_bad_checkpoints.py",
+    "tests/models/test_loading.py",
+    "tests/server",
+)
+NOT_NEEDED = (
+    "batch_invariance", "mixed_requests", "planted", "no_schedule_changes", "every_schedule", "a_snapshot_and_its",
+    "block_manager_stateful", "anything", "raises_anything", "hostile", "test_serve", "test_run_batch", "test_debug",
+    "test_metrics", "test_tracing", "test_http_protocol", "test_lifecycle", "test_page", "test_request_log",
+    "test_response_store", "test_sdk_answers", "adds_up_to_the_whole", "default_length", "hardly_more_memory",
+    "translation", "watchers",
+)  # fmt: skip
+"""parts of names of tests there that take long and no branch that others do not: what decides is the same to them"""
+
+
+def wanted_files(root: Path = ROOT) -> list[str]:
+    """The files that count, by their paths in the repository."""
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
+    patterns = project["tool"]["coverage"]["run"]["include"]
+    return sorted(str(path.relative_to(root)) for pattern in patterns for path in root.glob(pattern))
+
+
+def gaps(report: dict[str, Any], wanted: list[str]) -> Iterator[str]:
+    """What no test took, of coverage.py's JSON report."""
+    for name in wanted:
+        found = report["files"].get(name)
+        if found is None:
+            yield f"{name}: not loaded"
+        elif found["missing_lines"] or found["missing_branches"]:
+            branches = [f"{start}->{'exit' if end < 0 else end}" for start, end in found["missing_branches"]]
+            yield f"{name}: {', '.join([*map(str, found['missing_lines']), *branches])}"
+
+
+def rows(report: dict[str, Any], wanted: list[str]) -> list[dict[str, object]]:
+    """One for each folder."""
+    folders: dict[str, list[str]] = {}
+    for name in wanted:
+        folders.setdefault(str(Path(name).parent), []).append(name)
+    return [
+        {
+            "folder": f"`{folder}`",
+            "files": ", ".join(Path(name).stem for name in names if Path(name).stem != "__init__"),
+            "statements": sum(report["files"][name]["summary"]["num_statements"] for name in names),
+            "branches": sum(report["files"][name]["summary"]["num_branches"] for name in names),
+        }
+        for folder, names in folders.items()
+    ]
+
+
+def main() -> int:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--record", action="store_true", help="write the result into docs/reliability.md")
+    options, others = parser.parse_known_args()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "coverage.json"
+        command = [sys.executable, "-m", "pytest", "--cov", f"--cov-report=json:{path}", *TESTS, *others]
+        command += ["-k", f"not ({' or '.join(NOT_NEEDED)})"]
+        environment = {"CI": "true"} | os.environ | {"COVERAGE_FILE": str(Path(folder) / "data")}
+        status = subprocess.run(command, cwd=ROOT, env=environment).returncode
+        if not path.exists():
+            return status or 1
+        report = json.loads(path.read_text())
+    wanted = wanted_files()
+    missed = list(gaps(report, wanted))
+    print(*missed, sep="\n", end="\n" if missed else "")
+    counts = {name: report["totals"][name] for name in ("num_statements", "num_branches")}
+    seconds = round(time.monotonic() - began)
+    print(json.dumps({"tool": "coverage", "status": status, "files": len(wanted), "missed": missed} | counts))
+    if options.record and not missed:
+        head = "{num_statements:,} statements and {num_branches:,} branches, all of them taken".format(**counts)
+        record("coverage", "make coverage", [f"{head}, in {seconds} s.", "", *table(rows(report, wanted))])
+    return status or int(bool(missed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
