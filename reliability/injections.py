@@ -391,8 +391,9 @@ def main() -> int:
     print(json.dumps(row), flush=True)
     if options.record:
         summary = (
-            f"{row['injections']:,} injections, of which {row['fired']:,} hit something, among {row['requests']:,} requests: "
-            f"{row['requests_ended']:,} ended, each the one that was hit; wrong: {row['wrong']}. {row['seconds']} s."
+            f"{row['injections']:,} injections, of which {row['fired']:,} hit something, among {row['requests']:,} "
+            f"requests: {row['requests_ended']:,} ended, each the one that was hit; wrong: {row['wrong']}. "
+            f"{row['seconds']} s."
         )
         command = f"python -m reliability.injections --count {options.count} --seed {options.seed}"
         record("injections", command, [summary, "", *table(report.rows())])

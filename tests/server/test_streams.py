@@ -10,7 +10,7 @@ import pytest
 
 from quire.errors import EngineBrokenError
 from quire.server import sse
-from quire.server.app import RequestFrame
+from quire.server.app import Application
 from quire.server.config import ServerArgs
 from tests.scripted_engine import scripted_llm
 from tests.server.door import saying, serve
@@ -228,7 +228,7 @@ def test_an_answer_that_has_begun_is_cut_off_when_its_endpoint_fails(caplog, mon
         sent.append(message)
 
     scope = {"type": "http", "method": "GET", "path": "/health", "headers": [(b"x-request-id", b"cut")]}
-    asyncio.run(RequestFrame(failing)(scope, None, send))
+    asyncio.run(Application(None, failing)(scope, None, send))
     assert [message["type"] for message in sent] == ["http.response.start"], "no end: the client sees that it is broken"
     assert "planted" in caplog.text
 
