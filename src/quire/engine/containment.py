@@ -30,11 +30,11 @@ class Suspects:
 
     def to_run(self, groups: Iterable[SequenceGroup]) -> Set[SequenceGroup] | None:
         """Who of all requests may run in the next step; None: all."""
-        if self._tries_accused:
-            return {self.accused[0]}
-        if self.accused:
-            return {group for group in self._trial or groups if group not in self.accused}
-        return self._trial
+        if not self.accused:
+            return self._trial
+        others = {group for group in self._trial or groups if group not in self.accused}
+        self._tries_accused = self._tries_accused or not others
+        return {self.accused[0]} if self._tries_accused else others
 
     def failed(self, groups: list[SequenceGroup]) -> SequenceGroup | None:
         """A step of these failed. Returns who is guilty, if that is known by now."""
