@@ -82,7 +82,9 @@ def _spoil(data: bytearray, rng: random.Random, known: list[bytes], words: tuple
             numbers = list(re.finditer(rb"\d+", data))
             if numbers:
                 found = rng.choice(numbers)
-                data[found.start() : found.end()] = str(rng.choice((0, -1, 2**31, 2**63, 2**64, 10**30, 0.5))).encode()
+                data[found.start() : found.end()] = str(
+                    rng.choice((0, -1, 2**31, 2**63, 2**64, 10**30, 10**400, 0.5))
+                ).encode()
 
 
 def attempt(target: Target, data: bytes) -> tuple[str, float]:

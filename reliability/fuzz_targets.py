@@ -202,6 +202,7 @@ def messages(data: bytes) -> str:
     with _quiet():
         received = _loop().run(_read_as_client([data]))
         assert _loop().run(_read_as_client(_cut(data))) == received, "cut differently"
+        assert _loop().run(_read_as_client(received)) == received, "sent again, and another"
     return "" if received or taken else "nonsense"
 
 
@@ -377,11 +378,24 @@ def _understand(request: Any) -> None:
 def _body_corpus() -> list[bytes]:
     user = [{"role": "user", "content": [{"type": "text", "text": "é"}]}]
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    asked = [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}]
+    items: list[dict[str, Any]] = [
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "t"}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "o"},
+    ]
+    blocks: list[dict[str, Any]] = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {"a": 1}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": user[0]["content"]}]},
+    ]
     given: list[tuple[int, dict[str, Any]]] = [
         (0, {"prompt": ["a", "b"], "max_tokens": 5, "logit_bias": {"5": 1.5}, "stop": ["a"], "stream": True, "n": 2}),
         (0, {"prompt": [[1, 2]], "guided_json": {"type": "object"}, "seed": -5, "logprobs": 3, "unknown": {"a": [1]}}),
         (1, {"messages": user, "tools": [tool], "tool_choice": "auto", "response_format": {"type": "json_object"}}),
-        (2, {"input": user, "metadata": {"a": "b"}, "reasoning": {"effort": "low"}, "previous_response_id": "resp_x"}),
+        (2, {"input": [*items, *asked], "instructions": "i", "tools": [tool["function"] | {"type": "function"}]}),
+        (3, {"messages": blocks, "max_tokens": 5, "tools": [{"name": "f", "input_schema": {"type": "object"}}]}),
+        (2, {"input": asked, "metadata": {"a": "b"}, "reasoning": {"effort": "low"}, "previous_response_id": "resp_x"}),
         (3, {"messages": user, "max_tokens": 5, "system": "s", "thinking": {"type": "enabled", "budget_tokens": 9}}),
         (4, {"messages": user, "add_generation_prompt": True}), (5, {"tokens": [1, 2, 3]}),
     ]  # fmt: skip
@@ -448,6 +462,6 @@ TARGETS = {
     "events": Target(events, _events_corpus, (*JSON, b"\n\n", b"\r\n", *b"data: : event: setup gone [7]".split())),
     "messages": Target(messages, _messages_corpus, (b"\xc0", b"\xff", b"\x91", b"\xdf\xff\xff\xff\xff", b"\xa4type")),
     "body": Target(body, _body_corpus, (*JSON, *b"messages max_tokens content \xed\xa0\x80 input stream".split())),
-    "http": Target(http, _http_corpus, (*_HTTP.split(b"|"), b"x" * 900)),
+    "http": Target(http, _http_corpus, (*_HTTP.split(b"|"), b"x" * 2100)),
     "template": Target(template, _template_corpus, tuple(_JINJA.split(b"|"))),
 }

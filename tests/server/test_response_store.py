@@ -7,6 +7,7 @@ import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from quire.errors import ConfigError
@@ -234,6 +235,20 @@ def test_a_damaged_file_is_refused(tmp_path: Path, open_store: Open) -> None:
     path.write_bytes(raw)
     with pytest.raises(ConfigError, match="damaged"):
         open_store(path)
+
+
+@pytest.mark.parametrize("response", [b'{"a": "\xd0 "}', b"{", 5])
+def test_a_row_that_is_damaged_is_refused(tmp_path: Path, response: object) -> None:
+    """SQLite keeps no check of what a row holds."""
+    path = tmp_path / "responses.db"
+    store = ResponseStore(path, max_responses=9, max_bytes=10**6, fail=fail)
+    asyncio.run(store.add("a", row("one", running=True)))
+    store.close()
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE responses SET response = ?", (response,))
+    connection.close()
+    with pytest.raises(ConfigError, match="damaged"):
+        ResponseStore(path, max_responses=9, max_bytes=10**6, fail=lambda old, _: msgspec.json.decode(old))
 
 
 @pytest.mark.parametrize("name", ["no/such/folder/x.db", "."])

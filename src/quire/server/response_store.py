@@ -148,7 +148,7 @@ def _open(path: Path | None, fail: Callable[[bytes, str], bytes]) -> sqlite3.Con
         _prepare(connection, fail)
         if path is not None:
             path.chmod(0o600)
-    except (OSError, sqlite3.Error, msgspec.MsgspecError) as error:
+    except (OSError, sqlite3.Error, msgspec.MsgspecError, UnicodeDecodeError, TypeError) as error:
         connection.close()
         raise ConfigError(f"response store {path}: {error}; is another server using it, or is it damaged?") from error
     except ConfigError:
