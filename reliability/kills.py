@@ -44,7 +44,7 @@ TRUTH_S = 10.0
 NUM_CLIENTS = 8
 PROMPTS = ("def fibonacci(n):", "Once upon a time", "import os\n", "class Stack:\n")
 _MARK = "QUIRE_CHAOS"
-_TOKENS = {"max_tokens": 800, "ignore_eos": True}
+_TOKENS = {"max_tokens": 400, "ignore_eos": True}
 KINDS: dict[str, dict[str, Any]] = {
     "greedy stream": {"temperature": 0, "stream": True, **_TOKENS},
     "greedy whole": {"temperature": 0, **_TOKENS},
@@ -52,8 +52,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "penalized whole": {"seed": 2, "frequency_penalty": 0.5, "min_tokens": 200, **_TOKENS},
     "samples stream": {"seed": 3, "n": 3, "stream": True, **_TOKENS},
     "best whole": {"seed": 4, "best_of": 3, **_TOKENS},
-    "beams whole": {"use_beam_search": True, "n": 3, "temperature": 0, **_TOKENS, "max_tokens": 200},
-    "grammar stream": {"seed": 5, "stream": True, "max_tokens": 500},
+    "beams whole": {"use_beam_search": True, "n": 3, "temperature": 0, **_TOKENS, "max_tokens": 100},
+    "grammar stream": {"seed": 5, "stream": True, "max_tokens": 400},
     "unseeded stream": {"stream": True, **_TOKENS},
 }
 VICTIMS = ("engine", "trial", "api")
@@ -71,6 +71,8 @@ class Answer:
     logprobs: list[float] = field(default_factory=list)
     error: str = ""
     """a code of the server, `broken` connection or `hung`; empty if the answer is whole"""
+    message: str = ""
+    """of the error, as the server says it"""
     seconds: float = 0.0
 
     def is_part_of(self, whole: Answer) -> bool:
@@ -83,7 +85,7 @@ class Answer:
     def add(self, body: dict[str, Any]) -> None:
         """A chunk, or all."""
         if "error" in body:
-            self.error = body["error"]["code"] or body["error"]["type"]
+            self.error, self.message = body["error"]["code"] or body["error"]["type"], body["error"]["message"]
         for choice in body.get("choices", ()):
             self.texts[choice["index"]] = self.texts.get(choice["index"], "") + choice["text"]
             self.logprobs += (choice.get("logprobs") or {}).get("token_logprobs", ())
@@ -261,7 +263,7 @@ class Chaos:
         if victim == "trial" and number is signal.SIGSTOP and one[0] == "grammar stream":
             allowed.add("invalid_request_error")  # it was not compiled in time
         if answer.error not in allowed:
-            self.violations.append(f"{one} ended with {answer.error!r} after {answer.seconds:.1f} s")
+            self.violations.append(f"{one} ended with {answer.error!r} ({answer.message}) after {answer.seconds:.1f} s")
         if not one[0].startswith("unseeded") and not answer.is_part_of(self._references[one]):
             self.violations.append(f"{one} got other tokens: {answer} and not {self._references[one]}")
 
