@@ -101,7 +101,7 @@ def main() -> int:
     counts = {name: report["totals"][name] for name in ("num_statements", "num_branches")}
     seconds = round(time.monotonic() - began)
     print(json.dumps({"tool": "coverage", "status": status, "files": len(wanted), "missed": missed} | counts))
-    if options.record and not missed:
+    if options.record and not status and not missed:
         head = "{num_statements:,} statements and {num_branches:,} branches, all of them taken".format(**counts)
         record("coverage", "make coverage", [f"{head}, in {seconds} s.", "", *table(rows(report, wanted))])
     return status or int(bool(missed))
