@@ -119,6 +119,20 @@ def test_shared_blocks_are_swapped_once():
     harness.check_output(group)
 
 
+def test_swapped_samples_that_come_back_share_what_a_step_may_compute():
+    harness = Harness(num_blocks=16, num_host_blocks=16, preemption_mode="swap", max_num_batched_tokens=2)
+    group = harness.add(PROMPT, 6, n=3)
+    while len(group.seqs) < 3:
+        harness.step()
+    harness.scheduler.preempt(group)
+    batch = harness.step()
+    assert batch.swap_in
+    assert len(batch.sequences) == 2
+    assert [seq.status for seq in group.seqs] == [SequenceStatus.RUNNING] * 3
+    harness.run()
+    harness.check_output(group)
+
+
 def test_a_group_waits_until_all_its_samples_may_run():
     harness = Harness(num_blocks=40, max_num_seqs=4)
     first, second = harness.add(PROMPT, 4, n=2), harness.add([1, 2], 4, n=3)

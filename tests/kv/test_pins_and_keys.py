@@ -262,6 +262,18 @@ def test_it_is_there_under_another_key(salt):
     assert missed(manager, 1, [1] * 8 + [2] * 5, key) == {MissReason.OTHER_KEY: 8, MissReason.NEVER_SEEN: 4}
 
 
+def test_it_is_there_under_another_key_as_long_as_one_of_them_is_left():
+    manager = make_manager(3)
+    for seq_id, lora_id in enumerate("ab"):
+        run(manager, seq_id, [1] * 4, ContentKey(lora_id=lora_id))
+        end(manager, seq_id)
+    for seq_id, num_evicting, reason in ((2, 8, MissReason.OTHER_KEY), (4, 12, MissReason.NEVER_SEEN)):
+        run(manager, seq_id, [seq_id] * num_evicting)
+        end(manager, seq_id)
+        assert missed(manager, seq_id + 1, [1] * 5, ContentKey(lora_id="c")) == {reason: 4}
+        end(manager, seq_id + 1)
+
+
 @pytest.mark.parametrize(("theirs", "mine"), [("", "mine"), ("theirs", "mine"), ("theirs", "")])
 def test_nobody_learns_what_is_there_under_another_salt(theirs, mine):
     """The reasons are counted in metrics: they would tell whether somebody else has sent these tokens."""
