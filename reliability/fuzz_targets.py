@@ -377,7 +377,7 @@ def _understand(request: Any) -> None:
 
 def _body_corpus() -> list[bytes]:
     user = [{"role": "user", "content": [{"type": "text", "text": "é"}]}]
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    tool: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     asked = [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}]
     items: list[dict[str, Any]] = [
         {"type": "reasoning", "summary": [{"type": "summary_text", "text": "t"}]},

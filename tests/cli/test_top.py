@@ -148,7 +148,7 @@ def test_no_name_is_a_command_to_the_terminal() -> None:
     mirror = CacheMirror()
     picture = Picture(mirror, is_coloured=False)
     name = "a\x1b[2Jb\x9bc"
-    row = msgspec.structs.replace(REQUESTS[0], request_id=name)
+    row = msgspec.structs.replace(REQUESTS[0], request_id=name, stage="a\x1bc")
     event = CacheEvent("finished", request_id=name, reason=name)
     picture.add(CacheUpdate(0, 1.0, SNAPSHOT.setup, BLOCKS, None, [row], [], COUNTERS, [event]))
     lines = picture.lines(120, 30)

@@ -211,8 +211,8 @@ class Picture:
             told += f", preempted {row.num_preemptions}x"
         name_width = max(12, width - 84)
         prompt = _bar(computed / row.num_prompt_tokens)
-        name = f"{_plain(row.request_id)[:name_width]:<{name_width}}"
-        return f"  {name} {row.stage:<7} prompt {prompt} output {_bar(share)} {told}"[:width]
+        name = f"{row.request_id[:name_width]:<{name_width}}"
+        return _plain(f"  {name} {row.stage:<7} prompt {prompt} output {_bar(share)} {told}"[:width])
 
     def _event(self, event: CacheEvent) -> str:
         times = f" x{event.count}" if event.count > 1 else ""
