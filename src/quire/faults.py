@@ -101,13 +101,16 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(f"probability={self.probability} is not between 0 and 1")
 
     def exception(self) -> Exception | None:
-        """A new one, to be raised; None if there is none of this name."""
+        """A new one, to be raised; None if there is none of this name that has a message alone."""
         if isinstance(number := getattr(errno, self.error, None), int):
             return OSError(number, f"{os.strerror(number)} (injected at {self.point})")
         kind = getattr(builtins, self.error, None)
         if not isinstance(kind, type) or not issubclass(kind, Exception):
             return None
-        return kind(f"injected at {self.point}")
+        try:
+            return kind(f"injected at {self.point}")
+        except TypeError:  # it is made of more than a message
+            return None
 
 
 @dataclass(eq=False)

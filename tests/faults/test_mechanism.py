@@ -110,6 +110,7 @@ def test_a_write_comes_in_part_or_not_at_all():
         ({"point": "step.end", "error": "Sorry"}, "'Sorry' is neither"),
         ({"point": "step.end", "error": "print"}, "'print' is neither"),
         ({"point": "step.end", "error": "SystemExit"}, "'SystemExit' is neither"),
+        ({"point": "step.end", "error": "UnicodeDecodeError"}, "'UnicodeDecodeError' is neither"),
         ({"point": "step.end", "probability": 1.5}, "probability=1.5 is not between 0 and 1"),
     ],
 )
