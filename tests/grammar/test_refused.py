@@ -182,17 +182,25 @@ def test_a_trial_that_was_killed_is_followed_by_others(monkeypatch: pytest.Monke
         start, killed = TrialProcess._start, []
 
         def start_and_kill(owner: TrialProcess) -> Any:
-            killed.append(start(owner))
-            killed[-1].kill()
-            killed[-1].wait()
-            return killed[-1]
+            child = start(owner)
+            if len(killed) < num_to_kill:
+                killed.append(child)
+                child.kill()
+                child.wait()
+            return child
 
         patched.setattr(TrialProcess, "_start", start_and_kill)
-        last.kill()
-        last.wait()
-        with pytest.raises(InvalidParamsError, match="not taken"):
-            trial.check(StructuredOutputsParams(regex="a"))
-        assert len(killed) == 1, "another one is tried, once"
+        for num_to_kill in (1, 2):
+            killed.clear()
+            last.kill()
+            last.wait()  # before it is asked: that says nothing of the grammar
+            if num_to_kill == 1:
+                assert trial.check(StructuredOutputsParams(regex="a")), "another one is tried"
+                last = trial._child
+            else:
+                with pytest.raises(InvalidParamsError, match="not taken"):
+                    trial.check(StructuredOutputsParams(regex="a"))
+            assert len(killed) == num_to_kill
     assert trial.check(StructuredOutputsParams(regex="a"))
     last = trial._child
     del trial

@@ -87,6 +87,8 @@ class TrialProcess:
 
     def _ask(self, params: StructuredOutputsParams) -> tuple[bytes, bool]:
         """The child's answer; none if it has ended, and then, whether somebody else has killed it."""
+        if self._child is not None and self._child.poll() is not None:
+            self.close()  # it has ended since, and that says nothing of this grammar
         child = self._child or self._start()
         assert child.stdin is not None
         assert child.stdout is not None
