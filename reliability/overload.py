@@ -261,9 +261,7 @@ def main() -> int:
     parser.add_argument("--record", action="store_true", help="write the result into docs/reliability.md")
     options = parser.parse_args()
     if options.model is None and options.num_threads is None:
-        options.num_threads = (
-            1  # its steps of 1 ms are slower with two, where one of both waits for the API's processor
-        )
+        options.num_threads = 1  # steps of 1 ms are slower with two where one waits for the API's processor
     with TemporaryDirectory() as folder:
         keys = Path(folder) / "keys"
         keys.write_text("".join(f"{name}:{key}\n" for name, key in _KEYS.items()))
