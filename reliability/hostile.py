@@ -3,8 +3,8 @@
     python -m reliability.hostile [--record] [pytest's arguments]
 
 Each case runs beside a canary whose tokens must not change, most also alone and offline; tests/hostile/target.py says
-what else must be as before. Answers have the time that they should have on a machine of its own. Prints one JSON line;
-the exit status is pytest's.
+what else must be as before. Answers have the time that they should have on a machine of its own, or so many times as
+much as QUIRE_HOSTILE_PATIENCE says. Prints one JSON line; the exit status is pytest's.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 
 from reliability.page import record, table
 
+_PATIENCE = "QUIRE_HOSTILE_PATIENCE"
 FOLDER = Path(__file__).resolve().parents[1] / "tests" / "hostile"
 
 
@@ -29,7 +30,7 @@ def main() -> int:
     options, others = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "summary.json"
-        environment = {"QUIRE_HOSTILE_PATIENCE": "1"} | os.environ | {"QUIRE_HOSTILE_SUMMARY": str(path)}
+        environment = {_PATIENCE: "1"} | os.environ | {"QUIRE_HOSTILE_SUMMARY": str(path)}
         command = [sys.executable, "-m", "pytest", str(FOLDER), "-m", "thorough or not thorough", *others]
         status = subprocess.run(command, env=environment).returncode
         if not path.exists():
@@ -42,7 +43,8 @@ def main() -> int:
             {"the most": what, "value": value, "in": name} for what, (value, name) in sorted(summary["worst"].items())
         ]
         head = ", ".join(f"{number} {what}" for what, number in summary["tests"].items())
-        record("hostile", "make hostile", [f"Tests: {head}.", "", *table(counts), "", *table(worst)])
+        patience = f"{_PATIENCE}={os.environ[_PATIENCE]} " if _PATIENCE in os.environ else ""
+        record("hostile", f"{patience}make hostile", [f"Tests: {head}.", "", *table(counts), "", *table(worst)])
     return status
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import http.client
+import itertools
 import json
 import os
 import random
@@ -190,7 +191,7 @@ class Chaos:
         self._slack_s: float = args.slack_s
         self._hang_timeout_s: float = args.hang_timeout_s
         self._folder = folder
-        self.num_signals = self.num_servers = 0
+        self.num_kills = self.num_servers = 0
         self.counts: Counter[str] = Counter()
         self.recoveries_s: list[float] = []
         self.truths_s: list[float] = []
@@ -214,10 +215,9 @@ class Chaos:
         return references
 
     def run(self, count: int) -> None:
-        """Rounds, until so many signals were sent; the first ones kill each kind of process once."""
-        for place in range(count):
-            if self.num_signals >= count:
-                break
+        """Rounds, until so many processes were killed; the first ones kill each kind once. What is stopped comes on
+        top."""
+        for place in itertools.takewhile(lambda _: self.num_kills < count, itertools.count()):
             victim = VICTIMS[place] if place < len(VICTIMS) else self._rng.choices(VICTIMS, _WEIGHTS)[0]
             is_stop = place >= len(VICTIMS) and self._rng.random() < _STOP_SHARE
             is_twice = victim == "engine" and not is_stop and place > 0 and self._rng.random() < _TWICE_SHARE
@@ -271,7 +271,7 @@ class Chaos:
         wait_for(f"a process of kind {victim}", READY_S, lambda: bool(self.server.pids()[victim]))
         pid = self._rng.choice(self.server.pids()[victim])
         self.counts[f"{victim} {number.name}"] += 1
-        self.num_signals += 1
+        self.num_kills += number is signal.SIGKILL
         place, start_s = self.server.log_len, time.monotonic()
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
@@ -363,7 +363,7 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         chaos.kill()
     recoveries_s, truths_s = chaos.recoveries_s or [0.0], chaos.truths_s or [0.0]
     return {
-        "tool": "kills", "seed": options.seed, "count": chaos.num_signals,
+        "tool": "kills", "seed": options.seed, "count": chaos.num_kills,
         "minutes": round((time.monotonic() - began_s) / 60, 1),
         "counts": dict(sorted(chaos.counts.items())), "load_s": round(chaos.server.load_s, 2),
         "recovery_s": {"median": round(median(recoveries_s), 2), "max": round(max(recoveries_s), 2)},
@@ -376,7 +376,7 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def main() -> int:
     """Run and print; 1 if something was wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=200, metavar="N", help="processes to kill or stop")
+    parser.add_argument("--count", type=int, default=200, metavar="N", help="processes to kill; more are stopped")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--hang-timeout-s", type=float, default=8.0)
     parser.add_argument("--slack-s", type=float, default=5.0, help="seconds that recovery may take beside loading")
@@ -388,10 +388,11 @@ def main() -> int:
     if options.record:
         counts = [{"signals, answers": name, "number": number} for name, number in row["counts"].items()]
         summary = (
-            f"{row['count']} signals in {row['minutes']} minutes. A start takes {row['load_s']} s; an engine that was "
-            f"killed ran again after {row['recovery_s']['median']} s (median; {row['recovery_s']['max']} s at most), "
-            f"delays and the time to notice a stop left out; `/health` said so after {row['health_s']['median']} s "
-            f"(median; {row['health_s']['max']} s at most); the longest answer took {row['longest_answer_s']} s. "
+            f"{row['count']} processes killed in {row['minutes']} minutes, others stopped. A start takes "
+            f"{row['load_s']} s; an engine that was killed ran again after {row['recovery_s']['median']} s "
+            f"(median; {row['recovery_s']['max']} s at most), delays and the time to notice a stop left out; "
+            f"`/health` said so after {row['health_s']['median']} s (median; {row['health_s']['max']} s at most); "
+            f"the longest answer took {row['longest_answer_s']} s. "
             f"Wrong: {row['num_wrong']}."
         )
         command = f"python -m reliability.kills --count {options.count} --seed {options.seed}"
