@@ -19,4 +19,5 @@ class RedirectingFinder:
         return importlib.util.spec_from_file_location(name, extension)
 
 
-sys.meta_path.insert(0, RedirectingFinder())
+if __name__ == "sitecustomize":
+    sys.meta_path.insert(0, RedirectingFinder())

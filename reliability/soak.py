@@ -257,6 +257,16 @@ def plant(kind: str, folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
 
 
+def not_injected(logged: str, failed: list[str]) -> Iterator[str]:
+    """Requests that failed for another reason than that they were meant to, and what the log says of them."""
+    entries = re.split(r"^(?=\d{4}-)", logged, flags=re.MULTILINE)
+    injected = "".join(entry for entry in entries if _INJECTED in entry)
+    for request_id in failed:
+        if request_id not in injected:
+            told = "".join(entry for entry in entries if request_id in entry)
+            yield f"request {request_id} failed, and not by injection: {told[-3000:]}"
+
+
 def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run it; the result as one row."""
     environment = plant(options.plant_leak, folder) if options.plant_leak else {}
@@ -283,11 +293,7 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     finally:
         status = served.close()
     logged = log.read_text()
-    entries = re.split(r"^(?=\d{4}-)", logged, flags=re.MULTILINE)
-    injected = "".join(entry for entry in entries if _INJECTED in entry)
-    tally.wrong += [
-        f"request {failed} failed, and not by injection" for failed in tally.failed if failed not in injected
-    ]
+    tally.wrong += not_injected(logged, tally.failed)
     if status != 0:
         tally.wrong.append(f"the server ended with status {status}")
     named = {name: vars_of(held) for name, held in (("before", before), ("after", after)) if held}

@@ -18,7 +18,7 @@ from reliability.kills import Answer
 from reliability.overload import Load
 from reliability.page import record, table
 from reliability.served import Exchange, Held
-from reliability.soak import MAX_GROWTH_BYTES, Tally, left_behind
+from reliability.soak import MAX_GROWTH_BYTES, Tally, left_behind, not_injected
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -129,6 +129,17 @@ def test_a_sanitized_extension_is_found_before_the_one_in_use(tmp_path: Path) ->
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, cwd=ROOT)
     assert done.stdout.split() == [str(tmp_path / "_native.abi.so"), quire.__file__], done.stderr
+
+
+def test_a_failure_that_was_not_injected_is_told_with_what_the_log_says() -> None:
+    logged = (
+        "2026-11-22 10:00:00,000 ERROR request 'cmpl-aa-0' failed when its tokens were taken: BufferError\nTraceback\n"
+        "2026-11-22 10:00:01,000 ERROR request bb failed\nTraceback\nKeyError: 3\n"
+        "2026-11-22 10:00:02,000 WARNING a step failed\nBufferError: injected at step.end\n"
+    )
+    (wrong,) = not_injected(logged, ["aa", "bb"])
+    assert wrong.startswith("request bb failed, and not by injection")
+    assert wrong.endswith("KeyError: 3\n")
 
 
 def test_a_result_is_written_between_its_marks_alone(tmp_path: Path) -> None:
