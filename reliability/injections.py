@@ -179,7 +179,7 @@ class Scene:
         """Run requests to their end, looking at the accounts after every step."""
         engine, outcome = self.engines[setup], Outcome()
         if fresh_grammars:
-            engine.grammars.compiler._cached.clear()
+            engine.grammars.compiler._verdicts.clear()
         for request_id, prompt, params in wishes:
             try:
                 if params is None:

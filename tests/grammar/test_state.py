@@ -1,6 +1,7 @@
 """A place in a grammar: what may come next, forks, and the rows of the mask."""
 
 import ctypes
+import random
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ def start(compiler: GrammarCompiler, **structure: object) -> GrammarState:
     compilation: Compilation = compiler.submit(StructuredOutputsParams(**structure))
     compilation.future.exception(timeout=30)
     assert compilation.error is None, compilation.error
-    return compilation.state(jumps=True)
+    return compilation.state
 
 
 def allowed(state: GrammarState, vocab_size: int = 8192) -> list[int]:
@@ -118,18 +119,47 @@ def test_closed_objects() -> None:
     assert closed not in library_grammar(StructuredOutputsParams(json=schema)).replace(" ", "")
 
 
-def test_the_cache_is_bounded(compiler, monkeypatch) -> None:
-    monkeypatch.setattr("quire.grammar.compiler.MAX_CACHED_GRAMMARS", 20)
+class CountedTrials:
+    """Wraps a compiler's trials, and counts them."""
+
+    def __init__(self, compiler) -> None:
+        self.num_trials = 0
+        self._try_out = compiler._try_out
+        compiler._try_out = self.try_out
+
+    def try_out(self, params):
+        self.num_trials += 1
+        return self._try_out(params)
+
+
+def test_a_trial_is_remembered_and_the_memory_is_bounded(monkeypatch) -> None:
+    compiler = masked_llm(share_compiler=False)[0].engine.grammars.compiler
+    trials = CountedTrials(compiler)
+    monkeypatch.setattr("quire.grammar.compiler.MAX_VERDICTS", 20)
     first = StructuredOutputsParams(json={"title": "first", "type": "object"})
-    kept = compiler.submit(first)
-    for i in range(300):
-        last = compiler.submit(StructuredOutputsParams(json={"title": str(i), "type": "object"}))
-        assert compiler.submit(first) is kept  # asked for again and again: it stays
-        assert compiler.num_cached <= 20
-    assert last.state(jumps=True).error is None
-    monkeypatch.setattr("quire.grammar.compiler.MAX_CACHED_BYTES", 1000)
-    compiler.submit(StructuredOutputsParams(regex="x" * 800))
-    assert compiler.num_cached == 1
+    for i in range(50):
+        other = compiler.submit(StructuredOutputsParams(json={"title": str(i), "type": "object"}))
+        assert compiler.submit(first).future.result(30).error is None
+        assert other.future.result(30).error is None
+        assert len(compiler._verdicts) <= 20
+    assert trials.num_trials == 51  # asked for again and again, the first stays
+    monkeypatch.setattr("quire.grammar.compiler.MAX_VERDICT_BYTES", 1000)
+    compiler.submit(StructuredOutputsParams(regex="x" * 800)).future.result(30)
+    assert len(compiler._verdicts) == 1
+
+
+def test_a_request_does_not_pay_for_what_others_have_generated(compiler) -> None:
+    """A lexer that the library has grown to its limit by one request's tokens is not the next one's."""
+    walks = []
+    for _ in range(3):
+        state, rng = start(compiler, regex=r"(\w{1,500} ?){1,500}"), random.Random(0)
+        walk: list[object] = []
+        while state.error is None and len(walk) < 40:
+            walk.append(rng.choice(allowed(state)))
+            state.advance(walk[-1])
+        walks.append([*walk, state.error])
+    assert "too many" in walks[0][-1], "it shows nothing otherwise"
+    assert walks[0] == walks[1] == walks[2]
 
 
 def test_the_vocabulary_can_be_told_beforehand() -> None:
@@ -142,12 +172,17 @@ def test_the_vocabulary_can_be_told_beforehand() -> None:
     assert compiler._vocabulary is known
 
 
-def test_what_failed_is_tried_again(compiler) -> None:
+def test_what_failed_is_tried_again() -> None:
+    compiler = masked_llm(share_compiler=False)[0].engine.grammars.compiler
+    trials = CountedTrials(compiler)
     params = StructuredOutputsParams(regex="x{3")
-    first = compiler.submit(params)
-    assert compiler.submit(params) is first or first.is_done
-    assert first.future.exception(timeout=30) is not None
-    assert compiler.submit(params) is not first
+    compilations = [compiler.submit(params) for _ in range(9)]
+    for compilation in compilations:
+        assert "regex is not taken" in str(compilation.future.exception(30))
+    assert trials.num_trials <= 2, "one for each thread: the others had been asked for before these had ended"
+    num_trials = trials.num_trials
+    assert compiler.submit(params).future.exception(30) is not None
+    assert trials.num_trials == num_trials + 1
 
 
 def test_a_tokenizer_that_the_library_cannot_take() -> None:

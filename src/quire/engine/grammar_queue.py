@@ -44,7 +44,8 @@ class GrammarQueue:
     def add(self, group: SequenceGroup) -> None:
         """Have a new request's grammar compiled."""
         assert group.params.structured_outputs is not None
-        self._waiting[group] = self.compiler.submit(group.params.structured_outputs, group.params.tenant)
+        jumps = _jumps(group.seqs[0].draws[0])
+        self._waiting[group] = self.compiler.submit(group.params.structured_outputs, group.params.tenant, jumps=jumps)
 
     def remove(self, group: SequenceGroup) -> bool:
         """Forget a request; False if it is not here."""
@@ -57,7 +58,7 @@ class GrammarQueue:
         """What nobody waits for any more, and no thread has begun, is not compiled: it would keep others waiting."""
         compilation = self._waiting.pop(group, None)
         self._deadlines.pop(group, None)
-        if compilation is not None and all(other is not compilation for other in self._waiting.values()):
+        if compilation is not None:
             compilation.future.cancel()
         return compilation is not None
 
@@ -78,7 +79,7 @@ class GrammarQueue:
             (seq,) = group.seqs
             if group.error is None:
                 try:
-                    seq.grammar = compilation.state(jumps=_jumps(seq.draws[0]))
+                    seq.grammar = compilation.state
                     for token_id in seq.token_ids[seq.num_prompt_tokens :]:  # of its past in another engine
                         seq.grammar.advance(token_id)
                 except Exception as error:

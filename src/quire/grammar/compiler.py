@@ -1,4 +1,8 @@
-"""Grammars, compiled beside the step loop and kept for the next request."""
+"""Grammars, compiled beside the step loop, for each request anew.
+
+What the library has compiled grows as it is used, up to limits, and its copies share that (ADR 0020): a request would
+fail because of what others have generated. So only the trial, which takes longest, is remembered.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +29,9 @@ from quire.tokenizer.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-MAX_CACHED_GRAMMARS = 256
-MAX_CACHED_BYTES = 2 * 1024**2
-"""of the sources of the grammars kept; compiled, a grammar takes up to forty times as much"""
+MAX_VERDICTS = 256
+MAX_VERDICT_BYTES = 2 * 1024**2
+"""of the sources of the grammars whose trials are remembered"""
 _NUM_THREADS = 2
 _WORDS = "[a-z]{1,10}"
 """tokens that the library takes or leaves all at once where a grammar allows them all: most of those that a regular
@@ -60,13 +64,26 @@ class Compilation:
             return None if error is None else str(error)
         return f"the grammar could not be compiled: {type(error).__name__}: {error}"[:400]  # panics of the library too
 
-    def state(self, *, jumps: bool) -> GrammarState:
+    @property
+    def state(self) -> GrammarState:
         """A new sequence's place in the grammar: the start."""
-        return self.future.result().fork(jumps=jumps)
+        return self.future.result()
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """How a trial has ended."""
+
+    grammar: str
+    """in the library's words"""
+    error: str | None
+    """why it is not taken, if it is not"""
+    num_submitted: int
+    """grammars that had been asked for by then"""
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer, in threads of its own, and keeps those asked for last.
+    """Compiles grammars for one tokenizer, in threads of its own, and remembers the trials of those asked for last.
 
     The library is loaded, and told the vocabulary, when the first grammar is asked for. One thread calls `submit`.
     """
@@ -89,19 +106,15 @@ class GrammarCompiler:
             self._trials.put(TrialProcess(TrialSettings(num_tokens, tokenizer.special_token_texts, trial_limit_s)))
         self._lock = threading.Lock()
         self._vocabulary: tuple[LLTokenizer, MaskShape] | None = None
-        self._cached: dict[bytes, Compilation] = {}  # the one asked for last comes last
+        self._verdicts: dict[bytes, _Verdict] = {}  # by what was asked for; the last one comes last
+        self._num_submitted = 0
 
-    def submit(self, params: StructuredOutputsParams, tenant: str = "") -> Compilation:
-        """Start to compile, or find what the same params were compiled to; what failed is tried again. The threads are
-        shared fairly between tenants."""
-        key = msgspec.json.encode(params)
-        compilation = self._cached.pop(key, None)
-        if compilation is None or (compilation.is_done and compilation.error is not None):
-            compilation = Compilation(self._threads.submit(tenant, partial(self._compile, params)))
-        self._cached[key] = compilation
-        while len(self._cached) > MAX_CACHED_GRAMMARS or sum(map(len, self._cached)) > MAX_CACHED_BYTES:
-            del self._cached[next(iter(self._cached))]
-        return compilation
+    def submit(self, params: StructuredOutputsParams, tenant: str = "", *, jumps: bool = True) -> Compilation:
+        """Start to compile; `jumps`: forced tokens are appended without a draw. The threads are shared fairly between
+        tenants."""
+        self._num_submitted += 1
+        task = partial(self._compile, params, self._num_submitted, jumps)
+        return Compilation(self._threads.submit(tenant, task))
 
     def prepare(self) -> None:
         """Tell the library the vocabulary now, and not with the first grammar: that holds Python's lock, for 150,000
@@ -109,23 +122,15 @@ class GrammarCompiler:
         with suppress(InvalidParamsError):
             self._library_vocabulary()
 
-    @property
-    def num_cached(self) -> int:
-        """Grammars kept, those being compiled included."""
-        return len(self._cached)
-
-    def _compile(self, params: StructuredOutputsParams) -> GrammarState:
-        """In a thread. Raises InvalidParamsError."""
+    def _compile(self, params: StructuredOutputsParams, number: int, jumps: bool) -> GrammarState:
+        """In a thread, what was submitted as this number. Raises InvalidParamsError."""
         fault_point("grammar.compile")
-        trial = self._trials.get()
-        try:
-            grammar = trial.check(params)
-        finally:
-            self._trials.put(trial)
+        grammar = self._library_grammar(params, number)
         from llguidance import LLMatcher
 
         tokenizer, shape = self._library_vocabulary()
-        state = GrammarState(LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits()), shape)
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
+        state = GrammarState(matcher, shape, jumps=jumps)
         words = np.zeros(-(-self._vocab_size // 32), np.int32)
         if state.error is None:
             state.fill(words)  # what is too complex fails here; also, the first mask is the slowest
@@ -134,6 +139,32 @@ class GrammarCompiler:
         if not words.any() and not state.may_end:
             raise InvalidParamsError(f"{params.structure} is not taken: no output can have this form")
         return state
+
+    def _library_grammar(self, params: StructuredOutputsParams, number: int) -> str:
+        """What has passed a trial, now or before. What has failed in one is tried again, unless it was asked for while
+        that went on. Raises InvalidParamsError."""
+        key = msgspec.json.encode(params)
+        with self._lock:
+            verdict = self._verdicts.get(key)
+        if verdict is None or (verdict.error is not None and verdict.num_submitted < number):
+            verdict = self._try_out(params)
+        with self._lock:
+            self._verdicts.pop(key, None)
+            self._verdicts[key] = verdict
+            while len(self._verdicts) > MAX_VERDICTS or sum(map(len, self._verdicts)) > MAX_VERDICT_BYTES:
+                del self._verdicts[next(iter(self._verdicts))]
+        if verdict.error is not None:
+            raise InvalidParamsError(verdict.error)
+        return verdict.grammar
+
+    def _try_out(self, params: StructuredOutputsParams) -> _Verdict:
+        trial = self._trials.get()
+        try:
+            return _Verdict(trial.check(params), None, self._num_submitted)
+        except InvalidParamsError as error:
+            return _Verdict("", str(error), self._num_submitted)
+        finally:
+            self._trials.put(trial)
 
     def _library_vocabulary(self) -> tuple[LLTokenizer, MaskShape]:
         """Made once. Raises InvalidParamsError for a tokenizer that the library cannot take."""

@@ -53,9 +53,10 @@ class GrammarState:
         self.jumps = jumps
         """forced tokens are told, to be appended without a draw"""
 
-    def fork(self, *, jumps: bool | None = None) -> GrammarState:
-        """A state in the same place, which goes its own way from there."""
-        return GrammarState(self._matcher.deep_copy(), self._shape, jumps=self.jumps if jumps is None else jumps)
+    def fork(self) -> GrammarState:
+        """A state in the same place, which goes its own way from there. What the library builds as it goes, the two
+        build together, and its limits hold for both: a request's forks fail together."""
+        return GrammarState(self._matcher.deep_copy(), self._shape, jumps=self.jumps)
 
     def fill(self, words: npt.NDArray[np.int32]) -> None:
         """Set the bits of the tokens that may come next: words [ceil(vocab_size / 32)] int32, contiguous.
