@@ -121,9 +121,8 @@ class Tally:
             self.failed.append(found[1].decode())
             outcome += " internal error"
         self.done[f"{kind} {outcome}"] += 1
-        if (exchange.status == 500 and not found) or (
-            kind == "wrong" and exchange.status not in (400, 404, 413, 429, 503)
-        ):
+        is_refused = kind != "wrong" or exchange.status in (400, 404, 413, 429, 503)
+        if not found and (exchange.status == 500 or not is_refused):
             self.wrong.append(f"{kind}: {exchange.status} {bytes(exchange.body[:200])!r}")
         if not left and not exchange.ended:
             self.wrong.append(f"{kind}: no end, {exchange.status} {bytes(exchange.body[-200:])!r}")

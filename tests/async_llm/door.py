@@ -5,6 +5,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from quire import AsyncLLM, BeamSearchParams, EngineArgs, EngineStats, RequestOutput, SamplingParams
+from quire.outputs import RequestMetrics
 
 LIMIT_S = 60.0
 
@@ -25,8 +26,8 @@ class Record:
     def on_tokens(self, request_id: str, num_tokens: int, now: float) -> None:
         self.events.append(("tokens", request_id, num_tokens))
 
-    def on_request_end(self, request_id: str, output: RequestOutput | None, reason: str) -> None:
-        self.events.append(("end", request_id, reason, output))
+    def on_request_end(self, request_id: str, metrics: RequestMetrics, num_cached_tokens: int, reason: str) -> None:
+        self.events.append(("end", request_id, reason, metrics, num_cached_tokens))
         self._told.set()
 
     async def until(self, condition: Callable[[], bool]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire import SamplingParams, StructuredOutputsParams
+from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.errors import QuireError, RequestFailedError
 from quire.faults import Fault, inject
 from quire.grammar.trial import TrialProcess, TrialSettings
@@ -19,6 +19,7 @@ from quire.server.lifecycle import Gate
 from quire.server.response_store import ResponseStore, StoredResponse, StoreError
 from quire.server.serve import build_app
 from tests.async_llm.door import Door
+from tests.async_llm.local_engine import local_llm
 from tests.scripted_engine import scripted_llm
 from tests.server.door import Server, serve
 from tests.server.test_operations import ListenedLLM
@@ -78,6 +79,49 @@ def test_a_text_that_cannot_be_made_is_one_requests_failure(door: Door, point: s
     assert injected.num_fired == 1
     again = door.run(door.outputs("good", LONG))
     assert "".join(each.outputs[0].text for each in again) == "".join(each.outputs[0].text for each in expected)
+
+
+class Broken:
+    """A detokenizer of which nothing can be had any more."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+def test_a_text_that_can_never_be_made_again_costs_nobody_else_a_token(door: Door) -> None:
+    """They are told in the same frames, behind it."""
+    good = [(f"good {i}", LONG) for i in range(4)]
+    expected = door.run(door.all_outputs(good))
+
+    async def break_one() -> list[Any]:
+        bad = door.llm.generate("bad", LONG, request_id="bad")
+        await anext(bad)
+        others = asyncio.create_task(door.all_outputs(good))
+        await door.record.until(lambda: len(door.record.of("start")) == num_before + 5)
+        (request,) = (r for r in door.llm._requests._requests.values() if r.group.request_id == "bad")
+        request.group.seqs[0].detokenizer = Broken()
+        with pytest.raises(RequestFailedError, match="when its output was made"):
+            async for _ in bad:
+                pass
+        return await others
+
+    num_before = len(door.record.of("start"))
+    got = door.run(break_one())
+    for before, after in zip(expected, got, strict=True):
+        assert [t for each in after for t in each.outputs[0].token_ids] == [
+            t for each in before for t in each.outputs[0].token_ids
+        ]
+    assert [event[1] for event in door.record.of("end") if event[0] == "bad"] == ["error"]
+
+
+def test_samples_that_fail_with_their_first_token_say_why() -> None:
+    engine = LLM(num_gpu_blocks_override=64, max_model_len=96, num_threads=1).engine
+    door = Door(make=lambda: local_llm(engine, iter(())))
+    params = SamplingParams(n=3, max_tokens=4, bad_words=["the"])
+    with inject(Fault("sampler.row")), pytest.raises(RequestFailedError, match="its token could not be drawn"):
+        door.run(door.outputs("bad", params))
+    assert door.run(door.outputs("good", params))[-1].finished
+    door.close()
 
 
 @pytest.mark.parametrize(

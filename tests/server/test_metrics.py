@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.config.cache import CacheConfig
 from quire.kv.stats import PrefixCacheStats
-from quire.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
+from quire.outputs import EngineStats, RequestMetrics
 from quire.params import SamplingParams
 from quire.server.metrics import Histogram, Metrics
 from quire.server.request_log import RequestRecord
@@ -79,11 +79,7 @@ def scraped_names(metrics: Metrics) -> set[str]:
     return set(re.findall(r"^# TYPE (\S+) ", metrics.render()[0].decode(), re.MULTILINE))
 
 
-def finish(reason: str = "stop") -> RequestOutput:
-    moments = RequestMetrics(
-        arrival_time=100.0, first_scheduled_time=101.0, first_token_time=103.0, finished_time=109.0
-    )
-    return RequestOutput("r", None, [1] * 12, [CompletionOutput(0, "", [])], True, 4, moments)
+MOMENTS = RequestMetrics(arrival_time=100.0, first_scheduled_time=101.0, first_token_time=103.0, finished_time=109.0)
 
 
 def test_the_names_that_are_asked_for_are_there_with_vllms_labels(metrics):
@@ -100,7 +96,7 @@ def test_a_request_is_measured_from_its_arrival_to_its_end(metrics, clock):
     metrics.on_tokens("r", 2, 104.0)
     metrics.on_tokens("r", 1, 106.0)
     clock.now = 109.5
-    metrics.on_request_end("r", finish(), "stop")
+    metrics.on_request_end("r", MOMENTS, 4, "stop")
     found = samples(metrics)
     sums = {
         "time_to_first_token_seconds": 3.0, "inter_token_latency_seconds": 3.0, "time_per_output_token_seconds": 3.0,
@@ -119,8 +115,8 @@ def test_a_request_is_measured_from_its_arrival_to_its_end(metrics, clock):
 
 def test_a_request_that_fails_early_is_counted_and_forgotten(metrics):
     metrics.on_request_start("r", 12, SamplingParams())
-    metrics.on_request_end("r", None, "error")
-    metrics.on_request_end("r", None, "error")
+    metrics.on_request_end("r", RequestMetrics(100.0), 0, "error")
+    metrics.on_request_end("r", RequestMetrics(100.0), 0, "error")
     metrics.on_tokens("r", 1, 101.0)
     assert value(metrics, "vllm:request_success_total", finished_reason="error") == 1
     assert value(metrics, "vllm:time_to_first_token_seconds_count") == 0

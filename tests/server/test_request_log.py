@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.log import JsonFormatter, TextFormatter
-from quire.outputs import RequestMetrics, RequestOutput
+from quire.outputs import RequestMetrics
 from quire.params import SamplingParams
 from quire.server.request_log import (
     CLIENT_GONE,
@@ -72,7 +72,7 @@ def answering(status: int = 200, tenant: str = "alice", listener: RecordListener
             listener.on_request_start(engine_id, 10, SamplingParams(tenant=f"{tenant}/carol"))
             listener.on_tokens(engine_id, 3, current_record().start_s + 0.5)
             moments = RequestMetrics(1.0, 1.25, 1.5, 2.0)
-            listener.on_request_end(engine_id, RequestOutput(engine_id, None, [], [], True, 4, moments), "length")
+            listener.on_request_end(engine_id, moments, 4, "length")
         await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from quire.outputs import EngineStats, RequestOutput
+from quire.outputs import EngineStats, RequestMetrics
 from quire.params import BeamSearchParams, SamplingParams
 
 
@@ -23,6 +23,7 @@ class RequestListener(Protocol):
         """Tokens of a request have come; `now` in seconds of time.monotonic()."""
         ...
 
-    def on_request_end(self, request_id: str, output: RequestOutput | None, reason: str) -> None:
-        """The end: all that came, and why no more will: stop, length, abort or error."""
+    def on_request_end(self, request_id: str, metrics: RequestMetrics, num_cached_tokens: int, reason: str) -> None:
+        """The end: its times, the prompt tokens that were cached, and why no more will come: stop, length, abort or
+        error."""
         ...

@@ -59,9 +59,13 @@ class RequestState:
             self._changed.clear()
             if self._failure is not None:
                 raise self._failure
-            await self._make_logprobs()
-            with failures_named(self.group.request_id, "when its output was made"):
-                output = self.group.to_output()
+            try:
+                with failures_named(self.group.request_id, "when its output was made"):
+                    await self._make_logprobs()
+                    output = self.group.to_output()
+            except QuireError as error:
+                self.fail(error)
+                raise
             if output is not None:
                 if self._beams is not None:
                     output.outputs = self._beams
@@ -74,20 +78,6 @@ class RequestState:
         for rows in owners:
             while rows and rows.make(_LOGPROB_ROWS_AT_ONCE):
                 await asyncio.sleep(0)
-
-    def whole_output(self) -> RequestOutput:
-        """All that has come so far, of every sample, whatever was asked for; without log-probabilities."""
-        group = self.group
-        return RequestOutput(
-            group.request_id,
-            group.prompt,
-            group.prompt_token_ids,
-            self._beams or [seq.to_output(with_logprobs=False) for seq in group.seqs],
-            group.is_finished,
-            group.num_cached_tokens,
-            group.metrics,
-            group.error,
-        )
 
     def update(self, delta: RequestDelta) -> int:
         """Take what the engine has sent. Returns the number of new tokens; any behind a stop string do not count."""

@@ -124,7 +124,8 @@ class RequestTable:
 
     def _update(self, request: RequestState, delta: RequestDelta, now: float) -> None:
         if delta.error_kind is not None:
-            request.fail(error_named(delta.error_kind, delta.error or ""))
+            self._fail(request, error_named(delta.error_kind, delta.error or ""))
+            return
         num_tokens = request.update(delta)
         if num_tokens:
             self.tell("on_tokens", request.group.request_id, num_tokens, now)
@@ -141,5 +142,5 @@ class RequestTable:
         self._request_ids.discard(request.group.request_id)
         if is_running and self._engine.death is None:
             self._engine.send(Abort(request.group.request_id))
-        if self.listeners:
-            self.tell("on_request_end", request.group.request_id, request.whole_output(), request.finish_reason)
+        group = request.group
+        self.tell("on_request_end", group.request_id, group.metrics, group.num_cached_tokens, request.finish_reason)

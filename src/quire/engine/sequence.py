@@ -157,7 +157,7 @@ class Sequence:
         """Whether it is still catching up with its own tokens."""
         return SequenceStage.DECODE if self.num_uncomputed_tokens == 1 else SequenceStage.PREFILL
 
-    def to_output(self, *, delta: bool = False, with_logprobs: bool = True) -> CompletionOutput:
+    def to_output(self, *, delta: bool = False) -> CompletionOutput:
         """What the caller sees of it now: all, or what is new since `delta` was last asked for."""
         text = "" if self.detokenizer is None else self.detokenizer.stable_text(self.status.is_finished)
         num_tokens, num_chars = self.num_told if delta else (0, 0)
@@ -171,7 +171,7 @@ class Sequence:
             finish_reason=self.status.finish_reason,
             stop_reason=self.stop_reason,
             cumulative_logprob=None if self.logprobs is None else self.logprobs.total,
-            logprobs=self.logprobs.to_dicts(num_tokens) if self.logprobs is not None and with_logprobs else None,
+            logprobs=None if self.logprobs is None else self.logprobs.to_dicts(num_tokens),
         )
 
 

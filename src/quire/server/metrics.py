@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.config.cache import CacheConfig
-from quire.outputs import EngineStats, RequestOutput
+from quire.outputs import EngineStats, RequestMetrics
 from quire.server.endpoint import Endpoint
 from quire.server.request_log import RequestRecord
 from quire.server.state import state_of
@@ -174,7 +174,7 @@ class Metrics:
         live.last = now
         live.num_tokens += num_tokens
 
-    def on_request_end(self, request_id: str, output: RequestOutput | None, reason: str) -> None:
+    def on_request_end(self, request_id: str, metrics: RequestMetrics, num_cached_tokens: int, reason: str) -> None:
         """A request has ended, well or not."""
         live = self._live.pop(request_id, None)
         if live is None:
@@ -185,8 +185,7 @@ class Metrics:
         self._observe("request_generation_tokens", live.num_tokens)
         if live.first is not None and live.num_tokens > 1:
             self._observe("request_time_per_output_token_seconds", (live.last - live.first) / (live.num_tokens - 1))
-        metrics = output.metrics if output is not None else None
-        if metrics is None or metrics.first_scheduled_time is None:
+        if metrics.first_scheduled_time is None:
             return
         started, first, end = metrics.first_scheduled_time, metrics.first_token_time, metrics.finished_time
         self._observe("request_queue_time_seconds", started - metrics.arrival_time)

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.faults import fault_point
 from quire.log import IN_MESSAGE, logger
-from quire.outputs import EngineStats, RequestOutput
+from quire.outputs import EngineStats, RequestMetrics
 from quire.server.state import context_of
 
 MAX_LOGGED_BODY = 64 * 1024
@@ -91,17 +91,15 @@ class RecordListener:
             if record.first_token_s is None:
                 record.first_token_s = now - record.start_s
 
-    def on_request_end(self, request_id: str, output: RequestOutput | None, reason: str) -> None:
+    def on_request_end(self, request_id: str, metrics: RequestMetrics, num_cached_tokens: int, reason: str) -> None:
         """No more will."""
         record = self._records.pop(request_id, None)
         if record is None:
             return
         record.reason = reason
-        if output is not None:
-            record.num_cached_tokens += output.num_cached_tokens
-            metrics = output.metrics
-            if metrics is not None and metrics.first_scheduled_time is not None:
-                record.queue_s = max(0.0, metrics.first_scheduled_time - metrics.arrival_time)
+        record.num_cached_tokens += num_cached_tokens
+        if metrics.first_scheduled_time is not None:
+            record.queue_s = max(0.0, metrics.first_scheduled_time - metrics.arrival_time)
 
 
 class Observer:
