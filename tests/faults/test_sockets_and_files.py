@@ -3,12 +3,13 @@
 import asyncio
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from quire import LLM, SamplingParams, StructuredOutputsParams
+from quire import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
+from quire.async_llm.output_processor import RequestState
 from quire.errors import QuireError, RequestFailedError
 from quire.faults import Fault, inject
 from quire.grammar.trial import TrialProcess, TrialSettings
@@ -81,6 +82,11 @@ def test_a_text_that_cannot_be_made_is_one_requests_failure(door: Door, point: s
     assert "".join(each.outputs[0].text for each in again) == "".join(each.outputs[0].text for each in expected)
 
 
+def token_ids(outputs: list[RequestOutput]) -> list[int]:
+    """Of a stream's deltas."""
+    return [token_id for output in outputs for token_id in output.outputs[0].token_ids]
+
+
 class Broken:
     """A detokenizer of which nothing can be had any more."""
 
@@ -88,30 +94,47 @@ class Broken:
         raise RuntimeError(name)
 
 
-def test_a_text_that_can_never_be_made_again_costs_nobody_else_a_token(door: Door) -> None:
-    """They are told in the same frames, behind it."""
-    good = [(f"good {i}", LONG) for i in range(4)]
-    expected = door.run(door.all_outputs(good))
-
-    async def break_one() -> list[Any]:
-        bad = door.llm.generate("bad", LONG, request_id="bad")
-        await anext(bad)
-        others = asyncio.create_task(door.all_outputs(good))
-        await door.record.until(lambda: len(door.record.of("start")) == num_before + 5)
-        (request,) = (r for r in door.llm._requests._requests.values() if r.group.request_id == "bad")
-        request.group.seqs[0].detokenizer = Broken()
-        with pytest.raises(RequestFailedError, match="when its output was made"):
-            async for _ in bad:
-                pass
-        return await others
-
+async def beside_a_bad_one(door: Door, spoil: Callable[[RequestState], None]) -> list[list[int]]:
+    """What is told of four requests, with one before them in every frame that is spoilt when all have begun."""
     num_before = len(door.record.of("start"))
-    got = door.run(break_one())
-    for before, after in zip(expected, got, strict=True):
-        assert [t for each in after for t in each.outputs[0].token_ids] == [
-            t for each in before for t in each.outputs[0].token_ids
-        ]
+    bad = door.llm.generate("bad", LONG, request_id="bad")
+    await anext(bad)
+    others = asyncio.create_task(door.all_outputs([(f"good {i}", LONG) for i in range(4)]))
+    await door.record.until(lambda: len(door.record.of("start")) == num_before + 5)
+    (request,) = (r for r in door.llm._requests._requests.values() if r.group.request_id == "bad")
+    spoil(request)
+    with pytest.raises(RequestFailedError, match="when its output was made"):
+        async for _ in bad:
+            pass
+    return [token_ids(outputs) for outputs in await others]
+
+
+def raises(*_: object, **__: object) -> Any:
+    raise KeyError("planted")
+
+
+def test_a_text_that_can_never_be_made_again_costs_nobody_else_a_token(door: Door) -> None:
+    def spoil(request: RequestState) -> None:
+        request.group.seqs[0].detokenizer = Broken()  # type: ignore[assignment]
+
+    alone = door.run(door.all_outputs([(f"good {i}", LONG) for i in range(4)]))
+    assert door.run(beside_a_bad_one(door, spoil)) == [token_ids(outputs) for outputs in alone]
     assert [event[1] for event in door.record.of("end") if event[0] == "bad"] == ["error"]
+
+
+def test_a_message_that_cannot_be_taken_is_brought_again(door: Door) -> None:
+    def spoil(request: RequestState) -> None:
+        def abort() -> None:
+            del request.abort  # type: ignore[method-assign]
+            raises()
+
+        request.update = raises  # type: ignore[method-assign]
+        request.abort = abort  # type: ignore[method-assign]
+
+    num_restarts = door.llm.num_restarts
+    alone = door.run(door.all_outputs([(f"good {i}", LONG) for i in range(4)]))
+    assert door.run(beside_a_bad_one(door, spoil)) == [token_ids(outputs) for outputs in alone]
+    assert door.llm.num_restarts == num_restarts + 1
 
 
 def test_samples_that_fail_with_their_first_token_say_why() -> None:

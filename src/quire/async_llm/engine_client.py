@@ -95,13 +95,15 @@ class EngineClient:
         return client
 
     async def read(self, *readers: Callable[[StepDone | CacheFrame], None]) -> None:
-        """Hand every message to these, until there will be no more."""
+        """Hand every message to these, until there will be no more. One that cannot be taken is the last: what was in
+        it another engine brings again, and nobody misses a token."""
         while isinstance(message := await self._receive(), StepDone | CacheFrame):
-            for reader in readers:
-                try:
+            try:
+                for reader in readers:
                     reader(message)
-                except Exception:  # a listener's: the requests go on
-                    logger.exception("a message of the engine could not be taken")
+            except Exception:
+                logger.exception("a message of the engine could not be taken")
+                return
 
     async def _receive(self) -> ToClient | None:
         """The next message that is no heartbeat; None once there are no more, or what comes is none."""
