@@ -55,6 +55,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "best whole": {"seed": 4, "best_of": 3, **_TOKENS},
     "beams whole": {"use_beam_search": True, "n": 3, "temperature": 0, **_TOKENS, "max_tokens": 100},
     "grammar stream": {"seed": 5, "stream": True, "max_tokens": 400},
+    "echoed whole": {"temperature": 0, "echo": True, "logprobs": 2, **_TOKENS},
     "unseeded stream": {"stream": True, **_TOKENS},
 }
 VICTIMS = ("engine", "trial", "api")

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 from io import BytesIO
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import msgspec
@@ -287,3 +287,18 @@ def test_log_probabilities_arrive_as_they_were() -> None:
     got = msgspec.msgpack.decode(msgspec.msgpack.encode(Rows.pack(sent)), type=Rows).unpack()
     for name in ("token_ids", "logprobs", "ranks"):
         np.testing.assert_array_equal(getattr(got, name), getattr(sent, name))
+
+
+def test_memory_is_given_back_while_nothing_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+    monkeypatch.setattr(engine_process, "give_back_memory", lambda: told.append("given back"))
+
+    class Inbox:
+        def get(self, timeout: float | None = None) -> None:
+            told.append(timeout)
+            if timeout is not None:
+                raise Empty
+
+    inbox: Any = Inbox()
+    EngineProcess(scripted_llm()[0].engine, inbox, lambda frame: None).run()
+    assert told == [engine_process.IDLE_S, "given back", None]

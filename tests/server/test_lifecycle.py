@@ -280,3 +280,26 @@ def test_a_request_that_fails_leaves_too():
     with pytest.raises(RuntimeError):
         asyncio.run(Admitting(app, admission)(scope_of(), None, None))
     assert left == ["10.0.0.1"]
+
+
+def test_it_is_idle_when_nothing_has_run_for_a_while(monkeypatch):
+    monkeypatch.setattr("quire.server.lifecycle.IDLE_S", 0.02)
+    idle: list[int] = []
+
+    async def main():
+        gate = Gate(request_timeout_s=None, drain_timeout_s=1, on_idle=lambda: idle.append(gate._num_working))
+        first, second = Endless(), Endless()
+        first_runs, second_runs = (
+            asyncio.create_task(gate.around(app)(scope_of(), None, Sent())) for app in (first, second)
+        )
+        await asyncio.gather(first.begun.wait(), second.begun.wait())
+        first.may_end.set()
+        await first_runs
+        await asyncio.sleep(0.05)
+        assert idle == [], "the second still runs"
+        second.may_end.set()
+        await second_runs
+        await asyncio.sleep(0.05)
+
+    run(main())
+    assert idle == [0], "once, until there is work again"

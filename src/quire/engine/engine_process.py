@@ -45,6 +45,7 @@ from quire.engine.sequence import Sequence, SequenceGroup
 from quire.errors import QuireError, RequestFailedError
 from quire.faults import fault_point, fault_write
 from quire.log import logger, set_up_logging
+from quire.memory import IDLE_S, give_back_memory
 from quire.outputs import EngineStats
 from quire.params import BeamSearchParams, SamplingParams
 
@@ -121,7 +122,7 @@ class EngineProcess:
         try:
             self._pulse.is_busy = self.engine.has_unfinished_requests()
             if not self._pulse.is_busy:
-                message = self._inbox.get(timeout=None if self._cache_view is None else MIN_INTERVAL_S)
+                message = self._next_message()
                 self._pulse.is_busy = True
                 yield message
             while True:
@@ -130,6 +131,17 @@ class EngineProcess:
                     return
         except Empty:
             return
+
+    def _next_message(self) -> ToEngine | None:
+        """However long it takes, but that memory is given back after a moment. Raises Empty where watchers of the cache
+        wait to be told of the last step."""
+        if self._cache_view is not None:
+            return self._inbox.get(timeout=MIN_INTERVAL_S)
+        try:
+            return self._inbox.get(timeout=IDLE_S)
+        except Empty:
+            give_back_memory()
+            return self._inbox.get()
 
     def _handle(self, message: ToEngine) -> list[RequestDelta]:
         match message:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.memory import IDLE_S
 from quire.server.admission import MAX_RETRY_AFTER_S, Admission
 from quire.server.errors import ANTHROPIC_PATH, ApiError
 from quire.server.request_log import current_record
@@ -47,7 +48,12 @@ class Gate:
     that only looks may look forever, as the live view does, also while others finish, and is cut off in the end.
     """
 
-    def __init__(self, *, request_timeout_s: float | None, drain_timeout_s: float) -> None:
+    def __init__(
+        self, *, request_timeout_s: float | None, drain_timeout_s: float, on_idle: Callable[[], object] = lambda: None
+    ) -> None:
+        """`on_idle` is called when there has been no work for a moment."""
+        self._on_idle = on_idle
+        self._idle: asyncio.TimerHandle | None = None
         self._request_timeout_s = request_timeout_s
         self._drain_timeout_s = drain_timeout_s
         self._working: set[asyncio.Timeout] = set()
@@ -106,10 +112,13 @@ class Gate:
 
     def _count(self, change: int) -> None:
         self._num_working += change
+        if self._idle is not None:
+            self._idle.cancel()
         if self._num_working:
             self._no_work.clear()
         else:
             self._no_work.set()
+            self._idle = asyncio.get_running_loop().call_later(IDLE_S, self._on_idle)
 
     def _timeout_error(self) -> ApiError:
         if self.is_draining:

@@ -26,6 +26,7 @@ from quire.config.args import EngineArgs
 from quire.config.model import EMBEDDED_CHECKPOINTS
 from quire.errors import ConfigError
 from quire.log import logger, set_up_logging
+from quire.memory import give_back_memory
 from quire.server import responses
 from quire.server.admission import Admission
 from quire.server.app import ROUTES, make_app
@@ -129,7 +130,11 @@ class _Service:
         names = args.served_model_name or (self._engine_args.model or EMBEDDED_CHECKPOINTS[0],)
         state = ServerState(llm=llm, args=args, model_names=names)
         responses.shelf_of(state)  # a store that is wrong stops the server before anybody asks for it
-        gate = Gate(request_timeout_s=args.request_timeout_s, drain_timeout_s=args.drain_timeout_s)
+        gate = Gate(
+            request_timeout_s=args.request_timeout_s,
+            drain_timeout_s=args.drain_timeout_s,
+            on_idle=give_back_memory,
+        )
         with _tracer(args, names[0]) as tracer:
             self._front.app = build_app(state, gate, self._keys, [tracer] if tracer is not None else [])
             gc.collect()
