@@ -1,8 +1,10 @@
 """A place in a grammar: what may come next, forks, and the rows of the mask."""
 
 import ctypes
+import json
 import random
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from quire.errors import InvalidParamsError
 from quire.grammar.compiler import Compilation, GrammarCompiler
-from quire.grammar.source import library_grammar
+from quire.grammar.source import library_grammar, num_beginnings
 from quire.grammar.state import GrammarState, MaskShape
 from quire.params import StructuredOutputsParams
 from tests.grammar.masked_engine import masked_llm
@@ -160,6 +162,39 @@ def test_a_request_does_not_pay_for_what_others_have_generated(compiler) -> None
         walks.append([*walk, state.error])
     assert "too many" in walks[0][-1], "it shows nothing otherwise"
     assert walks[0] == walks[1] == walks[2]
+
+
+@settings(max_examples=50, deadline=None)
+@given(texts=st.lists(st.text(min_size=1, max_size=6), min_size=1, max_size=20, unique=True), as_json=st.booleans())
+def test_the_beginnings_of_a_list_are_counted(texts, as_json) -> None:
+    params = StructuredOutputsParams(json={"enum": texts}) if as_json else StructuredOutputsParams(choice=texts)
+    encoded = [json.dumps(text, ensure_ascii=False).encode() if as_json else text.encode() for text in texts]
+    beginnings = {text[:end] for text in encoded for end in range(1, len(text) + 1)}
+    if not as_json or not any(ord(char) < 32 or char == "\x7f" for text in texts for char in text):
+        assert num_beginnings(params) == len(beginnings)
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [{"regex": "a|b"}, {"json": {"enum": ["a", 1]}}, {"json": {"enum": ["a"], "pattern": "a*"}}, {"json_object": True}],
+    ids=str,
+)
+def test_only_lists_of_texts_are_counted(structure) -> None:
+    assert num_beginnings(StructuredOutputsParams(**structure)) is None
+
+
+@pytest.mark.parametrize(("num_texts", "is_shared"), [(200, True), (2000, False)])
+def test_what_is_compiled_is_shared_where_it_stays_small(compiler, num_texts, is_shared) -> None:
+    texts = [f"{i} squared is {i * i}" for i in range(num_texts)]
+    params = StructuredOutputsParams(choice=texts)
+    first, second = (compiler.submit(params, jumps=jumps).future.result(30) for jumps in (True, False))
+    assert (first.jumps, second.jumps) == (True, False)
+    verdict = compiler._verdicts[msgspec.json.encode(params)]
+    assert (verdict.start is not None) == is_shared
+    assert verdict.start not in (first, second)
+    token_ids = masked_llm()[0].engine.tokenizer.encode(texts[7], add_special_tokens=False)
+    for state in (first, second):
+        assert all(state.advance(token_id) for token_id in token_ids)
 
 
 def test_the_vocabulary_can_be_told_beforehand() -> None:

@@ -1,7 +1,8 @@
 """Grammars, compiled beside the step loop, for each request anew.
 
 What the library has compiled grows as it is used, up to limits, and its copies share that (ADR 0020): a request would
-fail because of what others have generated. So only the trial, which takes longest, is remembered.
+fail because of what others have generated. So only the trial, which takes longest, is remembered, and what is compiled
+only of lists of texts, which cannot come to the limits.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ import numpy as np
 from quire.errors import InvalidParamsError
 from quire.faults import fault_point
 from quire.grammar.fair_threads import FairThreads
+from quire.grammar.source import num_beginnings
 from quire.grammar.state import GrammarState, MaskShape
-from quire.grammar.trial import TRIAL_LIMIT_S, TrialProcess, TrialSettings, parser_limits
+from quire.grammar.trial import MAX_LEXER_STATES, TRIAL_LIMIT_S, TrialProcess, TrialSettings, parser_limits
 from quire.params import StructuredOutputsParams
 from quire.tokenizer.tokenizer import Tokenizer
 
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
 MAX_VERDICTS = 256
 MAX_VERDICT_BYTES = 2 * 1024**2
-"""of the sources of the grammars whose trials are remembered"""
+"""of the sources of the grammars whose trials are remembered; a list compiled takes up to forty times as much"""
 _NUM_THREADS = 2
 _WORDS = "[a-z]{1,10}"
 """tokens that the library takes or leaves all at once where a grammar allows them all: most of those that a regular
@@ -70,7 +72,7 @@ class Compilation:
         return self.future.result()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Verdict:
     """How a trial has ended."""
 
@@ -80,6 +82,8 @@ class _Verdict:
     """why it is not taken, if it is not"""
     num_submitted: int
     """grammars that had been asked for by then"""
+    start: GrammarState | None = None
+    """of which all who ask for it get a copy, if what the copies share is small for good"""
 
 
 class GrammarCompiler:
@@ -125,12 +129,18 @@ class GrammarCompiler:
     def _compile(self, params: StructuredOutputsParams, number: int, jumps: bool) -> GrammarState:
         """In a thread, what was submitted as this number. Raises InvalidParamsError."""
         fault_point("grammar.compile")
-        grammar = self._library_grammar(params, number)
+        verdict = self._verdict(params, number)
+        state = self._start(params, verdict.grammar) if verdict.start is None else verdict.start.fork()
+        if verdict.start is None and (num_beginnings(params) or MAX_LEXER_STATES) < MAX_LEXER_STATES // 2:
+            verdict.start = state.fork()
+        state.jumps = jumps
+        return state
+
+    def _start(self, params: StructuredOutputsParams, grammar: str) -> GrammarState:
         from llguidance import LLMatcher
 
         tokenizer, shape = self._library_vocabulary()
-        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
-        state = GrammarState(matcher, shape, jumps=jumps)
+        state = GrammarState(LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits()), shape)
         words = np.zeros(-(-self._vocab_size // 32), np.int32)
         if state.error is None:
             state.fill(words)  # what is too complex fails here; also, the first mask is the slowest
@@ -140,9 +150,9 @@ class GrammarCompiler:
             raise InvalidParamsError(f"{params.structure} is not taken: no output can have this form")
         return state
 
-    def _library_grammar(self, params: StructuredOutputsParams, number: int) -> str:
-        """What has passed a trial, now or before. What has failed in one is tried again, unless it was asked for while
-        that went on. Raises InvalidParamsError."""
+    def _verdict(self, params: StructuredOutputsParams, number: int) -> _Verdict:
+        """Of a trial that was passed, now or before. What has failed in one is tried again, unless it was asked for
+        while that went on. Raises InvalidParamsError."""
         key = msgspec.json.encode(params)
         with self._lock:
             verdict = self._verdicts.get(key)
@@ -155,7 +165,7 @@ class GrammarCompiler:
                 del self._verdicts[next(iter(self._verdicts))]
         if verdict.error is not None:
             raise InvalidParamsError(verdict.error)
-        return verdict.grammar
+        return verdict
 
     def _try_out(self, params: StructuredOutputsParams) -> _Verdict:
         trial = self._trials.get()

@@ -1,5 +1,7 @@
 """A request's structure in the words of the grammar library."""
 
+from itertools import pairwise
+from os.path import commonprefix
 from typing import Any
 
 import msgspec
@@ -32,6 +34,22 @@ def library_grammar(params: StructuredOutputsParams) -> str:
     if params.whitespace_pattern is not None:
         options["whitespace_pattern"] = params.whitespace_pattern
     return LLMatcher.grammar_from_json_schema(msgspec.json.encode(schema).decode(), overrides=options)  # type: ignore[arg-type]
+
+
+def num_beginnings(params: StructuredOutputsParams) -> int | None:
+    """How many beginnings the texts have, where a structure that passed its trial is a list of texts and nothing else:
+    as many states has an automaton that reads them, at most. None for anything else."""
+    texts: list[bytes] = [choice.encode() for choice in params.choice or ()]
+    if params.json is not None:
+        schema = msgspec.json.decode(params.json) if isinstance(params.json, str) else params.json
+        if isinstance(schema, dict) and schema.keys() == {"enum"}:
+            texts = [msgspec.json.encode(value) for value in schema["enum"] if isinstance(value, str)]
+            if len(texts) < len(schema["enum"]):
+                return None
+    if not texts:
+        return None
+    pairs = pairwise([b"", *sorted(texts)])
+    return sum(len(text) - len(commonprefix([before, text])) for before, text in pairs)  # noqa: RUF071
 
 
 def _literal(text: str) -> str:

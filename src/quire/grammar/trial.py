@@ -34,7 +34,7 @@ TRIAL_LIMIT_BYTES = 2 * 1024**3
 """of address space"""
 _PATIENCE_S = 60.0
 """of the clock: nothing should take so long"""
-_MAX_LEXER_STATES = 10_000
+MAX_LEXER_STATES = 10_000
 """about 1 kB each, and every sequence may come to have its own"""
 _MAX_STEP_ITEMS = 20_000
 """of the parser in one step: about 20 ms"""
@@ -193,7 +193,7 @@ def parser_limits() -> "LLParserLimits":
     """What a grammar may take of the library, when it is compiled and in a step."""
     from llguidance import LLParserLimits
 
-    return LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, step_max_items=_MAX_STEP_ITEMS, verbose_errors=False)
+    return LLParserLimits(max_lexer_states=MAX_LEXER_STATES, step_max_items=_MAX_STEP_ITEMS, verbose_errors=False)
 
 
 def reason(message: str) -> str:
