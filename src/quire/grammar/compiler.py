@@ -82,8 +82,10 @@ class _Verdict:
     """why it is not taken, if it is not"""
     num_submitted: int
     """grammars that had been asked for by then"""
+    is_small: bool = False
+    """what its copies share stays small for good"""
     start: GrammarState | None = None
-    """of which all who ask for it get a copy, if what the copies share is small for good"""
+    """of which all who ask for it get a copy, if that is so"""
 
 
 class GrammarCompiler:
@@ -131,7 +133,7 @@ class GrammarCompiler:
         fault_point("grammar.compile")
         verdict = self._verdict(params, number)
         state = self._start(params, verdict.grammar) if verdict.start is None else verdict.start.fork()
-        if verdict.start is None and (num_beginnings(params) or MAX_LEXER_STATES) < MAX_LEXER_STATES // 2:
+        if verdict.start is None and verdict.is_small:
             verdict.start = state.fork()
         state.jumps = jumps
         return state
@@ -170,7 +172,9 @@ class GrammarCompiler:
     def _try_out(self, params: StructuredOutputsParams) -> _Verdict:
         trial = self._trials.get()
         try:
-            return _Verdict(trial.check(params), None, self._num_submitted)
+            grammar = trial.check(params)
+            is_small = (num_beginnings(params) or MAX_LEXER_STATES) < MAX_LEXER_STATES // 2
+            return _Verdict(grammar, None, self._num_submitted, is_small)
         except InvalidParamsError as error:
             return _Verdict("", str(error), self._num_submitted)
         finally:
