@@ -2,6 +2,7 @@
 
 from concurrent.futures import Future
 
+import msgspec
 import pytest
 
 from quire import LLM, InvalidParamsError, RequestError, SamplingParams
@@ -90,6 +91,30 @@ def test_what_nobody_waits_for_any_more_is_not_compiled(held) -> None:
     llm.engine.abort_request("a")
     assert a[0].cancelled()
     assert not b[0].cancelled()
+
+
+def test_grammars_that_take_too_much_memory_together_are_compiled_one_after_another(held, monkeypatch) -> None:
+    llm, _, compiler = held
+    large, small = structured(choice=["yes" * 40]), structured(choice=["no"])
+    sizes = [len(msgspec.json.encode(params.structured_outputs)) for params in (large, small)]
+    monkeypatch.setattr(grammar_queue, "MAX_BYTES_IN_USE", sum(sizes))
+    for request_id, params in (("a", large), ("b", large), ("left", large), ("c", small)):
+        llm.engine.add_request(request_id, "a", params)
+    assert len(compiler.held) == 2, "the first, and the one that fits beside it"
+    assert [group.request_id for group in llm.engine.grammars.queued(9)] == ["a", "c", "b", "left"]
+    assert llm.engine.stats().num_waiting == 4
+    llm.engine.abort_request("left")
+    compiler.release()
+    while "a" in llm.engine._groups:
+        assert len(compiler.held) == 1, "the first still runs"
+        llm.engine.step()
+    llm.engine.step()
+    assert len(compiler.held) == 2
+    compiler.release()
+    compiler.release()
+    outputs = run(llm)
+    assert {name: output.outputs[0].text for name, output in outputs.items()} == {"b": "yes" * 40, "c": "no"}
+    assert not llm.engine.grammars._in_use
 
 
 def test_what_was_given_up_is_compiled_when_it_is_asked_for_again() -> None:

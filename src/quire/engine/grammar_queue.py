@@ -4,7 +4,9 @@ import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED
 from concurrent.futures import wait as wait_for
-from itertools import islice
+from itertools import chain, islice
+
+import msgspec
 
 from quire.batch import Draw
 from quire.engine.scheduler import Scheduler
@@ -15,9 +17,14 @@ from quire.grammar.compiler import Compilation, GrammarCompiler
 COMPILE_LIMIT_S = 20.0
 """from when a thread begins: the library's own limits end a compilation sooner, this one is for its bugs"""
 
+MAX_BYTES_IN_USE = 8 * 1024**2
+"""of the sources of the grammars of all requests, to the end of each; compiled, they take up to fifty times as much"""
+
 
 class GrammarQueue:
     """Holds requests back until their grammars are compiled; the scheduler does not know them before.
+
+    While those in use take too much memory, no more are compiled but such as still fit.
 
     A request whose grammar fails, or takes too long, ends with the status FINISHED_IGNORED and says why.
     """
@@ -25,17 +32,19 @@ class GrammarQueue:
     def __init__(self, compiler: GrammarCompiler, clock: Callable[[], float] = time.monotonic) -> None:
         self.compiler = compiler
         self.clock = clock
+        self._held: dict[SequenceGroup, int] = {}  # whose compilation has to wait: bytes of the source
+        self._in_use: dict[SequenceGroup, int] = {}  # the same of the others, whether they wait or run
         self._waiting: dict[SequenceGroup, Compilation] = {}
         self._deadlines: dict[SequenceGroup, float] = {}  # of those that have begun
         self._failed: list[SequenceGroup] = []
 
     def __len__(self) -> int:
         """Requests that wait, or whose end nobody has been told."""
-        return len(self._waiting) + len(self._failed)
+        return len(self._held) + len(self._waiting) + len(self._failed)
 
     def queued(self, limit: int) -> list[SequenceGroup]:
         """So many of those that wait, at most."""
-        return list(islice(self._waiting, limit))
+        return list(islice(chain(self._waiting, self._held), limit))
 
     def prepare(self) -> None:
         """Load what the first grammar would load, which takes up to a second in which no step could run."""
@@ -43,9 +52,25 @@ class GrammarQueue:
 
     def add(self, group: SequenceGroup) -> None:
         """Have a new request's grammar compiled."""
-        assert group.params.structured_outputs is not None
-        jumps = _jumps(group.seqs[0].draws[0])
-        self._waiting[group] = self.compiler.submit(group.params.structured_outputs, group.params.tenant, jumps=jumps)
+        self._held[group] = len(msgspec.json.encode(group.params.structured_outputs))
+        self._begin()
+
+    def _begin(self) -> None:
+        """Have those compiled for which there is memory."""
+        num_in_use = sum(self._in_use.values())
+        for group, num_bytes in list(self._held.items()):
+            if num_in_use and num_in_use + num_bytes > MAX_BYTES_IN_USE:
+                continue
+            num_in_use += num_bytes
+            self._in_use[group] = self._held.pop(group)
+            params = group.params
+            assert params.structured_outputs is not None
+            jumps = _jumps(group.seqs[0].draws[0])
+            self._waiting[group] = self.compiler.submit(params.structured_outputs, params.tenant, jumps=jumps)
+
+    def forget(self, group: SequenceGroup) -> None:
+        """A request has ended: its grammar takes no memory any more."""
+        self._in_use.pop(group, None)
 
     def remove(self, group: SequenceGroup) -> bool:
         """Forget a request; False if it is not here."""
@@ -60,7 +85,7 @@ class GrammarQueue:
         self._deadlines.pop(group, None)
         if compilation is not None:
             compilation.future.cancel()
-        return compilation is not None
+        return compilation is not None or self._held.pop(group, None) is not None
 
     def wait(self, timeout_s: float) -> None:
         """Until a compilation has ended."""
@@ -68,6 +93,8 @@ class GrammarQueue:
 
     def admit(self, scheduler: Scheduler) -> None:
         """Hand the scheduler the requests whose grammars are ready."""
+        if self._held:
+            self._begin()
         for group, compilation in list(self._waiting.items()):
             if compilation.is_done:
                 group.error = compilation.error

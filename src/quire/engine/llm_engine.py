@@ -355,5 +355,6 @@ class LLMEngine:
     def _forget_if_finished(self, group: SequenceGroup) -> None:
         if group.is_finished:
             self._groups.pop(group.request_id, None)
+            self.grammars.forget(group)
             if group in self._changed:  # it ended in the plan of the step after the one of which is told
                 self._changed.remove(group)
