@@ -121,8 +121,8 @@ class Tally:
             self.failed.append(found[1].decode())
             outcome += " internal error"
         self.done[f"{kind} {outcome}"] += 1
-        is_refused = kind != "wrong" or exchange.status in (400, 404, 413, 429, 503)
-        if not found and (exchange.status == 500 or not is_refused):
+        is_expected = exchange.status in ((400, 404, 413, 429, 503) if kind == "wrong" else (0, 200, 429, 503))
+        if not found and not is_expected:
             self.wrong.append(f"{kind}: {exchange.status} {bytes(exchange.body[:200])!r}")
         if not left and not exchange.ended:
             self.wrong.append(f"{kind}: no end, {exchange.status} {bytes(exchange.body[-200:])!r}")

@@ -137,11 +137,14 @@ def test_a_message_that_cannot_be_taken_is_brought_again(door: Door) -> None:
     assert door.llm.num_restarts == num_restarts + 1
 
 
-def test_samples_that_fail_with_their_first_token_say_why() -> None:
+def test_samples_and_grammars_that_fail_in_the_engine_say_why() -> None:
     engine = LLM(num_gpu_blocks_override=64, max_model_len=96, num_threads=1).engine
     door = Door(make=lambda: local_llm(engine, iter(())))
     params = SamplingParams(n=3, max_tokens=4, bad_words=["the"])
     with inject(Fault("sampler.row")), pytest.raises(RequestFailedError, match="its token could not be drawn"):
+        door.run(door.outputs("bad", params))
+    params = SamplingParams(max_tokens=4, structured_outputs=StructuredOutputsParams(choice=["yes"]))
+    with inject(Fault("grammar.compile")), pytest.raises(RequestFailedError, match="when its grammar was compiled"):
         door.run(door.outputs("bad", params))
     assert door.run(door.outputs("good", params))[-1].finished
     door.close()

@@ -219,6 +219,6 @@ def test_a_grammar_that_cannot_begin_ends_its_request_alone(held, monkeypatch) -
     with monkeypatch.context() as patched:
         patched.setattr(Compilation, "state", property(lambda _: {}["planted"]))
         outputs = run(llm)
-    assert outputs["x"].outputs[0].finish_reason == "ignored"
-    assert outputs["x"].error == "request 'x' failed when its grammar was begun: KeyError"
+    assert outputs["x"].outputs[0].finish_reason == "abort"
+    assert outputs["x"].error == "request 'x' failed when its grammar was compiled: KeyError"
     assert outputs["other"].outputs[0].finish_reason == "length"

@@ -10,9 +10,10 @@ import msgspec
 
 from quire.batch import Draw
 from quire.engine.scheduler import Scheduler
-from quire.engine.sequence import SequenceGroup, SequenceStatus
+from quire.engine.sequence import Sequence, SequenceGroup, SequenceStatus
 from quire.errors import failure
 from quire.grammar.compiler import Compilation, GrammarCompiler
+from quire.log import logger
 
 COMPILE_LIMIT_S = 20.0
 """from when a thread begins: the library's own limits end a compilation sooner, this one is for its bugs"""
@@ -104,19 +105,26 @@ class GrammarQueue:
                 continue
             self._give_up(group)
             (seq,) = group.seqs
-            if group.error is None:
-                try:
-                    seq.grammar = compilation.state
-                    for token_id in seq.token_ids[seq.num_prompt_tokens :]:  # of its past in another engine
-                        seq.grammar.advance(token_id)
-                except Exception as error:
-                    group.error = failure(group.request_id, "when its grammar was begun", error)
-            if group.error is None:
+            if group.error is None and self._start(group, seq, compilation):
                 scheduler.add(group)
-            else:
+                continue
+            if not seq.status.is_finished:
                 seq.status = SequenceStatus.FINISHED_IGNORED
-                group.metrics.finished_time = self.clock()
-                self._failed.append(group)
+            group.metrics.finished_time = self.clock()
+            self._failed.append(group)
+
+    @staticmethod
+    def _start(group: SequenceGroup, seq: Sequence, compilation: Compilation) -> bool:
+        """Whether the sequence has its grammar now, or else has failed."""
+        try:
+            seq.grammar = compilation.state
+            for token_id in seq.token_ids[seq.num_prompt_tokens :]:  # of its past in another engine
+                seq.grammar.advance(token_id)
+        except Exception as error:
+            group.error = failure(group.request_id, "when its grammar was compiled", error)
+            logger.error("%s", group.error, exc_info=error)
+            seq.status = SequenceStatus.FINISHED_ABORTED
+        return group.error is None
 
     def _is_late(self, group: SequenceGroup, compilation: Compilation) -> bool:
         """Waiting for other grammars does not count: what is simple is not refused because theirs are slow."""

@@ -58,17 +58,19 @@ class Compilation:
 
     @property
     def error(self) -> str | None:
-        """Why it failed, if it did."""
+        """Why the grammar is not taken, if it is not."""
         if self.future.cancelled():
             return "nobody waited for the grammar any more"
         error = self.future.exception()
-        if error is None or isinstance(error, InvalidParamsError):
-            return None if error is None else str(error)
-        return f"the grammar could not be compiled: {type(error).__name__}: {error}"[:400]  # panics of the library too
+        if isinstance(error, InvalidParamsError):
+            return str(error)
+        if error is None or isinstance(error, Exception):
+            return None
+        return f"the grammar could not be compiled: {type(error).__name__}: {error}"[:400]  # the library has panicked
 
     @property
     def state(self) -> GrammarState:
-        """A new sequence's place in the grammar: the start."""
+        """A new sequence's place in the grammar: the start. Raises what was no fault of the grammar's."""
         return self.future.result()
 
 
