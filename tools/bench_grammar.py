@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from quire.grammar.compiler import GrammarCompiler
-from quire.params import StructuredOutputsParams
-from quire.tokenizer.tokenizer import Tokenizer
+from quire.common.params import StructuredOutputsParams
+from quire.text.grammar.compiler import GrammarCompiler
+from quire.text.tokenizer.tokenizer import Tokenizer
 
 CHECKPOINT = Path(__file__).parents[1] / "src" / "quire" / "checkpoints" / "quire-tiny"
 NUM_WALKS = 20

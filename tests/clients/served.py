@@ -16,7 +16,7 @@ from pathlib import Path
 import uvicorn
 
 import quire
-from quire.server.tools import TOOL_FORMATS
+from quire.server.api.tools import TOOL_FORMATS
 from tests.server.door import saying
 
 MODEL = "quire-tiny"
