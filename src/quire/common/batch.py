@@ -1,8 +1,9 @@
 """The plan of one step and what came of it: immutable values between scheduler, executor and commit."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -10,11 +11,21 @@ import numpy.typing as npt
 
 from quire.common.params import LogprobsMode
 
-BlockIds = npt.NDArray[np.int32]
+BlockIds: TypeAlias = npt.NDArray[np.int32]
 """a block table: logical block index -> block_id"""
 
-BlockPairs = tuple[tuple[int, int], ...]
+TokenIds: TypeAlias = npt.NDArray[np.int32]
+
+MaskWords: TypeAlias = npt.NDArray[np.int32]
+"""[ceil(vocab_size / 32)]"""
+
+HiddenStates: TypeAlias = npt.NDArray[np.float32]
+"""[num_rows, hidden_size]"""
+
+BlockPairs: TypeAlias = tuple[tuple[int, int], ...]
 """(source block, destination block), each in its own tier"""
+
+Message = TypeVar("Message", "Batch", "StepResult")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,55 +38,40 @@ class SlotCopy:
     num_slots: int
 
 
-class LogitsProcessor(Protocol):
-    """A caller's own change of the logits, before anything else is done to them."""
-
-    def __call__(self, output_token_ids: list[int], logits: Any, /) -> Any:
-        """The tokens generated so far and logits [vocab] float32 (a torch tensor of its own) -> changed logits."""
-        ...
-
-
-class TokenMask(Protocol):
-    """What may come next in a sequence, by its grammar."""
-
-    def fill(self, words: npt.NDArray[np.int32]) -> None:
-        """Set bit `token_id % 32` of words[token_id // 32] for every token that may come next, and clear the others."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """How the next token of a sequence is chosen from its logits: what of it stays the same for a request's life."""
+class Draw(msgspec.Struct, frozen=True):
+    """How the next token of a sequence is chosen from its logits: the part that is the same for a request's life."""
 
     temperature: float
     top_k: int
-    """0: all"""
+    """Number of likeliest tokens to draw from; 0 for all."""
     top_p: float
     random_key: bytes
-    """with the position, it determines the random number; nothing else does"""
+    """Determines the random number together with the position, and nothing else does."""
     index: int = 0
-    """of the sample in its request"""
+    """Index of the sample within its request."""
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, what is added to its logit)"""
+    """(token id, value added to its logit)"""
     allowed_token_ids: tuple[int, ...] | None = None
-    """no other is drawn; None: all are allowed"""
+    """The only tokens that may be drawn; None for all."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """the last token of each is not drawn after the others"""
+    """The last token of each is not drawn after the others."""
     min_tokens: int = 0
-    """none of `stop_token_ids` is drawn before so many output tokens"""
+    """Number of output tokens before one of `stop_token_ids` may be drawn."""
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
-    """log-probabilities wanted: of the token drawn and of so many of the likeliest; None: of none"""
+    """Number of likeliest tokens whose log-probabilities are returned beside the drawn token's; None for no
+    log-probabilities at all."""
     logprobs_mode: LogprobsMode | None = None
-    """which ones; None: those that the engine was told to give"""
-    processors: tuple[LogitsProcessor, ...] = ()
+    """Which log-probabilities are returned; None for the engine's default."""
+    processors: tuple[str, ...] = ()
+    """Names of logits processors, to be looked up where the token is drawn."""
 
     @property
-    def needs_past(self) -> bool:
+    def needs_history(self) -> bool:
         """Whether the tokens so far change the logits."""
         return bool(
             self.presence_penalty
@@ -86,15 +82,41 @@ class Draw:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """Tokens given beforehand, the prompt's as a rule, whose log-probabilities are wanted."""
+class DrawnRows(msgspec.Struct, frozen=True, gc=False):
+    """The last rows of a sequence's scheduled tokens: tokens are drawn from their logits.
+
+    One row, as a rule. More where the last tokens scheduled are drafts: then each row draws the token that its draft
+    must equal to be accepted, and the last row draws the token behind them all.
+    """
+
+    draws: tuple[Draw, ...]
+    """A token is drawn with each of them from each row. Several where a prompt forks into samples."""
+    num_prompt_tokens: int
+    num_rows: int = 1
+    history: TokenIds | None = None
+    """[end]: all tokens of the sequence up to the last row, where a draw needs them. A row's own history is the part up
+    to and with its token."""
+    masks: tuple[MaskWords | None, ...] | None = None
+    """By row, the tokens that may be drawn: bit `token_id % 32` of word `token_id // 32`. None for all tokens."""
+
+
+class ScoredRows(msgspec.Struct, frozen=True, gc=False):
+    """A run of rows whose logits give the log-probabilities of known tokens, which are usually the prompt's."""
 
     row: int
-    """the first is predicted by this one of the tokens scheduled, the next by the next, and so on"""
+    """Index of the first row among the sequence's scheduled tokens."""
     token_ids: tuple[int, ...]
+    """The token scored by each row, which is the one that follows the row's own."""
     num_top: int
-    """so many of the likeliest tokens are told besides"""
+    """Number of likeliest tokens returned beside each token."""
+
+
+class PooledRows(msgspec.Struct, frozen=True, gc=False):
+    """A run of rows whose hidden states are returned, to be pooled into an embedding or a score."""
+
+    row: int
+    """Index of the first row among the sequence's scheduled tokens."""
+    num_rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +124,7 @@ class TokenLogprobs:
     """Log-probabilities of some tokens, one row for each."""
 
     token_ids: npt.NDArray[np.int32]
-    """[num_rows, 1 + num_top]: the token itself, then the likeliest, which it may be one of, in order"""
+    """[num_rows, 1 + num_top]: the token itself, then the likeliest, which may include it, in order"""
     logprobs: npt.NDArray[np.float32]
     """[num_rows, 1 + num_top]"""
     ranks: npt.NDArray[np.int32]
@@ -110,60 +132,92 @@ class TokenLogprobs:
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
-    """One sequence's share of a step. A struct, since hundreds are made in every step."""
+    """One sequence's share of a step: the tokens to run, and which of their rows are wanted for what.
+
+    A row is one token's place in the step; its position is `start` plus its index among `token_ids`.
+    """
 
     seq_id: int
     token_ids: tuple[int, ...]
-    """the tokens to run now"""
+    """The tokens to run now; drafts come last."""
     start: int
-    """position of the first of them: tokens computed before this step"""
+    """Position of the first of them: the number of tokens computed before this step."""
     block_tables: tuple[BlockIds, ...]
-    """one per KV cache group; they cover `end` tokens"""
-    draws: tuple[Draw, ...]
-    """a token is drawn with each: several where a prompt forks into samples, none where tokens are left after these"""
-    num_prompt_tokens: int = 0
-    past: npt.NDArray[np.int32] | None = None
-    """[end]: all its tokens up to these, where a draw needs them"""
-    mask: TokenMask | None = None
-    """what may be drawn; None: anything"""
-    scored: Scored | None = None
+    """One for each KV cache group; they cover `end` tokens."""
+    drawn: DrawnRows | None = None
+    """None where tokens are left to compute after these, or where nothing is drawn."""
+    scored: ScoredRows | None = None
+    pooled: PooledRows | None = None
 
     @property
     def end(self) -> int:
-        """Tokens computed after this step."""
+        """Tokens computed after this step, drafts included."""
         return self.start + len(self.token_ids)
 
+    @property
+    def num_drafts(self) -> int:
+        """How many of the last tokens are drafts."""
+        return 0 if self.drawn is None else self.drawn.num_rows - 1
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Everything the executor needs to know of one step."""
+
+class Batch(msgspec.Struct, frozen=True):
+    """Everything the executor needs to know of one step. A plain value: msgpack can carry it (see `encode`)."""
 
     step: int
     sequences: tuple[ScheduledSequence, ...]
     swap_out: BlockPairs = ()
-    """from the device tier to the host's, before all else: the blocks may be written in this very step"""
+    """From the device tier to the host's, before all else: the blocks may be written in this very step."""
     swap_in: BlockPairs = ()
-    """from the host tier back"""
+    """From the host tier back."""
     copies: tuple[SlotCopy, ...] = ()
-    """copy-on-write and reused parts of blocks, before the forward pass"""
+    """Copy-on-write and reused parts of blocks, before the forward pass."""
     ignored: tuple[str, ...] = ()
-    """request ids that turned out not to fit, now or ever; they have finished and are out of every queue"""
+    """Ids of requests that turned out never to fit; they have finished and are out of every queue."""
 
     @property
     def num_tokens(self) -> int:
         """Tokens to run in all."""
-        return sum(len(s.token_ids) for s in self.sequences)
+        return sum([len(s.token_ids) for s in self.sequences])
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What the executor brings back."""
+class StepResult(msgspec.Struct, frozen=True):
+    """What the executor returns for a Batch."""
 
     token_ids: tuple[int, ...]
-    """one for each draw, in the order of the scheduled sequences"""
-    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
-    """one row, by place in `token_ids`, where the draw wants it"""
-    scored: Mapping[int, TokenLogprobs] = field(default_factory=dict)
-    """one row for each scored token, by place of the sequence in the batch"""
-    errors: Mapping[int, str] = field(default_factory=dict)
-    """by place in `token_ids`: how a request's own code failed there; that token means nothing"""
+    """The drawn tokens: by sequence, then by row, then by draw."""
+    logprobs: dict[int, TokenLogprobs] = {}
+    """By index in `token_ids`, one row, where the draw wants it."""
+    scored: dict[int, TokenLogprobs] = {}
+    """By the sequence's index in the batch, one row for each scored token."""
+    pooled: dict[int, HiddenStates] = {}
+    """By the sequence's index in the batch, one row for each pooled row."""
+    errors: dict[int, str] = {}
+    """By index in `token_ids`: how a request's own work failed there. That token means nothing."""
+
+
+def encode(message: Batch | StepResult) -> bytes:
+    """The message in msgpack, arrays as their dtype, shape and little-endian bytes."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes, kind: type[Message]) -> Message:
+    """The inverse of `encode`. Raises msgspec.ValidationError for anything but an encoded `kind`."""
+    return msgspec.msgpack.decode(data, type=kind, dec_hook=_decode_array)
+
+
+def _encode_array(value: object) -> object:
+    if isinstance(value, np.ndarray):
+        return str(value.dtype), value.shape, np.ascontiguousarray(value).tobytes()
+    raise TypeError(f"a batch holds plain values and arrays, not {type(value).__name__}")
+
+
+def _decode_array(kind: type, value: Any) -> npt.NDArray[Any]:
+    """Raises ValueError where the parts do not make an array."""
+    name, shape, data = value
+    if name not in _ARRAY_DTYPES:
+        raise ValueError(f"an array of {name!r}: allowed are {', '.join(_ARRAY_DTYPES)}")
+    return np.frombuffer(data, np.dtype(name)).reshape(shape)
+
+
+_ARRAY_DTYPES = ("int32", "float32")
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)

@@ -1,4 +1,7 @@
-"""Decode steps, in which every sequence runs one token: recorded once for each number of them, then replayed."""
+"""Decode steps, recorded once for each number of sequences and rows, then replayed.
+
+In a decode step each sequence runs the tokens whose successors it draws: its newest token, and drafts behind it.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,21 +13,22 @@ from torch import Tensor
 from quire import kernels
 from quire.common.batch import BlockIds, ScheduledSequence
 from quire.models.base import CausalLM
+from quire.runner.row_layout import RowLayout, row_layout
 from quire.models.layers.batch_tensors import BatchTensors, GroupTensors, LayerKVCache
 
-MAX_SEQS = 256
-"""a step of more is so long that Python no longer matters"""
+MAX_ROWS = 256
+"""A step of more rows takes so long that Python's share of it no longer matters."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
     graph: kernels.KernelGraph
     logits: Tensor
-    """[num_seqs, vocab] float32: where a replay puts them; it does not hold that memory, others compute there too"""
+    """[num_rows, vocab] float32, where a replay writes them. The memory is shared with other computations."""
 
 
 class DecodeGraphs:
-    """The graphs, and the inputs they share: the first rows of arrays that stay where they are."""
+    """The recordings, and the inputs they share: the first rows of arrays that stay in place."""
 
     def __init__(
         self,
@@ -39,72 +43,85 @@ class DecodeGraphs:
         self._block_size = block_size
         self._workspace = workspace
         num_groups = 1 + max(layer.group for layer in kv)
-        self._token_ids = np.zeros(MAX_SEQS, np.int64)
-        self._positions = np.zeros(MAX_SEQS, np.int64)
-        self._rows = np.arange(MAX_SEQS + 1)
-        self._query_start = self._rows.astype(np.int32)
-        self._seq_lens = np.zeros(MAX_SEQS, np.int32)
-        self._slots = np.zeros((num_groups, MAX_SEQS), np.int64)
-        self._block_tables = np.zeros((num_groups, MAX_SEQS, max_blocks), np.int32)
-        self._held: list[list[BlockIds | None]] = [[None] * MAX_SEQS for _ in range(num_groups)]
-        self._recorded: dict[int, _Recorded] = {}
+        self._token_ids = np.zeros(MAX_ROWS, np.int64)
+        self._positions = np.zeros(MAX_ROWS, np.int64)
+        self._rows = np.arange(MAX_ROWS)
+        self._query_start = np.zeros(MAX_ROWS + 1, np.int32)
+        self._seq_lens = np.zeros(MAX_ROWS, np.int32)
+        self._slots = np.zeros((num_groups, MAX_ROWS), np.int64)
+        self._block_tables = np.zeros((num_groups, MAX_ROWS, max_blocks), np.int32)
+        self._known_tables: list[list[BlockIds | None]] = [[None] * MAX_ROWS for _ in range(num_groups)]
+        self._recorded: dict[tuple[int, int], _Recorded] = {}
 
     @staticmethod
-    def take(sequences: Sequence[ScheduledSequence]) -> bool:
-        """Whether these make a decode step."""
+    def can_replay(sequences: Sequence[ScheduledSequence]) -> bool:
+        """Whether these make a decode step, and one that is small enough."""
         return (
             kernels.isa() != "reference"
-            and len(sequences) <= MAX_SEQS
-            and all(len(s.token_ids) == 1 and len(s.draws) == 1 and s.scored is None for s in sequences)
+            and len(sequences) <= MAX_ROWS
+            and all([_only_draws(s) for s in sequences])
+            and sum([len(s.token_ids) for s in sequences]) <= MAX_ROWS
         )
 
     def logits(self, sequences: Sequence[ScheduledSequence]) -> Tensor:
-        """[num_seqs, vocab] float32, until the next step."""
-        self._fill(sequences)
-        num_seqs = len(sequences)
-        recorded = self._recorded.get(num_seqs)
+        """[num_rows, vocab] float32, valid until the next step."""
+        layout = row_layout(sequences)
+        self._fill(sequences, layout)
+        shape = len(sequences), len(layout.token_ids)
+        recorded = self._recorded.get(shape)
         if recorded is None:
-            recorded = self._recorded[num_seqs] = self._record(num_seqs)
+            recorded = self._recorded[shape] = self._record(*shape)
         else:
             recorded.graph.replay()
         return recorded.logits
 
-    def _fill(self, sequences: Sequence[ScheduledSequence]) -> None:
-        n, size = len(sequences), self._block_size
-        self._token_ids[:n] = [s.token_ids[0] for s in sequences]
-        positions = self._positions[:n]
-        positions[:] = [s.start for s in sequences]
-        self._seq_lens[:n] = positions + 1
-        for group, held in enumerate(self._held):
+    def _fill(self, sequences: Sequence[ScheduledSequence], layout: RowLayout) -> None:
+        num_seqs, num_rows = len(sequences), len(layout.token_ids)
+        self._token_ids[:num_rows] = layout.token_ids
+        self._positions[:num_rows] = layout.positions
+        self._query_start[: num_seqs + 1] = layout.query_start
+        self._seq_lens[:num_seqs] = layout.seq_lens
+        for group, known in enumerate(self._known_tables):
             tables = self._block_tables[group]
-            for row, s in enumerate(sequences):
+            for place, s in enumerate(sequences):
                 table = s.block_tables[group]
-                if table is not held[row]:  # a table is a new one when it has changed
-                    tables[row, : len(table)] = table
-                    held[row] = table
-            self._slots[group, :n] = tables[self._rows[:n], positions // size].astype(np.int64) * size
-            self._slots[group, :n] += positions % size
+                if table is not known[place]:  # a table that has changed is a new array
+                    tables[place, : len(table)] = table
+                    known[place] = table
+            self._slots[group, :num_rows] = layout.slots(tables, self._block_size)
 
-    def _record(self, num_seqs: int) -> _Recorded:
+    def _record(self, num_seqs: int, num_rows: int) -> _Recorded:
         """Run the step, and keep what it ran."""
         graph = kernels.KernelGraph()
         with self._workspace.recording(), graph.record():
-            hidden = self._model(self._tensors(num_seqs), self._kv)  # [num_seqs, hidden]
+            hidden = self._model(self._tensors(num_seqs, num_rows), self._kv)  # [num_rows, hidden]
             logits = self._model.compute_logits(hidden)
         return _Recorded(graph, kernels.borrowed(logits))
 
-    def _tensors(self, num_seqs: int) -> BatchTensors:
-        def first(array: np.ndarray, count: int = num_seqs) -> Tensor:
+    def _tensors(self, num_seqs: int, num_rows: int) -> BatchTensors:
+        def first(array: np.ndarray, count: int) -> Tensor:
             return torch.from_numpy(array[:count])
 
         return BatchTensors(
-            token_ids=first(self._token_ids),
-            positions=first(self._positions),
+            token_ids=first(self._token_ids, num_rows),
+            positions=first(self._positions, num_rows),
             query_start=first(self._query_start, num_seqs + 1),
-            seq_lens=first(self._seq_lens),
+            seq_lens=first(self._seq_lens, num_seqs),
             groups=tuple(
-                GroupTensors(first(slots), first(tables))
+                GroupTensors(first(slots, num_rows), first(tables, num_seqs))
                 for slots, tables in zip(self._slots, self._block_tables, strict=True)
             ),
-            logit_rows=first(self._rows),
+            logit_rows=first(self._rows, num_rows),
         )
+
+
+def _only_draws(s: ScheduledSequence) -> bool:
+    """Whether a token is drawn behind each of its tokens, and nothing else is wanted of them."""
+    drawn = s.drawn
+    return (
+        drawn is not None
+        and len(s.token_ids) == drawn.num_rows
+        and len(drawn.draws) == 1
+        and s.scored is None
+        and s.pooled is None
+    )

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+from msgspec.structs import replace
 
 from quire.common.errors import InvalidParamsError
 from quire.common.outputs import CompletionOutput, FinishReason
@@ -43,7 +44,7 @@ def advance_beams(scheduler: Scheduler, group: SequenceGroup) -> None:
     The first child of a beam goes on in its place and in its blocks, the others are forks of it.
     """
     beams = group.seqs
-    if group.search is None or any(beam.held is None for beam in beams):
+    if group.search is None or any(beam.beam_candidates is None for beam in beams):
         return
     children = group.search.select(beams)
     if not children:
@@ -60,7 +61,7 @@ def advance_beams(scheduler: Scheduler, group: SequenceGroup) -> None:
         scheduler.finish(group, beams[place])
     for beam, (_, token_id) in zip(group.seqs, children, strict=True):
         beam.token_ids.append(token_id)
-        beam.held = None
+        beam.beam_candidates = None
         if beam.grammar is not None and not beam.grammar.advance(token_id):
             group.error = f"stopped after {beam.num_output_tokens} tokens: {beam.grammar.error}"
     if group.error is not None:
@@ -125,11 +126,11 @@ class BeamSearch:
             logprobs=self.num_candidates,
             logprobs_mode="processed_logprobs",
         )
-        seq.draws = (draw,) * self.params.beam_width
+        seq.draw_with((draw,) * self.params.beam_width)
 
     def select(self, beams: list[Sequence]) -> list[tuple[int, int]]:
         """One step of the search. Empty once no beam can come among the best any more, as early_stopping says."""
-        held = [beam.held for beam in beams if beam.held is not None]
+        held = [beam.beam_candidates for beam in beams if beam.beam_candidates is not None]
         token_ids = np.concatenate([candidates.token_ids[0, 1:] for candidates in held])
         cum_logprobs = np.concatenate(
             [

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
 from typing import Any, TypeAlias
+
+from msgspec.structs import replace
 
 from quire.common.batch import Draw
 from quire.common.errors import CheckpointError, InvalidParamsError, InvalidPromptError, PromptTooLongError
@@ -17,6 +18,7 @@ from quire.engine.requests.beam_search import BeamSearch
 from quire.engine.requests.logprobs import LogprobRows, PromptScores
 from quire.engine.requests.sequence import Sequence, SequenceGroup
 from quire.kv.content_hash import ContentKey
+from quire.runner.sampling.processors import NamedProcessor
 from quire.runner.sampling.random import random_key, uniform_bits
 from quire.text.tokenizer.detokenizer import IncrementalDetokenizer
 from quire.text.tokenizer.tokenizer import Tokenizer
@@ -59,10 +61,11 @@ class InputProcessor:
             params = params.sampling_params()
         text, token_ids, key = self.prompt(prompt, params)
         self.check_params(params)
-        seq = self.sequence(seq_id, token_ids, params)
+        processors = tuple([NamedProcessor(processor) for processor in params.logits_processors or ()])
+        seq = self.sequence(seq_id, token_ids, params, tuple([named.name for named in processors]))
         if search is not None:
             search.start(seq)
-        return SequenceGroup(request_id, text, seq, params, arrival_time, key, search)
+        return SequenceGroup(request_id, text, seq, params, arrival_time, key, search, processors)
 
     def scoring_request(
         self, request_id: str, context: Prompt, continuation: Prompt | None, seq_id: int, arrival_time: float
@@ -208,9 +211,12 @@ class InputProcessor:
 
     # Params
 
-    def sequence(self, seq_id: int, token_ids: list[int], params: SamplingParams) -> Sequence:
-        """A request's first sequence: it stands for all its samples until the prompt is computed."""
-        draws = self._draws(params)
+    def sequence(
+        self, seq_id: int, token_ids: list[int], params: SamplingParams, processors: tuple[str, ...] = ()
+    ) -> Sequence:
+        """A request's first sequence, which stands for all its samples until the prompt is computed. `processors`: the
+        names of its logits processors."""
+        draws = self._draws(params, processors)
         decode = self.tokenizer.decode_token if params.detokenize else None
         logprobs = scores = None
         if draws[0].logprobs is not None:
@@ -265,10 +271,10 @@ class InputProcessor:
                 f"min_tokens={draw.min_tokens} may leave none of allowed_token_ids: allow a token that does not stop"
             )
 
-    def _draws(self, params: SamplingParams) -> tuple[Draw, ...]:
+    def _draws(self, params: SamplingParams, processors: tuple[str, ...]) -> tuple[Draw, ...]:
         """One for each sample, with the request's own seed or the one of its place by arrival."""
         seed = self.seed(self._num_requests) if params.seed is None else params.seed
-        draw = self._draw(params)
+        draw = replace(self._draw(params), processors=processors)
         return tuple(replace(draw, random_key=random_key(seed, i), index=i) for i in range(params.num_samples))
 
     def seed(self, place: int) -> int:
@@ -293,7 +299,6 @@ class InputProcessor:
             min_tokens=params.min_tokens,
             stop_token_ids=self._stop_token_ids(params) if params.min_tokens else (),
             logprobs=0 if logprobs is None and params.ranks_samples else logprobs,
-            processors=tuple(params.logits_processors or ()),
         )
 
     def _stop_token_ids(self, params: SamplingParams) -> tuple[int, ...]:

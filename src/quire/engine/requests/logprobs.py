@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from quire.common.batch import Scored, TokenLogprobs
+from quire.common.batch import ScoredRows, TokenLogprobs
 from quire.common.outputs import Logprob
 
 DecodeToken = Callable[[int], str]
@@ -105,11 +105,11 @@ class PromptScores:
         """So many prompt tokens, at most, need not be computed; None for any number."""
         return None if self.is_done else self.first + len(self.rows) - 1
 
-    def due(self, start: int, end: int) -> Scored | None:
+    def due(self, start: int, end: int) -> ScoredRows | None:
         """Those not scored yet that the tokens from position `start` to `end` predict."""
         num_scored = len(self.rows)
         token_ids = tuple(self.token_ids[num_scored : max(0, end - self.first + 1)])
-        return Scored(self.first + num_scored - 1 - start, token_ids, self.num_top) if token_ids else None
+        return ScoredRows(self.first + num_scored - 1 - start, token_ids, self.num_top) if token_ids else None
 
     def to_dicts(self) -> list[dict[int, Logprob] | None]:
         """By position, as far as they are scored; None before the first."""

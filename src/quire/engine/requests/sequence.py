@@ -6,16 +6,17 @@ from enum import Enum
 from typing import TYPE_CHECKING, get_args
 
 import numpy as np
-import numpy.typing as npt
 
+from quire.common.batch import DrawnRows
 from quire.common.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
 from quire.kv.content_hash import NO_KEY, ContentKey
 
 if TYPE_CHECKING:
-    from quire.common.batch import Draw, TokenLogprobs
+    from quire.common.batch import Draw, TokenIds, TokenLogprobs
     from quire.common.params import SamplingParams
     from quire.engine.requests.beam_search import BeamSelector
     from quire.engine.requests.logprobs import LogprobRows, PromptScores
+    from quire.runner.sampling.processors import NamedProcessor
     from quire.text.grammar.state import GrammarState
     from quire.text.tokenizer.detokenizer import IncrementalDetokenizer
 
@@ -54,16 +55,18 @@ class Sequence:
     """
 
     __slots__ = (
-        "_num_past",
-        "_past",
+        "_history",
+        "_num_known",
+        "beam_candidates",
         "detokenizer",
+        "drafts",
+        "drawn_rows",
         "draws",
         "grammar",
         "has_told_end",
-        "held",
         "index",
         "logprobs",
-        "needs_past",
+        "needs_history",
         "num_computed_tokens",
         "num_prompt_tokens",
         "num_served_tokens",
@@ -93,13 +96,12 @@ class Sequence:
         """the most that were ever computed: its tenant's account"""
         self.status = SequenceStatus.WAITING
         self.stop_reason: int | str | None = None
-        self.draws = draws
-        """what its next token is drawn with; more than one while it stands for all samples of a prompt, none if it
-        is only to be scored"""
-        self.needs_past = any(draw.needs_past for draw in draws)
-        self._past: npt.NDArray[np.int32] | None = None
-        self._num_past = 0
-        """of its tokens, those that `past` has taken over"""
+        self.draw_with(draws)
+        self.drafts: tuple[int, ...] = ()
+        """Tokens that are proposed to come next. The next step verifies as many as it has room for."""
+        self._history: TokenIds | None = None
+        self._num_known = 0
+        """Number of tokens that `_history` holds already."""
         self.detokenizer = detokenizer
         self.logprobs = logprobs
         """of its output tokens, where they are wanted"""
@@ -111,31 +113,40 @@ class Sequence:
         """output tokens, and characters of text, that deltas have brought"""
         self.has_told_end = False
         """a delta has brought the finish reason"""
-        self.held: TokenLogprobs | None = None
-        """of a beam: what may come next, while the other beams of its request have yet to find out"""
+        self.beam_candidates: TokenLogprobs | None = None
+        """What may follow a beam, while other beams of its request have yet to be computed."""
+
+    def draw_with(self, draws: tuple[Draw, ...]) -> None:
+        """Set how the next token is drawn: with several draws while the sequence stands for all samples of a prompt,
+        with none if it is only scored."""
+        self.draws = draws
+        self.needs_history = any(draw.needs_history for draw in draws)
+        self.drawn_rows = DrawnRows(draws, self.num_prompt_tokens) if draws else None
+        """What the scheduler asks of the sequence's last row where that depends on no other tokens."""
 
     def fork(self, seq_id: int, draw: Draw) -> Sequence:
         """A sequence that has the same past and goes on with a draw of its own."""
         detokenizer = None if self.detokenizer is None else self.detokenizer.fork()
         logprobs = None if self.logprobs is None else self.logprobs.fork()
-        other = Sequence(seq_id, self.token_ids, (draw,), detokenizer, logprobs)
-        other.num_prompt_tokens = self.num_prompt_tokens
+        other = Sequence(seq_id, self.token_ids, (), detokenizer, logprobs)
+        other.index, other.num_prompt_tokens = draw.index, self.num_prompt_tokens
+        other.draw_with((draw,))
         other.num_computed_tokens = self.num_computed_tokens
         other.num_served_tokens = self.num_served_tokens
         other.status = self.status
         other.grammar = None if self.grammar is None else self.grammar.fork()
         return other
 
-    def past(self) -> npt.NDArray[np.int32]:
-        """[num_tokens]: all its tokens, for its draws to read: a view of memory that grows by doubling."""
-        num_tokens, num_known = len(self.token_ids), self._num_past
-        if self._past is None or len(self._past) < num_tokens:
-            known, self._past = self._past, np.empty(2 * num_tokens, np.int32)
+    def history(self) -> TokenIds:
+        """[num_tokens]: all its tokens, a view of memory that grows by doubling."""
+        num_tokens, num_known = len(self.token_ids), self._num_known
+        if self._history is None or len(self._history) < num_tokens:
+            known, self._history = self._history, np.empty(2 * num_tokens, np.int32)
             if known is not None:
-                self._past[:num_known] = known[:num_known]
-        self._past[num_known:num_tokens] = self.token_ids[num_known:]
-        self._num_past = num_tokens
-        return self._past[:num_tokens]
+                self._history[:num_known] = known[:num_known]
+        self._history[num_known:num_tokens] = self.token_ids[num_known:]
+        self._num_known = num_tokens
+        return self._history[:num_tokens]
 
     @property
     def num_tokens(self) -> int:
@@ -186,6 +197,7 @@ class SequenceGroup:
         "num_cached_tokens",
         "order",
         "params",
+        "processors",
         "prompt",
         "prompt_token_ids",
         "request_id",
@@ -205,6 +217,7 @@ class SequenceGroup:
         arrival_time: float,
         content_key: ContentKey = NO_KEY,
         search: BeamSelector | None = None,
+        processors: tuple[NamedProcessor, ...] = (),
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -215,7 +228,9 @@ class SequenceGroup:
         self.tenant = params.tenant
         self.content_key = content_key
         self.search = search
-        """decides how its sequences go on, if they are beams"""
+        """Decides how its sequences continue, if they are beams."""
+        self.processors = processors
+        """The logits processors that its draws name. They can be looked up for as long as this object lives."""
         self.prompt_token_ids = list(seq.token_ids)
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
         self.scores = seq.scores

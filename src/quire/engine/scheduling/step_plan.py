@@ -1,4 +1,4 @@
-"""A Batch in the making: what a step has left to give, and what it has given."""
+"""A step while it is planned: the budgets that are left, and what has been scheduled."""
 
 from collections.abc import Set
 from dataclasses import dataclass, field
@@ -12,15 +12,19 @@ class StepPlan:
 
     token_budget: int
     prefill_budget: int
-    """of the token budget, what sequences with more than one token to compute may have"""
+    """The part of the token budget that sequences with more than one token to compute may have."""
     num_seqs: int = 0
-    """running or about to, once their prompts are computed"""
+    """Sequences that run, or will once their prompts are computed."""
     scheduled: list[tuple[Sequence, int]] = field(default_factory=list)
-    """with how many tokens"""
+    """Each scheduled sequence with its number of tokens, drafts not counted."""
+    drafts: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """By sequence id, the drafts that are verified behind its tokens."""
     only: Set[SequenceGroup] | None = None
-    """requests that may run; None: all"""
+    """The requests that may run; None for all."""
+    busy: Set[SequenceGroup] = frozenset()
+    """Requests in a batch that is in flight: they are neither scheduled nor preempted."""
     preempted: bool = False
-    """somebody had to give way, so nobody else starts"""
+    """A request was preempted in this step, so no other starts."""
 
     def chunk(self, seq: Sequence) -> int:
         """How many tokens the sequence may compute."""
@@ -28,7 +32,7 @@ class StepPlan:
         return min(num_tokens, self.token_budget, self.prefill_budget if num_tokens > 1 else 1)
 
     def is_full(self, max_num_seqs: int, num_wanted: int) -> bool:
-        """Whether so many more sequences are too many, or there are no tokens for them."""
+        """Whether `num_wanted` more sequences are too many, or no tokens are left for them."""
         return self.token_budget <= 0 or self.prefill_budget <= 0 or self.num_seqs + num_wanted > max_num_seqs
 
     def add(self, seq: Sequence, num_tokens: int) -> None:

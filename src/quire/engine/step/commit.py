@@ -2,8 +2,9 @@
 
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 
-from quire.common.batch import Batch, StepResult
+from quire.common.batch import Batch, ScheduledSequence, StepResult
 from quire.common.errors import failure
 from quire.common.faults import fault_point
 from quire.common.log import logger
@@ -12,9 +13,12 @@ from quire.engine.requests.sequence import Sequence, SequenceGroup, SequenceStat
 from quire.engine.scheduling.scheduler import Scheduler
 from quire.text.grammar.state import GrammarState
 
+Drafter = Callable[[SequenceGroup, Sequence], SequenceOf[int]]
+"""proposes tokens that may follow a sequence's newest; wrong ones cost time and change nothing"""
+
 
 class Committer:
-    """Publishes computed blocks, forks samples, appends tokens, decides who has finished."""
+    """Publishes computed blocks, forks samples, appends tokens, decides which sequences have finished."""
 
     def __init__(
         self,
@@ -23,36 +27,46 @@ class Committer:
         max_model_len: int,
         eos_token_ids: frozenset[int],
         clock: Callable[[], float] = time.monotonic,
+        draft: Drafter | None = None,
     ) -> None:
+        """`draft` proposes the tokens that the next step verifies."""
         self.scheduler = scheduler
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
         self.clock = clock
+        self.draft = draft
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
 
     def commit(self, batch: Batch, result: StepResult) -> list[SequenceGroup]:
         """Apply a step. Returns the requests that got a token or finished, in batch order.
 
-        What fails of a request's own ends that request. Any other exception means that the accounts are wrong.
+        An error in a request's own work ends that request. Any other exception means that the internal accounting is
+        inconsistent.
         """
         blocks, policy = self.scheduler.blocks, self.scheduler.policy
-        self.scheduler.settle()
+        self.scheduler.settle(batch.step)
         find_owner, publish, counts_tokens = self.scheduler.owner, blocks.publish, policy.counts_tokens
         changed: list[SequenceGroup] = []
-        num_drawn = 0
+        first = 0  # index of the sequence's first drawn token in the result
         for place, scheduled in enumerate(batch.sequences):
-            num_draws = len(scheduled.draws)
-            draws = range(num_drawn, num_drawn + num_draws)
-            num_drawn += num_draws
+            drawn, num_drawn = scheduled.drawn, 0
+            if drawn is not None:
+                num_drawn = len(drawn.draws) * drawn.num_rows
+            draws, first = range(first, first + num_drawn), first + num_drawn
             owner = find_owner(scheduled.seq_id)
             if owner is None:  # aborted while the step ran
                 continue
             group, seq = owner
-            seq.num_computed_tokens = end = scheduled.end
-            publish(scheduled.seq_id, seq.token_ids, end)
+            end, token_ids = scheduled.end, seq.token_ids
+            if drawn is not None and drawn.num_rows > 1:
+                accepted = _accepted_drafts(scheduled, result.token_ids[draws.start : draws.stop])
+                end += len(accepted) - scheduled.num_drafts
+                token_ids, draws = token_ids + accepted, draws[: len(accepted) + 1]
+            seq.num_computed_tokens = end
+            publish(scheduled.seq_id, token_ids, end)
             if counts_tokens:
-                served = max(seq.num_served_tokens, scheduled.start)  # what was cached, or is computed again, is free
+                served = max(seq.num_served_tokens, scheduled.start)  # cached and recomputed tokens are free
                 policy.charge(group, max(0, end - served))
                 seq.num_served_tokens = max(served, end)
             try:
@@ -60,14 +74,14 @@ class Committer:
                     seq.scores.rows.extend(result.scored[place])
                 is_changed = self._take(group, seq, result, draws)
             except Exception as error:
-                self._fail(group, failure(group.request_id, "when its tokens were taken", error), error)
+                self._fail(group, failure(group.request_id, "when its tokens were added", error), error)
                 is_changed = True
             if is_changed and (not changed or changed[-1] is not group):
                 changed.append(group)
         return changed
 
     def _take(self, group: SequenceGroup, seq: Sequence, result: StepResult, draws: range) -> bool:
-        """Go on with what was drawn, at these places of the result; whether the request's caller hears of it."""
+        """Continue with the tokens drawn at these indices of the result. Returns whether the request has changed."""
         fault_point("commit.sequence", seq.seq_id)
         if not draws:
             if seq.draws or seq.num_computed_tokens < len(seq.token_ids):
@@ -81,27 +95,34 @@ class Committer:
             reason = next(result.errors[draw] for draw in draws if draw in result.errors)
             self._fail(group, f"request {group.request_id!r}: {reason}")
         elif group.search is not None:
-            seq.held = result.logprobs[draws[0]]
+            seq.beam_candidates = result.logprobs[draws[0]]
             self.num_generated_tokens += 1
             self._advance_beams(group)
-        elif len(draws) == 1:
-            self._append(group, seq, result, draws[0])
-        else:
+        elif len(draws) > 1 and seq.num_computed_tokens == seq.num_prompt_tokens:
             for sample, draw in zip(group.seqs, draws, strict=True):
                 self._append(group, sample, result, draw)
+        else:
+            for draw in draws[:-1]:  # what was drawn behind these depends on them, so nothing may come between
+                self._append(group, seq, result, draw, jumps=False)
+                if seq.status.is_finished:
+                    return True
+            self._append(group, seq, result, draws[-1])
+            if self.draft is not None and not seq.status.is_finished:
+                seq.drafts = tuple(self.draft(group, seq)[: self._num_left(group, seq) - 1])
         return True
 
     def _fork_samples(self, group: SequenceGroup, seq: Sequence) -> None:
-        """The prompt is computed: its samples go their own ways now."""
+        """The prompt is computed: from here on each sample is a sequence of its own."""
         self._note_prompt(group, seq)
         self.scheduler.blocks.publish_tail(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
-        if group.search is None:  # beams are forked where they part
+        if group.search is None:  # beams are forked where they diverge
             group.seqs += [self.scheduler.fork(group, seq, draw) for draw in seq.draws[1:]]
-        seq.draws = seq.draws[:1]
+        if len(seq.draws) > 1:
+            seq.draw_with(seq.draws[:1])
 
     def _fail(self, group: SequenceGroup, reason: str, error: Exception | None = None) -> None:
-        """The request's own work failed: it ends, and no other notices. An `error` that nobody foresaw may have come in
-        the middle of a change: AssertionError if the accounts are wrong."""
+        """End a request whose own work failed. An unforeseen `error` may have interrupted a change: AssertionError if
+        the internal accounting is inconsistent."""
         group.error = reason
         group.metrics.finished_time = self.clock()
         unfinished = group.unfinished_seqs
@@ -117,18 +138,20 @@ class Committer:
             group.metrics.first_token_time = self.clock()
             self.num_prompt_tokens += seq.num_prompt_tokens
 
-    def _append(self, group: SequenceGroup, seq: Sequence, result: StepResult, draw: int) -> None:
-        """The token that was drawn at this place of the result."""
+    def _append(
+        self, group: SequenceGroup, seq: Sequence, result: StepResult, draw: int, *, jumps: bool = True
+    ) -> None:
+        """Append the token drawn at this index of the result, and with `jumps` those that the grammar then forces."""
         token_id, grammar = result.token_ids[draw], seq.grammar
         if grammar is not None:
             may_end = grammar.may_end
             if not grammar.advance(token_id):
-                self._break_off(group, seq, may_end)
+                self._end_rejected(group, seq, may_end)
                 return
         if seq.logprobs is not None:
             seq.logprobs.extend(result.logprobs[draw])
         self._add(group, seq, token_id)
-        if grammar is not None and not seq.status.is_finished:
+        if grammar is not None and jumps and not seq.status.is_finished:
             self._jump(group, seq, grammar)
 
     def _jump(self, group: SequenceGroup, seq: Sequence, grammar: GrammarState) -> None:
@@ -139,9 +162,9 @@ class Committer:
             if seq.status.is_finished:
                 break
 
-    def _break_off(self, group: SequenceGroup, seq: Sequence, may_end: bool) -> None:
-        """The drawn token cannot be taken: the grammar has become too complex, or allows none but an end that the model
-        has no token for. The output ends with the tokens before, well if they are a whole sentence."""
+    def _end_rejected(self, group: SequenceGroup, seq: Sequence, may_end: bool) -> None:
+        """The grammar rejects the drawn token: it has become too complex, or allows only an end that the model has no
+        token for. The output ends with the tokens before; without an error if they are a complete sentence of it."""
         assert seq.grammar is not None
         if not may_end:
             reason = seq.grammar.error or "the grammar does not allow the token that was drawn"
@@ -163,8 +186,15 @@ class Committer:
             return SequenceStatus.FINISHED_LENGTH_CAPPED
         return None
 
+    def _num_left(self, group: SequenceGroup, seq: Sequence) -> int:
+        """How many more tokens the sequence may have."""
+        num_tokens, max_tokens = len(seq.token_ids), group.params.max_tokens
+        left = self.max_model_len - num_tokens
+        return left if max_tokens is None else min(left, seq.num_prompt_tokens + max_tokens - num_tokens)
+
     def _finish(self, group: SequenceGroup, seq: Sequence, status: SequenceStatus) -> None:
         seq.status = status
+        seq.num_computed_tokens = min(seq.num_computed_tokens, len(seq.token_ids))  # drafts behind a stop are dropped
         if group.is_finished:
             group.metrics.finished_time = self.clock()
         self.scheduler.finish(group, seq)
@@ -175,11 +205,22 @@ class Committer:
             group.metrics.finished_time = self.clock()
 
 
+def _accepted_drafts(scheduled: ScheduledSequence, drawn: tuple[int, ...]) -> list[int]:
+    """The drafts that equal what was drawn in their place, up to the first that does not.
+
+    A draw depends on its row alone, and a row on the tokens before it: each token is the one that would have been drawn
+    without drafts (drafter-invariant decoding, arXiv 2408.07978).
+    """
+    drafts = scheduled.token_ids[len(scheduled.token_ids) - scheduled.num_drafts :]
+    differing = (place for place, pair in enumerate(zip(drafts, drawn, strict=False)) if pair[0] != pair[1])
+    return list(drafts[: next(differing, len(drafts))])
+
+
 def append_token(
     group: SequenceGroup, seq: Sequence, token_id: int, eos_token_ids: frozenset[int]
 ) -> SequenceStatus | None:
-    """Append a token. FINISHED_STOPPED if it is a stop token, or completes a stop string. Its text goes on, but for a
-    stop token's."""
+    """Append a token and, unless it is a stop token, its text. FINISHED_STOPPED if it is a stop token or completes a
+    stop string."""
     seq.token_ids.append(token_id)
     params, num_output_tokens = group.params, len(seq.token_ids) - seq.num_prompt_tokens
     is_eos = token_id in eos_token_ids and not params.ignore_eos

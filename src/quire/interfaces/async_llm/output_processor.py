@@ -137,7 +137,7 @@ class RequestState:
         group = self.group
         first, *others = group.seqs[0].draws
         group.seqs += [group.seqs[0].fork(place, draw) for place, draw in enumerate(others, start=1)]
-        group.seqs[0].draws = (first,)
+        group.seqs[0].draw_with((first,))
 
     def _extend(self, seq: Sequence, delta: SequenceDelta) -> int:
         if seq.status.is_finished:

@@ -36,7 +36,7 @@ class ChurningBeams:
     def select(self, beams: list[Sequence]) -> list[tuple[int, int]]:
         """The next beams; none at the end."""
         length = beams[0].num_output_tokens + 1
-        drawn = [int(beam.held.token_ids[0, 0]) for beam in beams if beam.held is not None]
+        drawn = [int(beam.beam_candidates.token_ids[0, 0]) for beam in beams if beam.beam_candidates is not None]
         if length == self.max_tokens:
             for beam, token_id in zip(beams, drawn, strict=True):
                 beam.token_ids.append(token_id)

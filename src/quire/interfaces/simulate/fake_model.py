@@ -49,9 +49,9 @@ class FakeModel:
         logprobs: dict[int, TokenLogprobs] = {}
         for scheduled in batch.sequences:
             state = self._advance(scheduled)
-            if scheduled.draws:
+            if scheduled.drawn is not None:
                 value = int.from_bytes(state.digest(), "little")
-                for draw in scheduled.draws:
+                for draw in scheduled.drawn.draws:
                     token_id = (value + INDEX_STEP * draw.index) % VOCAB_SIZE
                     if draw.logprobs is not None:
                         logprobs[len(tokens)] = _certain(token_id)

@@ -1,4 +1,4 @@
-"""How the tokens of a step are drawn, as the kernels want it: what the draws say once, and what each step adds."""
+"""How the tokens of a step are drawn, in the kernels' form: what the draws say once, and what each step adds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,25 +9,68 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.common.batch import Draw, ScheduledSequence
+from quire.common.batch import Draw, MaskWords, ScheduledSequence, TokenIds
 from quire.common.faults import fault_point
 from quire.common.log import logger
 from quire.common.params import LogprobsMode
 from quire.kernels import LogitChanges, SamplingTensors, TokenLists
 from quire.runner.sampling.random import uniform
 
-Words = npt.NDArray[np.int32]
-"""[ceil(vocab / 32)]: bit t % 32 of word t // 32 is set where token t may be drawn"""
+
+@dataclass(frozen=True, slots=True)
+class DrawRow:
+    """A row of logits that a token is drawn from, as its sequence describes it."""
+
+    seq_id: int
+    position: int
+    """Number of tokens so far, and so the position of the drawn token."""
+    num_prompt_tokens: int
+    all_history: TokenIds | None
+    """The sequence's tokens, of which the first `position` are this row's; None where no draw needs them."""
+    mask: MaskWords | None
+
+    @property
+    def history(self) -> TokenIds:
+        """[position]: the tokens so far."""
+        assert self.all_history is not None, f"sequence {self.seq_id} is scheduled without the history its draw needs"
+        return self.all_history[: self.position]
+
+
+def draw_rows(sequences: Sequence[ScheduledSequence]) -> list[DrawRow]:
+    """One for each draw, in the order of StepResult.token_ids."""
+    return [
+        DrawRow(s.seq_id, position, drawn.num_prompt_tokens, drawn.history, drawn.masks[i] if drawn.masks else None)
+        for s in sequences
+        if (drawn := s.drawn) is not None
+        for i, position in enumerate(range(s.end - drawn.num_rows + 1, s.end + 1))
+        for _ in drawn.draws
+    ]
+
+
+def draws_of(sequences: Sequence[ScheduledSequence]) -> tuple[Draw, ...]:
+    """The draws of a step, in the order of StepResult.token_ids."""
+    return tuple([draw for s in sequences if s.drawn is not None for draw in s.drawn.draws * s.drawn.num_rows])
+
+
+def _positions(sequences: Sequence[ScheduledSequence]) -> list[int]:
+    """The position of each drawn token."""
+    return [
+        position
+        for s in sequences
+        if s.drawn is not None
+        for position in range(s.end - s.drawn.num_rows + 1, s.end + 1)
+        for _ in s.drawn.draws
+    ]
 
 
 class DrawTensors:
-    """The draws of a step, one for each row of logits. Built again only when others come, or in another order."""
+    """The draws of a step, one for each row of logits. Built again only when the draws or their order change."""
 
     def __init__(self, draws: tuple[Draw, ...], vocab: int) -> None:
         self.draws = draws
         self.vocab = vocab
         self.logprob_rows = _rows_by_wish(draws)
-        """(number of likeliest tokens wanted, the draw's logprobs_mode) -> the rows [count] int64 that want so"""
+        """(number of likeliest tokens wanted, the draw's logprobs_mode) -> the rows [count] int64 that want this"""
         self.processed_rows = [row for row, draw in enumerate(draws) if draw.processors]
         self._cuts = (
             torch.tensor([d.temperature for d in draws], dtype=torch.float64),
@@ -40,36 +83,35 @@ class DrawTensors:
         words = {ids: _allowed_words(ids, vocab) for ids in {d.allowed_token_ids for d in draws} if ids is not None}
         self._allowed = [None if d.allowed_token_ids is None else words[d.allowed_token_ids] for d in draws]
         self._penalized = [row for row, draw in enumerate(draws) if _is_penalized(draw)]
-        self._words: Words | None = None
+        self._words: MaskWords | None = None
         self._is_changed = bool(self._penalized or words or any(d.logit_bias for d in draws))
 
     def at(self, sequences: Sequence[ScheduledSequence], errors: dict[int, str]) -> SamplingTensors:
-        """For the next token of these, which the draws are of. What goes wrong in a row goes to `errors`, and what is
-        drawn of it means nothing."""
-        ends = [s.end for s in sequences for _ in s.draws]
-        draws = [0.0 if k is None else uniform(k, end) for k, end in zip(self._keys, ends, strict=True)]
+        """For the next tokens of these sequences, whose draws these are. What fails in a row is reported in `errors`,
+        and the token drawn there means nothing."""
+        positions = _positions(sequences)
+        draws = [0.0 if k is None else uniform(k, at) for k, at in zip(self._keys, positions, strict=True)]
         changes = None
-        if self._is_changed or self._banning or any(s.mask is not None for s in sequences):
-            changes = self._changes([s for s in sequences for _ in s.draws], errors)
+        if self._is_changed or self._banning or any(s.drawn is not None and s.drawn.masks for s in sequences):
+            changes = self._changes(draw_rows(sequences), errors)
         return SamplingTensors(*self._cuts, torch.tensor(draws, dtype=torch.float64), changes)
 
-    def fill_allowed(self, row: int, owner: ScheduledSequence, words: Words) -> bool:
-        """What a row's token may be by its grammar and `allowed_token_ids`; the grammar's alone where they have nothing
-        in common. False, and nothing written, if it may be anything."""
-        allowed = self._allowed[row]
-        if owner.mask is not None:
-            fault_point("grammar.mask", owner.seq_id)
-            owner.mask.fill(words)
+    def fill_allowed(self, index: int, row: DrawRow, words: MaskWords) -> bool:
+        """The tokens that a row may draw by its grammar and `allowed_token_ids`; by the grammar alone where they have
+        no token in common. False, and nothing is written, if it may draw any."""
+        allowed = self._allowed[index]
+        if row.mask is not None:
+            words[:] = row.mask
             if allowed is not None and (both := words & allowed).any():
                 words[:] = both
         elif allowed is not None:
             words[:] = allowed
-        return owner.mask is not None or allowed is not None
+        return row.mask is not None or allowed is not None
 
-    def banned(self, row: int, owner: ScheduledSequence) -> list[int]:
+    def banned(self, index: int, row: DrawRow) -> list[int]:
         """Tokens that would end a row's output too early, or complete one of its bad words."""
-        banning = self._banning.get(row)
-        return [] if banning is None else banning.token_ids(owner)
+        banning = self._banning.get(index)
+        return [] if banning is None else banning.token_ids(row)
 
     @cached_property
     def _biases(self) -> tuple[TokenLists, Tensor]:
@@ -82,49 +124,48 @@ class DrawTensors:
         penalties = [(d.repetition_penalty, d.frequency_penalty, d.presence_penalty) for d in self.draws]
         return torch.tensor(penalties, dtype=torch.float32)
 
-    def _changes(self, owners: list[ScheduledSequence], errors: dict[int, str]) -> LogitChanges | None:
-        """`owners`: the sequence of each row."""
-        masks, mask_of, banned = self._forbidden(owners, errors)
+    def _changes(self, rows: list[DrawRow], errors: dict[int, str]) -> LogitChanges | None:
+        masks, mask_of, banned = self._forbidden(rows, errors)
         if not (self._is_changed or len(masks) or any(banned)):
             return None
-        pasts: dict[int, tuple[int, ScheduledSequence]] = {}  # by sequence: samples of one prompt share its past
-        history_of = torch.full((len(owners),), -1, dtype=torch.int32)
-        for row in self._penalized:
-            history_of[row] = pasts.setdefault(owners[row].seq_id, (len(pasts), owners[row]))[0]
-        histories = [past_of(s) for _, s in pasts.values()]
-        num_prompt_tokens = [min(s.num_prompt_tokens, s.end) for _, s in pasts.values()]
+        histories: dict[tuple[int, int], tuple[int, DrawRow]] = {}  # the samples of one prompt share its history
+        history_of = torch.full((len(rows),), -1, dtype=torch.int32)
+        for index in self._penalized:
+            row = rows[index]
+            history_of[index] = histories.setdefault((row.seq_id, row.position), (len(histories), row))[0]
+        num_prompt_tokens = [min(row.num_prompt_tokens, row.position) for _, row in histories.values()]
         return LogitChanges(
             torch.tensor(mask_of, dtype=torch.int32),
             torch.from_numpy(masks),
             _token_lists(banned),
             *self._biases,
             history_of,
-            _token_lists(histories),
+            _token_lists([row.history for _, row in histories.values()]),
             torch.tensor(num_prompt_tokens, dtype=torch.int64),
             self._penalties,
         )
 
     def _forbidden(
-        self, owners: list[ScheduledSequence], errors: dict[int, str]
+        self, rows: list[DrawRow], errors: dict[int, str]
     ) -> tuple[npt.NDArray[np.int32], list[int], list[list[int]]]:
-        """Each different mask once [num_masks, num_words], which of them each row has, and what each row bans."""
+        """Each distinct mask once [num_masks, num_words], the index of each row's mask, and the tokens each row bans."""
         if self._words is None:  # kept from step to step, since fresh memory costs more than filling it
             self._words = np.empty((len(self.draws), -(-self.vocab // 32)), np.int32)
         count = 0
-        index: dict[tuple[int, int], int] = {}
-        mask_of, banned = [-1] * len(owners), [list[int]() for _ in owners]
-        for row, owner in enumerate(owners):
+        known: dict[tuple[int, int], int] = {}
+        mask_of, banned = [-1] * len(rows), [list[int]() for _ in rows]
+        for index, row in enumerate(rows):
             try:
-                fault_point("sampler.row", owner.seq_id)
-                key = (id(owner.mask), id(self._allowed[row]))
-                if key not in index:
-                    has_mask = self.fill_allowed(row, owner, self._words[count])
-                    index[key] = count if has_mask else -1
+                fault_point("sampler.row", row.seq_id)
+                key = (id(row.mask), id(self._allowed[index]))
+                if key not in known:
+                    has_mask = self.fill_allowed(index, row, self._words[count])
+                    known[key] = count if has_mask else -1
                     count += has_mask
-                mask_of[row], banned[row] = index[key], self.banned(row, owner)
-            except Exception as error:  # a grammar's, or a draw's
-                logger.exception("a token of sequence %d cannot be drawn", owner.seq_id)
-                errors[row] = f"its token could not be drawn: {type(error).__name__}"
+                mask_of[index], banned[index] = known[key], self.banned(index, row)
+            except Exception as error:
+                logger.exception("a token of sequence %d cannot be drawn", row.seq_id)
+                errors[index] = f"its token could not be drawn: {type(error).__name__}"
         return self._words[:count], mask_of, banned
 
 
@@ -134,7 +175,7 @@ class _Banning:
 
     always: list[int]
     after: dict[int, list[tuple[int, ...]]]
-    """bad words of several tokens, by their last but one"""
+    """Bad words of several tokens, by their last token but one."""
     min_tokens: int
     stop_token_ids: tuple[int, ...]
 
@@ -146,23 +187,17 @@ class _Banning:
                 after.setdefault(word[-2], []).append(word)
         return cls([word[0] for word in draw.bad_words if len(word) == 1], after, draw.min_tokens, draw.stop_token_ids)
 
-    def token_ids(self, owner: ScheduledSequence) -> list[int]:
-        num_output_tokens = owner.end - owner.num_prompt_tokens
+    def token_ids(self, row: DrawRow) -> list[int]:
+        num_output_tokens = row.position - row.num_prompt_tokens
         ids = self.always.copy()
         if num_output_tokens < self.min_tokens:
             ids += self.stop_token_ids
         if self.after and num_output_tokens > 0:
-            past = past_of(owner)
-            for *prefix, last in self.after.get(int(past[-1]), ()):
-                if len(prefix) <= num_output_tokens and past[-len(prefix) :].tolist() == prefix:
+            history = row.history
+            for *prefix, last in self.after.get(int(history[-1]), ()):
+                if len(prefix) <= num_output_tokens and history[-len(prefix) :].tolist() == prefix:
                     ids.append(last)
         return ids
-
-
-def past_of(owner: ScheduledSequence) -> npt.NDArray[np.int32]:
-    """The tokens so far of a sequence with a draw that needs them."""
-    assert owner.past is not None, f"sequence {owner.seq_id} was scheduled without the past that its draw needs"
-    return owner.past
 
 
 def _is_penalized(draw: Draw) -> bool:
@@ -177,7 +212,7 @@ def _rows_by_wish(draws: tuple[Draw, ...]) -> dict[tuple[int, LogprobsMode | Non
     return {wish: torch.tensor(wanted) for wish, wanted in rows.items()}
 
 
-def _allowed_words(token_ids: tuple[int, ...], vocab: int) -> Words:
+def _allowed_words(token_ids: tuple[int, ...], vocab: int) -> MaskWords:
     allowed = np.zeros(-(-vocab // 32) * 32, bool)
     allowed[list(token_ids)] = True
     return np.packbits(allowed, bitorder="little").view(np.int32)

@@ -1,4 +1,9 @@
-"""Running the callers' own logits processors."""
+"""Running the callers' own logits processors, which a Draw names."""
+
+from collections.abc import Sequence
+from itertools import count
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -7,40 +12,69 @@ from torch import Tensor
 from quire.common.batch import ScheduledSequence
 from quire.common.errors import InvalidParamsError
 from quire.kernels.workspace import empty
-from quire.runner.sampling.draw_tensors import DrawTensors, past_of
+from quire.runner.sampling.draw_tensors import DrawTensors, draw_rows
+
+
+class LogitsProcessor(Protocol):
+    """A caller's own change of the logits, before any other change is made."""
+
+    def __call__(self, output_token_ids: list[int], logits: Any, /) -> Any:
+        """The tokens generated so far and logits [vocab] float32 (a torch tensor of its own) -> changed logits."""
+        ...
+
+
+class NamedProcessor:
+    """A logits processor that draws in this process can name for as long as this object lives."""
+
+    _numbers = count()
+    _by_name: "WeakValueDictionary[str, NamedProcessor]" = WeakValueDictionary()
+
+    def __init__(self, processor: LogitsProcessor) -> None:
+        self.processor = processor
+        kind = getattr(processor, "__qualname__", None) or type(processor).__qualname__
+        self.name = f"{kind}#{next(self._numbers)}"
+        self._by_name[self.name] = self
+
+    @classmethod
+    def named(cls, name: str) -> LogitsProcessor:
+        """Raises InvalidParamsError for a name that this process does not know."""
+        found = cls._by_name.get(name)
+        if found is None:
+            raise InvalidParamsError("it is unknown in the process that draws")
+        return found.processor
 
 
 def run_processors(
-    logits: Tensor, draws: DrawTensors, owners: list[ScheduledSequence]
+    logits: Tensor, draws: DrawTensors, sequences: Sequence[ScheduledSequence]
 ) -> tuple[Tensor, dict[int, str]]:
-    """logits [num_rows, vocab], `owners` the sequence of each row -> a copy with the rows changed that have processors,
-    and by row what a processor raised or did wrong.
+    """logits [num_rows, vocab] of the draws of `sequences` -> a copy in which the rows that have processors are
+    changed, and by row what a processor raised or did wrong.
 
     A processor sees its row as mask and bad words leave it. What it allows again stays forbidden.
     """
     errors: dict[int, str] = {}
     changed = empty(logits.shape, torch.float32)
     changed.copy_(logits)
-    vocab = logits.shape[1]
-    for row in draws.processed_rows:
-        owner = owners[row]
-        own = logits[row].clone()
+    vocab, rows = logits.shape[1], draw_rows(sequences)
+    for index in draws.processed_rows:
+        row = rows[index]
+        own = logits[index].clone()
         words = np.empty(-(-vocab // 32), np.int32)
-        if draws.fill_allowed(row, owner, words):
+        if draws.fill_allowed(index, row, words):
             allowed = np.unpackbits(words.view(np.uint8), count=vocab, bitorder="little").view(np.bool_)
             own.masked_fill_(~torch.from_numpy(allowed), -torch.inf)
-        own[draws.banned(row, owner)] = -torch.inf
+        own[draws.banned(index, row)] = -torch.inf
         had_any = _has_any(own)
-        output_token_ids = past_of(owner)[owner.num_prompt_tokens :].tolist()
+        output_token_ids = row.history[row.num_prompt_tokens :].tolist()
         try:
-            for processor in draws.draws[row].processors:
-                own = _checked(processor(list(output_token_ids), own), vocab)
+            for name in draws.draws[index].processors:
+                own = _checked(NamedProcessor.named(name)(list(output_token_ids), own), vocab)
                 if had_any and not _has_any(own):
                     raise InvalidParamsError("it left no token that could be drawn, only -inf and NaN")
-            changed[row] = own
-        except Exception as error:  # whatever a caller's code raises is that request's alone
-            name = getattr(processor, "__qualname__", None) or type(processor).__qualname__
-            errors[row] = f"the logits processor {name} failed: {type(error).__name__}: {error}"
+            changed[index] = own
+        except Exception as error:  # a caller's code may raise anything, and only that caller's request fails
+            kind = name.rpartition("#")[0]
+            errors[index] = f"the logits processor {kind} failed: {type(error).__name__}: {error}"
     return changed, errors
 
 

@@ -10,7 +10,7 @@ from quire.common.batch import ScheduledSequence, StepResult, TokenLogprobs
 from quire.common.faults import fault_point
 from quire.common.params import LogprobsMode
 from quire.kernels import SamplingTensors
-from quire.runner.sampling.draw_tensors import DrawTensors
+from quire.runner.sampling.draw_tensors import DrawTensors, draws_of
 from quire.runner.sampling.processors import run_processors
 
 MAX_LOGITS_ROWS = 64
@@ -18,7 +18,7 @@ MAX_LOGITS_ROWS = 64
 
 
 class Sampler:
-    """Draws the tokens of a step. Keeps the tensors of the latest draws, which the next step most often has too."""
+    """Draws the tokens of a step. Keeps the tensors of the latest draws, which the next step usually has too."""
 
     def __init__(self, logprobs_mode: LogprobsMode = "raw_logprobs") -> None:
         self._mode = logprobs_mode
@@ -26,17 +26,17 @@ class Sampler:
         self._workspace = kernels.Workspace()  # not the model's: that may give away the logits of a decode graph
 
     def sample(self, logits: Tensor, sequences: Sequence[ScheduledSequence]) -> StepResult:
-        """The token of each draw, for logits [num_draws, vocab] float32, and log-probabilities where they are wanted.
+        """The token of each draw, for logits [num_draws, vocab] float32, and log-probabilities where draws want them.
 
         A row's outcome depends on that row alone. The logits stay as they are.
         """
-        draws = tuple([draw for s in sequences for draw in s.draws])
+        draws = draws_of(sequences)
         if draws != self._draws.draws or logits.shape[1] != self._draws.vocab:
             self._draws = DrawTensors(draws, logits.shape[1])
         with self._workspace:
             changed, errors = logits, dict[int, str]()
             if self._draws.processed_rows:
-                changed, errors = run_processors(logits, self._draws, [s for s in sequences for _ in s.draws])
+                changed, errors = run_processors(logits, self._draws, sequences)
             how = self._draws.at(sequences, errors)
             fault_point("sampler.draw")
             token_ids = kernels.sample(changed, how)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.common.batch import ScheduledSequence, Scored, TokenLogprobs
+from quire.common.batch import ScheduledSequence, ScoredRows, TokenLogprobs
 from quire.common.faults import fault_point
 from quire.runner.sampling.sampler import MAX_LOGITS_ROWS, top_logprobs
 
@@ -14,13 +14,13 @@ from quire.runner.sampling.sampler import MAX_LOGITS_ROWS, top_logprobs
 def score(
     sequences: Sequence[ScheduledSequence], first_rows: Sequence[int], compute_logits: Callable[[Tensor], Tensor]
 ) -> dict[int, TokenLogprobs]:
-    """By place in `sequences`, where tokens are scored: one row for each, raw log-probabilities in any mode.
+    """By index in `sequences`, where tokens are scored: one row for each, raw log-probabilities in any mode.
 
     `first_rows`: where each sequence's tokens begin among all of the step; `compute_logits` turns such rows [count]
-    int64 into logits [count, vocab] float32. Rows of several sequences are taken together; a row's bits are the same
-    in any company.
+    int64 into logits [count, vocab] float32. Rows of several sequences are scored together; a row's bits do not depend
+    on the others.
     """
-    wanted: dict[int, list[tuple[int, Scored]]] = {}
+    wanted: dict[int, list[tuple[int, ScoredRows]]] = {}
     for place, s in enumerate(sequences):
         if s.scored is not None:
             wanted.setdefault(s.scored.num_top, []).append((place, s.scored))

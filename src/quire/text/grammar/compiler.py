@@ -145,12 +145,10 @@ class GrammarCompiler:
 
         tokenizer, shape = self._library_vocabulary()
         state = GrammarState(LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits()), shape)
-        words = np.zeros(-(-self._vocab_size // 32), np.int32)
-        if state.error is None:
-            state.fill(words)  # what is too complex fails here; also, the first mask is the slowest
+        allows_any = state.error is None and bool(state.mask().any())  # the first mask is the slowest, and may fail
         if state.error is not None:
             raise InvalidParamsError(f"{params.structure} is not taken: {state.error}")
-        if not words.any() and not state.may_end:
+        if not allows_any and not state.may_end:
             raise InvalidParamsError(f"{params.structure} is not taken: no output can have this form")
         return state
 

@@ -39,7 +39,7 @@ class MaskShape:
 
 
 class GrammarState:
-    """A sequence's place in its grammar: a TokenMask, which depends on the tokens generated so far and nothing else.
+    """A sequence's place in its grammar, which depends on the tokens generated so far and nothing else.
 
     Commit advances it with every token that it appends; forks have a state of their own. Nothing raises on account of
     a grammar: where one turns out to be too complex to go on with, `error` says so and `advance` answers False.
@@ -58,15 +58,17 @@ class GrammarState:
         build together, and its limits hold for both: a request's forks fail together."""
         return GrammarState(self._matcher.deep_copy(), self._shape, jumps=self.jumps)
 
-    def fill(self, words: npt.NDArray[np.int32]) -> None:
-        """Set the bits of the tokens that may come next: words [ceil(vocab_size / 32)] int32, contiguous.
+    def mask(self) -> npt.NDArray[np.int32]:
+        """[ceil(vocab_size / 32)]: bit `token_id % 32` of word `token_id // 32` is set for each token that may come next.
 
         The end-of-sequence tokens are among them exactly where the output may end. After an error all bits are set,
-        since what is drawn will not be taken. Lets other Python threads run meanwhile.
+        since the drawn token will not be accepted. Other Python threads run meanwhile.
         """
+        words = np.empty(-(-self._shape.vocab_size // 32), np.int32)
         self._shape.fill(self._matcher, words)
         if self._matcher.is_error():
             words[:] = -1
+        return words
 
     def advance(self, token_id: int) -> bool:
         """Go on with a token; False, and the end of this state, if the grammar does not allow it or fails."""

@@ -1,0 +1,48 @@
+"""Where the rows of a step lie: one for each scheduled token, sequence after sequence, without padding."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.common.batch import BlockIds, ScheduledSequence
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    """The rows of a step."""
+
+    token_ids: Ints
+    """[num_rows]"""
+    positions: Ints
+    """[num_rows]"""
+    sequence_of: Ints
+    """[num_rows]: index of the row's sequence"""
+    query_start: Ints
+    """[num_seqs + 1]: sequence s owns rows query_start[s] to query_start[s + 1]"""
+    seq_lens: Ints
+    """[num_seqs]: tokens of each sequence once the step is done"""
+
+    def slots(self, block_tables: BlockIds, block_size: int) -> Ints:
+        """block_tables [num_seqs, max_blocks] -> [num_rows]: where each row's key and value are written."""
+        blocks = block_tables[self.sequence_of, self.positions // block_size].astype(np.int64)
+        return blocks * block_size + self.positions % block_size
+
+
+def row_layout(sequences: Sequence[ScheduledSequence]) -> RowLayout:
+    """The layout of one step's sequences."""
+    lens = np.array([len(s.token_ids) for s in sequences])
+    starts = np.array([s.start for s in sequences])
+    query_start = np.concatenate(([0], np.cumsum(lens)))
+    num_rows = int(query_start[-1])
+    sequence_of = np.repeat(np.arange(len(sequences)), lens)
+    return RowLayout(
+        np.fromiter((token_id for s in sequences for token_id in s.token_ids), np.int64, num_rows),
+        np.arange(num_rows) - query_start[sequence_of] + starts[sequence_of],
+        sequence_of,
+        query_start,
+        starts + lens,
+    )
