@@ -6,8 +6,8 @@
 #include <stdexcept>
 #include <string>
 
-#include "kernel_graph.h"
 #include "kernel_table.h"
+#include "runtime/kernel_graph.h"
 
 namespace quire {
 

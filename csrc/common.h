@@ -1,5 +1,5 @@
 // Types and macros shared by every translation unit. Holds no functions: see the note on the one-definition rule in
-// simd.h.
+// isa/simd.h.
 #pragma once
 
 #include <cstddef>

@@ -5,10 +5,10 @@
 // Pointers are untyped: a function casts them to its element type. Strides and sizes count elements.
 #pragma once
 
-#include "attention_plan.h"
+#include "attention/plan.h"
 #include "common.h"
-#include "quantized_layout.h"
-#include "sampling_args.h"
+#include "quantized/layout.h"
+#include "sampling/args.h"
 
 namespace quire {
 

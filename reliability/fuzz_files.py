@@ -17,22 +17,22 @@ from unittest import mock
 import msgspec
 import tokenizers
 
-from quire import faults as fault_table
 from quire.cli import generate
+from quire.common import faults as fault_table
+from quire.common.errors import CheckpointError, ConfigError, InvalidPromptError, TokenizerError
 from quire.config.model import ModelConfig, rope_config
 from quire.config.safetensors_header import read_header
-from quire.errors import CheckpointError, ConfigError, InvalidPromptError, TokenizerError
+from quire.interfaces.simulate.trace import read_trace
 from quire.kernels.backend import native
-from quire.models.checkpoint import INDEX_FILE, Checkpoint
 from quire.models.registry import model_class
-from quire.server.auth import ApiKeys
-from quire.server.batch_file import BatchRun, read_lines
+from quire.models.weights.checkpoint import INDEX_FILE, Checkpoint
+from quire.server.api.batch_file import BatchRun, read_lines
+from quire.server.api.responses.protocol import Reasoning, Response, TextConfig
+from quire.server.api.responses.run import _failed_json
+from quire.server.api.responses.store import ResponseStore, StoredResponse, StoreError
 from quire.server.config import ServerArgs, describe_args, merge_args
-from quire.server.protocol.responses import Reasoning, Response, TextConfig
-from quire.server.response_store import ResponseStore, StoredResponse, StoreError
-from quire.server.responses_run import _failed_json
-from quire.simulate.trace import read_trace
-from quire.tokenizer.tokenizer_files import read_tokenizer_files
+from quire.server.http.auth import ApiKeys
+from quire.text.tokenizer.files import read_tokenizer_files
 from reliability.fuzz_target import JSON, Target, folder, refusal, scratch
 
 # --- safetensors headers

@@ -18,11 +18,12 @@ import msgspec
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from quire.async_llm.engine_client import EngineClient
 from quire.cli import top
-from quire.engine.cache_frame import BlockColumns, CacheEvent, CacheSetup, CacheUpdate, RequestRow
-from quire.engine.engine_process import read_messages
-from quire.engine.messages import (
+from quire.common.errors import InvalidParamsError, QuireError, RequestError, TokenizerError
+from quire.common.outputs import EngineStats
+from quire.common.params import SamplingParams
+from quire.engine.process.engine_process import read_messages
+from quire.engine.process.messages import (
     Abort,
     AddRequest,
     AddScoring,
@@ -37,19 +38,19 @@ from quire.engine.messages import (
     ToClient,
     to_frame,
 )
-from quire.errors import InvalidParamsError, QuireError, RequestError, TokenizerError
-from quire.outputs import EngineStats
-from quire.params import SamplingParams
-from quire.server import bodies, chat_prompt, messages_input, responses_input, sampling, sse
-from quire.server.errors import ApiError
-from quire.server.http_protocol import limited_protocol
-from quire.server.protocol.chat import ChatCompletionRequest
-from quire.server.protocol.common import SamplingFields
-from quire.server.protocol.completions import CompletionRequest
-from quire.server.protocol.messages import MessagesRequest
-from quire.server.protocol.responses import ResponsesRequest
-from quire.server.protocol.tokens import DetokenizeRequest, TokenizeRequest
-from quire.server.tools import (
+from quire.engine.view.cache_frame import BlockColumns, CacheEvent, CacheSetup, CacheUpdate, RequestRow
+from quire.interfaces.async_llm.engine_client import EngineClient
+from quire.server.api.chat import prompt as chat_prompt
+from quire.server.api.chat.protocol import ChatCompletionRequest
+from quire.server.api.completions.protocol import CompletionRequest
+from quire.server.api.messages import input as messages_input
+from quire.server.api.messages.protocol import MessagesRequest
+from quire.server.api.responses import input as responses_input
+from quire.server.api.responses.protocol import ResponsesRequest
+from quire.server.api.shared import sampling
+from quire.server.api.shared.fields import SamplingFields
+from quire.server.api.tokens.protocol import DetokenizeRequest, TokenizeRequest
+from quire.server.api.tools import (
     REASONING_FORMATS,
     TOOL_FORMATS,
     ForcedTools,
@@ -60,7 +61,10 @@ from quire.server.tools import (
     make_parser,
     tool_choice_structure,
 )
-from quire.tokenizer.chat_template import ChatTemplate
+from quire.server.http import bodies, sse
+from quire.server.http.errors import ApiError
+from quire.server.http.protocol import limited_protocol
+from quire.text.chat_template.template import ChatTemplate
 from reliability import fuzz_files
 from reliability.fuzz_target import JSON, Target, refusal, tried
 
@@ -446,7 +450,10 @@ def _cut(data: bytes) -> list[bytes]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    with mock.patch("quire.engine.engine_process.logger"), mock.patch("quire.async_llm.engine_client.logger"):
+    with (
+        mock.patch("quire.engine.process.engine_process.logger"),
+        mock.patch("quire.interfaces.async_llm.engine_client.logger"),
+    ):
         yield
 
 

@@ -4,12 +4,11 @@
 
 The embedded model in small caches, so that requests share prefixes, wait, are swapped and computed again. Each
 injection runs one of some workloads (greedy and sampled requests, samples, beams, grammars, stop strings, processors,
-log-probabilities, scores) with a fault armed somewhere, chosen by the seed: at a named point of `quire.faults`, in the
-memory of the native kernels, or in the executor whenever a certain request runs. Then every other request must have
-said, to the last bit of its log-probabilities, what it says undisturbed; a fault that can be nobody's must have ended
-nobody; the accounts must be in order after every step; and at the end nothing may be held. Ends with counts by point
-and a line of JSON; `--only` repeats injections by their numbers.
-"""
+log-probabilities, scores) with a fault armed somewhere, chosen by the seed: at a named point of `quire.common.faults`,
+in the memory of the native kernels, or in the executor whenever a certain request runs. Then every other request must
+have said, to the last bit of its log-probabilities, what it says undisturbed; a fault that can be nobody's must have
+ended nobody; the accounts must be in order after every step; and at the end nothing may be held. Ends with counts by
+point and a line of JSON; `--only` repeats injections by their numbers."""
 
 from __future__ import annotations
 
@@ -29,12 +28,12 @@ from typing import Any
 from torch import Tensor
 
 from quire import BeamSearchParams, EngineArgs, LLMEngine, RequestOutput, SamplingParams, StructuredOutputsParams
-from quire.batch import Batch, StepResult
-from quire.errors import EngineBrokenError, RequestFailedError
-from quire.faults import Fault, Injected, inject
+from quire.common.batch import Batch, StepResult
+from quire.common.errors import EngineBrokenError, RequestFailedError
+from quire.common.faults import Fault, Injected, inject
 from quire.runner.memory_plan import plan_memory
 from quire.runner.worker import Worker
-from quire.tokenizer.tokenizer import Tokenizer
+from quire.text.tokenizer.tokenizer import Tokenizer
 from reliability.page import record, table
 
 NUM_WORKLOADS = 24

@@ -32,8 +32,8 @@ from typing import Any
 
 import uvloop
 
-from quire.faults import Fault
-from quire.faults import environment as fault_environment
+from quire.common.faults import Fault
+from quire.common.faults import environment as fault_environment
 from reliability.injections import COMMON, OWN
 from reliability.page import record, table
 from reliability.served import Exchange, Held, Served, post
@@ -65,9 +65,9 @@ _SCHEMA = {
     "required": ["ok", "n"],
 }
 _LEAKS = {
-    "memory": "quire.async_llm.request_table:RequestTable._end",
-    "files": "quire.async_llm.request_table:RequestTable._end",
-    "threads": "quire.async_llm.request_table:RequestTable._end",
+    "memory": "quire.interfaces.async_llm.request_table:RequestTable._end",
+    "files": "quire.interfaces.async_llm.request_table:RequestTable._end",
+    "threads": "quire.interfaces.async_llm.request_table:RequestTable._end",
     "blocks": "quire.kv.block_space_manager:BlockSpaceManager.free",
 }
 _PLANT = """

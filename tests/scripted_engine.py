@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from quire import LLM, EngineArgs, LLMEngine
-from quire.batch import Batch, StepResult, TokenLogprobs
+from quire.common.batch import Batch, StepResult, TokenLogprobs
 from quire.runner.memory_plan import plan_memory
-from quire.tokenizer.tokenizer import Tokenizer
+from quire.text.tokenizer.tokenizer import Tokenizer
 
 
 class RecitingExecutor:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.errors import (
+from quire.common.errors import (
     ConfigError,
     InvalidParamsError,
     InvalidPromptError,
@@ -19,7 +19,7 @@ from quire.errors import (
     RequestError,
     TokenizerError,
 )
-from quire.llm import interrupt_deferred
+from quire.interfaces.llm import interrupt_deferred
 
 from .scripted_engine import RecitingExecutor, recital, scripted_llm
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from quire import memory
+from quire.common import memory
 
 
 def resident_mb() -> float:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from quire._version import __version__
+from quire.common.version import __version__
 from quire.config.args import EngineArgs
 from quire.models.registry import supported_architectures
 from quire.server.config import ServerArgs
@@ -40,7 +40,7 @@ def test_the_version_is_written_once() -> None:
     assert importlib.metadata.version("quire") == __version__
     assert f"## [{__version__}]" in read("CHANGELOG.md") or "## [Unreleased]" in read("CHANGELOG.md")
     literals = [path for path in (ROOT / "src").rglob("*.py") if f'"{__version__}"' in path.read_text(encoding="utf-8")]
-    assert [path.name for path in literals] == ["_version.py"]
+    assert [path.name for path in literals] == ["version.py"]
 
 
 def test_what_make_installs_to_build_covers_what_the_build_asks_for() -> None:
@@ -131,7 +131,8 @@ def test_workflows_call_targets_that_make_has() -> None:
 
 
 def test_scheduling_and_block_accounting_load_without_torch() -> None:
-    code = "import sys, quire, quire.engine.scheduler, quire.kv.block_space_manager; print('torch' in sys.modules)"
+    modules = "quire, quire.engine.scheduling.scheduler, quire.kv.block_space_manager"
+    code = f"import sys, {modules}; print('torch' in sys.modules)"
     result = run_tool("-c", code)
     assert result.stdout.strip() == "False", result.stderr
 
@@ -153,9 +154,9 @@ def test_the_line_budget_counts_code_and_refuses_more(tmp_path: Path) -> None:
 def test_an_archive_that_lacks_the_checkpoint_is_refused(tmp_path: Path) -> None:
     wheel = tmp_path / "quire-0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr("quire/_version.py", "")
+        archive.writestr("quire/common/version.py", "")
         archive.writestr("tests/test_x.py", "")
     result = run_tool(ROOT / "tools" / "check_archive.py", wheel)
     assert result.returncode == 1
-    assert "lacks quire/checkpoints/quire-tiny/model.safetensors" in result.stdout
+    assert "lacks quire/models/embedded/quire-tiny/model.safetensors" in result.stdout
     assert "holds tests/test_x.py, outside the package" in result.stdout

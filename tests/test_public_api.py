@@ -30,7 +30,7 @@ def test_every_public_name_is_there(name: str) -> None:
 
 
 def test_every_error_of_the_tree_is_public() -> None:
-    from quire import errors
+    from quire.common import errors
 
     defined = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
     assert defined == {name for name in PUBLIC if name.endswith("Error")}
@@ -46,7 +46,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     [
         "import quire",
         "from quire import QuireError, SamplingParams",
-        "import quire.tokenizer.tokenizer",
+        "import quire.text.tokenizer.tokenizer",
         "from quire.cli import main\ntry: main(['--version'])\nexcept SystemExit: pass",
         "from quire.cli import main\ntry: main(['generate', '--help'])\nexcept SystemExit: pass",
     ],

@@ -161,7 +161,11 @@ def test_a_result_is_written_between_its_marks_alone(tmp_path: Path) -> None:
 
 
 def test_a_file_that_coverage_is_to_be_measured_of_counts_though_no_test_loads_it() -> None:
-    assert {"src/quire/engine/scheduler.py", "src/quire/kv/tiers.py", "src/quire/server/auth.py"} <= set(wanted_files())
+    assert {
+        "src/quire/engine/scheduling/scheduler.py",
+        "src/quire/kv/tiers.py",
+        "src/quire/server/http/auth.py",
+    } <= set(wanted_files())
     whole: dict[str, object] = {"missing_lines": [], "missing_branches": []}
     files = {"a.py": whole, "b.py": {"missing_lines": [3], "missing_branches": [[5, 7], [8, -2]]}}
     assert list(gaps({"files": files}, ["a.py", "b.py", "c.py"])) == ["b.py: 3, 5->7, 8->exit", "c.py: not loaded"]

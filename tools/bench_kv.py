@@ -23,21 +23,21 @@ import numpy as np
 import torch
 
 from quire import LLM, SamplingParams, kernels
-from quire.batch import BlockPairs, Draw, StepResult
+from quire.common.batch import BlockPairs, Draw, StepResult
 from quire.config.kv_cache import KVCacheConfig, KVCacheSpec
 from quire.config.kv_layout import kv_cache_config
 from quire.config.scheduler import SchedulerConfig
-from quire.engine.commit import Committer
-from quire.engine.scheduler import Scheduler
-from quire.engine.sequence import Sequence as Sample
-from quire.engine.sequence import SequenceGroup
+from quire.engine.requests.sequence import Sequence as Sample
+from quire.engine.requests.sequence import SequenceGroup
+from quire.engine.scheduling.scheduler import Scheduler
+from quire.engine.step.commit import Committer
+from quire.interfaces.simulate.report import report
+from quire.interfaces.simulate.simulator import Simulator
+from quire.interfaces.simulate.workloads import synthetic_trace
 from quire.kv.block_space_manager import BlockSpaceManager
 from quire.kv.content_hash import token_bytes
 from quire.kv.prefix_cache import PrefixCachingBlockAllocator
 from quire.runner.cache_engine import CacheEngine
-from quire.simulate.report import report
-from quire.simulate.simulator import Simulator
-from quire.simulate.workloads import synthetic_trace
 
 Row = dict[str, Any]
 

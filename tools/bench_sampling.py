@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 
 from quire import kernels
-from quire.batch import Draw, ScheduledSequence
-from quire.sampling.draw_tensors import DrawTensors
-from quire.sampling.sampler import Sampler
+from quire.common.batch import Draw, ScheduledSequence
+from quire.runner.sampling.draw_tensors import DrawTensors
+from quire.runner.sampling.sampler import Sampler
 
 SPREADS = (3.0, 0.3)
 PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1}

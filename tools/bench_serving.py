@@ -29,8 +29,8 @@ import msgspec
 import uvloop
 
 from quire import LLM, EngineArgs
-from quire.async_llm.async_llm import AsyncLLM
 from quire.cli.bench.throughput import greedy, random_prompts, run_once
+from quire.interfaces.async_llm.async_llm import AsyncLLM
 
 READY_S = 120
 _TAIL_BYTES = 4096

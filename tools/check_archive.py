@@ -18,13 +18,13 @@ CHECKPOINT_FILES = (
 )
 PACKAGE = (
     "quire/py.typed",
-    "quire/_version.py",
+    "quire/common/version.py",
     "quire/kernels/reference.py",
-    "quire/server/page/index.html",
-    "quire/server/page/app.js",
-    "quire/server/page/style.css",
-    "quire/checkpoints/LICENSE-PSF.txt",
-    *(f"quire/checkpoints/{name}/{file}" for name in ("quire-tiny", "quire-draft") for file in CHECKPOINT_FILES),
+    "quire/server/page/files/index.html",
+    "quire/server/page/files/app.js",
+    "quire/server/page/files/style.css",
+    "quire/models/embedded/LICENSE-PSF.txt",
+    *(f"quire/models/embedded/{name}/{file}" for name in ("quire-tiny", "quire-draft") for file in CHECKPOINT_FILES),
 )
 WHEEL = (*PACKAGE, "quire/_native*", "quire-*.dist-info/METADATA", "quire-*.dist-info/licenses/LICENSE")
 SDIST = (

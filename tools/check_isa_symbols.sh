@@ -1,6 +1,6 @@
 #!/bin/sh
 # Fails if an ISA variant's object file defines a symbol that the linker may merge with another file's: a function
-# compiled with AVX-512 flags could then run on a CPU without it (see the one-definition rule in csrc/simd.h).
+# compiled with AVX-512 flags could then run on a CPU without it (see the one-definition rule in csrc/isa/simd.h).
 # Usage: check_isa_symbols.sh NM OBJECT...
 nm=$1
 shift

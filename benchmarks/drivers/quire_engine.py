@@ -23,8 +23,8 @@ _SMALL_KERNELS = (
 def load() -> Mapping[str, Handler]:
     """Load the engine."""
     from quire import LLM, SamplingParams
-    from quire.batch import Batch, Draw, ScheduledSequence
     from quire.cli.bench.limits import Limits
+    from quire.common.batch import Batch, Draw, ScheduledSequence
 
     arguments = {"dtype": "bfloat16", "enable_prefix_caching": False, "max_model_len": 4096}
     llm = LLM(sys.argv[1], **arguments | json.loads(sys.argv[2] if len(sys.argv) > 2 else "{}"))

@@ -1,15 +1,15 @@
 // Gathers the kernels of the variant being compiled into its table. Included last by each isa/<name>.cpp.
 #pragma once
 
-#include "activation.h"
-#include "attention.h"
+#include "attention/attention.h"
+#include "elementwise/activation.h"
+#include "elementwise/norm.h"
+#include "elementwise/rotary.h"
+#include "isa/probe.h"
 #include "kernel_table.h"
-#include "matmul.h"
-#include "norm.h"
-#include "probe.h"
-#include "quantize.h"
-#include "rotary.h"
-#include "sampling_logprobs.h"
+#include "matmul/matmul.h"
+#include "quantized/quantize.h"
+#include "sampling/logprobs.h"
 
 #define QUIRE_NAME_OF(isa) #isa
 #define QUIRE_NAME(isa) QUIRE_NAME_OF(isa)

@@ -8,13 +8,10 @@ Names are imported when first used: `import quire` alone loads neither torch nor
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from quire._version import __version__
+from quire.common.version import __version__
 
 if TYPE_CHECKING:
-    from quire.async_llm.async_llm import AsyncLLM
-    from quire.config.args import EngineArgs
-    from quire.engine.llm_engine import LLMEngine
-    from quire.errors import (
+    from quire.common.errors import (
         CheckpointError,
         ConfigError,
         EngineBrokenError,
@@ -30,9 +27,7 @@ if TYPE_CHECKING:
         TokenizerError,
         UnsupportedModelError,
     )
-    from quire.kv.pins import PinnedPrefix
-    from quire.llm import LLM
-    from quire.outputs import (
+    from quire.common.outputs import (
         BeamSearchOutput,
         BeamSearchSequence,
         CompletionOutput,
@@ -40,7 +35,12 @@ if TYPE_CHECKING:
         RequestMetrics,
         RequestOutput,
     )
-    from quire.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
+    from quire.common.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
+    from quire.config.args import EngineArgs
+    from quire.engine.llm_engine import LLMEngine
+    from quire.interfaces.async_llm.async_llm import AsyncLLM
+    from quire.interfaces.llm import LLM
+    from quire.kv.pins import PinnedPrefix
 
 __all__ = [
     "LLM",
@@ -75,11 +75,11 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AsyncLLM": "quire.async_llm.async_llm",
-    "LLM": "quire.llm",
+    "AsyncLLM": "quire.interfaces.async_llm.async_llm",
+    "LLM": "quire.interfaces.llm",
     "LLMEngine": "quire.engine.llm_engine",
     "EngineArgs": "quire.config.args",
-    **dict.fromkeys(("BeamSearchParams", "SamplingParams", "StructuredOutputsParams"), "quire.params"),
+    **dict.fromkeys(("BeamSearchParams", "SamplingParams", "StructuredOutputsParams"), "quire.common.params"),
     "PinnedPrefix": "quire.kv.pins",
     **dict.fromkeys(
         (
@@ -90,9 +90,9 @@ _HOMES = {
             "RequestMetrics",
             "RequestOutput",
         ),
-        "quire.outputs",
+        "quire.common.outputs",
     ),
-    **{name: "quire.errors" for name in __all__ if name.endswith("Error")},
+    **{name: "quire.common.errors" for name in __all__ if name.endswith("Error")},
 }
 
 

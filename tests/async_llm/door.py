@@ -5,7 +5,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from quire import AsyncLLM, BeamSearchParams, EngineArgs, EngineStats, RequestOutput, SamplingParams
-from quire.outputs import RequestMetrics
+from quire.common.outputs import RequestMetrics
 
 LIMIT_S = 60.0
 

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from quire import AsyncLLM, EngineArgs, LLMEngine
-from quire.async_llm.supervisor import Supervisor
-from quire.engine.engine_process import EngineProcess
-from quire.engine.messages import AddRequest, AddScoring, Ready, ToClient, ToEngine, read_frame, to_frame
+from quire.engine.process.engine_process import EngineProcess
+from quire.engine.process.messages import AddRequest, AddScoring, Ready, ToClient, ToEngine, read_frame, to_frame
+from quire.interfaces.async_llm.supervisor import Supervisor
 
 
 class _KilledError(BaseException):

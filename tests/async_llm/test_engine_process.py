@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 from quire import LLMEngine, SamplingParams
-from quire.batch import Batch, StepResult, TokenLogprobs
-from quire.engine import engine_process, messages
-from quire.engine.engine_process import EngineProcess, read_messages
-from quire.engine.messages import (
+from quire.common.batch import Batch, StepResult, TokenLogprobs
+from quire.common.errors import EngineBrokenError
+from quire.common.faults import Fault, inject
+from quire.engine.process import engine_process, messages
+from quire.engine.process.engine_process import EngineProcess, read_messages
+from quire.engine.process.messages import (
     Abort,
     AddRequest,
     AddScoring,
@@ -29,8 +31,6 @@ from quire.engine.messages import (
     read_frame,
     to_frame,
 )
-from quire.errors import EngineBrokenError
-from quire.faults import Fault, inject
 
 from ..scripted_engine import RecitingExecutor, recital, scripted_llm
 

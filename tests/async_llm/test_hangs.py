@@ -16,12 +16,13 @@ import msgspec
 import pytest
 
 import quire
-from quire import EngineArgs, EngineDeadError, SamplingParams, liveness
-from quire.async_llm import engine_client
-from quire.async_llm.engine_client import EngineClient
-from quire.engine.engine_process import EngineProcess
-from quire.engine.heartbeat import HEARTBEAT_S, Pulse, beat
-from quire.engine.messages import AddRequest, Heartbeat, read_frame
+from quire import EngineArgs, EngineDeadError, SamplingParams
+from quire.common import liveness
+from quire.engine.process.engine_process import EngineProcess
+from quire.engine.process.heartbeat import HEARTBEAT_S, Pulse, beat
+from quire.engine.process.messages import AddRequest, Heartbeat, read_frame
+from quire.interfaces.async_llm import engine_client
+from quire.interfaces.async_llm.engine_client import EngineClient
 from quire.kernels.checks import native_errors
 
 from ..scripted_engine import scripted_llm
@@ -29,8 +30,8 @@ from ..scripted_engine import scripted_llm
 TIMEOUT_S = 1.0
 PROGRAM = """
 import socket, sys, time
-from quire.engine.messages import Heartbeat, Ready, to_frame
-from quire.outputs import EngineStats
+from quire.engine.process.messages import Heartbeat, Ready, to_frame
+from quire.common.outputs import EngineStats
 client = socket.socket(fileno=int(sys.argv[1]))
 counts = dict.fromkeys(EngineStats.__dataclass_fields__, 0) | {"prefix_cache": {}}
 def beats(progress, is_busy, count):

@@ -4,9 +4,9 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from quire.async_llm.output_processor import RequestState
-from quire.engine.logprobs import LogprobRows
-from quire.engine.messages import AddScoring
+from quire.engine.process.messages import AddScoring
+from quire.engine.requests.logprobs import LogprobRows
+from quire.interfaces.async_llm.output_processor import RequestState
 from tests.scripted_engine import logprobs
 
 

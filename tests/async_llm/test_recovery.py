@@ -14,7 +14,7 @@ import pytest
 
 import quire
 from quire import AsyncLLM, BeamSearchParams, EngineArgs, EngineDeadError, SamplingParams, StructuredOutputsParams
-from quire.faults import Fault, environment
+from quire.common.faults import Fault, environment
 
 from .door import Door
 from .wanted import told, whole

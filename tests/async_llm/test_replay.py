@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire import LLM, EngineDeadError, QuireError, RequestOutput, SamplingParams
-from quire.async_llm import request_table
-from quire.engine.messages import Ready
+from quire.engine.process.messages import Ready
+from quire.interfaces.async_llm import request_table
 
 from .door import Door
 from .local_engine import local_llm

@@ -18,7 +18,7 @@ from quire import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from quire.engine.messages import CacheFrame
+from quire.engine.process.messages import CacheFrame
 
 from .door import Door
 

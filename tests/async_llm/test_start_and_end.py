@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, CheckpointError, ConfigError, EngineDeadError, OutOfMemoryError, SamplingParams
-from quire.async_llm import engine_client
+from quire.interfaces.async_llm import engine_client
 
 from .door import Door
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from quire import AsyncLLM, EngineArgs, EngineDeadError, EngineStats, SamplingParams
-from quire.async_llm.supervisor import HEALTHY_S, MAX_FAILED_STARTS, Supervisor
-from quire.engine.messages import Abort, AddRequest, CacheFrame, Ready, SetCacheView, StepDone, ToEngine
-from quire.errors import OutOfMemoryError
-from quire.tokenizer.tokenizer import Tokenizer
+from quire.common.errors import OutOfMemoryError
+from quire.engine.process.messages import Abort, AddRequest, CacheFrame, Ready, SetCacheView, StepDone, ToEngine
+from quire.interfaces.async_llm.supervisor import HEALTHY_S, MAX_FAILED_STARTS, Supervisor
+from quire.text.tokenizer.tokenizer import Tokenizer
 
 from .door import Door
 

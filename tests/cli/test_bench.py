@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from quire.batch import Batch, StepResult
 from quire.cli import main
 from quire.cli.bench import attention, kernels, latency
 from quire.cli.bench.limits import Limits, WeightCosts
 from quire.cli.bench.throughput import random_prompts
+from quire.common.batch import Batch, StepResult
 from quire.config.args import EngineArgs
 from quire.config.hf_config import HFConfig
 from quire.engine.llm_engine import LLMEngine

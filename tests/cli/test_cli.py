@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from quire import EngineArgs, SamplingParams, __version__
-from quire.batch import Batch, StepResult
 from quire.cli import chat, demo, generate, main, options
 from quire.cli.bench import latency, throughput
+from quire.common.batch import Batch, StepResult
+from quire.common.outputs import Logprob
 from quire.kernels import isa
-from quire.outputs import Logprob
 
 from ..scripted_engine import RecitingExecutor, recital, scripted_llm
 

@@ -11,7 +11,7 @@ import pytest
 
 from quire.cli import main
 from quire.cli.top import Picture
-from quire.engine.cache_frame import (
+from quire.engine.view.cache_frame import (
     CACHED,
     OWNED,
     BlockColumns,

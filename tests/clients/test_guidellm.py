@@ -15,7 +15,7 @@ def test_all_requests_succeed_and_both_count_the_same_tokens(served: Served, tmp
     report = tmp_path / "report.json"
     names = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
     before = [served.metric(name) for name in names]
-    changes = {"report.json": str(report), "src/quire/checkpoints/quire-tiny": str(CHECKPOINT)}
+    changes = {"report.json": str(report), "src/quire/models/embedded/quire-tiny": str(CHECKPOINT)}
     run_command("guidellm", served, changes, GUIDELLM__MAX_WORKER_PROCESSES="1")
     served.wait_until_idle()
     benchmarks = json.loads(report.read_text())["benchmarks"]

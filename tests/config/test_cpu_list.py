@@ -4,9 +4,9 @@ import os
 
 import pytest
 
+from quire.common.errors import ConfigError
 from quire.config.args import EngineArgs
 from quire.config.parallel import ParallelConfig, parse_cpu_list
-from quire.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.errors import InvalidParamsError
-from quire.params import SamplingParams
+from quire.common.errors import InvalidParamsError
+from quire.common.params import SamplingParams
 
 WRONG = {
     "n": [0, 1025, 1.0, True, "2"],

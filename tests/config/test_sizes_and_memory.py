@@ -2,9 +2,9 @@
 
 import pytest
 
+from quire.common.errors import ConfigError, OutOfMemoryError
 from quire.config.machine import machine_memory
 from quire.config.sizes import format_bytes, parse_bytes
-from quire.errors import ConfigError, OutOfMemoryError
 
 GIB = 1024**3
 

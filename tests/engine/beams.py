@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from quire.batch import Batch, Draw, StepResult, TokenLogprobs
-from quire.engine.beam_search import BeamSearch
-from quire.engine.sequence import Sequence, SequenceGroup
-from quire.params import BeamSearchParams
+from quire.common.batch import Batch, Draw, StepResult, TokenLogprobs
+from quire.common.params import BeamSearchParams
+from quire.engine.requests.beam_search import BeamSearch
+from quire.engine.requests.sequence import Sequence, SequenceGroup
 
 from .fake import VOCAB_SIZE, FakeExecutor, Harness, state_after
 

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
+from quire.common.errors import RequestError
 from quire.config.scheduler import POLICIES
-from quire.errors import RequestError
 from quire.kv.content_hash import NO_KEY, ContentKey
 from quire.kv.evictor import LRUEvictor
 from tests.kv.managers import end, make_manager, run

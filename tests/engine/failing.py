@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Callable, Collection
 
 from quire import BeamSearchParams, EngineArgs, LLMEngine, RequestOutput, SamplingParams
-from quire.batch import Batch, StepResult
+from quire.common.batch import Batch, StepResult
 from quire.runner.memory_plan import plan_memory
-from quire.tokenizer.tokenizer import Tokenizer
+from quire.text.tokenizer.tokenizer import Tokenizer
 
 from .fake import FakeExecutor
 

@@ -7,16 +7,16 @@ from hashlib import blake2b
 
 import numpy as np
 
-from quire.batch import Batch, Draw, ScheduledSequence, StepResult, TokenLogprobs
+from quire.common.batch import Batch, Draw, ScheduledSequence, StepResult, TokenLogprobs
+from quire.common.params import SamplingParams
 from quire.config.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from quire.config.scheduler import SchedulerConfig
-from quire.engine.commit import Committer
-from quire.engine.logprobs import LogprobRows, PromptScores
-from quire.engine.scheduler import Scheduler
-from quire.engine.sequence import Sequence, SequenceGroup
+from quire.engine.requests.logprobs import LogprobRows, PromptScores
+from quire.engine.requests.sequence import Sequence, SequenceGroup
+from quire.engine.scheduling.scheduler import Scheduler
+from quire.engine.step.commit import Committer
 from quire.kv.block_space_manager import BlockSpaceManager
 from quire.kv.content_hash import NO_KEY, ContentKey
-from quire.params import SamplingParams
 
 VOCAB_SIZE = 50
 SPEC = KVCacheSpec(num_kv_heads=1, head_dim=2, dtype="float32")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire import LLM, SamplingParams
-from quire.sampling.sampler import Sampler
+from quire.runner.sampling.sampler import Sampler
 
 
 def make_prompts(num_prompts: int, vocab_size: int, longest: int) -> list[list[int]]:

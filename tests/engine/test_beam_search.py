@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire import BeamSearchParams, InvalidParamsError, StructuredOutputsParams
-from quire.engine.sequence import SequenceStatus
-from quire.simulate.beams import BeamChurn, ChurningBeams
+from quire.engine.requests.sequence import SequenceStatus
+from quire.interfaces.simulate.beams import BeamChurn, ChurningBeams
 
 from .beams import BeamHarness
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine import cache_view
-from quire.engine.cache_frame import CACHED, OWNED, PINNED, CacheMirror, CacheUpdate
-from quire.engine.cache_view import CacheView
-from quire.engine.sequence import SequenceGroup
+from quire.engine.requests.sequence import SequenceGroup
+from quire.engine.view import cache_view
+from quire.engine.view.cache_frame import CACHED, OWNED, PINNED, CacheMirror, CacheUpdate
+from quire.engine.view.cache_view import CacheView
 from quire.kv.content_hash import NO_KEY, ContentKey
 
 from .fake import Harness

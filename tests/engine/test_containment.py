@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire import LLM, LLMEngine, RequestError, SamplingParams
-from quire.engine.containment import MAX_IN_VAIN, Suspects
-from quire.errors import EngineBrokenError, RequestFailedError
-from quire.faults import Fault, inject
-from quire.tokenizer.detokenizer import IncrementalDetokenizer
+from quire.common.errors import EngineBrokenError, RequestFailedError
+from quire.common.faults import Fault, inject
+from quire.engine.step.containment import MAX_IN_VAIN, Suspects
+from quire.text.tokenizer.detokenizer import IncrementalDetokenizer
 
 from .failing import add, add_beams, check_nothing_is_held, fail_with, make_engine, requests_of, run, token_ids
 

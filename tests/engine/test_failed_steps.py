@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from quire.engine.sequence import SequenceStatus
+from quire.engine.requests.sequence import SequenceStatus
 
 from .fake import Harness
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.batch import Draw
-from quire.engine.logprobs import LogprobRows, PromptScores
-from quire.engine.sequence import Sequence, SequenceGroup
-from quire.outputs import Logprob
-from quire.params import SamplingParams
+from quire.common.batch import Draw
+from quire.common.outputs import Logprob
+from quire.common.params import SamplingParams
+from quire.engine.requests.logprobs import LogprobRows, PromptScores
+from quire.engine.requests.sequence import Sequence, SequenceGroup
 from tests.scripted_engine import logprobs
 
 from .fake import Harness, expected_logprobs, joined, token_logprobs

@@ -2,12 +2,12 @@
 
 import pytest
 
+from quire.common.errors import CheckpointError, ConfigError, OutOfMemoryError
 from quire.config.args import EngineArgs
 from quire.config.kv_cache import KVCacheSpec
 from quire.config.kv_layout import group_layers, kv_cache_config
 from quire.config.machine import MachineMemory
-from quire.errors import CheckpointError, ConfigError, OutOfMemoryError
-from quire.models.llama import LlamaForCausalLM
+from quire.models.families.llama import LlamaForCausalLM
 from quire.runner import memory_plan
 from quire.runner.memory_plan import plan_memory
 

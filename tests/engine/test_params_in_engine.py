@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.batch import Draw
-from quire.engine import input_processor
-from quire.engine.input_processor import recommended_params
-from quire.errors import (
+from quire.common.batch import Draw
+from quire.common.errors import (
     CheckpointError,
     ConfigError,
     InvalidParamsError,
@@ -20,6 +18,8 @@ from quire.errors import (
     PromptTooLongError,
     RequestError,
 )
+from quire.engine.requests import input_processor
+from quire.engine.requests.input_processor import recommended_params
 from tests.scripted_engine import RecitingExecutor, recital, scripted_llm
 
 PROMPT = [5, 6, 7]

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from quire.engine.commit import Committer
-from quire.engine.policy import FairShare, FirstComeFirstServed
-from quire.engine.scheduler import Scheduler
-from quire.engine.sequence import Sequence, SequenceStatus
+from quire.engine.requests.sequence import Sequence, SequenceStatus
+from quire.engine.scheduling.policy import FairShare, FirstComeFirstServed
+from quire.engine.scheduling.scheduler import Scheduler
+from quire.engine.step.commit import Committer
 from quire.kv.allocator import BlockAllocator, NaiveBlockAllocator
 from quire.kv.block_space_manager import AllocStatus, BlockSpaceManager
 from quire.kv.block_table import BlockTable

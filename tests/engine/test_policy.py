@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.common.errors import ConfigError
 from quire.config.scheduler import POLICIES, SchedulerConfig
-from quire.engine import policy as policy_module
-from quire.engine.policy import make_policy
-from quire.engine.sequence import SequenceStatus
-from quire.errors import ConfigError
+from quire.engine.requests.sequence import SequenceStatus
+from quire.engine.scheduling import policy as policy_module
+from quire.engine.scheduling.policy import make_policy
 
 
 @dataclass(eq=False)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.engine.sequence import SequenceStatus
+from quire.engine.requests.sequence import SequenceStatus
 
 from .fake import Harness, expected_output
 

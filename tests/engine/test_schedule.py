@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.config.scheduler import POLICIES
-from quire.engine.sequence import SequenceStage, SequenceStatus
+from quire.engine.requests.sequence import SequenceStage, SequenceStatus
 from quire.kv.content_hash import NO_KEY, ContentKey
 
 from .fake import Harness, expected_output

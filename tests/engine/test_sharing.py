@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from quire.engine.sequence import SequenceStatus
+from quire.engine.requests.sequence import SequenceStatus
 from quire.kv.content_hash import ContentKey
 from quire.kv.stats import HitSource
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.engine.scheduler import FIRST_CHUNK, MIN_CHUNK
+from quire.engine.scheduling.scheduler import FIRST_CHUNK, MIN_CHUNK
 
 from .fake import Harness
 

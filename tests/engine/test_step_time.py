@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.step_time import StepTimeModel
+from quire.engine.scheduling.step_time import StepTimeModel
 
 FIXED_S, SLOPE_S = 0.02, 0.0005
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.containment import Suspects
+from quire.common.faults import POINTS
 from quire.engine.llm_engine import LLMEngine
-from quire.engine.scheduler import Scheduler
-from quire.faults import POINTS
+from quire.engine.scheduling.scheduler import Scheduler
+from quire.engine.step.containment import Suspects
 from quire.kv.block_space_manager import BlockSpaceManager
 from reliability import injections
 from tests.kernels.isas import needs_native

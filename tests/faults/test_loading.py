@@ -3,7 +3,7 @@
 import pytest
 
 from quire import LLM
-from quire.faults import Fault, inject
+from quire.common.faults import Fault, inject
 
 SMALL = {"num_gpu_blocks_override": 8, "max_model_len": 32}
 

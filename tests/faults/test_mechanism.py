@@ -11,8 +11,8 @@ from io import BytesIO
 
 import pytest
 
-from quire.errors import ConfigError
-from quire.faults import Fault, environment, fault_point, fault_write, inject
+from quire.common.errors import ConfigError
+from quire.common.faults import Fault, environment, fault_point, fault_write, inject
 
 
 def fails(*passes: tuple[str, object]) -> list[bool]:
@@ -140,7 +140,7 @@ def test_threads_share_the_count():
 
 
 def run(code: str, faults: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    command = f"from quire.faults import fault_point\n{code}"
+    command = f"from quire.common.faults import fault_point\n{code}"
     whole = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))) | faults
     return subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=False, env=whole)
 

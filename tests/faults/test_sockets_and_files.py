@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from quire import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
-from quire.async_llm.output_processor import RequestState
-from quire.errors import QuireError, RequestFailedError
-from quire.faults import Fault, inject
-from quire.grammar.trial import TrialProcess, TrialSettings
-from quire.log import set_up_logging
-from quire.server.auth import ApiKeys
+from quire.common.errors import QuireError, RequestFailedError
+from quire.common.faults import Fault, inject
+from quire.common.log import set_up_logging
+from quire.interfaces.async_llm.output_processor import RequestState
+from quire.server.api.responses.store import ResponseStore, StoredResponse, StoreError
 from quire.server.config import ServerArgs
-from quire.server.lifecycle import Gate
-from quire.server.response_store import ResponseStore, StoredResponse, StoreError
+from quire.server.http.auth import ApiKeys
+from quire.server.operations.lifecycle import Gate
 from quire.server.serve import build_app
+from quire.text.grammar.trial import TrialProcess, TrialSettings
 from tests.async_llm.door import Door
 from tests.async_llm.local_engine import local_llm
 from tests.scripted_engine import scripted_llm

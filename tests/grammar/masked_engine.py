@@ -4,11 +4,11 @@ import msgspec
 import numpy as np
 
 from quire import LLM, EngineArgs, LLMEngine, RequestOutput, SamplingParams, StructuredOutputsParams
-from quire.batch import Batch, Draw, ScheduledSequence, StepResult
-from quire.grammar.compiler import GrammarCompiler
+from quire.common.batch import Batch, Draw, ScheduledSequence, StepResult
 from quire.runner.memory_plan import plan_memory
-from quire.sampling.random import uniform
-from quire.tokenizer.tokenizer import Tokenizer
+from quire.runner.sampling.random import uniform
+from quire.text.grammar.compiler import GrammarCompiler
+from quire.text.tokenizer.tokenizer import Tokenizer
 
 STEPS_LIMIT = 5_000
 

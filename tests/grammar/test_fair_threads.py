@@ -5,7 +5,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from quire.grammar.fair_threads import FairThreads
+from quire.text.grammar.fair_threads import FairThreads
 
 
 @pytest.fixture

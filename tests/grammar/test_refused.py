@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from quire import InvalidParamsError, SamplingParams, StructuredOutputsParams
-from quire.grammar.trial import TrialProcess, TrialSettings
+from quire.text.grammar.trial import TrialProcess, TrialSettings
 from tests.grammar.masked_engine import masked_llm, run, structured
 
 

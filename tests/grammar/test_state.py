@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.errors import InvalidParamsError
-from quire.grammar.compiler import Compilation, GrammarCompiler
-from quire.grammar.source import library_grammar, num_beginnings
-from quire.grammar.state import GrammarState, MaskShape
-from quire.params import StructuredOutputsParams
+from quire.common.errors import InvalidParamsError
+from quire.common.params import StructuredOutputsParams
+from quire.text.grammar.compiler import Compilation, GrammarCompiler
+from quire.text.grammar.source import library_grammar, num_beginnings
+from quire.text.grammar.state import GrammarState, MaskShape
 from tests.grammar.masked_engine import masked_llm
 
 
@@ -137,7 +137,7 @@ class CountedTrials:
 def test_a_trial_is_remembered_and_the_memory_is_bounded(monkeypatch) -> None:
     compiler = masked_llm(share_compiler=False)[0].engine.grammars.compiler
     trials = CountedTrials(compiler)
-    monkeypatch.setattr("quire.grammar.compiler.MAX_VERDICTS", 20)
+    monkeypatch.setattr("quire.text.grammar.compiler.MAX_VERDICTS", 20)
     first = StructuredOutputsParams(json={"title": "first", "type": "object"})
     for i in range(50):
         other = compiler.submit(StructuredOutputsParams(json={"title": str(i), "type": "object"}))
@@ -145,7 +145,7 @@ def test_a_trial_is_remembered_and_the_memory_is_bounded(monkeypatch) -> None:
         assert other.future.result(30).error is None
         assert len(compiler._verdicts) <= 20
     assert trials.num_trials == 51  # asked for again and again, the first stays
-    monkeypatch.setattr("quire.grammar.compiler.MAX_VERDICT_BYTES", 1000)
+    monkeypatch.setattr("quire.text.grammar.compiler.MAX_VERDICT_BYTES", 1000)
     compiler.submit(StructuredOutputsParams(regex="x" * 800)).future.result(30)
     assert len(compiler._verdicts) == 1
 

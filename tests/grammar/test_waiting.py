@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from quire import LLM, InvalidParamsError, RequestError, SamplingParams
-from quire.engine import grammar_queue
-from quire.engine.messages import Past
-from quire.grammar.compiler import Compilation, GrammarCompiler
-from quire.outputs import RequestMetrics
+from quire.common.outputs import RequestMetrics
+from quire.engine.process.messages import Past
+from quire.engine.requests import grammar_queue
+from quire.text.grammar.compiler import Compilation, GrammarCompiler
 from tests.grammar.masked_engine import MaskedExecutor, masked_llm, run, structured
 
 FREE = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quire.memory import IDLE_S
+from quire.common.memory import IDLE_S
 from tests.clients.served import KEY, WAIT_S, Served
 
 PATIENCE = float(os.environ.get("QUIRE_HOSTILE_PATIENCE", "6"))

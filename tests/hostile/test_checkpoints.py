@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from quire import LLM
-from quire.errors import CheckpointError, OutOfMemoryError
+from quire.common.errors import CheckpointError, OutOfMemoryError
 from tests.hostile.target import PATIENCE, RESULTS
 from tests.hostile.test_templates import TINY
 

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.async_llm.engine_client import EngineClient
-from quire.engine.messages import Abort, Heartbeat, Ready, Start, ToClient, to_frame
+from quire.engine.process.messages import Abort, Heartbeat, Ready, Start, ToClient, to_frame
+from quire.interfaces.async_llm.engine_client import EngineClient
 from tests.clients.served import WAIT_S
 from tests.hostile.target import Target
 
@@ -41,7 +41,7 @@ NONSENSE = {
 def engine_process() -> tuple[subprocess.Popen[bytes], socket.socket]:
     ours, its = socket.socketpair()
     with its:
-        command = [sys.executable, "-P", "-m", "quire.engine.engine_process", str(its.fileno())]
+        command = [sys.executable, "-P", "-m", "quire.engine.process.engine_process", str(its.fileno())]
         process = subprocess.Popen(command, pass_fds=[its.fileno()], stderr=subprocess.PIPE)
     ours.settimeout(WAIT_S)
     return process, ours

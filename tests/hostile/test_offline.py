@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from quire import LLM, BeamSearchParams, RequestOutput, SamplingParams
-from quire.errors import RequestError
-from quire.params import StructuredOutputsParams
+from quire.common.errors import RequestError
+from quire.common.params import StructuredOutputsParams
 from tests.hostile.cases import BASE, GRAMMARS, PARAMS, Ask, Case
 from tests.hostile.target import COMPLETIONS, PEAK_MB, RESULTS
 

@@ -10,8 +10,8 @@ import pytest
 
 import quire
 from quire import LLM
-from quire.errors import RequestError, TokenizerError
-from quire.server.tools import REASONING_FORMATS, TOOL_FORMATS
+from quire.common.errors import RequestError, TokenizerError
+from quire.server.api.tools import REASONING_FORMATS, TOOL_FORMATS
 from tests.clients.served import quire_serve
 from tests.hostile.target import CHAT, COMPLETIONS, MESSAGES, PATIENCE, Target
 from tests.server.door import saying

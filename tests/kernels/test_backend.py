@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from quire import kernels
-from quire.errors import ConfigError
-from quire.faults import Fault, environment, inject
+from quire.common.errors import ConfigError
+from quire.common.faults import Fault, environment, inject
 from quire.kernels import backend
 
 from .isas import ISAS, needs_native, using

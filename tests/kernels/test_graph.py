@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire import kernels
-from quire.errors import KernelError
+from quire.common.errors import KernelError
 from quire.kernels.workspace import empty
 from tests.kernels.isas import needs_native
 

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire import kernels
-from quire.errors import KernelError
+from quire.common.errors import KernelError
 from quire.kernels import reference
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire import kernels
-from quire.errors import KernelError
+from quire.common.errors import KernelError
 from quire.kernels import reference
 
 from .isas import ISAS, needs_native, using

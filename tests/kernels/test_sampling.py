@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire import kernels
-from quire.errors import KernelError
+from quire.common.errors import KernelError
 from quire.kernels import LogitChanges, SamplingTensors, TokenLists
 from quire.kernels import reference_sampling as reference
 from tests.kernels.isas import ISAS, using

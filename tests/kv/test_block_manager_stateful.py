@@ -12,8 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from quire.common.errors import RequestError
 from quire.config.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec
-from quire.errors import RequestError
 from quire.kv.block_space_manager import AllocStatus, BlockSpaceManager
 from quire.kv.content_hash import NO_KEY, ContentKey
 from quire.kv.pins import PinnedPrefix

@@ -2,8 +2,8 @@
 
 import pytest
 
-from quire.engine.sequence import SequenceStatus
-from quire.errors import RequestError
+from quire.common.errors import RequestError
+from quire.engine.requests.sequence import SequenceStatus
 from quire.kv.block_space_manager import AllocStatus
 from quire.kv.content_hash import NO_KEY, ContentKey
 from quire.kv.stats import HitSource, MissReason

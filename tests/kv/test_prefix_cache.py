@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.batch import SlotCopy
+from quire.common.batch import SlotCopy
 from quire.kv.allocator import NaiveBlockAllocator
 from quire.kv.block_space_manager import AllocStatus
 from quire.kv.content_hash import ContentHasher, HashChain

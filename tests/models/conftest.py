@@ -14,9 +14,9 @@ from torch import Tensor
 from quire.config.kv_cache import KVCacheSpec
 from quire.config.kv_layout import group_layers
 from quire.config.model import ModelConfig
-from quire.layers.batch_tensors import BatchTensors, GroupTensors, LayerKVCache
 from quire.models.base import CausalLM
-from quire.models.loader import load_model
+from quire.models.layers.batch_tensors import BatchTensors, GroupTensors, LayerKVCache
+from quire.models.weights.loader import load_model
 
 BLOCK_SIZE = 4
 

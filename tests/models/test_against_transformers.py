@@ -144,7 +144,7 @@ def test_logits_and_greedy_tokens_equal_transformers(variant: str, save_checkpoi
 
 
 def test_whole_prefill_equals_transformers(save_checkpoint: Any, paged_run: Any) -> None:
-    from quire.models.loader import load_model
+    from quire.models.weights.loader import load_model
 
     folder, oracle = save_checkpoint("MistralForCausalLM", **LLAMA, sliding_window=7)
     config = ModelConfig.resolve(folder)

@@ -13,12 +13,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from quire.common.errors import CheckpointError, ConfigError, UnsupportedModelError
 from quire.config.model import ModelConfig
 from quire.config.safetensors_header import read_header
-from quire.errors import CheckpointError, ConfigError, UnsupportedModelError
-from quire.models.checkpoint import Checkpoint, weight_bytes
-from quire.models.loader import load_model
 from quire.models.registry import model_class, supported_architectures
+from quire.models.weights.checkpoint import Checkpoint, weight_bytes
+from quire.models.weights.loader import load_model
 
 FIELDS = {
     "architectures": ["LlamaForCausalLM"],

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from quire import kernels
-from quire.batch import Draw, ScheduledSequence
+from quire.common.batch import Draw, ScheduledSequence
+from quire.common.errors import KernelError
 from quire.config.kv_layout import kv_cache_config
 from quire.config.model import ModelConfig
-from quire.errors import KernelError
-from quire.models.loader import load_model
+from quire.models.weights.loader import load_model
 from quire.runner.cache_engine import CacheEngine
 from quire.runner.decode_graphs import MAX_SEQS, DecodeGraphs
 from quire.runner.model_runner import build_tensors

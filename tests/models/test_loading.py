@@ -15,12 +15,12 @@ import pytest
 import torch
 import transformers
 
+from quire.common.errors import CheckpointError, ConfigError
 from quire.config.kv_cache import KVCacheSpec
 from quire.config.model import EMBEDDED_CHECKPOINTS, ModelConfig
-from quire.errors import CheckpointError, ConfigError
-from quire.models.checkpoint import Checkpoint, weight_bytes
-from quire.models.loader import load_model
 from quire.models.registry import model_class
+from quire.models.weights.checkpoint import Checkpoint, weight_bytes
+from quire.models.weights.loader import load_model
 
 LLAMA = {
     "vocab_size": 64,
@@ -192,7 +192,7 @@ def test_loading_takes_hardly_more_memory_than_the_weights(tmp_path: Path) -> No
     program = f"""
 import resource
 from quire.config.model import ModelConfig
-from quire.models.loader import load_model
+from quire.models.weights.loader import load_model
 load_model(ModelConfig.resolve(None))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 model = load_model(ModelConfig.resolve({str(tmp_path)!r}))

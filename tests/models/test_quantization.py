@@ -11,13 +11,13 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.cli import main
+from quire.common.errors import CheckpointError, ConfigError, UnsupportedModelError
 from quire.config.args import EngineArgs
 from quire.config.model import ModelConfig
-from quire.errors import CheckpointError, ConfigError, UnsupportedModelError
 from quire.kernels.backend import native
-from quire.layers.embedding import Embedding
-from quire.models.checkpoint import weight_bytes
-from quire.models.loader import assignments, load_model
+from quire.models.layers.embedding import Embedding
+from quire.models.weights.checkpoint import weight_bytes
+from quire.models.weights.loader import assignments, load_model
 from quire.runner.memory_plan import plan_memory
 
 from ..engine.test_batch_invariance import make_prompts, mixed_params, run

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.batch import Draw, ScheduledSequence
+from quire.common.batch import Draw, ScheduledSequence
 
 
 class Mask:

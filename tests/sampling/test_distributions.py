@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from quire import kernels
-from quire.batch import Draw
-from quire.sampling.draw_tensors import DrawTensors
-from quire.sampling.random import random_key, uniform
+from quire.common.batch import Draw
+from quire.runner.sampling.draw_tensors import DrawTensors
+from quire.runner.sampling.random import random_key, uniform
 from tests.kernels.isas import needs_native
 from tests.sampling.plain import Mask, changed, probabilities, sequence
 

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire import kernels
-from quire.batch import Draw, TokenLogprobs
-from quire.faults import Fault, inject
-from quire.params import LOGPROBS_MODES
-from quire.sampling.draw_tensors import DrawTensors
-from quire.sampling.random import random_key
-from quire.sampling.sampler import Sampler
+from quire.common.batch import Draw, TokenLogprobs
+from quire.common.faults import Fault, inject
+from quire.common.params import LOGPROBS_MODES
+from quire.runner.sampling.draw_tensors import DrawTensors
+from quire.runner.sampling.random import random_key
+from quire.runner.sampling.sampler import Sampler
 from tests.kernels.isas import ISAS, using
 from tests.sampling.plain import Mask, changed, probabilities, sequence
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from quire.batch import Batch, Draw, ScheduledSequence, Scored, TokenLogprobs
+from quire.common.batch import Batch, Draw, ScheduledSequence, Scored, TokenLogprobs
 from quire.config.kv_layout import kv_cache_config
 from quire.config.model import ModelConfig
 from quire.models.base import CausalLM
-from quire.models.loader import load_model
+from quire.models.weights.loader import load_model
 from quire.runner.cache_engine import CacheEngine
 from quire.runner.decode_graphs import DecodeGraphs
 from quire.runner.model_runner import ModelRunner

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire import LLMEngine
-from quire.errors import RequestFailedError
-from quire.outputs import RequestOutput
+from quire.common.errors import RequestFailedError
+from quire.common.outputs import RequestOutput
 from quire.server.app import make_app
 from quire.server.config import ServerArgs
-from quire.server.state import ServerState
-from quire.tokenizer.tokenizer import Tokenizer
+from quire.server.http.state import ServerState
+from quire.text.tokenizer.tokenizer import Tokenizer
 from tests.scripted_engine import RecitingExecutor, scripted_llm
 
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.server.admission import MAX_RETRY_AFTER_S, Admission, Bucket
 from quire.server.config import ServerArgs
+from quire.server.operations.admission import MAX_RETRY_AFTER_S, Admission, Bucket
 
 
 class Clock:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quire.server.protocol.messages import MessagesRequest
-from quire.server.protocol.responses import ResponsesRequest
-from quire.server.responses import PART
+from quire.server.api.messages.protocol import MessagesRequest
+from quire.server.api.responses.endpoint import PART
+from quire.server.api.responses.protocol import ResponsesRequest
 from tests.server.door import Answer, Server, saying
 
 TYPES = [

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.errors import ConfigError
-from quire.server.auth import AllowedHosts, ApiKeys, Authentication, checks_hosts
+from quire.common.errors import ConfigError
 from quire.server.config import ServerArgs
-from quire.server.errors import ApiError
-from quire.server.state import add_context, context_of
+from quire.server.http.auth import AllowedHosts, ApiKeys, Authentication, checks_hosts
+from quire.server.http.errors import ApiError
+from quire.server.http.state import add_context, context_of
 
 
 def keys_of(tmp_path, text: str = "", api_key: tuple[str, ...] = (), environ=None) -> ApiKeys:

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from quire.server.config import ServerArgs
-from quire.server.errors import status_error
+from quire.server.http.errors import status_error
 from tests.server.door import saying
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.server.api.tools import REASONING_FORMATS, TOOL_FORMATS
 from quire.server.config import ServerArgs
-from quire.server.tools import REASONING_FORMATS, TOOL_FORMATS
 from tests.scripted_engine import recital
 from tests.server.door import saying, tokenizer_of
 

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire import SamplingParams
-from quire.outputs import RequestMetrics
-from quire.server.protocol.common import Timings
+from quire.common.outputs import RequestMetrics
+from quire.server.api.shared.fields import Timings
 from tests.scripted_engine import recital, scripted_llm
 from tests.server.door import saying, serve, tokenizer_of
 

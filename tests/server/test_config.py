@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from quire.cli import serve as serve_command
+from quire.common.errors import ConfigError
 from quire.config.args import EngineArgs
-from quire.errors import ConfigError
 from quire.server.config import ServerArgs, describe_args, is_loopback, merge_args
 
 

@@ -11,11 +11,11 @@ import pytest
 from starlette.types import ASGIApp, Message
 
 from quire import EngineDeadError, SamplingParams
-from quire.engine.cache_frame import OWNED, CacheMirror, CacheUpdate
-from quire.server import debug
+from quire.engine.view.cache_frame import OWNED, CacheMirror, CacheUpdate
 from quire.server.app import make_app
 from quire.server.config import ServerArgs
-from quire.server.state import ServerState
+from quire.server.http.state import ServerState
+from quire.server.operations import debug
 from tests.async_llm.door import Door
 
 PATH = "/debug/cache/events"

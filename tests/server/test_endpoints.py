@@ -7,8 +7,8 @@ import jsonschema
 import pytest
 
 from quire import EngineDeadError, __version__
+from quire.server.api.shared.fields import SamplingFields
 from quire.server.app import ROUTES
-from quire.server.protocol.common import SamplingFields
 from tests.server.door import tokenizer_of
 
 DOCS = [Path(__file__).parents[2] / "docs" / name for name in ("server.md", "responses.md", "messages.md")]

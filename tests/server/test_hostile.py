@@ -9,14 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.server import bodies
-from quire.server.generation import _merged
-from quire.server.protocol.chat import ChatCompletionRequest
-from quire.server.protocol.completions import CompletionRequest
-from quire.server.protocol.messages import CountTokensRequest, MessagesRequest
-from quire.server.protocol.responses import ResponsesRequest
-from quire.server.protocol.tokens import DetokenizeRequest, TokenizeRequest
-from quire.server.responses import PART
+from quire.server.api.chat.protocol import ChatCompletionRequest
+from quire.server.api.completions.protocol import CompletionRequest
+from quire.server.api.messages.protocol import CountTokensRequest, MessagesRequest
+from quire.server.api.responses.endpoint import PART
+from quire.server.api.responses.protocol import ResponsesRequest
+from quire.server.api.shared.generation import _merged
+from quire.server.api.tokens.protocol import DetokenizeRequest, TokenizeRequest
+from quire.server.http import bodies
 from tests.server.door import Answer, Server, saying, serve
 
 COMPLETIONS, CHAT, RESPONSES, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from quire.server.http_protocol import limited_protocol
+from quire.server.http.protocol import limited_protocol
 
 LIMIT = 2048
 

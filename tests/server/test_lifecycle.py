@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from quire.server.admission import Admission
 from quire.server.config import ServerArgs
-from quire.server.errors import ApiError
-from quire.server.lifecycle import Admitting, Front, Gate
-from quire.server.request_log import RequestRecord
-from quire.server.state import add_context
+from quire.server.http.errors import ApiError
+from quire.server.http.state import add_context
+from quire.server.operations.admission import Admission
+from quire.server.operations.lifecycle import Admitting, Front, Gate
+from quire.server.operations.request_log import RequestRecord
 
 
 def scope_of(method: str = "POST", path: str = "/v1/chat/completions") -> dict:
@@ -217,7 +217,7 @@ def test_until_the_model_is_there_the_answer_is_503(path, expected):
 
 def test_admission_is_asked_for_the_key_or_else_the_address_and_told_the_tokens(monkeypatch):
     record = RequestRecord("POST", [], num_prompt_tokens=50, num_generated_tokens=20)
-    monkeypatch.setattr("quire.server.lifecycle.current_record", lambda: record)
+    monkeypatch.setattr("quire.server.operations.lifecycle.current_record", lambda: record)
 
     async def app(scope, receive, send):
         scope["served"] = True
@@ -246,7 +246,7 @@ def test_admission_is_asked_for_the_key_or_else_the_address_and_told_the_tokens(
 
 def test_what_goes_on_after_the_answer_is_charged_at_its_end(monkeypatch):
     record = RequestRecord("POST", [], num_prompt_tokens=50)
-    monkeypatch.setattr("quire.server.lifecycle.current_record", lambda: record)
+    monkeypatch.setattr("quire.server.operations.lifecycle.current_record", lambda: record)
 
     async def main():
         may_end = asyncio.Event()
@@ -283,7 +283,7 @@ def test_a_request_that_fails_leaves_too():
 
 
 def test_it_is_idle_when_nothing_has_run_for_a_while(monkeypatch):
-    monkeypatch.setattr("quire.server.lifecycle.IDLE_S", 0.02)
+    monkeypatch.setattr("quire.server.operations.lifecycle.IDLE_S", 0.02)
     idle: list[int] = []
 
     async def main():

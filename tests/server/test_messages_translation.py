@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.server.chat_events import (
+from quire.server.api.chat.events import (
     ChatEvent,
     ChoiceFinished,
     ContentDelta,
@@ -16,11 +16,11 @@ from quire.server.chat_events import (
     ToolCallDelta,
     UsageEvent,
 )
-from quire.server.errors import ApiError
-from quire.server.messages_input import chat_request
-from quire.server.messages_stream import Event, MessageBuilder, fold
-from quire.server.protocol.chat import ChatCompletionRequest
-from quire.server.protocol.messages import Message, MessagesRequest
+from quire.server.api.chat.protocol import ChatCompletionRequest
+from quire.server.api.messages.input import chat_request
+from quire.server.api.messages.protocol import Message, MessagesRequest
+from quire.server.api.messages.stream import Event, MessageBuilder, fold
+from quire.server.http.errors import ApiError
 
 USE = {"type": "tool_use", "id": "t1", "name": "forecast", "input": {"place": "Rome"}}
 

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
+from quire.common.outputs import EngineStats, RequestMetrics
+from quire.common.params import SamplingParams
 from quire.config.cache import CacheConfig
 from quire.kv.stats import PrefixCacheStats
-from quire.outputs import EngineStats, RequestMetrics
-from quire.params import SamplingParams
-from quire.server.metrics import Histogram, Metrics
-from quire.server.request_log import RequestRecord
+from quire.server.operations.metrics import Histogram, Metrics
+from quire.server.operations.request_log import RequestRecord
 
 ROOT = Path(__file__).parents[2]
 CACHE = CacheConfig(16, None, None, 0.9, True)

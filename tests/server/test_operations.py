@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from quire.common.outputs import EngineStats
 from quire.kv.stats import PrefixCacheStats
-from quire.outputs import EngineStats
-from quire.server.auth import ApiKeys
 from quire.server.config import ServerArgs
-from quire.server.lifecycle import Gate
+from quire.server.http.auth import ApiKeys
+from quire.server.operations.lifecycle import Gate
 from quire.server.serve import build_app
 from tests.scripted_engine import scripted_llm
 from tests.server.door import InProcessLLM, Server, serve

@@ -9,7 +9,7 @@ from starlette.testclient import TestClient
 
 from quire.server.app import make_app
 from quire.server.config import ServerArgs
-from quire.server.state import ServerState
+from quire.server.http.state import ServerState
 
 FILES = {file.name: file.read_text() for file in files("quire.server").joinpath("page").iterdir() if file.is_file()}
 SCRIPTS = {name: text for name, text in FILES.items() if name.endswith(".js")}

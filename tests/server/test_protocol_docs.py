@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from quire.server.protocol.messages import Block
-from quire.server.protocol.responses import InputItem
+from quire.server.api.messages.protocol import Block
+from quire.server.api.responses.protocol import InputItem
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.log import JsonFormatter, TextFormatter
-from quire.outputs import RequestMetrics
-from quire.params import SamplingParams
-from quire.server.request_log import (
+from quire.common.log import JsonFormatter, TextFormatter
+from quire.common.outputs import RequestMetrics
+from quire.common.params import SamplingParams
+from quire.server.http.state import add_context
+from quire.server.operations.request_log import (
     CLIENT_GONE,
     NamedRoute,
     Observer,
@@ -20,7 +21,6 @@ from quire.server.request_log import (
     current_record,
     log_request,
 )
-from quire.server.state import add_context
 
 TEXT = TextFormatter("%(levelname)s %(message)s")
 

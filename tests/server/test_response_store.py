@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from quire.errors import ConfigError
-from quire.server.response_store import (
+from quire.common.errors import ConfigError
+from quire.server.api.responses.store import (
     MAX_CHAIN,
     ChainTooLongError,
     ResponseStore,

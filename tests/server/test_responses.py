@@ -10,14 +10,14 @@ from typing import Any
 import jsonschema
 import pytest
 
-from quire.outputs import RequestOutput
+from quire.common.outputs import RequestOutput
+from quire.server.api.responses.endpoint import PART, shelf_of
+from quire.server.api.responses.store import StoredResponse
+from quire.server.api.tools import REASONING_FORMATS, TOOL_FORMATS
 from quire.server.config import ServerArgs
-from quire.server.lifecycle import Gate
-from quire.server.response_store import StoredResponse
-from quire.server.responses import PART, shelf_of
+from quire.server.http.state import RequestContext, context_of
+from quire.server.operations.lifecycle import Gate
 from quire.server.serve import finish
-from quire.server.state import RequestContext, context_of
-from quire.server.tools import REASONING_FORMATS, TOOL_FORMATS
 from tests.server.door import Answer, Server, saying
 
 Say = Callable[..., Server]
@@ -219,7 +219,7 @@ def test_a_response_is_there_for_its_key_alone(say: Say, monkeypatch: pytest.Mon
         found.tenant = request.headers.get("x-api-key", "")
         return found
 
-    monkeypatch.setattr("quire.server.responses.context_of", context)
+    monkeypatch.setattr("quire.server.api.responses.endpoint.context_of", context)
     mine = server.post(URL, {"input": "Hi"}, headers={"x-api-key": "mine"}).json
     url = f"{URL}/{mine['id']}"
     for key, status in (("other", 404), ("", 404), ("mine", 200)):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.server.chat_events import (
+from quire.server.api.chat.events import (
     ChatEvent,
     ChoiceFinished,
     ContentDelta,
@@ -17,12 +17,12 @@ from quire.server.chat_events import (
     ToolCallDelta,
     UsageEvent,
 )
-from quire.server.errors import ApiError
-from quire.server.protocol.chat import ChatCompletionRequest
-from quire.server.protocol.common import TokenLogprob
-from quire.server.protocol.responses import Reasoning, Response, ResponseError, ResponsesRequest, TextConfig
-from quire.server.responses_input import chat_request, check_request, is_response_id, new_id, own_items
-from quire.server.responses_stream import Event, ResponseBuilder
+from quire.server.api.chat.protocol import ChatCompletionRequest
+from quire.server.api.responses.input import chat_request, check_request, is_response_id, new_id, own_items
+from quire.server.api.responses.protocol import Reasoning, Response, ResponseError, ResponsesRequest, TextConfig
+from quire.server.api.responses.stream import Event, ResponseBuilder
+from quire.server.api.shared.fields import TokenLogprob
+from quire.server.http.errors import ApiError
 
 LOGPROB = TokenLogprob("a", -0.5, [97], [])
 FORECAST = {"type": "function", "name": "forecast", "parameters": {"type": "object"}}

@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from quire.cli import main
-from quire.errors import ConfigError, EngineDeadError
-from quire.server.batch_file import BatchRun, PartialFile, read_lines
+from quire.common.errors import ConfigError, EngineDeadError
+from quire.server.api.batch_file import BatchRun, PartialFile, read_lines
 
 PATH = "/v1/echo"
 MAX_BODY = 4096

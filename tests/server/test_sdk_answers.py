@@ -10,8 +10,8 @@ from typing import Any, Literal, get_args
 import pytest
 from pydantic import BaseModel
 
-from quire.server.responses import PART
-from quire.server.tools import REASONING_FORMATS, TOOL_FORMATS
+from quire.server.api.responses.endpoint import PART
+from quire.server.api.tools import REASONING_FORMATS, TOOL_FORMATS
 from tests.server.door import Server, saying
 
 openai = pytest.importorskip("openai")

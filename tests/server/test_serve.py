@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import trustme
 
-from quire.errors import ConfigError
+from quire.common.errors import ConfigError
 from quire.server.config import ServerArgs
 from quire.server.serve import _listening, _uvicorn_config
 

@@ -8,10 +8,10 @@ from contextlib import aclosing
 
 import pytest
 
-from quire.errors import EngineBrokenError
-from quire.server import sse
+from quire.common.errors import EngineBrokenError
 from quire.server.app import Application
 from quire.server.config import ServerArgs
+from quire.server.http import sse
 from tests.scripted_engine import scripted_llm
 from tests.server.door import saying, serve
 

@@ -4,10 +4,10 @@ import sys
 
 import pytest
 
-from quire.errors import ConfigError
-from quire.params import SamplingParams
-from quire.server.request_log import RequestRecord
-from quire.server.tracing import Tracer
+from quire.common.errors import ConfigError
+from quire.common.params import SamplingParams
+from quire.server.operations.request_log import RequestRecord
+from quire.server.operations.tracing import Tracer
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from itertools import count, pairwise
 
-from quire.server.tools import (
+from quire.server.api.tools import (
     OutputParser,
     ParsedContent,
     ParsedReasoning,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.server.tools import REASONING_FORMATS, TOOL_FORMATS, ForcedTools, make_parser
+from quire.server.api.tools import REASONING_FORMATS, TOOL_FORMATS, ForcedTools, make_parser
 
 from .folding import cut, parse
 

@@ -5,9 +5,9 @@ import json
 import pytest
 from jsonschema import Draft202012Validator
 
-from quire.errors import InvalidParamsError
-from quire.grammar.source import library_grammar
-from quire.server.tools import ForcedTools, check_tools, forced_tools, tool_choice_structure
+from quire.common.errors import InvalidParamsError
+from quire.server.api.tools import ForcedTools, check_tools, forced_tools, tool_choice_structure
+from quire.text.grammar.source import library_grammar
 
 
 def tool(name="f", **function):
@@ -145,7 +145,7 @@ def accepts():
 
     from quire.config.args import EngineArgs
     from quire.config.model import EMBEDDED_CHECKPOINTS
-    from quire.tokenizer.tokenizer import Tokenizer
+    from quire.text.tokenizer.tokenizer import Tokenizer
 
     config = EngineArgs(model=EMBEDDED_CHECKPOINTS[0]).resolve()
     tokenizer = LLTokenizer(Tokenizer.from_path(config.model.tokenizer_path).to_json())

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from quire.errors import ConfigError
-from quire.server.tools import (
+from quire.common.errors import ConfigError
+from quire.server.api.tools import (
     REASONING_FORMATS,
     TOOL_FORMATS,
     ForcedTools,

@@ -5,8 +5,8 @@ from msgspec.structs import replace
 from quire.config.kv_cache import KVCacheSpec
 from quire.config.kv_layout import kv_cache_config
 from quire.config.scheduler import SchedulerConfig
-from quire.simulate.report import report
-from quire.simulate.simulator import Simulator
+from quire.interfaces.simulate.report import report
+from quire.interfaces.simulate.simulator import Simulator
 
 SPEC = KVCacheSpec(1, 2, "float32")
 SECONDS_APART = 1e6

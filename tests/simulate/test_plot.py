@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from quire.cli import main
-from quire.errors import ConfigError
-from quire.simulate.plot import check_plot_path
+from quire.common.errors import ConfigError
+from quire.interfaces.simulate.plot import check_plot_path
 
 ARGUMENTS = ["simulate", "--requests", "30", "--num-blocks", "100", "--num-host-blocks", "50"]
 

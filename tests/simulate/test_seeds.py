@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from quire.simulate.trace import TraceRequest
+from quire.interfaces.simulate.trace import TraceRequest
 
 from .helpers import CheckedSimulator, alone, simulate
 

@@ -6,11 +6,11 @@ from itertools import pairwise
 import pytest
 
 from quire.cli import main
-from quire.simulate.beams import BeamChurn
-from quire.simulate.report import report
-from quire.simulate.simulator import Simulator
-from quire.simulate.trace import TraceRequest
-from quire.simulate.workloads import chat_trace, synthetic_trace, tenants_trace
+from quire.interfaces.simulate.beams import BeamChurn
+from quire.interfaces.simulate.report import report
+from quire.interfaces.simulate.simulator import Simulator
+from quire.interfaces.simulate.trace import TraceRequest
+from quire.interfaces.simulate.workloads import chat_trace, synthetic_trace, tenants_trace
 
 from .helpers import alone, make, simulate
 

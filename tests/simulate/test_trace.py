@@ -7,9 +7,9 @@ from statistics import mean
 import pytest
 
 from quire.cli import main
-from quire.errors import ConfigError
-from quire.simulate.trace import TraceRequest, read_trace
-from quire.simulate.workloads import SHAPES, chat_trace, synthetic_trace, tenants_trace
+from quire.common.errors import ConfigError
+from quire.interfaces.simulate.trace import TraceRequest, read_trace
+from quire.interfaces.simulate.workloads import SHAPES, chat_trace, synthetic_trace, tenants_trace
 
 GOOD = {"arrival_s": 0, "prompt_len": 5, "output_len": 1}
 

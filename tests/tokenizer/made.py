@@ -6,10 +6,10 @@ from pathlib import Path
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from quire.tokenizer.tokenizer import Tokenizer
-from quire.tokenizer.tokenizer_files import TokenizerFiles
+from quire.text.tokenizer.files import TokenizerFiles
+from quire.text.tokenizer.tokenizer import Tokenizer
 
-EMBEDDED = Path(__file__).parents[2] / "src/quire/checkpoints/quire-tiny"
+EMBEDDED = Path(__file__).parents[2] / "src/quire/models/embedded/quire-tiny"
 _SPECIAL = ["<unk>", "<s>", "</s>"]
 _PIECES = ["▁", "▁▁", "▁Hello", "▁a", "a", "b", "c", "Hello", "é", "▁é", ".", "x▁y"]
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from quire.errors import InvalidPromptError, RequestError, TokenizerError
-from quire.tokenizer import template_budget
-from quire.tokenizer.tokenizer import Tokenizer
+from quire.common.errors import InvalidPromptError, RequestError, TokenizerError
+from quire.text.chat_template import budget as template_budget
+from quire.text.tokenizer.tokenizer import Tokenizer
 
 from .hostile_templates import ENDLESS, ESCAPES
 from .made import EMBEDDED
@@ -191,7 +191,7 @@ def test_what_cannot_be_compiled_is_refused(tokenizer: Tokenizer, template: str)
 
 
 def test_python_s_warnings_of_a_template_do_not_reach_the_log() -> None:
-    program = "from quire.tokenizer.chat_template import ChatTemplate; ChatTemplate('{{ 5[1:] }}')"
+    program = "from quire.text.chat_template.template import ChatTemplate; ChatTemplate('{{ 5[1:] }}')"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ended.stderr == ""
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.tokenizer.detokenizer import IncrementalDetokenizer
-from quire.tokenizer.token_decoder import TokenDecoder
-from quire.tokenizer.tokenizer import Tokenizer
+from quire.text.tokenizer.detokenizer import IncrementalDetokenizer
+from quire.text.tokenizer.token_decoder import TokenDecoder
+from quire.text.tokenizer.tokenizer import Tokenizer
 
 from .made import EMBEDDED, byte_fallback, end_of_word, metaspace, word_piece
 from .test_stop_strings import first_to_end

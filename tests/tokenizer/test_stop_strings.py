@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.tokenizer.stop_strings import StopStrings
+from quire.text.tokenizer.stop_strings import StopStrings
 
 letters = st.text("ab", max_size=12)
 stop_lists = st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=6)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from quire.errors import InvalidPromptError, TokenizerError
-from quire.tokenizer.tokenizer import Tokenizer
+from quire.common.errors import InvalidPromptError, TokenizerError
+from quire.text.tokenizer.tokenizer import Tokenizer
 
 from .made import EMBEDDED, write_byte_level_bpe
 

@@ -6,8 +6,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from quire._version import __version__
-from quire.errors import QuireError
+from quire.common.errors import QuireError
+from quire.common.version import __version__
 
 _COMMANDS = {
     "generate": "complete prompts, or answer them with the checkpoint's chat template",

@@ -12,12 +12,12 @@ import time
 from typing import TYPE_CHECKING
 
 from quire.cli.options import add_engine_arguments, add_sampling_arguments, load_llm, sampling_params
-from quire.errors import RequestError
+from quire.common.errors import RequestError
 
 if TYPE_CHECKING:
-    from quire.llm import LLM
-    from quire.outputs import RequestOutput
-    from quire.params import SamplingParams
+    from quire.common.outputs import RequestOutput
+    from quire.common.params import SamplingParams
+    from quire.interfaces.llm import LLM
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,7 +89,7 @@ class ChatSession:
 
     def _stream(self) -> RequestOutput | None:
         """Run the request and print its text as it comes. Ctrl-C ends it early; None if nothing had come by then."""
-        from quire.llm import interrupt_deferred
+        from quire.interfaces.llm import interrupt_deferred
 
         engine = self._llm.engine
         self._num_turns += 1

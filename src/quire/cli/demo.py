@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from quire.cli.options import add_engine_arguments, load_llm
 
 if TYPE_CHECKING:
-    from quire.engine.input_processor import Prompt
-    from quire.llm import LLM
-    from quire.outputs import RequestOutput
-    from quire.params import SamplingParams
+    from quire.common.outputs import RequestOutput
+    from quire.common.params import SamplingParams
+    from quire.engine.requests.input_processor import Prompt
+    from quire.interfaces.llm import LLM
 
 _SUBJECTS = ("json.dumps", "textwrap.dedent", "shutil.copytree", "bisect.bisect_left", "heapq.merge", "os.replace")
 _CODE = ("import unittest\n\nclass", "def __repr__(self):\n    return")
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Two batches: questions with code, and what follows on the answers."""
-    from quire.params import SamplingParams
+    from quire.common.params import SamplingParams
 
     llm = load_llm(options)
     answering = SamplingParams(temperature=0.0, max_tokens=_ANSWER_TOKENS)

@@ -24,11 +24,11 @@ from quire.cli.options import (
     load_llm,
     sampling_params,
 )
-from quire.errors import InvalidPromptError
+from quire.common.errors import InvalidPromptError
 
 if TYPE_CHECKING:
-    from quire.llm import LLM
-    from quire.outputs import CompletionOutput, Logprob, RequestOutput
+    from quire.common.outputs import CompletionOutput, Logprob, RequestOutput
+    from quire.interfaces.llm import LLM
 
 _EXIT_SOME_REFUSED = 1
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from quire.config.args import EngineArgs
 
 if TYPE_CHECKING:
-    from quire.llm import LLM
-    from quire.params import SamplingParams
+    from quire.common.params import SamplingParams
+    from quire.interfaces.llm import LLM
 
 DEFAULT_MAX_TOKENS = 512
 
@@ -63,7 +63,7 @@ def engine_kwargs(options: argparse.Namespace) -> dict[str, Any]:
 
 def load_llm(options: argparse.Namespace) -> LLM:
     """Load the model that the options name."""
-    from quire.llm import LLM  # loads torch, so not before it is needed
+    from quire.interfaces.llm import LLM  # loads torch, so not before it is needed
 
     return LLM(**engine_kwargs(options))
 

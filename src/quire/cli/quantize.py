@@ -22,8 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Write the folder and say how large its weights are."""
     from quire.config.sizes import format_bytes
-    from quire.models.checkpoint import weight_bytes  # loads torch
-    from quire.models.saving import save_quantized
+    from quire.models.weights.checkpoint import weight_bytes  # loads torch
+    from quire.models.weights.saving import save_quantized
 
     config = ModelConfig.resolve(
         options.model, dtype=options.dtype, quantization=options.quantization, revision=options.revision

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.cli.options import add_engine_arguments, engine_kwargs
-from quire.errors import ConfigError
+from quire.common.errors import ConfigError
 
 if TYPE_CHECKING:
-    from quire.async_llm.async_llm import AsyncLLM
-    from quire.server.batch_file import BatchRun
+    from quire.interfaces.async_llm.async_llm import AsyncLLM
+    from quire.server.api.batch_file import BatchRun
     from quire.server.config import ServerArgs
 
 _EXIT_SOME_FAILED = 1
@@ -55,9 +55,9 @@ def run(options: argparse.Namespace) -> int:
 async def _run(options: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    from quire.async_llm.async_llm import AsyncLLM
     from quire.config.args import EngineArgs
-    from quire.server.batch_file import PartialFile, read_lines
+    from quire.interfaces.async_llm.async_llm import AsyncLLM
+    from quire.server.api.batch_file import PartialFile, read_lines
     from quire.server.config import ServerArgs
 
     args = ServerArgs(
@@ -87,9 +87,9 @@ async def _run(options: argparse.Namespace) -> int:
 def _batch_run(llm: AsyncLLM, args: ServerArgs, options: argparse.Namespace) -> BatchRun:
     """The server's application, with all endpoints that generate."""
     from quire.config.model import EMBEDDED_CHECKPOINTS
+    from quire.server.api.batch_file import BatchRun
     from quire.server.app import ROUTES, make_app
-    from quire.server.batch_file import BatchRun
-    from quire.server.state import ServerState
+    from quire.server.http.state import ServerState
 
     state = ServerState(
         llm=llm,

@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 
 from quire.cli.options import add_engine_arguments, add_field_arguments, engine_kwargs
-from quire.errors import ConfigError
+from quire.common.errors import ConfigError
 from quire.server.config import ServerArgs, merge_args
 
 

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.cli.options import tenant_weights
+from quire.common.errors import ConfigError
 from quire.config.kv_cache import KVCacheSpec
 from quire.config.kv_layout import kv_cache_config
 from quire.config.scheduler import SchedulerConfig
-from quire.errors import ConfigError
 
 if TYPE_CHECKING:
-    from quire.simulate.simulator import Simulator
-    from quire.simulate.trace import TraceRequest
+    from quire.interfaces.simulate.simulator import Simulator
+    from quire.interfaces.simulate.trace import TraceRequest
 
 _SYNTHETIC = ("requests", "shape", "requests_per_s", "n", "beam_width")
 """options that shape the synthetic trace"""
@@ -71,8 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Simulate and report."""
-    from quire.simulate.plot import check_plot_path, save_plot
-    from quire.simulate.report import report
+    from quire.interfaces.simulate.plot import check_plot_path, save_plot
+    from quire.interfaces.simulate.report import report
 
     trace, simulator = _trace(options), _simulator(options)
     if options.plot is not None:  # before minutes of work
@@ -85,8 +85,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _trace(options: argparse.Namespace) -> Iterator[TraceRequest]:
-    from quire.simulate.trace import read_trace
-    from quire.simulate.workloads import synthetic_trace
+    from quire.interfaces.simulate.trace import read_trace
+    from quire.interfaces.simulate.workloads import synthetic_trace
 
     given = {name: getattr(options, name) for name in _SYNTHETIC if getattr(options, name) is not None}
     if options.trace is not None:
@@ -100,7 +100,7 @@ def _trace(options: argparse.Namespace) -> Iterator[TraceRequest]:
 
 
 def _simulator(options: argparse.Namespace) -> Simulator:
-    from quire.simulate.simulator import Simulator
+    from quire.interfaces.simulate.simulator import Simulator
 
     if options.block_size < 1 or options.num_host_blocks < 0:
         raise ConfigError("--block-size must be positive, --num-host-blocks not less than 0")

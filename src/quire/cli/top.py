@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from quire.errors import ConfigError, QuireError
+from quire.common.errors import ConfigError, QuireError
 
 if TYPE_CHECKING:
-    from quire.engine.cache_frame import CacheEvent, CacheMirror, RequestRow
+    from quire.engine.view.cache_frame import CacheEvent, CacheMirror, RequestRow
 
 _PATH = "/debug/cache/events"
 _TIMEOUT_S = 30.0  # the server says something, if only a comment, more often
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    from quire.engine.cache_frame import CacheMirror
+    from quire.engine.view.cache_frame import CacheMirror
 
     keys = options.api_key or os.environ.get("QUIRE_API_KEY", "")  # a server may know several, with commas between
     key = keys.split(",")[0].strip() or None
@@ -91,7 +91,7 @@ def _size() -> tuple[int, int]:
 
 def watch(url: str, key: str | None) -> Iterator[Any]:
     """The server's CacheUpdates as they come. Raises ConfigError for a wrong address, QuireError for no answer."""
-    from quire.engine.cache_frame import CacheUpdate
+    from quire.engine.view.cache_frame import CacheUpdate
 
     decoder = msgspec.json.Decoder(CacheUpdate)
     headers = {"Accept": "text/event-stream"} | ({} if key is None else {"Authorization": f"Bearer {key}"})

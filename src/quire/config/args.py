@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from quire.common.errors import ConfigError, nearest_name
+from quire.common.params import LOGPROBS_MODES, LogprobsMode
 from quire.config.cache import CacheConfig
 from quire.config.model import ModelConfig
 from quire.config.parallel import ParallelConfig, parse_cpu_list
 from quire.config.scheduler import SchedulerConfig
 from quire.config.sizes import parse_bytes
-from quire.errors import ConfigError, nearest_name
-from quire.params import LOGPROBS_MODES, LogprobsMode
 
 _Choice = TypeVar("_Choice", bound=str)
 

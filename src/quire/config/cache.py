@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from quire.errors import ConfigError, nearest_name
+from quire.common.errors import ConfigError, nearest_name
 
 KV_CACHE_DTYPES = ("auto", "int8")
 

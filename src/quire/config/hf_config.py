@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from quire.errors import CheckpointError
+from quire.common.errors import CheckpointError
 
 _REQUIRED: Any = object()
 _MAX_JSON_BYTES = 16 * 1024**2

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+from quire.common.errors import ConfigError, OutOfMemoryError
 from quire.config.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from quire.config.sizes import format_bytes
-from quire.errors import ConfigError, OutOfMemoryError
 
 
 def group_layers(specs: Sequence[KVCacheSpec]) -> tuple[KVCacheGroup, ...]:

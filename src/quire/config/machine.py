@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.errors import OutOfMemoryError
+from quire.common.errors import OutOfMemoryError
 
 
 @dataclass(frozen=True, slots=True)

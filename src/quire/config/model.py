@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quire.common.errors import CheckpointError, ConfigError, UnsupportedModelError, nearest_name
+from quire.common.log import logger
 from quire.config.hf_config import HFConfig, read_json_object
 from quire.config.safetensors_header import read_header
-from quire.errors import CheckpointError, ConfigError, UnsupportedModelError, nearest_name
-from quire.log import logger
 
 EMBEDDED_CHECKPOINTS = ("quire-tiny", "quire-draft")
 """names of the checkpoints inside this package"""
 
-_EMBEDDED_ROOT = Path(__file__).parents[1] / "checkpoints"
+_EMBEDDED_ROOT = Path(__file__).parents[1] / "models" / "embedded"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _CONFIG_FILES = ("*.json", "*.jinja")
 TOKENIZER_FILES = (*_CONFIG_FILES, "*.model", "*.txt")
@@ -32,7 +32,7 @@ _MAX_LAYERS = 4096
 QUANTIZATIONS = ("int8", "int4")
 QUANT_METHOD = "quire"
 QUANTIZED_VERSION = 1
-"""of the layout of saved quantized weights: csrc/quantized_layout.h, under the model's names"""
+"""of the layout of saved quantized weights: csrc/quantized/layout.h, under the model's names"""
 
 
 @dataclass(frozen=True, slots=True)

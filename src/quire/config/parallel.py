@@ -4,7 +4,7 @@ import os
 import re
 from dataclasses import dataclass
 
-from quire.errors import ConfigError
+from quire.common.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from quire.errors import CheckpointError
+from quire.common.errors import CheckpointError
 
 _MAX_HEADER_BYTES = 100_000_000
 _MAX_DIMENSIONS = 64

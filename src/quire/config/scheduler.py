@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from quire.errors import ConfigError, nearest_name
+from quire.common.errors import ConfigError, nearest_name
 
 POLICIES = ("fcfs", "priority", "fair", "prefix")
 _MIN, _MAX = 1e-6, 1e6

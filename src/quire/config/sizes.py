@@ -2,7 +2,7 @@
 
 import re
 
-from quire.errors import ConfigError
+from quire.common.errors import ConfigError
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):

@@ -7,28 +7,28 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
-from quire.batch import Batch, StepResult
+from quire.common.batch import Batch, StepResult
+from quire.common.errors import EngineBrokenError, RequestError, failure, failures_named
+from quire.common.faults import fault_point
+from quire.common.log import logger, show_messages
+from quire.common.outputs import EngineStats, RequestOutput
+from quire.common.params import BeamSearchParams, SamplingParams
 from quire.config.args import EngineArgs
 from quire.config.model import ModelConfig
-from quire.engine.commit import Committer
-from quire.engine.containment import MAX_IN_VAIN, Suspects
-from quire.engine.executor import Executor
-from quire.engine.grammar_queue import GrammarQueue
-from quire.engine.input_processor import InputProcessor, Prompt, recommended_params
-from quire.engine.messages import Past
-from quire.engine.scheduler import Scheduler
-from quire.engine.sequence import SequenceGroup, SequenceStatus
-from quire.errors import EngineBrokenError, RequestError, failure, failures_named
-from quire.faults import fault_point
-from quire.grammar.compiler import GrammarCompiler
+from quire.engine.process.messages import Past
+from quire.engine.requests.grammar_queue import GrammarQueue
+from quire.engine.requests.input_processor import InputProcessor, Prompt, recommended_params
+from quire.engine.requests.sequence import SequenceGroup, SequenceStatus
+from quire.engine.scheduling.scheduler import Scheduler
+from quire.engine.step.commit import Committer
+from quire.engine.step.containment import MAX_IN_VAIN, Suspects
+from quire.engine.step.executor import Executor
 from quire.kv.block_space_manager import BlockSpaceManager
 from quire.kv.pins import PinnedPrefix
-from quire.log import logger, show_messages
-from quire.outputs import EngineStats, RequestOutput
-from quire.params import BeamSearchParams, SamplingParams
 from quire.runner.memory_plan import MemoryPlan, plan_memory
 from quire.runner.worker import Worker
-from quire.tokenizer.tokenizer import Tokenizer
+from quire.text.grammar.compiler import GrammarCompiler
+from quire.text.tokenizer.tokenizer import Tokenizer
 
 _GRAMMAR_WAIT_S = 0.05
 _COPY_BYTES_PER_S = 5e9

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from quire import errors, faults
+from quire.common import errors, faults
 
 ISAS = ("portable", "avx2", "avx512", "avx512_bf16", "reference")
 

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from quire import liveness
-from quire.errors import KernelError
+from quire.common import liveness
+from quire.common.errors import KernelError
 
 
 def describe(value: object) -> str:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quire.errors import KernelError
+from quire.common.errors import KernelError
 from quire.kernels.backend import native
 from quire.kernels.checks import native_errors
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from quire.errors import KernelError
+from quire.common.errors import KernelError
 from quire.kernels import reference
 from quire.kernels.backend import DTYPE_CODES, native
 from quire.kernels.checks import check_range, describe, native_errors, refusal

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.errors import KernelError
+from quire.common.errors import KernelError
 from quire.kernels import reference
 from quire.kernels.backend import DTYPE_CODES, native
 from quire.kernels.checks import refusal
 from quire.kernels.workspace import empty
 
 QUANTIZED_FORMATS = ("int8", "int4")
-"""by their number in csrc/quantized_layout.h"""
+"""by their number in csrc/quantized/layout.h"""
 
 _MAX_K = 65536
 """a sum of this many products of bytes always fits an int32"""

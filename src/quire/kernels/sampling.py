@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.errors import KernelError
+from quire.common.errors import KernelError
 from quire.kernels import reference_sampling as reference
 from quire.kernels.backend import native
 from quire.kernels.checks import check_range, describe, native_errors, refusal

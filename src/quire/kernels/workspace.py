@@ -14,7 +14,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from quire.faults import fault_point
+from quire.common.faults import fault_point
 
 _ALIGNMENT = 64
 _REGION_BYTES = 256 * 1024**2  # of address space; pages are taken from the machine only when first written

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from quire.batch import BlockIds, BlockPairs, SlotCopy
+from quire.common.batch import BlockIds, BlockPairs, SlotCopy
+from quire.common.faults import fault_point
 from quire.config.kv_cache import KVCacheConfig
-from quire.faults import fault_point
 from quire.kv.block_table import BlockTable
 from quire.kv.content_hash import NO_KEY, ContentKey, HashChain
 from quire.kv.pins import PinnedPrefix, Pins

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from quire.batch import BlockIds
+from quire.common.batch import BlockIds
 
 
 class BlockTable:

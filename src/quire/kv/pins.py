@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from quire.common.errors import RequestError
 from quire.config.kv_cache import KVCacheConfig
-from quire.errors import RequestError
 from quire.kv.content_hash import ContentKey, HashChain
 from quire.kv.prefix_cache import PrefixCachingBlockAllocator
 from quire.kv.prefix_lookup import PrefixHit, PrefixLookup

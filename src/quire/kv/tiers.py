@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from quire.batch import BlockPairs
+from quire.common.batch import BlockPairs
 from quire.config.kv_cache import KVCacheConfig
 from quire.kv.allocator import BlockAllocator, NaiveBlockAllocator
 from quire.kv.block_table import BlockTable

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from quire.config.kv_cache import KVCacheSpec
 from quire.config.model import ModelConfig
-from quire.layers.batch_tensors import BatchTensors, LayerKVCache
-from quire.layers.weighted_layer import WeightedLayer
+from quire.models.layers.batch_tensors import BatchTensors, LayerKVCache
+from quire.models.layers.weighted_layer import WeightedLayer
 
 
 class CausalLM(nn.Module, ABC):

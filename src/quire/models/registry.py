@@ -3,18 +3,18 @@
 import importlib
 from typing import TYPE_CHECKING
 
-from quire.errors import UnsupportedModelError, nearest_name
+from quire.common.errors import UnsupportedModelError, nearest_name
 
 if TYPE_CHECKING:
     from quire.models.base import CausalLM
 
 _MODELS = {
-    "LlamaForCausalLM": "quire.models.llama:LlamaForCausalLM",
-    "LLaMAForCausalLM": "quire.models.llama:LlamaForCausalLM",
-    "MistralForCausalLM": "quire.models.mistral:MistralForCausalLM",
-    "OPTForCausalLM": "quire.models.opt:OPTForCausalLM",
-    "Qwen2ForCausalLM": "quire.models.qwen2:Qwen2ForCausalLM",
-    "Qwen3ForCausalLM": "quire.models.qwen3:Qwen3ForCausalLM",
+    "LlamaForCausalLM": "quire.models.families.llama:LlamaForCausalLM",
+    "LLaMAForCausalLM": "quire.models.families.llama:LlamaForCausalLM",
+    "MistralForCausalLM": "quire.models.families.mistral:MistralForCausalLM",
+    "OPTForCausalLM": "quire.models.families.opt:OPTForCausalLM",
+    "Qwen2ForCausalLM": "quire.models.families.qwen2:Qwen2ForCausalLM",
+    "Qwen3ForCausalLM": "quire.models.families.qwen3:Qwen3ForCausalLM",
 }
 
 

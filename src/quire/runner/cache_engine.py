@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from quire import kernels
-from quire.batch import BlockPairs, SlotCopy
+from quire.common.batch import BlockPairs, SlotCopy
+from quire.common.errors import OutOfMemoryError
+from quire.common.faults import fault_point
 from quire.config.kv_cache import KVCacheConfig
-from quire.errors import OutOfMemoryError
-from quire.faults import fault_point
-from quire.layers.batch_tensors import LayerKVCache
+from quire.models.layers.batch_tensors import LayerKVCache
 
 _ALIGNMENT = 64
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from quire import kernels
-from quire.batch import BlockIds, ScheduledSequence
-from quire.layers.batch_tensors import BatchTensors, GroupTensors, LayerKVCache
+from quire.common.batch import BlockIds, ScheduledSequence
 from quire.models.base import CausalLM
+from quire.models.layers.batch_tensors import BatchTensors, GroupTensors, LayerKVCache
 
 MAX_SEQS = 256
 """a step of more is so long that Python no longer matters"""

@@ -6,17 +6,17 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from quire.common.errors import ConfigError, OutOfMemoryError
 from quire.config.args import EngineArgs, EngineConfig
 from quire.config.cache import CacheConfig
 from quire.config.kv_cache import DTYPE_BYTES, KVCacheConfig, KVCacheSpec
 from quire.config.kv_layout import group_layers, kv_cache_config
 from quire.config.machine import MachineMemory, machine_memory
 from quire.config.sizes import format_bytes
-from quire.errors import ConfigError, OutOfMemoryError
 from quire.models.base import CausalLM
-from quire.models.checkpoint import weight_bytes
 from quire.models.registry import model_class
-from quire.sampling.sampler import MAX_LOGITS_ROWS
+from quire.models.weights.checkpoint import weight_bytes
+from quire.runner.sampling.sampler import MAX_LOGITS_ROWS
 
 DEFAULT_KV_CACHE_LIMIT = 4 * 1024**3
 """taken at most when the user names no size: memory people expect to have left for other programs"""

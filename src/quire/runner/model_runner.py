@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from quire import kernels
-from quire.batch import Batch, ScheduledSequence, StepResult, TokenLogprobs
-from quire.layers.batch_tensors import BatchTensors, GroupTensors, LayerKVCache
+from quire.common.batch import Batch, ScheduledSequence, StepResult, TokenLogprobs
+from quire.common.params import LogprobsMode
 from quire.models.base import CausalLM
-from quire.params import LogprobsMode
+from quire.models.layers.batch_tensors import BatchTensors, GroupTensors, LayerKVCache
 from quire.runner.decode_graphs import DecodeGraphs
-from quire.sampling.sampler import Sampler
-from quire.sampling.scoring import score
+from quire.runner.sampling.sampler import Sampler
+from quire.runner.sampling.scoring import score
 
 
 class ModelRunner:

@@ -1,13 +1,13 @@
 """One process's share of the engine: its threads, weights, cache memory and runner."""
 
 from quire import kernels
-from quire.batch import Batch, StepResult
+from quire.common.batch import Batch, StepResult
+from quire.common.faults import fault_point
+from quire.common.params import LogprobsMode
 from quire.config.kv_cache import KVCacheConfig
 from quire.config.model import ModelConfig
 from quire.config.parallel import ParallelConfig
-from quire.faults import fault_point
-from quire.models.loader import load_model
-from quire.params import LogprobsMode
+from quire.models.weights.loader import load_model
 from quire.runner.cache_engine import CacheEngine
 from quire.runner.model_runner import ModelRunner
 

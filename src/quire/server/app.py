@@ -11,11 +11,19 @@ from starlette.middleware import Middleware
 from starlette.routing import Match, Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.server import chat, completions, debug, health, messages, models, openapi, responses, static_page, tokens
-from quire.server.bodies import warning
-from quire.server.endpoint import Endpoint
-from quire.server.errors import ANTHROPIC_PATH, ApiError, status_error
-from quire.server.state import ServerState, add_context
+from quire.server.api import models
+from quire.server.api.chat import endpoint as chat
+from quire.server.api.completions import endpoint as completions
+from quire.server.api.messages import endpoint as messages
+from quire.server.api.responses import endpoint as responses
+from quire.server.api.tokens import endpoint as tokens
+from quire.server.http import openapi
+from quire.server.http.bodies import warning
+from quire.server.http.endpoint import Endpoint
+from quire.server.http.errors import ANTHROPIC_PATH, ApiError, status_error
+from quire.server.http.state import ServerState, add_context
+from quire.server.operations import debug, health
+from quire.server.page import static_page
 
 Wrap: TypeAlias = Callable[[ASGIApp, Endpoint], ASGIApp]
 """puts something around one endpoint, such as its guard"""

@@ -13,9 +13,9 @@ from typing import Any
 
 import yaml
 
+from quire.common.errors import ConfigError, nearest_name
 from quire.config.args import EngineArgs, arg, check_types
 from quire.config.sizes import parse_bytes
-from quire.errors import ConfigError, nearest_name
 
 LOG_FORMATS = ("text", "json")
 TOOL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral")

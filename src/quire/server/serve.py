@@ -20,26 +20,26 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from quire._version import __version__
-from quire.async_llm.async_llm import AsyncLLM
+from quire.common.errors import ConfigError
+from quire.common.log import logger, set_up_logging
+from quire.common.memory import give_back_memory
+from quire.common.version import __version__
 from quire.config.args import EngineArgs
 from quire.config.model import EMBEDDED_CHECKPOINTS
-from quire.errors import ConfigError
-from quire.log import logger, set_up_logging
-from quire.memory import give_back_memory
-from quire.server import responses
-from quire.server.admission import Admission
+from quire.interfaces.async_llm.async_llm import AsyncLLM
+from quire.server.api.responses import endpoint as responses
+from quire.server.api.responses.run import Shelf
 from quire.server.app import ROUTES, make_app
-from quire.server.auth import AllowedHosts, ApiKeys, Authentication, checks_hosts
 from quire.server.config import ServerArgs, describe_args
-from quire.server.endpoint import Endpoint
-from quire.server.http_protocol import limited_protocol
-from quire.server.lifecycle import Admitting, Front, Gate
-from quire.server.metrics import METRICS_ENDPOINT, Metrics
-from quire.server.request_log import NamedRoute, Observer, RecordListener, RequestRecord, log_request
-from quire.server.responses_run import Shelf
-from quire.server.state import ServerState
-from quire.server.tracing import Tracer
+from quire.server.http.auth import AllowedHosts, ApiKeys, Authentication, checks_hosts
+from quire.server.http.endpoint import Endpoint
+from quire.server.http.protocol import limited_protocol
+from quire.server.http.state import ServerState
+from quire.server.operations.admission import Admission
+from quire.server.operations.lifecycle import Admitting, Front, Gate
+from quire.server.operations.metrics import METRICS_ENDPOINT, Metrics
+from quire.server.operations.request_log import NamedRoute, Observer, RecordListener, RequestRecord, log_request
+from quire.server.operations.tracing import Tracer
 
 _NUM_FILES = 65_536
 _BACKLOG = 2048

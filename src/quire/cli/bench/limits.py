@@ -14,10 +14,10 @@ import numpy.typing as npt
 import torch
 
 from quire import kernels
-from quire.errors import ConfigError
+from quire.common.errors import ConfigError
 from quire.kernels import backend
-from quire.layers.embedding import Embedding
-from quire.layers.linear import LmHead
+from quire.models.layers.embedding import Embedding
+from quire.models.layers.linear import LmHead
 from quire.models.registry import model_class
 from quire.runner.memory_plan import MemoryPlan
 

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-from quire.batch import Draw, StepResult
 from quire.cli.bench.throughput import greedy
+from quire.common.batch import Draw, StepResult
 from quire.config.kv_cache import KVCacheSpec
 from quire.config.kv_layout import kv_cache_config
 from quire.config.scheduler import SchedulerConfig
-from quire.engine.commit import Committer
-from quire.engine.scheduler import Scheduler
-from quire.engine.sequence import Sequence, SequenceGroup
+from quire.engine.requests.sequence import Sequence, SequenceGroup
+from quire.engine.scheduling.scheduler import Scheduler
+from quire.engine.step.commit import Committer
 from quire.kv.block_space_manager import BlockSpaceManager
 
 _PROMPT_LEN, _NUM_STEPS, _VOCAB = 256, 200, 151936

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from quire.cli.bench.limits import Limits, WeightCosts
 from quire.cli.options import load_llm
-from quire.errors import RequestError
+from quire.common.errors import RequestError
+from quire.common.params import SamplingParams
 from quire.kernels import backend
-from quire.params import SamplingParams
 
 if TYPE_CHECKING:
-    from quire.llm import LLM
+    from quire.interfaces.llm import LLM
 
 _SEED = 0
 _FIRST_TOKEN_ID = 3

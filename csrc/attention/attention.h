@@ -1,0 +1,417 @@
+// Paged attention over one item of a plan (attention/plan.h): Kwon et al. 2023, with the online softmax of Milakov and
+// Gimelshein 2018. Every (token, head) row is computed in an order that depends on its position and window alone: tiles
+// of 128 keys and sections of 512 at absolute positions, one chain of fused multiply-adds per score and per output.
+// What else is in the batch, how the prompt was cut, block size and placement, and the thread count do not change its
+// bits. Over an int8 cache the sums of a tile are exact integers: queries and probabilities become int16, each row by
+// itself. Values of keys that some row of a tile sees must be finite: rows that do not see them multiply them by zero.
+#pragma once
+
+#include <cstring>
+
+#include "attention/plan.h"
+#include "attention/tile.h"
+#include "isa/rows.h"
+#include "isa/simd.h"
+
+namespace quire::QUIRE_ISA {
+
+QUIRE_INLINE int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
+QUIRE_INLINE int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// The keys [first, last) that an item visits.
+struct KeyRange {
+  int64_t first, last;
+};
+
+// First key that a token at `position` sees.
+QUIRE_INLINE int64_t first_key(const AttentionArgs& args, int64_t position) {
+  return position < args.sliding_window ? 0 : position - args.sliding_window + 1;
+}
+
+// Token t of a sequence is at this position and t.
+QUIRE_INLINE int64_t context_of(const AttentionArgs& args, int64_t seq) {
+  return args.seq_lens[seq] - args.query_start[seq + 1];
+}
+
+static inline KeyRange key_range(const AttentionArgs& args, const AttentionItem& item) {
+  const int64_t context = context_of(args, item.seq);
+  return {max_of(first_key(args, context + item.token_begin), item.section_begin * kSectionKeys),
+          min_of(context + item.token_end, item.section_end * kSectionKeys)};
+}
+
+template <typename C>
+QUIRE_INLINE int64_t key_lanes(const AttentionArgs& args) {
+  return args.head_dim / KeyLane<C>::kPack + KeyLane<C>::kScaleLanes;
+}
+
+// Keys and values from slot `offset` of a block of one head on.
+template <typename C>
+struct BlockSlot {
+  const C *keys, *values;
+};
+
+template <typename C>
+static inline BlockSlot<C> find_slot(const AttentionArgs& args, int64_t seq, int64_t kv_head, int64_t key) {
+  const int64_t block = args.block_tables[seq * args.table_stride + key / args.block_size];
+  const int64_t offset = key % args.block_size;
+  return {static_cast<const C*>(args.k_cache) + block * args.k_block_stride +
+              (kv_head * args.block_size * key_lanes<C>(args) + offset) * KeyLane<C>::kPack,
+          static_cast<const C*>(args.v_cache) + block * args.v_block_stride +
+              (kv_head * args.block_size + offset) * args.head_dim};
+}
+
+// Walks over the tiles of a run of items, up to two ahead of the work, and fetches what lies there into the
+// second-level cache: in the order of memory, block by block, since that is what the processor's own prefetchers
+// recognize and help with.
+template <typename C>
+class LookAhead {
+ public:
+  LookAhead(const AttentionArgs& args, const AttentionItem* items, int64_t count)
+      : a_(args), item_(items), end_(items + count) {
+    enter_item();
+    lead_ = 1;
+  }
+
+  // The work begins the next tile: those up to it need not be fetched any more.
+  void begin_tile() {
+    if (--lead_ == 0) next_tile();
+  }
+
+  // The next kBytes, where the i-th call is one of many that ask for as much.
+  template <int kBytes>
+  void fetch(int64_t i) {
+    constexpr int kLines = kBytes < 64 ? 1 : kBytes / 64;
+    if (kBytes < 64 && i % (64 / kBytes) != 0) return;
+    if (next_ >= piece_end_ && !next_piece()) return;
+    const char* line = next_;
+    next_ += kLines * 64;
+    QUIRE_UNROLL
+    for (int l = 0; l < kLines; ++l) prefetch(line + l * 64);
+  }
+
+ private:
+  void enter_item() {
+    const KeyRange keys = key_range(a_, *item_);
+    start_ = keys.first / kTileKeys * kTileKeys;
+    last_ = keys.last;
+  }
+
+  void next_tile() {
+    ++lead_;
+    start_ += kTileKeys;
+    if (start_ >= last_ && item_ < end_ && ++item_ < end_) enter_item();
+    next_ = piece_end_ = nullptr;
+    key_ = start_ / piece_keys() * piece_keys();
+    row_ = 0;
+  }
+
+  // A block's keys lie in one piece, and so do its values. Of larger blocks each lane of the keys has a piece.
+  bool is_in_lanes() const { return a_.block_size > kTileKeys; }
+  int64_t piece_keys() const { return min_of(a_.block_size, kTileKeys); }
+
+  bool next_piece() {
+    if (key_ >= min_of(start_ + kTileKeys, last_) && lead_ < 2) next_tile();
+    if (key_ >= min_of(start_ + kTileKeys, last_) || item_ == end_ || a_.block_size % W != 0) return false;
+    const int64_t heads = item_->num_kv_heads, lanes = heads * key_lanes<C>(a_);
+    const int64_t key_rows = is_in_lanes() ? lanes : 1, value_rows = is_in_lanes() ? heads : 1;
+    const BlockSlot<C> slot = find_slot<C>(a_, item_->seq, item_->kv_head, key_);
+    if (row_ < key_rows) {
+      next_ = reinterpret_cast<const char*>(slot.keys) + row_ * a_.block_size * 4;
+      piece_end_ = next_ + piece_keys() * 4 * lanes / key_rows;
+    } else {
+      next_ = reinterpret_cast<const char*>(slot.values + (row_ - key_rows) * a_.block_size * a_.head_dim);
+      piece_end_ = next_ + piece_keys() * a_.head_dim * int64_t(sizeof(C)) * heads / value_rows;
+    }
+    if (++row_ == key_rows + value_rows) {
+      row_ = 0;
+      key_ += piece_keys();
+    }
+    return true;
+  }
+
+  const AttentionArgs& a_;
+  const AttentionItem* item_;
+  const AttentionItem* end_;
+  int64_t start_, last_;  // of the tile that is fetched, and of its item
+  int64_t lead_;          // so many tiles after the one that is worked on
+  int64_t key_, row_;     // of the piece that is fetched next
+  const char *next_ = nullptr, *piece_end_ = nullptr;
+};
+
+// T: what queries and outputs are made of; C: the cache.
+template <typename T, typename C>
+class AttentionTask {
+  using Lane = KeyLane<C>;
+  using Values = ValueLane<C>;
+  static constexpr bool kInt8 = sizeof(C) == 1;
+
+ public:
+  AttentionTask(const AttentionArgs& args, const AttentionItem& item, const AttentionScratch& scratch)
+      : a_(args), item_(item), s_(scratch) {
+    group_ = a_.num_heads / a_.num_kv_heads;
+    token_rows_ = group_ * item_.num_kv_heads;
+    rows_ = (item_.token_end - item_.token_begin) * token_rows_;
+    head_rows_ = rows_ / item_.num_kv_heads;
+  }
+
+  void run(LookAhead<C>& ahead) {
+    stage_queries();
+    KeyTile<C> tile;
+    const KeyRange keys = key_range(a_, item_);
+    int64_t start = keys.first / kTileKeys * kTileKeys;
+    for (int64_t section = item_.section_begin; section < item_.section_end; ++section) {
+      // The first section's state is built up in the total.
+      const bool is_first = section == item_.section_begin;
+      const State state = item_.state >= 0 ? partial(section) : is_first ? total() : scratch_state(s_.part);
+      clear(state);
+      for (; start < min_of(keys.last, (section + 1) * kSectionKeys); start += kTileKeys) {
+        const int64_t first = max_of(keys.first - start, 0), last = min_of(keys.last - start, kTileKeys);
+        ahead.begin_tile();
+        for (int64_t head = 0; head < item_.num_kv_heads; ++head) {
+          locate(start, first, last, item_.kv_head + head, tile);
+          if (stages()) stage_values(tile, first, last, a_.head_dim, a_.row_stride, s_.values);
+          run_tile(tile, head * head_rows_, state, ahead);
+        }
+      }
+      if (item_.state < 0 && !is_first) merge(state);
+    }
+    if (item_.state < 0) write_output();
+  }
+
+  // Merge the sections' states, first section first, and write the output.
+  void finish() {
+    clear(total());
+    for (int64_t section = item_.section_begin; section < item_.section_end; ++section) merge(partial(section));
+    write_output();
+  }
+
+ private:
+  // A softmax state of the item's rows: in each row the output and, in one vector, the parts of the sum.
+  struct State {
+    float* rows;
+    float* maxima;
+  };
+  State scratch_state(float* floats) const { return {floats, floats + rows_ * a_.row_stride}; }
+  State total() const { return scratch_state(s_.total); }
+  State partial(int64_t section) const {
+    const int64_t size = item_.state_rows * (a_.row_stride + 1);
+    float* floats = s_.partials + item_.state + (section - item_.section_begin) * size;
+    return {floats + item_.state_row * a_.row_stride, floats + item_.state_rows * a_.row_stride + item_.state_row};
+  }
+  float* row_sums(const State& state, int64_t r) const { return state.rows + (r + 1) * a_.row_stride - 16; }
+
+  // Whether values are made into lanes once for all rows, not by each block of rows for itself.
+  bool stages() const { return head_rows_ > kMostAttentionRows || a_.head_dim % (4 * W) != 0; }
+
+  typename Lane::Query* query(int64_t r) const {
+    return reinterpret_cast<typename Lane::Query*>(s_.queries) + r * a_.head_dim;
+  }
+
+  void stage_queries() const {
+    for (int64_t r = 0; r < rows_; ++r) {
+      const int64_t token = item_.token_begin + r / token_rows_, head = item_.kv_head * group_ + r % token_rows_;
+      const T* from = static_cast<const T*>(a_.query) + token * a_.query_stride + head * a_.head_dim;
+      s_.query_scales[r] = a_.scale * kLog2E;
+      s_.steps[r] = 1.0f;
+      // Tokens of following sequences see all keys of the item.
+      s_.positions[r] = token < a_.query_start[item_.seq + 1] ? context_of(a_, item_.seq) + token
+                                                              : item_.section_end * kSectionKeys - 1;
+      if constexpr (kInt8) {
+        quantize_query(r, from);
+      } else {
+        std::memcpy(query(r), from, size_t(a_.head_dim) * sizeof(T));
+      }
+    }
+  }
+
+  // Stage row r's query as int16 multiples of a step that goes into its scale. They are so many that no sum overflows.
+  void quantize_query(int64_t r, const T* from) const {
+    const float levels = float(min_of(32767, (int64_t{1} << 24) / a_.head_dim));
+    f32 largest = set1(0.0f);
+    for_parts(a_.head_dim, [&](int64_t i, int64_t n) { largest = max(largest, abs(load_some(from + i, n))); });
+    const float most = reduce_max(largest);
+    const f32 inverse = set1(most > kTiny ? levels / most : 0.0f), shifter = set1(12582912.0f);
+    int16_t* to = query(r);
+    for_parts(a_.head_dim, [&](int64_t i, int64_t n) {
+      const i32 v = __builtin_convertvector(load_some(from + i, n) * inverse + shifter - shifter, i32);
+      for (int64_t j = 0; j < n; ++j) to[i + j / 4 * 4 + j % 4 / 2 + j % 2 * 2] = int16_t(v[j]);
+    });
+    s_.query_scales[r] *= most / levels;
+  }
+
+  void clear(const State& state) const {
+    std::memset(state.rows, 0, size_t(rows_ * a_.row_stride) * sizeof(float));
+    for (int64_t r = 0; r < rows_; ++r) state.maxima[r] = -kInfinity;
+  }
+
+  // Find keys [first, last) of the tile at `start`, packing them into the scratch if vectors would straddle blocks.
+  void locate(int64_t start, int64_t first, int64_t last, int64_t kv_head, KeyTile<C>& tile) const {
+    constexpr int64_t kPack = Lane::kPack;
+    const bool in_place = a_.block_size % W == 0;
+    C* packed = reinterpret_cast<C*>(s_.packed_keys);
+    tile.start = start;
+    tile.lane_stride = kPack * (in_place ? a_.block_size : kTileKeys);
+    for (int64_t key = first; key < last;) {
+      const int64_t run = min_of(last - key, a_.block_size - (start + key) % a_.block_size);
+      const BlockSlot<C> slot = find_slot<C>(a_, item_.seq, kv_head, start + key);
+      for (int64_t i = 0; i < run; ++i) tile.values[key + i] = slot.values + i * a_.head_dim;
+      if (in_place) {
+        for (int64_t v = key / W; v * W < key + run; ++v) tile.vectors[v] = slot.keys + (v * W - key) * kPack;
+      } else {
+        pack_keys(slot.keys, run, packed + key * kPack);
+      }
+      key += run;
+    }
+    for (int64_t i = 0; i < first; ++i) tile.values[i] = tile.values[first];
+    for (int64_t i = last; i < kTileKeys; ++i) tile.values[i] = tile.values[first];
+    for (int64_t v = 0; v < KeyTile<C>::kVectors; ++v) {
+      const bool is_seen = v >= first / W && v <= (last - 1) / W;
+      if (!in_place) {
+        tile.vectors[v] = packed + v * W * kPack;
+      } else if (!is_seen) {
+        tile.vectors[v] = tile.vectors[first / W];
+      }
+    }
+  }
+
+  void pack_keys(const C* from, int64_t run, C* to) const {
+    constexpr int64_t kPack = Lane::kPack;
+    for (int64_t lane = 0; lane < key_lanes<C>(a_); ++lane) {
+      std::memcpy(to + lane * kTileKeys * kPack, from + lane * a_.block_size * kPack, static_cast<size_t>(run) * 4);
+    }
+  }
+
+  // Let the head's rows, from `row` on, see one tile. Beside the work on few rows, what comes later is fetched; many
+  // rows leave the processor's own prefetchers time enough.
+  void run_tile(const KeyTile<C>& tile, int64_t row, const State& state, LookAhead<C>& ahead) const {
+    const int64_t blocks = head_rows_ <= kMostAttentionRows ? 1 : (head_rows_ + kAttentionRows - 1) / kAttentionRows;
+    for (int64_t r = row; r < row + head_rows_; ++r) s_.references[r] = -kInfinity;
+    for (int64_t block = 0; block < blocks; block += kPassBlocks) {
+      run_blocks(
+          tile, block, min_of(block + kPassBlocks, blocks), [&](int64_t b) { return row + head_rows_ * b / blocks; },
+          state, blocks <= 2 ? &ahead : nullptr);
+    }
+  }
+
+  // One step for all rows of blocks [begin, end) before the next: then the rows' chains of operations overlap.
+  template <typename RowOf>
+  void run_blocks(const KeyTile<C>& tile, int64_t begin, int64_t end, const RowOf& row_of, const State& state,
+                  LookAhead<C>* ahead) const {
+    const int64_t begin_row = row_of(begin), end_row = row_of(end);
+    const auto scores = [&](int64_t r) { return s_.scores + (r - begin_row) * kTileKeys; };
+    const auto for_blocks = [&](const auto& call) {  // call(row, rows, first, last): rows that see keys [first, last)
+      for (int64_t b = begin; b < end; ++b) {
+        const int64_t row = row_of(b), after = row_of(b + 1);
+        const int64_t first = max_of(first_key(a_, s_.positions[row]) - tile.start, 0);
+        const int64_t last = min_of(s_.positions[after - 1] + 1 - tile.start, kTileKeys);
+        if (first < last) call(row, after - row, first, last);
+      }
+    };
+    const auto fetch = [&](int64_t row) { return row == begin_row ? ahead : nullptr; };
+    for_blocks([&](int64_t row, int64_t rows, int64_t first, int64_t last) {
+      with_rows<kMostAttentionRows>(rows, [&]<int R>() {
+        constexpr int kVectors = kAttentionVectors<R>;
+        for (int64_t v = first / W / kVectors * kVectors; v * W < last; v += kVectors) {
+          score_keys<kVectors, C, R>(tile, fetch(row), v, a_.head_dim, query(row), s_.query_scales + row, scores(row));
+        }
+      });
+      const int64_t vector = first / W, vectors_end = (last + W - 1) / W;
+      for (int64_t r = row; r < row + rows; ++r) {
+        const int64_t first_seen = first_key(a_, s_.positions[r]) - tile.start,
+                      seen_end = s_.positions[r] + 1 - tile.start;
+        if (first_seen > vector * W || seen_end < vectors_end * W) {
+          mask_scores(scores(r), vector, vectors_end, first_seen, seen_end);
+        }
+        s_.references[r] = largest_score(scores(r), vector, vectors_end);
+      }
+    });
+    update_maxima(end_row - begin_row, state.maxima + begin_row, s_.references + begin_row, s_.decay + begin_row);
+    for_blocks([&](int64_t row, int64_t rows, int64_t first, int64_t last) {
+      const int64_t vector = first / W, vectors_end = (last + W - 1) / W;
+      for (int64_t r = row; r < row + rows; ++r) {
+        softmax_row<typename Values::Prob>(scores(r), vector, vectors_end, s_.references[r], s_.decay[r],
+                                           row_sums(state, r));
+      }
+      if constexpr (kInt8) quantize_probs(tile, a_.head_dim, rows, scores(row), vector, vectors_end, s_.steps + row);
+    });
+    for_blocks([&](int64_t row, int64_t rows, int64_t first, int64_t last) {
+      with_rows<kMostAttentionRows>(rows, [&]<int R>() {
+        constexpr int kVectors = kAttentionVectors<R>;
+        const auto add = [&]<int V, bool kStaged>(int64_t dim) {
+          add_values<V, C, R, kStaged>(s_.values, tile, fetch(row), dim, first, last, scores(row), s_.decay + row,
+                                       s_.steps + row, state.rows + row * a_.row_stride, a_.row_stride);
+        };
+        int64_t dim = 0;
+        for (; !stages() && dim < a_.head_dim; dim += kVectors * W) add.template operator()<kVectors, false>(dim);
+        for (; dim + kVectors * W <= a_.head_dim; dim += kVectors * W) add.template operator()<kVectors, true>(dim);
+        for (; dim < a_.head_dim; dim += W) add.template operator()<1, true>(dim);
+      });
+    });
+  }
+
+  template <int R, typename Call>
+  static void with_rows(int64_t rows, const Call& call) {
+    if (rows == R) {
+      call.template operator()<R>();
+    } else if constexpr (R > 1) {
+      with_rows<R - 1>(rows, call);
+    }
+  }
+
+  // Merge the state of the next section into the total.
+  void merge(const State& part) {
+    for (int64_t r = 0; r < rows_; ++r) {
+      float& total_max = total().maxima[r];
+      const float part_max = part.maxima[r], new_max = total_max > part_max ? total_max : part_max;
+      if (part_max == -kInfinity) continue;  // the row sees nothing of this section
+      const f32 keep = exp2_negative(set1(total_max - new_max)), add = exp2_negative(set1(part_max - new_max));
+      float* to = total().rows + r * a_.row_stride;
+      for (int64_t i = 0; i < a_.row_stride; i += W) {
+        store(to + i, fma(load(part.rows + r * a_.row_stride + i), add, load(to + i) * keep));
+      }
+      total_max = new_max;
+    }
+  }
+
+  void write_output() {
+    for (int64_t r = 0; r < rows_; ++r) {
+      const int64_t token = item_.token_begin + r / token_rows_, head = item_.kv_head * group_ + r % token_rows_;
+      T* out = static_cast<T*>(a_.out) + (token * a_.num_heads + head) * a_.head_dim;
+      const float* from = total().rows + r * a_.row_stride;
+      const f32 inverse = set1(1.0f / reduce_add(load(row_sums(total(), r))));
+      int64_t d = 0;
+      // Adding zero turns -0 into +0: a masked key adds zero to an output, which is the one thing that can change one.
+      for (; d + W <= a_.head_dim; d += W) store(out + d, load(from + d) * inverse + set1(0.0f));
+      if (d < a_.head_dim) store_n(out + d, load(from + d) * inverse + set1(0.0f), a_.head_dim - d);
+    }
+  }
+
+  const AttentionArgs& a_;
+  const AttentionItem& item_;
+  const AttentionScratch& s_;
+  int64_t group_;       // query heads of a key/value head
+  int64_t token_rows_;  // of one token
+  int64_t rows_;        // of all; several key/value heads are of one token, so that a head's lie side by side
+  int64_t head_rows_;
+};
+
+template <typename T, typename C = T>
+static void attention_items(const AttentionArgs& args, const AttentionItem* items, int64_t count,
+                            const AttentionScratch& scratch) {
+  LookAhead<C> ahead(args, items, count);
+  for (int64_t i = 0; i < count; ++i) AttentionTask<T, C>(args, items[i], scratch).run(ahead);
+}
+
+template <typename T>
+static void attention_finish(const AttentionArgs& args, const AttentionItem* items, int64_t count,
+                             const AttentionScratch& scratch) {
+  for (int64_t i = 0; i < count; ++i) AttentionTask<T, T>(args, items[i], scratch).finish();  // the same for any cache
+}
+
+constexpr AttentionTable kAttention = {
+    .items = {attention_items<float>, attention_items<bf16>},
+    .int8_items = {attention_items<float, int8_t>, attention_items<bf16, int8_t>},
+    .finish = {attention_finish<float>, attention_finish<bf16>},
+};
+
+}  // namespace quire::QUIRE_ISA

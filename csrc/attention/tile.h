@@ -1,0 +1,329 @@
+// The inner loops of paged attention: scores, softmax and weighted sums of one tile of keys for a few rows at a time.
+//
+// A number depends on its own row and key alone, never on how many rows or vectors are computed beside it.
+#pragma once
+
+#include "attention/plan.h"
+#include "isa/rows.h"
+#include "isa/simd.h"
+#include "quantized/int8_lanes.h"
+
+namespace quire::QUIRE_ISA {
+
+constexpr float kInfinity = __builtin_inff();
+constexpr float kTiny = 1e-30f;  // what is no larger is taken for zero, so that its inverse is finite
+
+// Rows at once, and vectors (of keys, then of head dimensions) at once: as many accumulators as the registers hold. A
+// few more rows than suit many blocks of rows are better taken in one than in two.
+#if defined(QUIRE_SIMD_AVX512)
+constexpr int kAttentionRows = 6, kMostAttentionRows = 8;
+#else
+constexpr int kAttentionRows = 4, kMostAttentionRows = 4;
+#endif
+constexpr int64_t kPassBlocks = 4;  // blocks of rows whose scores of a tile stay in the first-level cache
+template <int R>
+constexpr int kAttentionVectors = W == 16 && R <= 6 ? 4 : 2;
+
+// Into the second-level cache: the few lines that the first level can wait for would hold up the loads of this tile.
+QUIRE_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+
+// Where the keys and values of one tile lie. Entries for keys that no row sees repeat another key's.
+template <typename C>
+struct KeyTile {
+  static constexpr int64_t kVectors = kTileKeys / W;
+  int64_t start;               // position of the first key
+  const C* vectors[kVectors];  // W keys each, their first lane
+  int64_t lane_stride;         // elements from one lane of a key to its next
+  const C* values[kTileKeys];
+};
+
+// The four-byte lane of the key layout: one float, a pair of bf16, or four int8, where keys have two more lanes.
+template <typename C>
+struct KeyLane;
+
+template <>
+struct KeyLane<float> {
+  using Query = float;
+  using Vector = f32;
+  using Sum = f32;
+  static constexpr int64_t kPack = 1, kScaleLanes = 0;
+  QUIRE_INLINE Vector load(const float* p) { return quire::QUIRE_ISA::load(p); }
+  QUIRE_INLINE Vector broadcast(const float* p) { return set1(*p); }
+  QUIRE_INLINE f32 dot(f32 acc, Vector a, Vector b) { return fma(a, b, acc); }
+  QUIRE_INLINE f32 score(f32 sum, f32 scale, const float*) { return sum * scale; }
+};
+
+template <>
+struct KeyLane<bf16> {
+  using Query = bf16;
+  using Vector = pairs;
+  using Sum = f32;
+  static constexpr int64_t kPack = 2, kScaleLanes = 0;
+  QUIRE_INLINE Vector load(const bf16* p) { return load_pairs(p); }
+  QUIRE_INLINE Vector broadcast(const bf16* p) { return set1_pair(p); }
+  QUIRE_INLINE f32 dot(f32 acc, Vector a, Vector b) { return dot2(acc, a, b); }
+  QUIRE_INLINE f32 score(f32 sum, f32 scale, const float*) { return sum * scale; }
+};
+
+// Queries are int16, fours of them in the order of the key's byte pairs.
+template <>
+struct KeyLane<int8_t> {
+  using Query = int16_t;
+  using Vector = BytePairs;
+  using Sum = i32;
+  static constexpr int64_t kPack = 4, kScaleLanes = 2;
+  QUIRE_INLINE Vector load(const int8_t* p) { return load_byte_pairs(p); }
+  QUIRE_INLINE Vector broadcast(const int16_t* p) { return {set1_int16_pair(p), set1_int16_pair(p + 2)}; }
+  QUIRE_INLINE i32 dot(i32 acc, const Vector& a, const Vector& b) {
+    return add_pairs(add_pairs(acc, a.even, b.even), a.odd, b.odd);
+  }
+  QUIRE_INLINE f32 score(i32 sum, f32 scale, const float* key_scales) {
+    return __builtin_convertvector(sum, f32) * (scale * quire::QUIRE_ISA::load(key_scales));
+  }
+};
+
+// e^v becomes 2^(v log2 e): the scale of scores takes the factor.
+constexpr float kLog2E = 1.44269504f;
+
+// 2^v for v <= 0, within 2 ulp, exactly 1 for 0. 0 below -126 (no denormals) and for NaN.
+QUIRE_INLINE f32 exp2_negative(f32 v) {
+  const f32 lowest = set1(-126.0f);
+#if defined(QUIRE_SIMD_AVX512)
+  const f32 power = _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), r = v - power;
+#else
+  const f32 shifter = set1(12582912.0f), inside = max(v, lowest);  // 1.5 * 2^23: its sum's low bits are an integer
+  const f32 shifted = inside + shifter, r = inside - (shifted - shifter);
+#endif
+  f32 p = set1(0.00132647f);
+  p = fma(p, r, set1(0.00967151f));
+  p = fma(p, r, set1(0.05550734f));
+  p = fma(p, r, set1(0.24022242f));
+  p = fma(p, r, set1(0.69314698f));
+  p = fma(p, r, set1(1.0f));
+#if defined(QUIRE_SIMD_AVX512)
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(v, lowest, _CMP_GT_OQ), p, power);
+#else
+  return as_float((as_int(p) + (as_int(shifted) << 23)) & (v > lowest));
+#endif
+}
+
+// scores[r][key] = scales[r] * (queries[r] . key) for R rows, head_dim apart, and the V vectors of keys from `vector`
+// on. As many lines as are read are fetched ahead meanwhile, if `ahead` is not null.
+template <int V, typename C, int R, typename Ahead>
+static inline void score_keys(const KeyTile<C>& tile, Ahead* ahead, int64_t vector, int64_t head_dim,
+                              const typename KeyLane<C>::Query* queries, const float* scales, float* scores) {
+  using Lane = KeyLane<C>;
+  typename Lane::Sum acc[R][V];
+  QUIRE_UNROLL
+  for (int r = 0; r < R; ++r) {
+    QUIRE_UNROLL
+    for (int v = 0; v < V; ++v) acc[r][v] = typename Lane::Sum{};
+  }
+  const int64_t lanes = head_dim / Lane::kPack;
+  for (int64_t i = 0; i < lanes; ++i) {
+    typename Lane::Vector key[V];
+    QUIRE_UNROLL
+    for (int v = 0; v < V; ++v) key[v] = Lane::load(tile.vectors[vector + v] + i * tile.lane_stride);
+    if (ahead != nullptr) ahead->template fetch<V * W * 4>(i);
+    QUIRE_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const auto query = Lane::broadcast(queries + r * head_dim + i * Lane::kPack);
+      QUIRE_UNROLL
+      for (int v = 0; v < V; ++v) acc[r][v] = Lane::dot(acc[r][v], key[v], query);
+    }
+  }
+  for (int64_t i = 0; ahead != nullptr && i < Lane::kScaleLanes; ++i) ahead->template fetch<V * W * 4>(i);
+  QUIRE_UNROLL
+  for (int r = 0; r < R; ++r) {
+    QUIRE_UNROLL
+    for (int v = 0; v < V; ++v) {
+      const auto* key_scales = reinterpret_cast<const float*>(tile.vectors[vector + v] + lanes * tile.lane_stride);
+      store(scores + r * kTileKeys + (vector + v) * W, Lane::score(acc[r][v], set1(scales[r]), key_scales));
+    }
+  }
+}
+
+// Four-byte lanes in which values are multiplied, each a dimension of kKeys keys, and probabilities to match: a float
+// of one key, or a pair of int16 of two. `make` makes kVectors of them, `n` dimensions and zeros.
+template <typename C>
+struct ValueLane {
+  using Prob = float;
+  using Vector = f32;
+  using Sum = f32;
+  static constexpr int64_t kKeys = 1, kVectors = 1;
+  QUIRE_INLINE void make(const C* const* values, int64_t dim, int64_t n, Vector* out) {
+    out[0] = load_some(values[0] + dim, n);
+  }
+  QUIRE_INLINE void store(float* p, Vector v) { quire::QUIRE_ISA::store(p, v); }
+  QUIRE_INLINE Vector load(const float* p) { return quire::QUIRE_ISA::load(p); }
+  QUIRE_INLINE Vector broadcast(const float* p) { return set1(*p); }
+  QUIRE_INLINE f32 begin(f32 before) { return before; }
+  QUIRE_INLINE f32 dot(f32 acc, Vector value, Vector prob) { return fma(prob, value, acc); }
+  QUIRE_INLINE f32 end(f32 acc, f32, f32) { return acc; }
+};
+
+#if defined(__AVX512BF16__)
+// A pair of bf16: probabilities are rounded to it too, as in FlashAttention (Dao et al. 2022), which halves the work.
+template <>
+struct ValueLane<bf16> : ValueLane<float> {
+  using Prob = bf16;
+  using Vector = pairs;
+  static constexpr int64_t kKeys = 2, kVectors = 2;
+  QUIRE_INLINE void make(const bf16* const* values, int64_t dim, int64_t n, Vector* out) {
+    pair_rows(values[0] + dim, values[1] + dim, n, out[0], out[1]);
+  }
+  QUIRE_INLINE void store(float* p, Vector v) { _mm512_storeu_si512(p, v); }
+  QUIRE_INLINE Vector load(const float* p) { return _mm512_loadu_si512(p); }
+  QUIRE_INLINE Vector broadcast(const float* p) { return set1_pair(reinterpret_cast<const bf16*>(p)); }
+  QUIRE_INLINE f32 dot(f32 acc, Vector value, Vector prob) { return dot2(acc, value, prob); }
+};
+#endif
+
+template <>
+struct ValueLane<int8_t> {
+  using Prob = float;  // and then int16
+  using Vector = i32;
+  using Sum = i32;
+  static constexpr int64_t kKeys = 2, kVectors = 2;
+  QUIRE_INLINE void make(const int8_t* const* values, int64_t dim, int64_t n, Vector* out) {
+    pair_rows(values[0] + dim, values[1] + dim, n, out[0], out[1]);
+    in_order(out[0], out[1]);
+  }
+  QUIRE_INLINE void store(float* p, Vector v) { quire::QUIRE_ISA::store(p, as_float(v)); }
+  QUIRE_INLINE Vector load(const float* p) { return as_int(quire::QUIRE_ISA::load(p)); }
+  QUIRE_INLINE Vector broadcast(const float* p) { return set1_int16_pair(reinterpret_cast<const int16_t*>(p)); }
+  QUIRE_INLINE i32 begin(f32) { return i32{}; }
+  QUIRE_INLINE i32 dot(i32 acc, Vector value, Vector prob) { return add_pairs(acc, value, prob); }
+  QUIRE_INLINE f32 end(i32 acc, f32 before, f32 step) { return fma(__builtin_convertvector(acc, f32), step, before); }
+};
+
+// staged[i][dim], rows `stride` apart: lane i of the values, for keys [first, last); what pads head_dim becomes 0.
+template <typename C>
+static inline void stage_values(const KeyTile<C>& tile, int64_t first, int64_t last, int64_t head_dim, int64_t stride,
+                                float* staged) {
+  using Lane = ValueLane<C>;
+  constexpr int64_t kDims = Lane::kVectors * W;
+  for (int64_t i = first / Lane::kKeys; i * Lane::kKeys < last; ++i) {
+    const auto stage = [&](int64_t dim, int64_t n) {
+      typename Lane::Vector value[Lane::kVectors];
+      Lane::make(tile.values + i * Lane::kKeys, dim, n, value);
+      for (int64_t v = 0; v < Lane::kVectors; ++v) Lane::store(staged + i * stride + dim + v * W, value[v]);
+    };
+    int64_t dim = 0;
+    for (; dim + kDims <= head_dim; dim += kDims) stage(dim, kDims);
+    if (dim < head_dim) stage(dim, head_dim - dim);
+  }
+}
+
+// Scores of vectors [vector, end) of a row become -inf but for keys [first, last).
+QUIRE_INLINE void mask_scores(float* scores, int64_t vector, int64_t end, int64_t first, int64_t last) {
+  alignas(64) static const int32_t kLanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  i32 lanes;
+  std::memcpy(&lanes, kLanes, sizeof lanes);
+  for (int64_t v = vector; v < end; ++v) {
+    const i32 key = lanes + int32_t(v * W);
+    const i32 is_visible = (key >= int32_t(first)) & (key < int32_t(last));
+    store(scores + v * W, select(is_visible, load(scores + v * W), set1(-kInfinity)));
+  }
+}
+
+// The largest of vectors [vector, end) of a row of scores.
+QUIRE_INLINE float largest_score(const float* scores, int64_t vector, int64_t end) {
+  f32 largest = load(scores + vector * W);
+  for (int64_t v = vector + 1; v < end; ++v) largest = max(largest, load(scores + v * W));
+  return reduce_max(largest);
+}
+
+// With the maxima of rows over the keys so far, and over a tile in `references`: the new maxima, what scores of the
+// tile are relative to, and what sums so far shrink by. The sums of a row that has seen no key, only -inf, shrink by 1.
+static inline void update_maxima(int64_t rows, float* maxima, float* references, float* decay) {
+  for_parts(rows, [&](int64_t r, int64_t n) {
+    const f32 before = load_some(maxima + r, n), now = max(before, load_some(references + r, n));
+    const f32 none = set1(0.0f);
+    store_some(maxima + r, now, n);
+    store_some(references + r, select(now > set1(-kInfinity), now, none), n);
+    store_some(decay + r, exp2_negative(select(now > before, before - now, none)), n);
+  });
+}
+
+// Turn vectors [vector, end) of a row of scores into probabilities relative to `reference`, in place but as narrow as
+// Prob; sums = sums * decay + all of them.
+template <typename Prob>
+QUIRE_INLINE void softmax_row(float* scores, int64_t vector, int64_t end, float reference, float decay, float* sums) {
+  f32 sum = load(sums) * set1(decay);
+  for (int64_t v = vector; v < end; ++v) {
+    const f32 prob = exp2_negative(load(scores + v * W) - set1(reference));
+    store(reinterpret_cast<Prob*>(scores) + v * W, prob);
+    sum = sum + prob;
+  }
+  store(sums, sum);
+}
+
+// Turn vectors [vector, end) of rows of probabilities, times the scales of their keys' values, into int16 multiples
+// of steps[r].
+static inline void quantize_probs(const KeyTile<int8_t>& tile, int64_t head_dim, int64_t rows, float* scores,
+                                  int64_t vector, int64_t end, float* steps) {
+  constexpr float kLevels = 32767.0f;
+  const int64_t offset = (head_dim / KeyLane<int8_t>::kPack + 1) * tile.lane_stride;
+  for (int64_t r = 0; r < rows; ++r) {
+    f32 weights[kTileKeys / W], largest = set1(0.0f);
+    for (int64_t v = vector; v < end; ++v) {
+      const f32 prob = load(scores + r * kTileKeys + v * W);
+      const f32 scale = load(reinterpret_cast<const float*>(tile.vectors[v] + offset));
+      weights[v] = select(prob > 0.0f, prob * scale, set1(0.0f));  // a slot never written may hold any scale
+      largest = max(largest, weights[v]);
+    }
+    const float most = reduce_max(largest);
+    const f32 inverse = set1(most > kTiny ? kLevels / most : 0.0f);
+    steps[r] = most / kLevels;
+    auto* levels = reinterpret_cast<int16_t*>(scores + r * kTileKeys);
+    for (int64_t v = vector; v < end; ++v) {
+      store(levels + v * W, __builtin_convertvector(weights[v] * inverse + set1(0.5f), i32));
+    }
+  }
+}
+
+// out[r] = out[r] * decay[r] + steps[r] * sum of probs[r] * values over the lanes of keys [first, last) in order, for V
+// vectors of dimensions from `dim` on of R rows. Without staged values (null) these must be whole vectors of the
+// tile's. As many lines as are read are fetched ahead meanwhile, if `ahead` is not null.
+template <int V, typename C, int R, bool kStaged, typename Ahead>
+static inline void add_values(const float* staged, const KeyTile<C>& tile, Ahead* ahead, int64_t dim, int64_t first,
+                              int64_t last, const float* probs, const float* decay, const float* steps, float* out,
+                              int64_t row_stride) {
+  using Lane = ValueLane<C>;
+  typename Lane::Sum acc[R][V];
+  QUIRE_UNROLL
+  for (int r = 0; r < R; ++r) {
+    QUIRE_UNROLL
+    for (int v = 0; v < V; ++v) acc[r][v] = Lane::begin(load(out + r * row_stride + dim + v * W) * set1(decay[r]));
+  }
+  for (int64_t i = first / Lane::kKeys; i * Lane::kKeys < last; ++i) {
+    typename Lane::Vector value[V];
+    if constexpr (kStaged) {
+      QUIRE_UNROLL
+      for (int v = 0; v < V; ++v) value[v] = Lane::load(staged + i * row_stride + dim + v * W);
+    } else {
+      QUIRE_UNROLL
+      for (int v = 0; v < V; v += Lane::kVectors) {
+        Lane::make(tile.values + i * Lane::kKeys, dim + v * W, Lane::kVectors * W, value + v);
+      }
+    }
+    if (ahead != nullptr) ahead->template fetch<V * W * Lane::kKeys* int(sizeof(C))>(i);
+    QUIRE_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const auto prob = Lane::broadcast(probs + r * kTileKeys + i);
+      QUIRE_UNROLL
+      for (int v = 0; v < V; ++v) acc[r][v] = Lane::dot(acc[r][v], value[v], prob);
+    }
+  }
+  QUIRE_UNROLL
+  for (int r = 0; r < R; ++r) {
+    QUIRE_UNROLL
+    for (int v = 0; v < V; ++v) {
+      float* to = out + r * row_stride + dim + v * W;
+      store(to, Lane::end(acc[r][v], load(to) * set1(decay[r]), set1(steps[r])));
+    }
+  }
+}
+
+}  // namespace quire::QUIRE_ISA

@@ -1,0 +1,92 @@
+// Elementwise activations, and their product with a second half.
+#pragma once
+
+#include "isa/rows.h"
+#include "kernel_table.h"
+
+namespace quire::QUIRE_ISA {
+
+QUIRE_INLINE f32 sigmoid(f32 v) {
+  const f32 power = exp_negative(-abs(v));  // at most 1, which is cheaper than any
+  return select(v < set1(0), power, set1(1)) / (1.0f + power);
+}
+
+// erfc(v) for v >= 0 within 4e-7 of its value: e^(-v^2) u q(u) for u = 1 / (1 + 0.4 v), q being the polynomial of
+// degree 8 with the least relative error.
+QUIRE_INLINE f32 erfc(f32 v) {
+  const f32 u = 1.0f / fma(set1(0.4f), v, set1(1));
+  f32 q = set1(0.0398350693f);
+  q = fma(q, u, set1(-0.133334517f));
+  q = fma(q, u, set1(0.0693485737f));
+  q = fma(q, u, set1(0.104971126f));
+  q = fma(q, u, set1(0.0678088516f));
+  q = fma(q, u, set1(0.198576689f));
+  q = fma(q, u, set1(0.200534835f));
+  q = fma(q, u, set1(0.226636827f));
+  q = fma(q, u, set1(0.225622594f));
+  return exp(-(v * v)) * u * q;
+}
+
+struct Silu {
+  QUIRE_INLINE f32 apply(f32 v) { return v * sigmoid(v); }
+};
+
+// v * P(a standard normal variable < v).
+struct Gelu {
+  QUIRE_INLINE f32 apply(f32 v) {
+    const f32 outside = 0.5f * erfc(abs(v) * set1(0.707106781f));
+    return v * select(v < set1(0), outside, 1.0f - outside);
+  }
+};
+
+// v / 2 * (1 + tanh(t)) is v * sigmoid(2 t).
+struct GeluTanh {
+  QUIRE_INLINE f32 apply(f32 v) {
+    const f32 t = set1(0.797884561f) * fma(v * v * v, set1(0.044715f), v);
+    return v * sigmoid(t + t);
+  }
+};
+
+struct Relu {
+  QUIRE_INLINE f32 apply(f32 v) { return select(v < set1(0), set1(0), v); }
+};
+
+// gate: x is [gate | up], 2 * width wide.
+template <typename T, typename Kind, bool kGated>
+static void activate(const T* x, int64_t rows, int64_t width, T* out) {
+  const int64_t x_stride = kGated ? 2 * width : width;
+  for_rows(rows, x_stride, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const T* from = x + row * x_stride;
+      T* to = out + row * width;
+      for_parts(width, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+        f32 v = Kind::apply(load_some(from + i, n));
+        if (kGated) v = v * load_some(from + width + i, n);
+        store_some(to + i, v, n);
+      });
+    }
+  });
+}
+
+template <typename T, bool kGated>
+static void activation(Activation kind, const void* x, int64_t rows, int64_t width, void* out) {
+  const T* from = static_cast<const T*>(x);
+  T* to = static_cast<T*>(out);
+  switch (kind) {
+    case kSilu:
+      return activate<T, Silu, kGated>(from, rows, width, to);
+    case kGelu:
+      return activate<T, Gelu, kGated>(from, rows, width, to);
+    case kGeluTanh:
+      return activate<T, GeluTanh, kGated>(from, rows, width, to);
+    case kRelu:
+      return activate<T, Relu, kGated>(from, rows, width, to);
+  }
+}
+
+static constexpr ActivationTable kActivation = {
+    .activation = {activation<float, false>, activation<bf16, false>},
+    .gated_activation = {activation<float, true>, activation<bf16, true>},
+};
+
+}  // namespace quire::QUIRE_ISA

@@ -1,0 +1,68 @@
+// What this machine can do at best, measured: the two limits that benchmarks are read against.
+#pragma once
+
+#include "isa/simd.h"
+#include "kernel_table.h"
+#include "quantized/quads.h"
+#include "runtime/thread_pool.h"
+
+namespace quire::QUIRE_ISA {
+
+// Reads all of [data, data + bytes) once, on all threads.
+static void read_memory(const void* data, int64_t bytes) {
+  constexpr int64_t kChunkFloats = 64 * 1024;
+  const int64_t count = bytes / int64_t(sizeof(float));
+  auto task = [&](int64_t index, int) {
+    const float* from = static_cast<const float*>(data) + index * kChunkFloats;
+    const int64_t size = count - index * kChunkFloats < kChunkFloats ? count - index * kChunkFloats : kChunkFloats;
+    f32 sum[4] = {set1(0), set1(0), set1(0), set1(0)};
+    for (int64_t i = 0; i + 4 * W <= size; i += 4 * W) {
+      QUIRE_UNROLL
+      for (int j = 0; j < 4; ++j) sum[j] = sum[j] + load(from + i + j * W);
+    }
+    QUIRE_UNROLL
+    for (int j = 0; j < 4; ++j) keep_in_register(sum[j]);
+  };
+  parallel_for((count + kChunkFloats - 1) / kChunkFloats, task);
+}
+
+QUIRE_INLINE f32 multiply_ones(f32 acc, f32 factor, const float*) { return fma(factor, factor, acc); }
+QUIRE_INLINE f32 multiply_ones(f32 acc, f32 factor, const bf16*) { return dot2(acc, (pairs)factor, (pairs)factor); }
+QUIRE_INLINE f32 multiply_ones(f32 acc, f32 factor, const int8_t*) {
+  const Quads w = weight_quads(as_int(factor));
+  return as_float(dot4(as_int(acc), w, w));
+}
+
+// Runs `rounds` rounds of independent multiply-adds in registers on every thread; returns how many operations that is
+// (an add and a multiply count two) per thread and round.
+template <typename T>
+static int64_t multiply_in_registers(int64_t rounds) {
+  constexpr int kChains = W == 16 ? 16 : 10;  // enough to hide the latency, few enough to stay in registers
+  auto task = [&](int64_t, int) {
+    f32 acc[kChains];
+    QUIRE_UNROLL
+    for (int i = 0; i < kChains; ++i) {
+      acc[i] = set1(0);
+      keep_in_register(acc[i]);  // equal chains would be computed once
+    }
+    f32 factor = sizeof(T) == 2 ? as_float(i32{} + 0x3f803f80) : set1(1);  // ones, or some bytes
+    for (int64_t round = 0; round < rounds; ++round) {
+      keep_in_register(factor);
+      QUIRE_UNROLL
+      for (int i = 0; i < kChains; ++i) {
+        acc[i] = multiply_ones(acc[i], factor, static_cast<const T*>(nullptr));
+      }
+    }
+    QUIRE_UNROLL
+    for (int i = 0; i < kChains; ++i) keep_in_register(acc[i]);
+  };
+  parallel_for(num_threads(), task);
+  return int64_t{kChains} * W * 8 / int64_t(sizeof(T));
+}
+
+static constexpr ProbeTable kProbe = {
+    .read_memory = read_memory,
+    .multiply_in_registers = {multiply_in_registers<float>, multiply_in_registers<bf16>, multiply_in_registers<int8_t>},
+};
+
+}  // namespace quire::QUIRE_ISA

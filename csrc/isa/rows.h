@@ -1,0 +1,63 @@
+// Walking along rows in vectors, and sharing the rows of a batch among the threads.
+#pragma once
+
+#include "isa/simd.h"
+#include "runtime/thread_pool.h"
+
+namespace quire::QUIRE_ISA {
+
+// load and store of n <= W elements. The loops below pass a constant W wherever a whole vector is left.
+template <typename T>
+QUIRE_INLINE f32 load_some(const T* p, int64_t n) {
+  return n == W ? load(p) : load_n(p, n);
+}
+template <typename T>
+QUIRE_INLINE void store_some(T* p, f32 v, int64_t n) {
+  if (n == W) {
+    store(p, v);
+  } else {
+    store_n(p, v, n);
+  }
+}
+
+// Calls part(i, n) for the parts [i, i + n) of [0, width), all W wide but the last.
+template <typename Part>
+QUIRE_INLINE void for_parts(int64_t width, const Part& part) {
+  int64_t i = 0;
+  for (; i + W <= width; i += W) part(i, W);
+  if (i < width) part(i, width - i);
+}
+
+// The sum of all lanes of part(i, n) over the parts of a row: in an order that only `width` decides.
+template <typename Part>
+QUIRE_INLINE float sum_parts(int64_t width, const Part& part) {
+  f32 even = set1(0), odd = set1(0);
+  int64_t i = 0;
+  for (; i + 2 * W <= width; i += 2 * W) {
+    even = even + part(i, W);
+    odd = odd + part(i + W, W);
+  }
+  for (; i + W <= width; i += W) even = even + part(i, W);
+  if (i < width) odd = odd + part(i, width - i);
+  return reduce_add(even + odd);
+}
+
+// Below this many elements a kernel is done before a sleeping worker would have woken.
+constexpr int64_t kInlineElements = 16 * 1024;
+
+// Calls rows(begin, end) for ranges that together cover [0, num_rows). Each row must be computed alone.
+template <typename Rows>
+static void for_rows(int64_t num_rows, int64_t elements_per_row, const Rows& rows) {
+  if (num_rows * elements_per_row <= kInlineElements) {
+    rows(int64_t{0}, num_rows);
+    return;
+  }
+  const int64_t rows_per_task = 1 + kInlineElements / 4 / (elements_per_row + 1);
+  auto task = [&](int64_t index, int) {
+    const int64_t begin = index * rows_per_task, end = begin + rows_per_task;
+    rows(begin, end < num_rows ? end : num_rows);
+  };
+  parallel_for((num_rows + rows_per_task - 1) / rows_per_task, task);
+}
+
+}  // namespace quire::QUIRE_ISA

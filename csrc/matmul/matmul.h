@@ -1,0 +1,270 @@
+// y = x W^T + bias for any number of rows, on packed weights (matmul/layout.h).
+//
+// Each output element is one accumulator that runs through k in order, with the same instructions for every number of
+// rows and columns beside it: its bits depend on its row of x, its column of W and nothing else. Blocking over k only
+// parks the accumulators in memory, as float32, and picks them up again.
+#pragma once
+
+#include "matmul/tiles.h"
+
+namespace quire::QUIRE_ISA {
+
+constexpr int64_t kStageBytes =
+    24 * 1024;                        // one block of rows of x, for one block of k: stays in the first-level cache
+constexpr int64_t kBlockUnits = 512;  // most units of k per block when blocks are used again: those of kTaskPanels
+                                      // panels are then 512 KiB in all and stay in the second-level cache
+// Up to so many rows, panels pass through all of them while they are near (small tiles read no faster than they
+// multiply).
+constexpr int64_t kSharedRows = kTileRows * (kTileRows > 8 ? 4 : 1);
+constexpr int64_t kSharedPanels = 2;       // at a time
+constexpr int64_t kSharedTaskPanels = 32;  // rows of x are staged once for so many
+static_assert(kSharedRows * kSharedTaskPanels <= kTaskRows * kTaskPanels);
+
+// A task's sums, and its rows of x for one block of k.
+constexpr int64_t kScratchBytes =
+    kTaskRows * kTaskPanels * kPanelColumns * 4 + kStageBytes + kSharedRows * (kBlockUnits * 8 + 64);
+
+QUIRE_INLINE bool is_shared(int64_t rows) { return rows > kTileRows && rows <= kSharedRows; }
+
+// The next of blocks of rows that cover `left`: whole tiles, but the last ones even where less than half would be left.
+QUIRE_INLINE int64_t next_rows(int64_t left) {
+  return left % kTileRows > kTileRows / 2 ? smaller(kTileRows, left) : ceil_div(left, ceil_div(left, kTileRows));
+}
+
+// What a tile asks for ahead, in each unit a line for each vector: those of a panel are `vector_gap` apart, panels
+// `panel_gap`, units `step`. May be beyond what there is.
+struct Prefetch {
+  const char* at;
+  int64_t panel_gap, vector_gap, step;
+};
+
+// What the inner loop reads x as: pairs where the ISA multiplies pairs, else float32.
+#if defined(__AVX512BF16__)
+template <typename T>
+struct StagedAs {
+  using Type = T;
+};
+#else
+template <typename T>
+struct StagedAs {
+  using Type = float;
+};
+#endif
+template <typename T>
+using Staged = typename StagedAs<T>::Type;
+
+// One unit of k: acc[r][g] += x[r] * w[g] for the tile's rows and vectors of columns.
+template <int R, int G>
+QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const float* x, int64_t x_stride, const char* const (&panels)[G],
+                                int64_t offset, const float*) {
+  f32 w[G];
+  QUIRE_UNROLL
+  for (int g = 0; g < G; ++g) w[g] = load(reinterpret_cast<const float*>(panels[g] + offset));
+  QUIRE_UNROLL
+  for (int r = 0; r < R; ++r) {
+    const f32 value = set1(x[r * x_stride]);
+    QUIRE_UNROLL
+    for (int g = 0; g < G; ++g) acc[r][g] = fma(value, w[g], acc[r][g]);
+  }
+}
+
+#if defined(__AVX512BF16__)
+template <int R, int G>
+QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const bf16* x, int64_t x_stride, const char* const (&panels)[G],
+                                int64_t offset, const bf16*) {
+  pairs w[G];
+  QUIRE_UNROLL
+  for (int g = 0; g < G; ++g) w[g] = load_pairs(reinterpret_cast<const bf16*>(panels[g] + offset));
+  QUIRE_UNROLL
+  for (int r = 0; r < R; ++r) {
+    const pairs value = set1_pair(x + r * x_stride);
+    QUIRE_UNROLL
+    for (int g = 0; g < G; ++g) acc[r][g] = dot2(acc[r][g], w[g], value);
+  }
+}
+#else
+template <int R, int G>
+QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const float* x, int64_t x_stride, const char* const (&panels)[G],
+                                int64_t offset, const bf16*) {
+  f32 first[G], second[G];
+  QUIRE_UNROLL
+  for (int g = 0; g < G; ++g) {
+    const pairs w = load_pairs(reinterpret_cast<const bf16*>(panels[g] + offset));
+    first[g] = lower(w);
+    second[g] = upper(w);
+  }
+  QUIRE_UNROLL
+  for (int r = 0; r < R; ++r) {
+    const f32 value = set1(x[r * x_stride]), next = set1(x[r * x_stride + 1]);
+    QUIRE_UNROLL
+    for (int g = 0; g < G; ++g) acc[r][g] = fma(value, first[g], acc[r][g]);
+    QUIRE_UNROLL
+    for (int g = 0; g < G; ++g) acc[r][g] = fma(next, second[g], acc[r][g]);
+  }
+}
+#endif
+
+// Runs R rows of x through `units` units of k of G vectors of columns: from zero, or on from the parked sums.
+template <typename T>
+struct PackedTile {
+  static constexpr int kMost = kMaxVectors;
+
+  template <int R, int G>
+  static void run(const Staged<T>* x, int64_t x_stride, const char* weight, int64_t panel_bytes, int64_t units,
+                  float* parked, int64_t parked_stride, bool from_zero, Prefetch prefetch) {
+    const char* panels[G];
+    f32 acc[R][G];
+    QUIRE_UNROLL
+    for (int g = 0; g < G; ++g) {
+      panels[g] = weight + g / kVectorsPerPanel * panel_bytes + g % kVectorsPerPanel * W * kUnitBytes;
+      QUIRE_UNROLL
+      for (int r = 0; r < R; ++r) acc[r][g] = from_zero ? set1(0) : load(parked + r * parked_stride + g * W);
+    }
+    for (int64_t unit = 0; unit < units; ++unit) {
+      if constexpr (R > kUnfetchedRows) {
+        QUIRE_UNROLL
+        for (int g = 0; g < G; ++g) {
+          __builtin_prefetch(
+              prefetch.at + g / kVectorsPerPanel * prefetch.panel_gap + g % kVectorsPerPanel * prefetch.vector_gap, 0,
+              2);
+        }
+        prefetch.at += prefetch.step;
+      }
+      multiply_unit<R, G>(acc, x, x_stride, panels, unit * kUnitRowBytes, static_cast<const T*>(nullptr));
+      x += kPerUnit<T>;
+    }
+    QUIRE_UNROLL
+    for (int g = 0; g < G; ++g) {
+      QUIRE_UNROLL
+      for (int r = 0; r < R; ++r) store(parked + r * parked_stride + g * W, acc[r][g]);
+    }
+  }
+};
+
+// The widest staged row: a whole block of k for one row. Odd numbers of cache lines keep rows out of each other's sets.
+template <typename T>
+QUIRE_INLINE int64_t stage_stride(int64_t units) {
+  const int64_t lines = ceil_div(units * kPerUnit<T> * int64_t(sizeof(Staged<T>)), 64);
+  return (lines | 1) * 64 / int64_t(sizeof(Staged<T>));
+}
+
+// Copies `count` elements of `rows` rows of x, in the inner loop's type, and zeroes what a last half unit lacks.
+template <typename T>
+static void stage(const T* x, int64_t x_stride, int64_t rows, int64_t count, Staged<T>* out, int64_t out_stride) {
+  if (count == 0) return;  // k is 0, and x may be null
+  for (int64_t r = 0; r < rows; ++r) {
+    const T* from = x + r * x_stride;
+    Staged<T>* to = out + r * out_stride;
+    if constexpr (sizeof(T) == sizeof(Staged<T>)) {
+      std::memcpy(to, from, size_t(count) * sizeof(T));
+    } else {
+      int64_t i = 0;
+      for (; i + W <= count; i += W) store(to + i, load(from + i));
+      if (i < count) store_n(to + i, load_n(from + i, count - i), count - i);
+    }
+    if (count % kPerUnit<T> != 0) to[count] = {};
+  }
+}
+
+// Whether the inner loop can read the rows of x where they are: in its own type, in whole units, and not in a few sets
+// of the cache (as rows 2 KiB apart are).
+template <typename T>
+static bool is_read_in_place(const MatmulArgs& args) {
+  return sizeof(T) == sizeof(Staged<T>) && args.weight.k % kPerUnit<T> == 0 &&
+         args.x_stride * int64_t(sizeof(T)) % 2048 != 0;
+}
+
+// What is multiplied at a time: a block of rows, a group of panels and a block of k, counted from the task's first.
+struct TaskPart {
+  int64_t row, rows, panel, panels, unit, units;
+};
+
+// What the tile at `vector` of a part, in the panel `weight`, asks for: the weights that follow at once; or, once they
+// are near, its share of the next group's panels where panels pass through all rows, else of the next rows of x.
+template <typename T>
+QUIRE_INLINE Prefetch ahead(const MatmulArgs& args, const ProductTask& task, const TaskPart& part, const char* weight,
+                            int64_t vector, int64_t width) {
+  const int64_t units = ceil_div(args.weight.k, kPerUnit<T>), panel_bytes = units * kUnitRowBytes;
+  if (is_shared(task.rows)) {
+    const bool is_last = part.panel + part.panels == task.panels && part.unit + part.units < units;
+    const char* next =
+        is_last ? weight - part.panel * panel_bytes + part.units * kUnitRowBytes : weight + part.panels * panel_bytes;
+    const int64_t step = kUnitRowBytes / kVectorsPerPanel * part.rows / task.rows, gap = part.units * step;
+    return {next + part.units * kUnitRowBytes * part.row / task.rows + vector % kVectorsPerPanel * gap, panel_bytes,
+            gap, step};
+  }
+  if (part.row == 0) {
+    const int64_t first = vector % kVectorsPerPanel * W * kUnitBytes;
+    return {weight + first + kBytesAhead * kVectorsPerPanel / (width < kVectorsPerPanel ? kVectorsPerPanel : width),
+            panel_bytes, W * kUnitBytes, kUnitRowBytes};
+  }
+  const int64_t row = task.row + part.row + part.rows + vector % part.rows;
+  return {reinterpret_cast<const char*>(static_cast<const T*>(args.x) + row * args.x_stride + part.unit * kPerUnit<T>),
+          0, args.x_stride * int64_t(sizeof(T)), kUnitBytes};
+}
+
+// Adds the product of one part, its rows of x being `x`, to the parked sums.
+template <typename T>
+static void run_part(const MatmulArgs& args, const ProductTask& task, const TaskPart& part, const Staged<T>* x,
+                     int64_t x_stride, float* sums, int64_t sums_stride) {
+  const int64_t panel_bytes = ceil_div(args.weight.k, kPerUnit<T>) * kUnitRowBytes;
+  const char* weight = args.weight.data + (task.panel + part.panel) * panel_bytes + part.unit * kUnitRowBytes;
+  for_tiles<PackedTile<T>>(part.rows, part.panels, [&](int64_t vector, int64_t width) {
+    expect_out(args.to, task.row + part.row, part.rows, (task.panel + part.panel) * kPanelColumns + vector * W);
+    const char* panel = weight + vector / kVectorsPerPanel * panel_bytes;
+    tile_function<PackedTile<T>>(part.rows, width)(x, x_stride, panel + vector % kVectorsPerPanel * W * kUnitBytes,
+                                                   panel_bytes, part.units, sums + vector * W, sums_stride,
+                                                   part.unit == 0, ahead<T>(args, task, part, panel, vector, width));
+  });
+}
+
+template <typename T>
+static void run_task(const MatmulArgs& args, const ProductTask& task, char* scratch) {
+  const int64_t k = args.weight.k, units = ceil_div(k, kPerUnit<T>), most_rows = smaller(task.rows, kTileRows);
+  int64_t block_units = kStageBytes / (kPerUnit<T> * int64_t(sizeof(Staged<T>)) * most_rows);
+  if (task.rows > kTileRows) block_units = smaller(block_units, kBlockUnits);
+  const int64_t group_panels = is_shared(task.rows) ? kSharedPanels : task.panels;
+  // With a single block of k, all parts take turns in one place.
+  const bool is_parked = units > block_units, in_place = is_read_in_place<T>(args);
+  const int64_t sums_stride = (is_parked ? task.panels : group_panels) * kPanelColumns;
+  float* parked = reinterpret_cast<float*>(scratch);
+  Staged<T>* staged = reinterpret_cast<Staged<T>*>(parked + (is_parked ? task.rows : most_rows) * sums_stride);
+
+  TaskPart part;
+  for (part.unit = 0; part.unit < units || part.unit == 0; part.unit += block_units) {
+    part.units = smaller(block_units, units - part.unit);
+    const int64_t stride = in_place ? args.x_stride : stage_stride<T>(part.units);
+    for (part.panel = 0; part.panel < task.panels; part.panel += group_panels) {
+      part.panels = smaller(group_panels, task.panels - part.panel);
+      for (part.row = 0; part.row < task.rows; part.row += part.rows) {
+        part.rows = next_rows(task.rows - part.row);
+        const T* from = static_cast<const T*>(args.x) + (task.row + part.row) * args.x_stride + part.unit * kPerUnit<T>;
+        Staged<T>* to = staged + (is_shared(task.rows) ? part.row * stride : 0);
+        if (!in_place && part.panel == 0) {
+          stage(from, args.x_stride, part.rows, smaller(block_units * kPerUnit<T>, k - part.unit * kPerUnit<T>), to,
+                stride);
+        }
+        float* sums = parked + (is_parked ? part.row * sums_stride + part.panel * kPanelColumns : 0);
+        run_part<T>(args, task, part, in_place ? reinterpret_cast<const Staged<T>*>(from) : to, stride, sums,
+                    sums_stride);
+        if (part.unit + part.units < units) continue;
+        finish(args.to, task.row + part.row, part.rows, (task.panel + part.panel) * kPanelColumns, sums, sums_stride,
+               part.panels * kPanelColumns);
+      }
+    }
+  }
+}
+
+template <typename T>
+static void matmul(const MatmulArgs& args) {
+  const int64_t task_panels = is_shared(args.rows) ? kSharedTaskPanels : kTaskPanels;
+  for_tasks(args.rows, args.weight.n, args.weight.k, task_panels, [&](const ProductTask& task, int thread) {
+    run_task<T>(args, task, static_cast<char*>(thread_scratch(thread, kScratchBytes)));
+  });
+}
+
+static constexpr MatmulTable kMatmul = {
+    .matmul = {matmul<float>, matmul<bf16>},
+};
+
+}  // namespace quire::QUIRE_ISA

@@ -1,0 +1,147 @@
+// How a matrix product is cut: tiles of accumulators that fill the registers, tasks that fill the threads; and how its
+// rows leave. Shared by the products on packed (matmul/matmul.h) and on quantized weights (quantized/matmul.h).
+#pragma once
+
+#include "isa/simd.h"
+#include "kernel_table.h"
+#include "matmul/layout.h"
+#include "runtime/thread_pool.h"
+
+namespace quire::QUIRE_ISA {
+
+constexpr int64_t kVectorsPerPanel = kPanelColumns / W;
+
+// The largest tile of accumulators, kTileRows x kTileVectors, fills the registers; fewer rows take more columns, where
+// that hides latency: within a panel at best, since processors fetch one stream ahead better than two.
+#if defined(__AVX512BF16__)
+constexpr int kTileRows = 12, kTileVectors = 2, kMaxVectors = 2;
+#elif defined(QUIRE_SIMD_AVX512)
+constexpr int kTileRows = 12, kTileVectors = 2, kMaxVectors = 8;
+#elif defined(__aarch64__)
+constexpr int kTileRows = 5, kTileVectors = 4, kMaxVectors = 4;
+#else
+constexpr int kTileRows = 4, kTileVectors = 2, kMaxVectors = 4;
+#endif
+constexpr int kAccumulators = kTileRows * kTileVectors;
+constexpr int kPanelVectors = kMaxVectors < kVectorsPerPanel ? kMaxVectors : int(kVectorsPerPanel);
+
+constexpr int64_t kTaskPanels = 8;
+constexpr int64_t kTaskRows = 16 * kTileRows;
+constexpr int64_t kInlineProducts = 128 * 1024;  // done before a sleeping worker would have woken
+
+QUIRE_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+QUIRE_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Vectors of columns a tile of `rows` rows takes: the largest power of two, up to `most`, that fits the registers.
+constexpr int tile_vectors(int rows, int most) {
+  int vectors = kTileVectors;
+  while (vectors * 2 <= most && vectors * 2 * rows <= kAccumulators) vectors *= 2;
+  return vectors;
+}
+
+// Tile::run<R, G> for so many rows and vectors; at most tile_vectors(rows, Tile::kMost) vectors.
+template <typename Tile, int R = 1>
+static auto tile_function(int64_t rows, int64_t vectors) {
+  if constexpr (R < kTileRows) {
+    if (rows > R) return tile_function<Tile, R + 1>(rows, vectors);
+  }
+  if constexpr (tile_vectors(R, Tile::kMost) >= 8) {
+    if (vectors >= 8) return &Tile::template run<R, 8>;
+  }
+  if constexpr (tile_vectors(R, Tile::kMost) >= 4) {
+    if (vectors >= 4) return &Tile::template run<R, 4>;
+  }
+  return &Tile::template run<R, 2>;
+}
+
+// Calls call(vector, width) for tiles of up to tile_vectors(rows, Tile::kMost) vectors that together cover `panels`
+// panels.
+template <typename Tile, typename Call>
+QUIRE_INLINE void for_tiles(int64_t rows, int64_t panels, const Call& call) {
+  const int64_t vectors = panels * kVectorsPerPanel;
+  int64_t width = tile_vectors(int(rows), Tile::kMost);
+  for (int64_t vector = 0; vector < vectors; vector += width) {
+    while (width > vectors - vector) width /= 2;
+    call(vector, width);
+  }
+}
+
+constexpr int kUnfetchedRows = 2;      // few rows are read as fast as the processor's own prefetchers go
+constexpr int64_t kBytesAhead = 6144;  // of weights, in all panels of a tile together
+
+// Where a product goes: sums of rows from `row` and of `width` columns from `column` on (but those beyond the last),
+// plus bias, rounded. The sums' rows are `stride` apart.
+template <typename Out>
+static void finish_as(const ProductOut& to, int64_t row, int64_t rows, int64_t column, const float* sums,
+                      int64_t stride, int64_t width) {
+  const int64_t columns = smaller(width, to.n - column);
+  for (int64_t r = 0; r < rows; ++r) {
+    Out* out = static_cast<Out*>(to.out) + (row + r) * to.n + column;
+    for (int64_t j = 0; j < columns; j += W) {
+      const int64_t count = smaller(W, columns - j);
+      f32 sum = load(sums + r * stride + j);
+      if (to.bias != nullptr) sum = sum + load_n(to.bias + column + j, count);
+      if (count == W) {
+        store(out + j, sum);
+      } else {
+        store_n(out + j, sum, count);
+      }
+    }
+  }
+}
+
+QUIRE_INLINE void finish(const ProductOut& to, int64_t row, int64_t rows, int64_t column, const float* sums,
+                         int64_t stride, int64_t width) {
+  if (to.dtype == kFloat32) {
+    finish_as<float>(to, row, rows, column, sums, stride, width);
+  } else {
+    finish_as<bf16>(to, row, rows, column, sums, stride, width);
+  }
+}
+
+// Asks for the lines that a tile's rows will be written to.
+QUIRE_INLINE void expect_out(const ProductOut& to, int64_t row, int64_t rows, int64_t column) {
+  const int64_t bytes = to.dtype == kFloat32 ? int64_t(sizeof(float)) : int64_t(sizeof(bf16));
+  for (int64_t r = 0; r < rows; ++r) {
+    __builtin_prefetch(static_cast<char*>(to.out) + ((row + r) * to.n + column) * bytes, 1, 2);
+  }
+}
+
+// A rectangle of a product, computed by one thread: rows [row, row + rows), panels [panel, panel + panels).
+struct ProductTask {
+  int64_t row, rows, panel, panels;
+};
+
+// Calls run(task, thread) for tasks of about `task_panels` panels that together cover a product of [rows, n], `k`
+// multiplications each.
+template <typename Run>
+static void for_tasks(int64_t rows, int64_t n, int64_t k, int64_t task_panels, const Run& run) {
+  const int64_t panels = ceil_div(n, kPanelColumns);
+  if (rows == 0 || panels == 0) return;
+  const int64_t row_tasks = ceil_div(rows, kTaskRows), row_blocks = ceil_div(rows, kTileRows);
+  const bool is_small = rows * n * k <= kInlineProducts;
+  int64_t panel_tasks = ceil_div(panels, task_panels);
+  if (!is_small) {  // as many equal tasks as all threads finish together
+    const int64_t threads = num_threads();
+    panel_tasks = smaller(panels, ceil_div(ceil_div(row_tasks * panel_tasks, threads) * threads, row_tasks));
+  }
+  auto task = [&](int64_t index, int thread) {
+    const int64_t p = index / row_tasks, r = index % row_tasks;
+    ProductTask part;
+    part.row = r * row_blocks / row_tasks * kTileRows;
+    part.rows = smaller((r + 1) * row_blocks / row_tasks * kTileRows, rows) - part.row;
+    part.panel = p * panels / panel_tasks;
+    part.panels = (p + 1) * panels / panel_tasks - part.panel;
+    run(part, thread);
+  };
+  auto all_tasks = [&](int64_t, int thread) {
+    for (int64_t index = 0; index < row_tasks * panel_tasks; ++index) task(index, thread);
+  };
+  if (is_small) {
+    parallel_for(1, all_tasks);
+  } else {
+    parallel_for(row_tasks * panel_tasks, task);
+  }
+}
+
+}  // namespace quire::QUIRE_ISA

@@ -1,0 +1,15 @@
+#include "binding.h"
+#include "runtime/kernel_graph.h"
+
+namespace quire {
+
+void bind_graph(nb::module_& module) {
+  nb::class_<KernelGraph>(module, "KernelGraph")
+      .def(nb::init<>())
+      .def("begin", [](KernelGraph& graph) { KernelGraph::recording() = &graph; })
+      .def("end", [](KernelGraph&) { KernelGraph::recording() = nullptr; })
+      .def("__len__", &KernelGraph::size)
+      .def("replay", &KernelGraph::replay, Unlocked());
+}
+
+}  // namespace quire

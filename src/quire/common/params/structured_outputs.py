@@ -1,0 +1,116 @@
+"""The form that an output must have."""
+
+from typing import Any
+
+import msgspec
+
+from quire.common.errors import InvalidParamsError
+
+MAX_BYTES = {"json": 256 * 1024, "regex": 64 * 1024, "choice": 256 * 1024, "grammar": 64 * 1024, "json_object": 4}
+"""of each structure, in UTF-8"""
+MAX_GBNF_BYTES = 16 * 1024
+"""of a grammar with `::=` rules, which is translated first, in time that grows as the square"""
+MAX_CHOICES = 10_000
+MAX_WHITESPACE_PATTERN_BYTES = 256
+_TYPES: dict[str, tuple[type, ...]] = {
+    "json": (str, dict),
+    "regex": (str,),
+    "choice": (list,),
+    "grammar": (str,),
+    "json_object": (bool,),
+}
+_JSON_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
+
+
+class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The output is a sentence of a grammar: exactly one structure is given. Names as in vLLM.
+
+    Checked when made: InvalidParamsError for none or several structures, for what is no JSON, for options that belong
+    to another structure, and beyond the limits of size above. What takes a compiler to tell (a schema's keywords, a
+    regular expression's syntax) ends the request later.
+    """
+
+    json: str | dict[str, Any] | None = None
+    """a JSON schema"""
+    regex: str | None = None
+    """a regular expression that the whole output matches; no look-around, no references back"""
+    choice: list[str] | None = None
+    """one of these strings"""
+    grammar: str | None = None
+    """a context-free grammar, as GBNF (`root ::= ...`) or Lark (`start: ...`)"""
+    json_object: bool | None = None
+    """any JSON object"""
+    disable_any_whitespace: bool = False
+    """JSON without spaces and line breaks between its tokens"""
+    disable_additional_properties: bool = False
+    """objects whose schema names properties have no others, unless it says otherwise"""
+    whitespace_pattern: str | None = None
+    """a regular expression for what may stand between the tokens of JSON"""
+
+    def __post_init__(self) -> None:
+        given = self._given()
+        if len(given) != 1:
+            raise InvalidParamsError(
+                f"structured_outputs has {' and '.join(given) or 'no structure'}: give exactly one of "
+                f"{', '.join(_TYPES)}"
+            )
+        name, value = given[0], getattr(self, given[0])
+        if not isinstance(value, _TYPES[name]) or value == "" or value == []:
+            allowed = " or ".join(t.__name__ for t in _TYPES[name])
+            raise InvalidParamsError(f"{name} must be a {allowed} that is not empty, not {type(value).__name__}")
+        if name == "choice":
+            self._check_choice()
+        is_gbnf = self.grammar is not None and "::=" in self.grammar
+        _check_bytes(name, value, MAX_GBNF_BYTES if is_gbnf else MAX_BYTES[name])
+        if name == "json":
+            self._check_schema()
+        self._check_json_options(name)
+
+    @property
+    def structure(self) -> str:
+        """The name of the field that is given."""
+        return self._given()[0]
+
+    def _given(self) -> list[str]:
+        return [name for name in _TYPES if getattr(self, name) is not None and getattr(self, name) is not False]
+
+    def _check_choice(self) -> None:
+        assert self.choice is not None
+        if len(self.choice) > MAX_CHOICES:
+            raise InvalidParamsError(f"choice has {len(self.choice):,} strings: at most {MAX_CHOICES:,} are allowed")
+        if not all(isinstance(s, str) and s for s in self.choice):
+            raise InvalidParamsError("choice must be a list of strings, none of them empty")
+
+    def _check_schema(self) -> None:
+        try:
+            schema = msgspec.json.decode(self.json) if isinstance(self.json, str) else self.json
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise InvalidParamsError(f"json is not JSON: {error}") from None
+        if not isinstance(schema, dict):
+            raise InvalidParamsError(f"json must be a JSON schema, an object, not {type(schema).__name__}")
+
+    def _check_json_options(self, name: str) -> None:
+        for option in _JSON_OPTIONS:
+            value, wanted = getattr(self, option), str if option == "whitespace_pattern" else bool
+            if value is None and wanted is str:
+                continue
+            if not isinstance(value, wanted) or value == "":
+                raise InvalidParamsError(f"{option}={value!r}: must be a {wanted.__name__}")
+            if value and name not in ("json", "json_object"):
+                raise InvalidParamsError(f"{option} goes with json or json_object, not with {name}")
+        if self.whitespace_pattern is not None:
+            _check_bytes("whitespace_pattern", self.whitespace_pattern, MAX_WHITESPACE_PATTERN_BYTES)
+            if self.disable_any_whitespace:
+                raise InvalidParamsError("give disable_any_whitespace or whitespace_pattern, not both")
+
+
+def _check_bytes(name: str, value: Any, limit: int) -> None:
+    """Raise InvalidParamsError if it is longer in UTF-8, as JSON where it is no text, or cannot be written so."""
+    try:
+        num_bytes = len(value.encode() if isinstance(value, str) else msgspec.json.encode(value))
+    except UnicodeEncodeError:
+        raise InvalidParamsError(f"{name} has characters that are no Unicode text") from None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidParamsError(f"{name} cannot be written as JSON: {error}") from None
+    if num_bytes > limit:
+        raise InvalidParamsError(f"{name} has {num_bytes:,} bytes: at most {limit:,} are allowed")

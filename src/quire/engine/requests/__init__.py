@@ -1,0 +1,1 @@
+"""Requests inside the engine, from prompt and parameters to outputs."""

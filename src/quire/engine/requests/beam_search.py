@@ -1,0 +1,211 @@
+"""Beam search: the sequences of a request that are likeliest together, followed side by side. No torch here.
+
+The beams of a request are its sequences. Each holds back what may follow it until all have found out; then the search
+chooses among the candidates of all, and a beam goes on, is forked, or ends. A beam that holds has no token to compute,
+so the scheduler leaves it alone: which beams run in the same step does not matter. Prefixes are never computed twice,
+unless memory is so short that a beam had to give its blocks away.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from quire.common.errors import InvalidParamsError
+from quire.common.outputs import CompletionOutput, FinishReason
+from quire.engine.requests.sequence import Sequence, SequenceGroup, SequenceStatus
+
+if TYPE_CHECKING:
+    from quire.common.params import BeamSearchParams
+    from quire.config.model import ModelConfig
+    from quire.engine.scheduling.scheduler import Scheduler
+
+
+class BeamSelector(Protocol):
+    """Decides how the beams of one request go on. Commit alone calls `select`, which changes it."""
+
+    def select(self, beams: list[Sequence]) -> list[tuple[int, int]]:
+        """The next beams, from what all of these hold: (place of the parent, its next token). Empty: the end."""
+        ...
+
+    def outputs(self, beams: list[Sequence]) -> list[CompletionOutput]:
+        """What the request's caller is told at its end, from what the search has found and the beams it has left."""
+        ...
+
+
+def advance_beams(scheduler: Scheduler, group: SequenceGroup) -> None:
+    """Replace a request's beams by the next ones, or finish it, once all of them hold their candidates.
+
+    The first child of a beam goes on in its place and in its blocks, the others are forks of it.
+    """
+    beams = group.seqs
+    if group.search is None or any(beam.held is None for beam in beams):
+        return
+    children = group.search.select(beams)
+    if not children:
+        for beam in beams:
+            beam.status = SequenceStatus.FINISHED_STOPPED
+            scheduler.finish(group, beam)
+        return
+    group.seqs, parents = [], set[int]()
+    for place, _ in children:
+        parent = beams[place]
+        group.seqs.append(scheduler.fork(group, parent, parent.draws[0]) if place in parents else parent)
+        parents.add(place)
+    for place in sorted(set(range(len(beams))) - parents):
+        scheduler.finish(group, beams[place])
+    for beam, (_, token_id) in zip(group.seqs, children, strict=True):
+        beam.token_ids.append(token_id)
+        beam.held = None
+        if beam.grammar is not None and not beam.grammar.advance(token_id):
+            group.error = f"stopped after {beam.num_output_tokens} tokens: {beam.grammar.error}"
+    if group.error is not None:
+        for beam in group.seqs:
+            beam.status = SequenceStatus.FINISHED_LENGTH_CAPPED
+            scheduler.finish(group, beam)
+
+
+@dataclass(frozen=True, slots=True)
+class _Hypothesis:
+    """An output that has ended."""
+
+    score: float
+    """the sum of its log-probabilities over length ** length_penalty"""
+    cum_logprob: float
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    stop_reason: int | None = None
+
+
+class BeamSearch:
+    """The search of one request, as transformers defines it.
+
+    Of all ways in which the beams can go on by one token, `num_candidates` are looked at, the likeliest first, and of
+    equals the earlier beam's and the smaller token id. Those that end an output compete with the outputs found before,
+    if they are among the first `beam_width`; the first `beam_width` of the others are the next beams.
+    """
+
+    def __init__(self, params: BeamSearchParams, model: ModelConfig, max_num_seqs: int) -> None:
+        """Raises InvalidParamsError for a search that this model or this engine cannot run."""
+        width = params.beam_width
+        self.params = params
+        self.eos_token_ids = frozenset[int]() if params.ignore_eos else model.eos_token_ids
+        self.end_token_ids = self.eos_token_ids.union(params.stop_token_ids or ())
+        self.num_candidates = max(2, 1 + len(self.end_token_ids)) * width
+        self.max_tokens = params.max_tokens
+        if width > max_num_seqs:
+            raise InvalidParamsError(
+                f"beam_width={width}: this engine runs at most max_num_seqs={max_num_seqs} at once"
+            )
+        if params.structured_outputs is not None and not self.eos_token_ids:
+            raise InvalidParamsError(
+                "beam search with structured_outputs needs a checkpoint with an end-of-sequence token"
+            )
+        if self.num_candidates > model.vocab_size:
+            raise InvalidParamsError(
+                f"beam_width={width} with {len(self.end_token_ids)} end tokens compares {self.num_candidates} "
+                f"candidates in a step, and this model has only {model.vocab_size} tokens: search less wide"
+            )
+        self._max_model_len = model.max_model_len
+        self._cum_logprobs = [0.0]  # of the beams, in their order
+        self._finished: list[_Hypothesis] = []  # the best `beam_width`, best first
+
+    def start(self, seq: Sequence) -> None:
+        """Take over a request's first sequence: what it draws with, and its text, which is made at the end."""
+        self._detokenizer, seq.detokenizer = seq.detokenizer, None
+        self.max_tokens = min(self.max_tokens, self._max_model_len - seq.num_tokens)
+        temperature = self.params.temperature if self.params.temperature != 1 else 0.0
+        draw = replace(
+            seq.draws[0],
+            temperature=temperature,
+            logprobs=self.num_candidates,
+            logprobs_mode="processed_logprobs",
+        )
+        seq.draws = (draw,) * self.params.beam_width
+
+    def select(self, beams: list[Sequence]) -> list[tuple[int, int]]:
+        """One step of the search. Empty once no beam can come among the best any more, as early_stopping says."""
+        held = [beam.held for beam in beams if beam.held is not None]
+        token_ids = np.concatenate([candidates.token_ids[0, 1:] for candidates in held])
+        cum_logprobs = np.concatenate(
+            [
+                candidates.logprobs[0, 1:].astype(np.float64) + cum_logprob
+                for candidates, cum_logprob in zip(held, self._cum_logprobs, strict=True)
+            ]
+        )
+        per_beam, length = len(token_ids) // len(beams), beams[0].num_output_tokens + 1
+        order = np.argsort(-cum_logprobs, kind="stable")[: self.num_candidates]
+        children: list[tuple[int, int]] = []
+        self._cum_logprobs = []
+        for rank, candidate in enumerate(order[np.isfinite(cum_logprobs[order])].tolist()):
+            cum_logprob, token_id = float(cum_logprobs[candidate]), int(token_ids[candidate])
+            reason = self._finish_reason(token_id, length)
+            if reason is None and len(children) < self.params.beam_width:
+                children.append((candidate // per_beam, token_id))
+                self._cum_logprobs.append(cum_logprob)
+            elif reason is not None and rank < self.params.beam_width:
+                self._finish(beams[candidate // per_beam], token_id, cum_logprob, reason)
+        if not children or self._is_over(length):
+            self._cum_logprobs = []
+        return children[: len(self._cum_logprobs)]
+
+    def _finish_reason(self, token_id: int, length: int) -> FinishReason | None:
+        if token_id in self.end_token_ids:
+            return "stop"
+        return "length" if length >= self.max_tokens else None
+
+    def _score(self, cum_logprob: float, length: int) -> float:
+        return cum_logprob / math.pow(max(1, length), self.params.length_penalty)
+
+    def _finish(self, beam: Sequence, token_id: int, cum_logprob: float, reason: FinishReason) -> None:
+        """Keep the output if it is among the best so far."""
+        output = [*beam.token_ids[beam.num_prompt_tokens :], token_id]
+        score = self._score(cum_logprob, len(output))
+        is_stop = reason == "stop" and token_id not in self.eos_token_ids
+        if reason == "stop" and not self.params.include_stop_str_in_output:
+            output.pop()
+        hypothesis = _Hypothesis(score, cum_logprob, output, reason, token_id if is_stop else None)
+        insort(self._finished, hypothesis, key=lambda other: -other.score)
+        del self._finished[self.params.beam_width :]
+
+    def _is_over(self, length: int) -> bool:
+        """Whether outputs that could still be found are taken to be no better than those there are."""
+        if len(self._finished) < self.params.beam_width:
+            return False
+        if self.params.early_stopping is True:
+            return True
+        if self.params.early_stopping == "never" and self.params.length_penalty > 0:
+            length = self.max_tokens
+        return self._score(self._cum_logprobs[0], length) <= self._finished[-1].score
+
+    def outputs(self, beams: list[Sequence]) -> list[CompletionOutput]:
+        """The `n` best. A search that was cut short has its beams, as far as they are, behind what has ended."""
+        hypotheses = self._finished + [
+            _Hypothesis(0.0, cum_logprob, beam.token_ids[beam.num_prompt_tokens :], beam.status.finish_reason)
+            for beam, cum_logprob in zip(beams, self._cum_logprobs, strict=False)
+        ]
+        num_returned = self.params.n or self.params.beam_width
+        return [self._output(index, hypothesis) for index, hypothesis in enumerate(hypotheses[:num_returned])]
+
+    def text(self, token_ids: list[int]) -> str:
+        """Of an output's tokens; empty if none is wanted."""
+        if self._detokenizer is None:
+            return ""
+        detokenizer = self._detokenizer.fork()
+        for token_id in token_ids:
+            detokenizer.append(token_id)
+        return detokenizer.text
+
+    def _output(self, index: int, hypothesis: _Hypothesis) -> CompletionOutput:
+        return CompletionOutput(
+            index=index,
+            text=self.text(hypothesis.token_ids),
+            token_ids=hypothesis.token_ids,
+            finish_reason=hypothesis.finish_reason,
+            stop_reason=hypothesis.stop_reason,
+            cumulative_logprob=hypothesis.cum_logprob,
+        )

@@ -1,0 +1,347 @@
+"""What callers give, checked and resolved: prompts to token ids, params to draws."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+from quire.common.batch import Draw
+from quire.common.errors import CheckpointError, InvalidParamsError, InvalidPromptError, PromptTooLongError
+from quire.common.params import BeamSearchParams, SamplingParams
+from quire.common.params.checks import check_text
+from quire.common.params.sampling import ALL_LOGPROBS, MAX_SALT_LEN
+from quire.config.args import EngineConfig
+from quire.engine.requests.beam_search import BeamSearch
+from quire.engine.requests.logprobs import LogprobRows, PromptScores
+from quire.engine.requests.sequence import Sequence, SequenceGroup
+from quire.kv.content_hash import ContentKey
+from quire.runner.sampling.random import random_key, uniform_bits
+from quire.text.tokenizer.detokenizer import IncrementalDetokenizer
+from quire.text.tokenizer.tokenizer import Tokenizer
+
+Prompt: TypeAlias = str | SequenceOf[int] | Mapping[str, object]
+"""text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`; in a dict also `cache_salt`"""
+
+
+_USUAL_CHARS = 8
+"""of a token; a text with more than so many for each token of the context is looked at in pieces first"""
+_PIECE_CHARS = 64 * 1024
+_BORDER_TOKENS = 16
+"""that a piece may have more than it has within the text"""
+_SCORING = SamplingParams(detokenize=False, output_kind="final_only")
+
+
+class InputProcessor:
+    """Makes requests out of prompts and params, or raises a RequestError. Knows one model and its tokenizer."""
+
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer) -> None:
+        self.config = config
+        self.model = config.model
+        self.tokenizer = tokenizer
+        self._num_requests = 0
+
+    # Requests
+
+    def request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams,
+        seq_id: int,
+        arrival_time: float,
+    ) -> SequenceGroup:
+        """One that can run. Raises RequestError."""
+        search = None
+        if isinstance(params, BeamSearchParams):
+            search = BeamSearch(params, self.model, self.config.scheduler.max_num_seqs)
+            params = params.sampling_params()
+        text, token_ids, key = self.prompt(prompt, params)
+        self.check_params(params)
+        seq = self.sequence(seq_id, token_ids, params)
+        if search is not None:
+            search.start(seq)
+        return SequenceGroup(request_id, text, seq, params, arrival_time, key, search)
+
+    def scoring_request(
+        self, request_id: str, context: Prompt, continuation: Prompt | None, seq_id: int, arrival_time: float
+    ) -> SequenceGroup:
+        """One that draws nothing, and ends when the continuation's tokens are scored; the last of them need not run.
+        Raises RequestError."""
+        token_ids, first, key = self.continuation(context, continuation)
+        seq = Sequence(seq_id, token_ids[:-1], (), scores=PromptScores(first, token_ids[first:], 0, None))
+        group = SequenceGroup(request_id, None, seq, _SCORING, arrival_time, key)
+        group.prompt_token_ids = token_ids
+        return group
+
+    # Prompts
+
+    def prompt(self, prompt: Prompt, params: SamplingParams | None = None) -> tuple[str | None, list[int], ContentKey]:
+        """(text if it was given, token ids, what else the cached content depends on)"""
+        text, token_ids, cache_salt = self._parse_prompt(prompt)
+        if token_ids is None:
+            assert text is not None
+            token_ids = self.encode(text, cuts=params is not None and params.truncate_prompt_tokens is not None)
+        if params is not None:
+            token_ids = self._truncate(token_ids, params)
+            if cache_salt and params.cache_salt and cache_salt != params.cache_salt:
+                raise InvalidParamsError("cache_salt is given with the prompt and in the params, and they differ")
+            cache_salt = cache_salt or params.cache_salt
+        limit = self.model.max_model_len
+        if len(token_ids) >= limit:
+            raise PromptTooLongError(
+                f"the prompt has {len(token_ids)} tokens, and the context holds {limit}, one of them for the output: "
+                "shorten the prompt or raise max_model_len"
+            )
+        self._check_token_ids(token_ids)
+        return text, token_ids, ContentKey(cache_salt=cache_salt)
+
+    def encode(self, text: str, add_special_tokens: bool = True, *, cuts: bool = False) -> list[int]:
+        """Token ids of a text; where the request `cuts` its beginning off, perhaps only those of its end. Raises
+        PromptTooLongError for a text that cannot fit."""
+        if len(text) > self.model.max_model_len:
+            text = self._readable(text, cuts)
+        return self.tokenizer.encode(text, add_special_tokens)
+
+    def _readable(self, text: str, cuts: bool) -> str:
+        """The text, or as much of its end as is read. It takes a hundred bytes for each character to make tokens of it,
+        so with many characters that is first done piece by piece, until there are too many."""
+        limit, num_tokens = self.model.max_model_len, 0
+        most = limit * self.tokenizer.max_token_len
+        if len(text) > most and not cuts:
+            raise PromptTooLongError(
+                f"the text has {len(text):,} characters, and the {limit:,} tokens of the context have at most "
+                f"{most:,}: shorten it or raise max_model_len"
+            )
+        text = text[-most:]
+        is_usual = len(text) <= max(_PIECE_CHARS, _USUAL_CHARS * limit)
+        for end in range(0 if is_usual else len(text), 0, -_PIECE_CHARS):
+            start = max(0, end - _PIECE_CHARS)
+            num_tokens += len(self.tokenizer.encode(text[start:end], add_special_tokens=False)) - _BORDER_TOKENS
+            if num_tokens > limit and cuts:
+                return text[start:]
+            if num_tokens > limit:
+                raise PromptTooLongError(
+                    f"the text has {len(text):,} characters and more than {num_tokens:,} tokens, and the context holds "
+                    f"{limit}: shorten it or raise max_model_len"
+                )
+        return text
+
+    def continuation(self, context: Prompt, continuation: Prompt | None) -> tuple[list[int], int, ContentKey]:
+        """(token ids of both, place of the first to be scored, what else the cached content depends on).
+
+        Two texts are encoded as one, and what is scored begins with the first token that the context alone would not
+        have: every character of the continuation counts, however tokens lie across the border. Without a continuation
+        all of the context is scored but its first token.
+        """
+        text, token_ids, cache_salt = self._parse_prompt(context)
+        more_text, more_token_ids, _ = (None, None, "") if continuation is None else self._parse_prompt(continuation)
+        if continuation is None:
+            first, token_ids = 1, self.encode(text or "") if token_ids is None else token_ids
+        elif token_ids is not None and more_token_ids is not None:
+            first, token_ids = len(token_ids), token_ids + more_token_ids
+        elif text is not None and more_text is not None and token_ids is None and more_token_ids is None:
+            alone, token_ids = self.encode(text), self.encode(text + more_text)
+            pairs = zip(alone, token_ids, strict=False)
+            first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(alone), len(token_ids)))
+        else:
+            raise InvalidPromptError("a context and its continuation must both be text, or both token ids")
+        self._check_token_ids(token_ids)
+        if not 0 < first < len(token_ids):
+            raise InvalidPromptError(
+                f"the context has {first} tokens and the continuation {len(token_ids) - first} (one across their "
+                "border is the continuation's): each needs one at least"
+            )
+        if len(token_ids) > self.model.max_model_len:
+            raise PromptTooLongError(
+                f"context and continuation have {len(token_ids)} tokens, and the model's context holds "
+                f"{self.model.max_model_len}: shorten the context or raise max_model_len"
+            )
+        return token_ids, first, ContentKey(cache_salt=cache_salt)
+
+    def _parse_prompt(self, prompt: Prompt) -> tuple[str | None, list[int] | None, str]:
+        """(text, token ids, salt): one of the first two given by the caller, or both."""
+        cache_salt: Any = ""
+        if isinstance(prompt, Mapping):
+            unknown = prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}
+            if unknown or not prompt:
+                raise InvalidPromptError(
+                    "a prompt given as a dict has 'prompt' or 'prompt_token_ids', and 'cache_salt' if you like, "
+                    f"not {sorted(map(str, prompt))}"
+                )
+            text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            cache_salt = prompt.get("cache_salt", "")
+        else:
+            text, token_ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
+        try:
+            check_text("cache_salt", cache_salt, MAX_SALT_LEN)
+        except InvalidParamsError as error:
+            raise InvalidPromptError(str(error)) from error
+        if text is not None and not isinstance(text, str):
+            raise InvalidPromptError(f"the prompt's text must be a string, not {type(text).__name__}")
+        if token_ids is not None and (isinstance(token_ids, str | bytes) or not isinstance(token_ids, SequenceOf)):
+            raise InvalidPromptError(
+                f"the prompt's token ids must be a list of integers, not {type(token_ids).__name__}"
+            )
+        if text is None and token_ids is None:
+            raise InvalidPromptError("the prompt has neither text nor token ids")
+        return text, None if token_ids is None else list(token_ids), cache_salt
+
+    def _check_token_ids(self, token_ids: list[int]) -> None:
+        if not token_ids:
+            raise InvalidPromptError("the prompt is empty: give at least one token")
+        vocab_size = self.model.vocab_size
+        for token_id in token_ids:
+            if type(token_id) is not int or not 0 <= token_id < vocab_size:
+                raise InvalidPromptError(f"token id {token_id!r} is not one of this model's, 0 to {vocab_size - 1}")
+
+    def _truncate(self, token_ids: list[int], params: SamplingParams) -> list[int]:
+        keep, limit = params.truncate_prompt_tokens, self.model.max_model_len
+        if keep is None:
+            return token_ids
+        if keep >= limit:
+            raise InvalidParamsError(
+                f"truncate_prompt_tokens={keep}: the context holds {limit} tokens, one of them for the output"
+            )
+        return token_ids[-(keep if keep > 0 else max(1, limit - (params.max_tokens or 1))) :]
+
+    # Params
+
+    def sequence(self, seq_id: int, token_ids: list[int], params: SamplingParams) -> Sequence:
+        """A request's first sequence: it stands for all its samples until the prompt is computed."""
+        draws = self._draws(params)
+        decode = self.tokenizer.decode_token if params.detokenize else None
+        logprobs = scores = None
+        if draws[0].logprobs is not None:
+            logprobs = LogprobRows(decode, keeps=params.logprobs is not None)
+        if params.prompt_logprobs is not None:
+            num_top = self._num_logprobs("prompt_logprobs", params.prompt_logprobs)
+            scores = PromptScores(1, token_ids[1:], num_top, decode)
+        self._num_requests += 1
+        return Sequence(seq_id, token_ids, draws, self._detokenizer(token_ids, params), logprobs, scores)
+
+    def check_params(self, params: SamplingParams) -> None:
+        """What only this model and this engine can refuse."""
+        max_num_seqs = self.config.scheduler.max_num_seqs
+        if params.num_samples > max_num_seqs:
+            name = "best_of" if params.ranks_samples else "n"
+            raise InvalidParamsError(
+                f"{name}={params.num_samples}: this engine runs at most max_num_seqs={max_num_seqs} at once"
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            self._num_logprobs(name, getattr(params, name))
+        if params.ranks_samples and self.config.logprobs_mode.endswith("logits"):
+            raise InvalidParamsError(
+                f"best_of={params.best_of} ranks samples by their log-probabilities, and this engine tells logits "
+                f"(logprobs_mode={self.config.logprobs_mode})"
+            )
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            self._check_ids(name, getattr(params, name) or ())
+        if params.allowed_token_ids is not None:
+            self._check_something_is_left(set(params.allowed_token_ids), self._draw(params))
+
+    def _num_logprobs(self, name: str, wanted: int | None) -> int:
+        """How many of the likeliest tokens are told."""
+        limit, vocab_size = self.config.max_logprobs, self.model.vocab_size
+        num = vocab_size if wanted == ALL_LOGPROBS else wanted or 0
+        if limit != ALL_LOGPROBS and num > limit:
+            raise InvalidParamsError(
+                f"{name}={wanted}: this engine gives at most max_logprobs={limit}; raise it (-1: no limit) or ask for "
+                "fewer"
+            )
+        return min(num, vocab_size)
+
+    def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
+        if (largest := max(token_ids, default=0)) >= self.model.vocab_size:
+            raise InvalidParamsError(f"{name} has {largest}: this model's token ids end at {self.model.vocab_size - 1}")
+
+    def _check_something_is_left(self, allowed: set[int], draw: Draw) -> None:
+        """Some token can be drawn at every step, whatever came before it."""
+        if not allowed - {word[-1] for word in draw.bad_words}:
+            raise InvalidParamsError("bad_words may leave none of allowed_token_ids: allow more, or ban fewer")
+        if not allowed - {word[-1] for word in draw.bad_words} - set(draw.stop_token_ids):
+            raise InvalidParamsError(
+                f"min_tokens={draw.min_tokens} may leave none of allowed_token_ids: allow a token that does not stop"
+            )
+
+    def _draws(self, params: SamplingParams) -> tuple[Draw, ...]:
+        """One for each sample, with the request's own seed or the one of its place by arrival."""
+        seed = self.seed(self._num_requests) if params.seed is None else params.seed
+        draw = self._draw(params)
+        return tuple(replace(draw, random_key=random_key(seed, i), index=i) for i in range(params.num_samples))
+
+    def seed(self, place: int) -> int:
+        """Drawn from the engine's seed for the request that comes in this place, scoring ones not counted."""
+        return uniform_bits(random_key(self.config.seed, 0), place)
+
+    def _draw(self, params: SamplingParams) -> Draw:
+        """What all samples have in common."""
+        logprobs = None if params.logprobs is None else self._num_logprobs("logprobs", params.logprobs)
+        return Draw(
+            temperature=0.0 if params.is_greedy else params.temperature,
+            top_k=params.top_k if 0 < params.top_k < self.model.vocab_size else 0,
+            top_p=params.top_p,
+            random_key=b"",
+            min_p=params.min_p,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            repetition_penalty=params.repetition_penalty,
+            logit_bias=tuple((params.logit_bias or {}).items()),
+            allowed_token_ids=tuple(sorted(set(params.allowed_token_ids))) if params.allowed_token_ids else None,
+            bad_words=self._bad_words(params),
+            min_tokens=params.min_tokens,
+            stop_token_ids=self._stop_token_ids(params) if params.min_tokens else (),
+            logprobs=0 if logprobs is None and params.ranks_samples else logprobs,
+            processors=tuple(params.logits_processors or ()),
+        )
+
+    def _stop_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        """Those that min_tokens holds back: end-of-sequence tokens also with ignore_eos, as in vLLM."""
+        return tuple(sorted(self.model.eos_token_ids | set(params.stop_token_ids or ())))
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """As vLLM does: each word at the beginning of a text and, if that is another token, behind a space."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in params.bad_words or ():
+            plain, spaced = (
+                tuple(self.tokenizer.encode(space + (word.lstrip() or word), add_special_tokens=False))
+                for space in ("", " ")
+            )
+            if not plain:
+                raise InvalidParamsError(f"bad_words has {word!r}, of which this model's tokenizer makes no token")
+            self._check_ids("bad_words", plain)
+            found[plain] = None
+            if len(spaced) == len(plain) and spaced[0] != plain[0]:
+                found[spaced] = None
+        return tuple(found)
+
+    def _detokenizer(self, token_ids: list[int], params: SamplingParams) -> IncrementalDetokenizer | None:
+        if not params.detokenize:
+            return None
+        return IncrementalDetokenizer(
+            self.tokenizer,
+            token_ids,
+            skip_special_tokens=params.skip_special_tokens,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
+            stop=params.stop_strings,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
+
+
+def recommended_params(generation_config: Mapping[str, Any]) -> SamplingParams:
+    """What a generation_config.json says, over SamplingParams' own defaults. Raises CheckpointError for one that says
+    what cannot be."""
+    names = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+    names["max_new_tokens"] = "max_tokens"
+    given = {name: value for key, name in names.items() if (value := generation_config.get(key)) is not None}
+    if generation_config.get("do_sample") is False:
+        given = {name: given[name] for name in ("repetition_penalty", "max_tokens") if name in given}
+        given["temperature"] = 0.0
+    try:
+        return SamplingParams(**given)
+    except InvalidParamsError as error:  # not the caller's params
+        raise CheckpointError(
+            f"the checkpoint's generation_config.json: {error}; correct it, or do without: generation_config='none'"
+        ) from error

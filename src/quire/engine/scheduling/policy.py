@@ -1,0 +1,273 @@
+"""Who starts next, and who gives way when blocks run out. No torch here.
+
+A policy owns the queue of the requests that do not run: new, preempted for recomputation, or swapped out. The scheduler
+alone mutates it: `add` and `remove` as requests come and go, `charge` from commit, `forget` when one has left for good.
+"""
+
+import heapq
+import math
+from abc import ABC, abstractmethod
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from typing import ClassVar
+
+from quire.config.scheduler import SchedulerConfig
+from quire.engine.requests.sequence import SequenceGroup, SequenceStatus
+
+_LOOK_AHEAD = 256  # candidates of one pass, at most: what a pass costs does not grow with the queue
+_PREFIX_WINDOW = 64  # of those, how many are looked up in the prefix cache
+_MAX_IDLE_TENANTS = 1024
+
+
+class SchedulingPolicy(ABC):
+    """Owns the requests that do not run. To write another: an order, a rank, a name in
+    SchedulerConfig's POLICIES and in `make_policy`."""
+
+    counts_tokens: ClassVar[bool] = False
+    """whether `charge` does anything"""
+
+    @abstractmethod
+    def add(self, group: SequenceGroup) -> None:
+        """Queue a request, new or preempted."""
+
+    @abstractmethod
+    def remove(self, group: SequenceGroup) -> None:
+        """It was started, swapped in or aborted; KeyError if it is not queued."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __contains__(self, group: SequenceGroup) -> bool: ...
+
+    @abstractmethod
+    def queued(self, limit: int) -> list[SequenceGroup]:
+        """So many of those that wait, at most, for somebody to look at; by arrival, tenant by tenant."""
+
+    @abstractmethod
+    def candidates(self, now_s: float) -> Iterator[SequenceGroup]:
+        """The next `_LOOK_AHEAD` to start, in order, each once. Those yielded may be removed while iterating."""
+
+    @abstractmethod
+    def rank(self, group: SequenceGroup) -> float:
+        """Victims are the running requests with the largest rank; equal ones are told apart elsewhere."""
+
+    def charge(self, group: SequenceGroup, num_tokens: int) -> None:  # noqa: B027
+        """So many tokens were computed for a request not yet forgotten."""
+
+    def forget(self, group: SequenceGroup) -> None:  # noqa: B027
+        """It has left for good and is not queued; once for every request ever added."""
+
+
+class FirstComeFirstServed(SchedulingPolicy):
+    """By rank, which is the same for all here, then by arrival. A request's rank must not change while it is queued."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[float, int, SequenceGroup]] = []  # sorted; orders are unique, groups not compared
+
+    def add(self, group: SequenceGroup) -> None:
+        insort(self._entries, (self.rank(group), group.order, group))
+
+    def remove(self, group: SequenceGroup) -> None:
+        if group not in self:
+            raise KeyError(f"request {group.request_id!r} is not queued")
+        del self._entries[self._index(group)]
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, group: SequenceGroup) -> bool:
+        index = self._index(group)
+        return index < len(self._entries) and self._entries[index][2] is group
+
+    def queued(self, limit: int) -> list[SequenceGroup]:
+        return [group for _, _, group in self._entries[:limit]]
+
+    def candidates(self, now_s: float) -> Iterator[SequenceGroup]:
+        return (group for _, _, group in self._entries[:_LOOK_AHEAD])
+
+    def rank(self, group: SequenceGroup) -> float:
+        return 0.0
+
+    def _index(self, group: SequenceGroup) -> int:
+        return bisect_left(self._entries, (self.rank(group), group.order))
+
+
+class AgingPriority(FirstComeFirstServed):
+    """Smallest `params.priority` first, where `aging_s` seconds of waiting count as one level.
+
+    All age alike, so the order never changes: `arrival_time + priority * aging_s`. Nothing starves: a request is
+    overtaken only by those that arrive within `aging_s` times the levels between them.
+    """
+
+    def __init__(self, aging_s: float) -> None:
+        super().__init__()
+        self._aging_s = aging_s
+
+    def rank(self, group: SequenceGroup) -> float:
+        return group.metrics.arrival_time + group.params.priority * self._aging_s
+
+
+class LongestPrefixFirst(FirstComeFirstServed):
+    """Of the `_PREFIX_WINDOW` oldest, the longest prefix hit first (Zheng et al. 2024, SGLang), with a bounded delay.
+
+    Those that have waited longer than `max_delay_s` go before, by arrival. What is swapped out counts as a full hit.
+    """
+
+    def __init__(self, max_delay_s: float, cached_tokens: Callable[[SequenceGroup], int]) -> None:
+        super().__init__()
+        self._max_delay_s = max_delay_s
+        self._cached_tokens = cached_tokens
+
+    def candidates(self, now_s: float) -> Iterator[SequenceGroup]:
+        head = super().candidates(now_s)
+        fresh = []
+        for group in islice(head, _PREFIX_WINDOW):
+            if now_s - group.metrics.arrival_time > self._max_delay_s:
+                yield group
+            else:
+                fresh.append(group)
+        yield from sorted(fresh, key=self._hit_tokens, reverse=True)  # stable: ties stay in order of arrival
+        yield from head
+
+    def _hit_tokens(self, group: SequenceGroup) -> int:
+        if any(seq.status is SequenceStatus.SWAPPED for seq in group.seqs):
+            return max(seq.num_tokens for seq in group.seqs)
+        return self._cached_tokens(group)
+
+
+class _Tenant:
+    """The requests of a tenant, and the tokens computed for it over its weight."""
+
+    def __init__(self, name: str, weight: float) -> None:
+        self.name = name
+        self.weight = weight
+        self.counter = 0.0
+        self.since = 0  # the request that made it queued: unique, and so the oldest wins among equal counters
+        self.queue = FirstComeFirstServed()
+        self.live: set[int] = set()  # `order` of its requests, queued or running
+
+    @property
+    def entry(self) -> tuple[float, int, "_Tenant"]:
+        """Sorts by counter; tenants themselves are never compared."""
+        return self.counter, self.since, self
+
+
+class FairShare(SchedulingPolicy):
+    """The tenant with the least tokens computed over its weight first; by arrival within a tenant.
+
+    The Virtual Token Counter (Sheng et al. 2024, Fairness in Serving Large Language Models, OSDI). A tenant that had
+    nothing queued returns with its counter lifted to the floor: the least counter among the queued tenants or, where
+    there are none, that of the last one that was. So neither idleness nor a light load earns credit. The floor never
+    sinks, hence an idle tenant at or below it need not be remembered. Of those above, the `_MAX_IDLE_TENANTS` with the
+    largest counters are kept: beyond that the smallest debts are forgiven. Memory: those and the requests alive.
+    """
+
+    counts_tokens = True
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        self._weights = dict(weights)
+        self._tenants: dict[str, _Tenant] = {}  # with requests alive, or idle and in debt
+        self._queued: list[tuple[float, int, _Tenant]] = []  # sorted entries of those with queued requests
+        self._idle: list[tuple[float, int, _Tenant]] = []  # sorted entries of those with none alive
+        self._last = _Tenant("", 1.0)  # that was queued
+        self._num_queued = 0
+
+    def add(self, group: SequenceGroup) -> None:
+        tenant = self._tenants.get(group.tenant)
+        if tenant is None:
+            tenant = _Tenant(group.tenant, self._weights.get(group.tenant, 1.0))
+            self._tenants[tenant.name] = tenant
+        elif not tenant.live:
+            _discard(self._idle, tenant)
+        tenant.live.add(group.order)
+        if not tenant.queue:
+            tenant.counter = max(tenant.counter, self._floor)
+            tenant.since = group.order
+            insort(self._queued, tenant.entry)
+        tenant.queue.add(group)
+        self._num_queued += 1
+
+    def remove(self, group: SequenceGroup) -> None:
+        tenant = self._tenants[group.tenant]
+        tenant.queue.remove(group)
+        self._num_queued -= 1
+        if not tenant.queue:
+            _discard(self._queued, tenant)
+            self._last = tenant
+
+    def __len__(self) -> int:
+        return self._num_queued
+
+    def __contains__(self, group: SequenceGroup) -> bool:
+        return group.tenant in self._tenants and group in self._tenants[group.tenant].queue
+
+    def queued(self, limit: int) -> list[SequenceGroup]:
+        groups: list[SequenceGroup] = []
+        for _, _, tenant in self._queued[:limit]:
+            groups += tenant.queue.queued(limit - len(groups))
+        return groups
+
+    def candidates(self, now_s: float) -> Iterator[SequenceGroup]:
+        """Charges what was started on the way, for this pass only, so that one tenant does not get all of it."""
+        heap = self._queued[:_LOOK_AHEAD]  # sorted, hence a heap
+        heads: dict[str, Iterator[SequenceGroup]] = {}
+        num_left = _LOOK_AHEAD
+        while heap and num_left:
+            counter, since, tenant = heap[0]
+            group = next(heads.setdefault(tenant.name, tenant.queue.candidates(now_s)), None)
+            if group is None:
+                heapq.heappop(heap)
+                continue
+            num_left -= 1
+            yield group
+            if group not in tenant.queue:
+                counter += sum(seq.num_uncomputed_tokens for seq in group.unfinished_seqs) / tenant.weight
+                heapq.heapreplace(heap, (counter, since, tenant))
+
+    def rank(self, group: SequenceGroup) -> float:
+        return self._tenants[group.tenant].counter
+
+    def charge(self, group: SequenceGroup, num_tokens: int) -> None:
+        tenant = self._tenants[group.tenant]
+        if group.order not in tenant.live:
+            raise KeyError(f"request {group.request_id!r} is charged, but was forgotten or never added")
+        if tenant.queue:
+            _discard(self._queued, tenant)
+        tenant.counter += num_tokens / tenant.weight
+        if tenant.queue:
+            insort(self._queued, tenant.entry)
+
+    def forget(self, group: SequenceGroup) -> None:
+        tenant = self._tenants[group.tenant]
+        tenant.live.remove(group.order)
+        if tenant.live:
+            return
+        insort(self._idle, tenant.entry)
+        num_redundant = bisect_left(self._idle, (self._floor, math.inf))
+        num_dropped = max(num_redundant, len(self._idle) - _MAX_IDLE_TENANTS)
+        for _, _, dropped in self._idle[:num_dropped]:
+            del self._tenants[dropped.name]
+        del self._idle[:num_dropped]
+
+    @property
+    def _floor(self) -> float:
+        return self._queued[0][0] if self._queued else self._last.counter
+
+
+def _discard(entries: list[tuple[float, int, _Tenant]], tenant: _Tenant) -> None:
+    del entries[bisect_left(entries, tenant.entry[:2])]
+
+
+def make_policy(config: SchedulerConfig, cached_tokens: Callable[[SequenceGroup], int]) -> SchedulingPolicy:
+    """The policy that `config.policy` names; `cached_tokens` says what of a waiting request the prefix cache holds."""
+    match config.policy:
+        case "priority":
+            return AgingPriority(config.priority_aging_s)
+        case "fair":
+            return FairShare(config.tenant_weights)
+        case "prefix":
+            return LongestPrefixFirst(config.prefix_max_delay_s, cached_tokens)
+        case _:
+            return FirstComeFirstServed()

@@ -1,0 +1,1 @@
+"""Carrying out a step, and what its result changes."""

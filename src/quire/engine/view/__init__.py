@@ -1,0 +1,1 @@
+"""The live view of the cache and the queues."""

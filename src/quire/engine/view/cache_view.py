@@ -1,0 +1,376 @@
+"""The engine's cache and queues for somebody to watch, as snapshots and differences. No torch here.
+
+While nobody watches there is no view, and nothing is noted. While somebody does, a frame is made at most every 100 ms,
+and less often where making it takes more than COST_SHARE of the time. Counts and tables are compared whole, in arrays;
+what blocks hold is read only where the allocators have noted a change.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import repeat
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from quire.engine.requests.sequence import SequenceGroup, SequenceStage
+from quire.engine.view.cache_frame import (
+    CACHED,
+    FREE,
+    OWNED,
+    PINNED,
+    BlockColumns,
+    CacheEvent,
+    CacheSetup,
+    CacheUpdate,
+    RequestRow,
+)
+
+if TYPE_CHECKING:
+    from quire.engine.requests.grammar_queue import GrammarQueue
+    from quire.engine.scheduling.scheduler import Scheduler
+    from quire.engine.step.commit import Committer
+    from quire.kv.allocator import BlockAllocator
+    from quire.kv.block_space_manager import BlockSpaceManager
+    from quire.kv.prefix_cache import BlockTracker
+
+MIN_INTERVAL_S = 0.1
+MAX_INTERVAL_S = 1.0
+COST_SHARE = 0.008
+"""of the time between two frames that making one may take, up to MAX_INTERVAL_S"""
+MAX_BLOCKS = 3072
+"""told in one frame; the others follow in the next ones"""
+MAX_QUEUED = 256
+"""requests told of those that wait, and of those swapped out"""
+MAX_EVENTS = 256
+MAX_LISTED_BLOCKS = 32
+_HASH_BYTES = 6  # what JavaScript can count exactly
+_PIN_KEY = 0x1E3779B97F4A7C15
+
+IntArray = npt.NDArray[np.int64]
+T = TypeVar("T")
+_PREFILL, _DECODE = SequenceStage.PREFILL.value, SequenceStage.DECODE.value
+
+
+class Watched(Protocol):
+    """What a view reads of an engine."""
+
+    scheduler: Scheduler
+    blocks: BlockSpaceManager
+    committer: Committer
+    grammars: GrammarQueue
+
+
+class CacheView:
+    """Tells one watcher what has changed. An engine has one view at a time, and its thread alone calls it."""
+
+    def __init__(self, engine: Watched, clock: Callable[[], float] = time.monotonic) -> None:
+        """Begin to watch: the next frame is a snapshot. `clock` measures what a frame costs."""
+        self._scheduler, self._blocks = engine.scheduler, engine.blocks
+        self._committer, self._grammars = engine.committer, engine.grammars
+        self._clock = clock
+        self._due_s = -1e9
+        self._number = 0
+        self._rows: dict[int, RequestRow] = {}
+        self._counters: dict[str, int] = {}
+        caches = self._blocks.tiers.caches or (None, None)
+        pools = self._blocks.pool, self._blocks.host
+        trackers = [None if cache is None else cache.tracker for cache in caches]
+        self._tiers = [_Tier(pool, tracker) for pool, tracker in zip(pools, trackers, strict=True)]
+        self._scheduler.journal, self._blocks.tiers.journal = [], []
+
+    def restart(self) -> None:
+        """Somebody else watches too: the next frame is a snapshot again. It keeps its distance from the last one, so
+        that watchers who come and go cost no more than one who stays."""
+        self._number, self._rows, self._counters = 0, {}, {}
+        for tier in self._tiers:
+            tier.restart()
+
+    def close(self) -> None:
+        """Stop: the engine notes nothing any more."""
+        self._scheduler.journal = self._blocks.tiers.journal = None
+        for tier in self._tiers:
+            tier.close()
+
+    def frame(self, now: float) -> bytes | None:
+        """What has changed, as JSON of a CacheUpdate; None if nothing has, or if it is too early after the last one.
+
+        To be called after each step, and while the engine is idle every MIN_INTERVAL_S, with the engine's time.
+        """
+        if now < self._due_s:
+            return None
+        start_s = self._clock()
+        frame = self._frame(now)
+        data = None if frame is None else msgspec.json.encode(frame)
+        cost_s = self._clock() - start_s
+        self._due_s = now + min(max(MIN_INTERVAL_S, cost_s / COST_SHARE), MAX_INTERVAL_S)
+        return data
+
+    def _frame(self, now: float) -> CacheUpdate | None:
+        holds = _Holds(self._scheduler, self._blocks)
+        pinned = [block_id for block_ids in self._blocks.pins.block_ids.values() for block_id in block_ids]
+        device, host = [
+            tier.changes(holds.entries(on_host), [] if on_host else pinned) if tier.num_blocks else None
+            for tier, on_host in zip(self._tiers, (False, True), strict=True)
+        ]
+        rows = self._request_rows(holds.num_blocks)
+        changed = [row for order, row in rows.items() if self._rows.get(order) != row]
+        gone = [order for order in self._rows if order not in rows]
+        counters = self._read_counters()
+        events, num_unlisted = self._take_events()
+        news = {name: value for name, value in counters.items() if self._counters.get(name) != value}
+        if self._number and not (device or host or changed or gone or news or events):
+            return None
+        self._rows, self._counters = rows, counters
+        setup = self._setup() if self._number == 0 else None
+        frame = CacheUpdate(self._number, now, setup, device, host, changed, gone, news, events, num_unlisted)
+        self._number += 1
+        return frame
+
+    def _setup(self) -> CacheSetup:
+        config = self._blocks.config
+        max_num_seqs = self._scheduler.config.max_num_seqs
+        return CacheSetup(
+            config.block_size, config.num_blocks, config.num_host_blocks, len(config.groups), max_num_seqs
+        )
+
+    def _request_rows(self, num_blocks: dict[int, int]) -> dict[int, RequestRow]:
+        scheduler = self._scheduler
+        swapped = sorted(scheduler.swapped, key=lambda group: group.order)[:MAX_QUEUED]
+        waiting = [group for group in scheduler.policy.queued(MAX_QUEUED) if group not in scheduler.swapped]
+        queues = {
+            "running": (None, scheduler.running),
+            "swapped": (None, swapped),
+            "waiting": (None, waiting),
+            "grammar": ("waiting", self._grammars.queued(MAX_QUEUED)),
+        }
+        return {
+            group.order: _row(group, queue or name, queue and name, num_blocks.get(group.order, 0))
+            for name, (queue, groups) in queues.items()
+            for group in groups
+        }
+
+    def _read_counters(self) -> dict[str, int]:
+        scheduler, blocks = self._scheduler, self._blocks
+        return {
+            "running": len(scheduler.running),
+            "waiting": scheduler.num_waiting + len(self._grammars),
+            "swapped": len(scheduler.swapped),
+            "used_blocks": blocks.num_used_blocks,
+            "pinned_blocks": blocks.pins.num_blocks,
+            "steps": scheduler.num_steps,
+            "prompt_tokens": self._committer.num_prompt_tokens,
+            "generated_tokens": self._committer.num_generated_tokens,
+            "preemptions": scheduler.num_preemptions,
+            "preemptions_by_swap": scheduler.num_preemptions_by_swap,
+            "swapped_blocks": scheduler.num_swapped_blocks,
+            **{f"prefix_{name}": count for name, count in blocks.stats.to_dict().items()},
+        }
+
+    def _take_events(self) -> tuple[list[CacheEvent], int]:
+        """What the journals hold, equal ones counted together, in the order in which they first happened."""
+        events: dict[tuple[str, str], CacheEvent] = {}
+        for kind, group in _taken(self._scheduler.journal):
+            event = events.setdefault((kind, group.request_id), CacheEvent(kind, 0, group.request_id))
+            event.count += 1
+            if kind == "finished":
+                _tell_end(event, group)
+        for kind, block_id in _taken(self._blocks.tiers.journal):
+            event = events.setdefault((kind, ""), CacheEvent(kind, 0, block_ids=[]))
+            event.count += 1
+            if len(event.block_ids) < MAX_LISTED_BLOCKS:
+                event.block_ids.append(block_id)
+        return list(events.values())[-MAX_EVENTS:], max(0, len(events) - MAX_EVENTS)
+
+
+def _taken(journal: list[T] | None) -> list[T]:
+    taken = list(journal or ())
+    if journal is not None:
+        journal.clear()
+    return taken
+
+
+def _row(group: SequenceGroup, queue: str, stage: str | None, num_blocks: int) -> RequestRow:
+    seqs, first = group.seqs, group.seqs[0]
+    furthest, num_seqs = first, max(len(seqs), len(first.draws))
+    num_generated = len(first.token_ids) - first.num_prompt_tokens
+    if len(seqs) > 1:
+        furthest = max(seqs, key=lambda seq: seq.num_computed_tokens)
+        num_generated = sum([seq.num_output_tokens for seq in seqs])
+    params = group.params
+    return RequestRow(
+        group.order,
+        group.request_id,
+        queue,
+        stage or (_DECODE if len(furthest.token_ids) - furthest.num_computed_tokens == 1 else _PREFILL),
+        group.tenant,
+        params.priority,
+        num_seqs,
+        first.num_prompt_tokens,
+        group.num_cached_tokens,
+        furthest.num_computed_tokens,
+        num_generated,
+        (params.max_tokens or 0) * num_seqs,
+        num_blocks,
+        group.metrics.num_preemptions,
+    )
+
+
+def _tell_end(event: CacheEvent, group: SequenceGroup) -> None:
+    event.reason = group.seqs[0].status.value
+    metrics = group.metrics
+    arrival_s, first_s, end_s = metrics.arrival_time, metrics.first_token_time, metrics.finished_time
+    if metrics.first_scheduled_time is not None:
+        event.queue_s = metrics.first_scheduled_time - arrival_s
+    if end_s is not None:
+        event.e2e_s = end_s - arrival_s
+    if first_s is not None:
+        event.ttft_s = first_s - arrival_s
+        num_more = max(seq.num_output_tokens for seq in group.seqs) - 1
+        if end_s is not None and num_more > 0:
+            event.inter_token_s = (end_s - first_s) / num_more
+
+
+_Table: TypeAlias = tuple[npt.NDArray[np.int32], int, int, int, int]
+"""its blocks; the index of the first one; tokens computed; its request, and the key of that"""
+
+
+class _Entries:
+    """The entries of many block tables, one after another."""
+
+    def __init__(self, tables: list[_Table], block_size: int) -> None:
+        arrays = [table[0] for table in tables]
+        facts = np.array([(len(ids), *others) for ids, *others in tables], np.int64).reshape(-1, 5)
+        lengths, first, computed, orders, keys = facts.T
+        self.ids = np.concatenate(arrays) if arrays else np.zeros(0, np.int32)
+        starts = np.cumsum(lengths) - lengths
+        self.index = np.arange(len(self.ids)) - (starts - first).repeat(lengths)
+        """which of its table's blocks each is"""
+        self.filled = np.minimum(np.maximum(computed.repeat(lengths) - self.index * block_size, 0), block_size)
+        """tokens computed in it"""
+        self.keys = keys.repeat(lengths)
+        """stands for the request: sums of keys tell sets of requests apart"""
+        self.orders = orders.repeat(lengths)
+
+
+class _Holds:
+    """Who holds which blocks now."""
+
+    def __init__(self, scheduler: Scheduler, blocks: BlockSpaceManager) -> None:
+        self.num_blocks: dict[int, int] = {}
+        """by request"""
+        self._block_size = blocks.block_size
+        self._tables: tuple[list[_Table], list[_Table]] = ([], [])
+        for seq_id, on_host, tables in blocks.holdings():
+            owner = scheduler.owner(seq_id)
+            assert owner is not None, f"sequence {seq_id} has blocks and is not known"
+            order, num_computed, count = owner[0].order, owner[1].num_computed_tokens, 0
+            key = hash((order,))
+            for table in tables:
+                ids = table.snapshot()
+                if table.first:
+                    ids = ids[table.first :]
+                count += len(ids)
+                self._tables[on_host].append((ids, table.first, num_computed, order, key))
+            self.num_blocks[order] = self.num_blocks.get(order, 0) + count
+
+    def entries(self, on_host: bool) -> _Entries:
+        """All table entries of one tier."""
+        return _Entries(self._tables[on_host], self._block_size)
+
+
+class _Tier:
+    """The blocks of one pool, as the frames so far have told them."""
+
+    def __init__(self, pool: BlockAllocator, tracker: BlockTracker | None) -> None:
+        self.num_blocks = size = pool.num_blocks
+        self._pool, self._tracker = pool, tracker
+        self._refs, self._filled, self._tokens, self._depths, self._hits, self._hashes, self._parents = np.zeros(
+            (7, size), np.int64
+        )
+        self._owners = np.zeros(size, np.int64)
+        self._pending = np.zeros(size, np.bool_)
+        """changed and not told yet"""
+        if tracker is not None:
+            tracker.touched = set(tracker.block_ids())
+
+    def restart(self) -> None:
+        """All that is known and not free is to be told again."""
+        self._pending |= (self._refs > 0) | (self._tokens > 0)
+
+    def close(self) -> None:
+        """Stop having changes noted."""
+        if self._tracker is not None:
+            self._tracker.touched = None
+
+    def changes(self, entries: _Entries, pinned: list[int]) -> BlockColumns | None:
+        """The blocks that have changed, MAX_BLOCKS at most; None if there are none."""
+        self._read_contents()
+        refs = np.array(self._pool.ref_counts, np.int64)
+        filled, owners = np.zeros_like(self._filled), np.zeros_like(self._owners)
+        np.maximum.at(filled, entries.ids, entries.filled)
+        np.add.at(owners, entries.ids, entries.keys)
+        np.add.at(owners, pinned, _PIN_KEY)
+        self._depths[entries.ids] = entries.index
+        self._pending |= (refs != self._refs) | (filled != self._filled) | (owners != self._owners)
+        self._refs, self._filled, self._owners = refs, filled, owners
+        ids = np.flatnonzero(self._pending)[:MAX_BLOCKS]
+        self._pending[ids] = False
+        return self._columns(ids, entries, pinned) if len(ids) else None
+
+    def _read_contents(self) -> None:
+        """What the allocator has noted as changed, MAX_BLOCKS at most."""
+        tracker = self._tracker
+        if tracker is None or not tracker.touched:
+            return
+        touched = tracker.touched
+        num_read = min(MAX_BLOCKS, len(touched))
+        ids = [touched.pop() for _ in repeat(None, num_read)]
+        rows = []
+        for block_id in ids:
+            content = tracker.get(block_id)
+            if content is None:
+                rows.append((0, 0, 0, 0, 0))
+            else:
+                name = 0 if content.block_hash is None else _short(content.block_hash, content.group)
+                parent = _short(content.parent, content.group)
+                rows.append((content.num_tokens, content.depth, content.num_hits, name, parent))
+        columns = np.array(rows, np.int64).T
+        self._tokens[ids], self._depths[ids], self._hits[ids], self._hashes[ids], self._parents[ids] = columns
+        self._pending[ids] = True
+
+    def _columns(self, ids: IntArray, entries: _Entries, pinned: list[int]) -> BlockColumns:
+        refs, tokens = self._refs[ids], self._tokens[ids]
+        states = np.where(refs > 0, OWNED, np.where(tokens > 0, CACHED, FREE))
+        if pinned:
+            states[np.isin(ids, pinned)] = PINNED
+        is_known = states != FREE
+        return BlockColumns(
+            ids.tolist(),
+            states.tolist(),
+            refs.tolist(),
+            np.maximum(self._filled[ids], tokens).tolist(),
+            (self._depths[ids] * is_known).tolist(),
+            self._hits[ids].tolist(),
+            self._hashes[ids].tolist(),
+            self._parents[ids].tolist(),
+            self._owners_of(ids, entries),
+        )
+
+    def _owners_of(self, ids: IntArray, entries: _Entries) -> list[list[int]]:
+        """The requests that hold each of these blocks."""
+        is_told = np.zeros(self.num_blocks, np.bool_)
+        is_told[ids] = True
+        places = np.flatnonzero(is_told[entries.ids])
+        owners: dict[int, set[int]] = {}
+        for block_id, order in zip(entries.ids[places].tolist(), entries.orders[places].tolist(), strict=True):
+            owners.setdefault(block_id, set()).add(order)
+        return [sorted(owners[block_id]) if block_id in owners else [] for block_id in ids.tolist()]
+
+
+def _short(block_hash: bytes, group: int) -> int:
+    """A hash's beginning; equal content of two KV cache groups has two names."""
+    return int.from_bytes(block_hash[:_HASH_BYTES], "little") ^ group

@@ -1,0 +1,1 @@
+"""What a caller holds: LLM, AsyncLLM, and the simulator. Each is a thin layer over one engine."""

@@ -1,0 +1,62 @@
+"""Those who watch the cache view, which the engine makes only for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+from quire.common.errors import EngineDeadError
+from quire.engine.process.messages import CacheFrame, Ready, SetCacheView, StepDone
+from quire.interfaces.async_llm.supervisor import Supervisor
+
+_MAX_CACHE_FRAMES = 64
+"""that a watcher may be behind"""
+
+
+class CacheWatchers:
+    """Hands each frame to all of them. They stay when an engine dies: the next one's first frame is a whole one."""
+
+    def __init__(self, engine: Supervisor) -> None:
+        self._engine = engine
+        self._watchers: list[asyncio.Queue[bytes | None]] = []
+
+    async def watch(self) -> AsyncGenerator[bytes, None]:
+        """As AsyncLLM.watch_cache."""
+        frames: asyncio.Queue[bytes | None] = asyncio.Queue(_MAX_CACHE_FRAMES)
+        self._engine.send(SetCacheView(on=True))
+        self._watchers.append(frames)
+        try:
+            while (frame := await frames.get()) is not None:
+                yield frame
+            if self._engine.death is not None:
+                raise self._engine.death
+        finally:
+            if frames in self._watchers:
+                self._watchers.remove(frames)
+            if not self._watchers and self._engine.death is None:
+                self._engine.send(SetCacheView(on=False))
+
+    def on_message(self, message: StepDone | CacheFrame) -> None:
+        """A frame, for those who keep up."""
+        if not isinstance(message, CacheFrame):
+            return
+        for frames in list(self._watchers):
+            if frames.qsize() < _MAX_CACHE_FRAMES - 1:
+                frames.put_nowait(message.payload)
+            else:  # it could not follow without what it misses
+                self._watchers.remove(frames)
+                frames.put_nowait(None)
+
+    def on_death(self, error: EngineDeadError) -> None:
+        """They wait."""
+
+    def on_restart(self, ready: Ready) -> None:
+        """The view begins anew."""
+        if self._watchers:
+            self._engine.send(SetCacheView(on=True))
+
+    def on_loss(self, error: EngineDeadError) -> None:
+        """No more frames."""
+        for frames in self._watchers:
+            frames.put_nowait(None)
+        self._watchers.clear()

@@ -1,0 +1,380 @@
+"""LLM: the offline front door. Prompts in, finished outputs back, in order."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+from msgspec.structs import replace
+from tqdm import tqdm
+
+from quire.common.errors import (
+    InvalidParamsError,
+    InvalidPromptError,
+    QuireError,
+    RequestError,
+    RequestFailedError,
+    failures_named,
+)
+from quire.common.log import logger
+from quire.common.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    CompletionOutput,
+    EngineStats,
+    RequestOutput,
+    TokenScores,
+)
+from quire.common.params import BeamSearchParams, SamplingParams
+from quire.config.args import EngineArgs
+from quire.engine.llm_engine import LLMEngine
+from quire.engine.requests.input_processor import Prompt
+from quire.kv.pins import PinnedPrefix
+from quire.text.tokenizer.tokenizer import Tokenizer
+
+Conversation: TypeAlias = Sequence[Mapping[str, Any]]
+"""messages, each with a `role` and a `content`"""
+
+
+class LLM:
+    """Generates for many prompts at once; a thin adapter over one engine, which `engine` gives access to.
+
+    The arguments are the fields of EngineArgs, vLLM's names where the meaning is the same; without a model, the
+    embedded checkpoint is taken. Raises ConfigError for an argument that is unknown or out of range, CheckpointError
+    for a checkpoint that is missing or damaged, OutOfMemoryError where it does not fit. One thread may use it.
+    """
+
+    def __init__(self, model: str | None = None, **kwargs: Any) -> None:
+        self.engine = LLMEngine.from_args(EngineArgs.from_kwargs(model=model, **kwargs))
+        self._request_ids = _request_ids()
+
+    @classmethod
+    def from_engine(cls, engine: LLMEngine) -> LLM:
+        """An LLM over an engine that exists already."""
+        llm = cls.__new__(cls)
+        llm.engine = engine
+        llm._request_ids = _request_ids()
+        return llm
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete one prompt or a list of them, in one batch; outputs come back in the order of the prompts.
+
+        A prompt is a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`. `sampling_params` is one
+        for all, one for each prompt, or None for what the checkpoint recommends.
+
+        A wrong prompt given alone raises its RequestError. In a list it comes back finished, with `error` set and the
+        finish reason `ignored`, and the others run. One in whose work the engine fails comes back with `error` set and
+        what it has so far. If an exception escapes, all requests of this call are aborted.
+        """
+        listed, alone = _listed(prompts)
+        params = self._params_per_prompt(sampling_params, len(listed))
+        return self._generate(listed, params, alone, use_tqdm)
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
+        """The likeliest outputs for each prompt, as far as a search of this width finds them; see docs/beam-search.md.
+
+        Prompts, their order and wrong ones are treated as by `generate`.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidParamsError(f"params must be BeamSearchParams, not {type(params).__name__}")
+        listed, alone = _listed(prompts)
+        outputs = self._generate(listed, [params] * len(listed), alone, use_tqdm)
+        return [self._beam_search_output(output, params) for output in outputs]
+
+    def _beam_search_output(self, output: RequestOutput, params: BeamSearchParams) -> BeamSearchOutput:
+        """With the prompt in front of each sequence, as vLLM has it."""
+        found = [beam for beam in output.outputs if beam.finish_reason != "ignored"]
+        sequences = [
+            BeamSearchSequence(
+                output.prompt_token_ids + beam.token_ids,
+                beam.cumulative_logprob or 0.0,
+                finish_reason=beam.finish_reason,
+                stop_reason=beam.stop_reason,
+            )
+            for beam in found
+        ]
+        for sequence in sequences if params.detokenize else ():
+            sequence.text = self.get_tokenizer().decode(sequence.tokens, params.skip_special_tokens)
+        return BeamSearchOutput(sequences, output.error)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or a list of them, written down by the checkpoint's chat template or the one given.
+
+        As `generate` otherwise. Raises TokenizerError for a template that is missing or broken.
+        """
+        alone = _is_conversation(messages)
+        conversations: list[Any] = [messages] if alone else list(messages)
+        params = self._params_per_prompt(sampling_params, len(conversations))
+        prompts: list[Prompt | RequestError | RequestFailedError] = []
+        for conversation in conversations:
+            try:
+                with failures_named(f"number {len(prompts)}", "when its prompt was made"):
+                    prompts.append(
+                        self.chat_prompt(
+                            conversation,
+                            chat_template=chat_template,
+                            add_generation_prompt=add_generation_prompt,
+                            continue_final_message=continue_final_message,
+                            tools=tools,
+                            **(chat_template_kwargs or {}),
+                        )
+                    )
+            except (RequestError, RequestFailedError) as error:
+                prompts.append(error)
+        return self._generate(prompts, params, alone, use_tqdm)
+
+    def chat_prompt(self, messages: Conversation, **template_arguments: Any) -> dict[str, Any]:
+        """The prompt of a conversation, as `generate` takes it; the arguments are Tokenizer.apply_chat_template's."""
+        tokenizer = self.get_tokenizer()
+        text = tokenizer.apply_chat_template(messages, **template_arguments)
+        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+    def score_tokens(
+        self, prompts: Prompt | Sequence[Prompt], continuations: Prompt | Sequence[Prompt], *, use_tqdm: bool = True
+    ) -> list[TokenScores]:
+        """How likely each continuation is after its prompt, token by token; nothing is generated.
+
+        One prompt for all continuations, or as many as there are; all in one batch, so that the common beginnings of
+        prompts are computed once. Two texts are encoded as one: what is scored are the tokens that the prompt alone
+        would not have. These are log-probabilities of the model's own logits, whatever logprobs_mode is. Raises
+        RequestError if any pair is wrong, and runs none of them.
+        """
+        contexts, texts = (_listed(given)[0] for given in (prompts, continuations))
+        contexts = contexts * len(texts) if len(contexts) == 1 else contexts
+        if len(contexts) != len(texts):
+            raise InvalidPromptError(
+                f"{len(contexts)} prompts for {len(texts)} continuations: give one for all, or one for each"
+            )
+        add = self.engine.add_scoring_request
+        outputs = self._run(contexts, lambda request_id, i: add(request_id, contexts[i], texts[i]), True, use_tqdm)
+        return [_token_scores(output) for output in outputs]
+
+    def perplexity(self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True) -> list[float]:
+        """For each prompt, exp of the mean negative log-probability of its tokens, the first one left out."""
+        listed, add = _listed(prompts)[0], self.engine.add_scoring_request
+        outputs = self._run(listed, lambda request_id, i: add(request_id, listed[i], None), True, use_tqdm)
+        scores = [_token_scores(output) for output in outputs]
+        return [math.exp(-score.sum_logprob / len(score.logprobs)) for score in scores]
+
+    def pin_prefix(self, prompt: Prompt) -> PinnedPrefix:
+        """Compute a prompt if need be and keep its KV cache blocks, whatever else is needed, until `unpin_prefix`.
+
+        Raises RequestError for a prompt that is wrong, or that takes more blocks than `pinned_fraction` leaves.
+        """
+        self.engine.check_pin(prompt)
+        self.generate(prompt, SamplingParams(temperature=0, max_tokens=1, detokenize=False), use_tqdm=False)
+        return self.engine.pin_prefix(prompt)
+
+    def unpin_prefix(self, pin: PinnedPrefix) -> None:
+        """Let a pinned prefix be evicted like any other. Raises RequestError if it is not pinned any more."""
+        self.engine.unpin_prefix(pin)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer."""
+        return self.engine.tokenizer
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint recommends, over SamplingParams' own defaults."""
+        return self.engine.default_sampling_params()
+
+    def _params_per_prompt(self, given: Any, num_prompts: int) -> list[SamplingParams]:
+        if given is None or isinstance(given, SamplingParams):
+            return [replace(given or self.default_sampling_params(), output_kind="final_only")] * num_prompts
+        listed = list(given) if isinstance(given, Sequence) else [given]
+        for params in listed:
+            if not isinstance(params, SamplingParams):
+                raise InvalidParamsError(f"sampling_params must be SamplingParams, not {type(params).__name__}")
+        if len(listed) != num_prompts:
+            raise InvalidParamsError(
+                f"{len(listed)} sampling_params for {num_prompts} prompts: give one for all, or one for each"
+            )
+        return [replace(params, output_kind="final_only") for params in listed]
+
+    def _generate(
+        self,
+        prompts: Sequence[Prompt | RequestError | RequestFailedError],
+        params: Sequence[SamplingParams | BeamSearchParams],
+        alone: bool,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        """A prompt may be the error that making it raised."""
+
+        def add(request_id: str, place: int) -> None:
+            prompt = prompts[place]
+            if isinstance(prompt, RequestError | RequestFailedError):
+                raise prompt
+            self.engine.add_request(request_id, prompt, params[place])
+
+        return self._run(prompts, add, alone, use_tqdm)
+
+    def _run(
+        self, prompts: Sequence[Any], add: Callable[[str, int], None], alone: bool, use_tqdm: bool
+    ) -> list[RequestOutput]:
+        """Run all requests to their end; `add` queues the one at a place under the id given. What is wrong with one of
+        them raises if it is `alone`, or all are to be right."""
+        outputs: list[RequestOutput | None] = [None] * len(prompts)
+        places: dict[str, int] = {}
+        with _Progress(self.engine, len(prompts), use_tqdm) as progress:
+            try:
+                for i, prompt in enumerate(prompts):
+                    request_id = next(self._request_ids)
+                    try:
+                        add(request_id, i)
+                        places[request_id] = i
+                    except (RequestError, RequestFailedError) as error:
+                        if alone:
+                            raise
+                        outputs[i] = _refused(request_id, prompt, error)
+                        progress.update([outputs[i]])
+                while places:
+                    with interrupt_deferred():
+                        changed = self.engine.step()
+                    finished = [output for output in changed if output.request_id in places]
+                    for output in finished:
+                        outputs[places.pop(output.request_id)] = output
+                    progress.update(finished)
+            except BaseException:
+                for request_id in places:
+                    self.engine.abort_request(request_id)
+                raise
+        done = [output for output in outputs if output is not None]
+        for i, output in enumerate(done):
+            if output.error is not None:
+                ignored = output.outputs[0].finish_reason == "ignored"
+                if alone and ignored:
+                    raise RequestError(output.error)
+                logger.warning("prompt %d %s: %s", i, "was not run" if ignored else "was cut short", output.error)
+        return done
+
+
+class _Progress:
+    """A bar of requests done, with tokens per second."""
+
+    def __init__(self, engine: LLMEngine, total: int, shown: bool) -> None:
+        self._engine = engine
+        self._bar = tqdm(total=total, desc="Generating", unit="prompt", dynamic_ncols=True, disable=not shown)
+        self._start = engine.stats()
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def update(self, finished: Sequence[RequestOutput | None]) -> None:
+        """Show the rates so far, and `finished` as done."""
+        if not self._bar.disable:
+            elapsed = max(self._bar.format_dict["elapsed"], 1e-9)
+            now: EngineStats = self._engine.stats()
+            read = (now.num_prompt_tokens - self._start.num_prompt_tokens) / elapsed
+            written = (now.num_generated_tokens - self._start.num_generated_tokens) / elapsed
+            self._bar.set_postfix_str(f"input {read:.0f} tokens/s, output {written:.0f} tokens/s", refresh=False)
+            self._bar.update(len(finished))
+
+
+@contextmanager
+def interrupt_deferred() -> Iterator[None]:
+    """Let Ctrl-C wait for the end of the block: a step is not cut in half. A second Ctrl-C is not waited with.
+
+    Does nothing outside the main thread, or where the program handles the signal itself.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    interrupted = False
+
+    def remember(*_: object) -> None:
+        nonlocal interrupted
+        interrupted = True
+        signal.signal(signal.SIGINT, handler)
+
+    signal.signal(signal.SIGINT, remember)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+def _request_ids() -> Iterator[str]:
+    return (f"llm-{i}" for i in itertools.count())
+
+
+def _listed(prompts: Any) -> tuple[list[Any], bool]:
+    """Prompts as a list, and whether it was one alone."""
+    if isinstance(prompts, str | Mapping) or _is_token_ids(prompts):
+        return [prompts], True
+    return _as_list(prompts), False
+
+
+def _token_scores(output: RequestOutput) -> TokenScores:
+    if output.error is not None:
+        raise RequestError(output.error)
+    pairs = zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=True)
+    scored = [(token_id, known) for token_id, known in pairs if known is not None]
+    entries = [known[token_id] for token_id, known in scored]
+    return TokenScores(
+        token_ids=[token_id for token_id, _ in scored],
+        logprobs=[entry.logprob for entry in entries],
+        ranks=[entry.rank or 0 for entry in entries],
+        num_cached_tokens=output.num_cached_tokens,
+    )
+
+
+def _is_token_ids(prompts: Any) -> bool:
+    """Whether a list is one prompt, given as token ids."""
+    return isinstance(prompts, Sequence) and len(prompts) > 0 and all(isinstance(item, int) for item in prompts)
+
+
+def _is_conversation(messages: Any) -> bool:
+    """Whether these are the messages of one conversation, right or wrong, and not a list of conversations."""
+    if isinstance(messages, str) or not isinstance(messages, Sequence):
+        return True
+    return not messages or isinstance(messages[0], Mapping)
+
+
+def _as_list(prompts: Any) -> list[Any]:
+    if not isinstance(prompts, Sequence):
+        raise InvalidPromptError(
+            f"prompts must be one (text, token ids or a dict) or a list of them, not {type(prompts).__name__}"
+        )
+    return list(prompts)
+
+
+def _refused(request_id: str, prompt: Any, error: QuireError) -> RequestOutput:
+    """The output of a request that never ran."""
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return RequestOutput(
+        request_id=request_id,
+        prompt=text if isinstance(text, str) else None,
+        prompt_token_ids=[],
+        outputs=[CompletionOutput(index=0, text="", token_ids=[], finish_reason="ignored")],
+        finished=True,
+        error=str(error),
+    )

@@ -1,0 +1,81 @@
+"""When each request of a trace is submitted, and with what prompt."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from math import inf
+
+from quire.interfaces.simulate.trace import TraceRequest
+
+
+@dataclass(slots=True)
+class _Session:
+    """A conversation: at most one turn of it runs, later ones queue."""
+
+    history: array[int] = field(default_factory=lambda: array("i"))
+    end_s: float = -inf
+    busy: bool = False
+    turns: deque[tuple[int, TraceRequest]] = field(default_factory=deque)
+
+
+class Arrivals:
+    """Hands out a trace, which is sorted by arrival, on a clock; a turn of a session only after the one before it."""
+
+    def __init__(self, trace: Iterable[TraceRequest]) -> None:
+        self._trace = enumerate(trace)
+        self._upcoming = next(self._trace, None)
+        self._ready: list[tuple[float, int, TraceRequest]] = []
+        self._sessions: dict[int, _Session] = {}
+
+    @property
+    def next_s(self) -> float | None:
+        """When the next request is submitted, as far as that is known; None when nobody is to come."""
+        times = [self._ready[0][0]] if self._ready else []
+        if self._upcoming is not None:
+            times.append(self._upcoming[1].arrival_s)
+        return min(times, default=None)
+
+    def due(self, now_s: float) -> Iterator[tuple[float, int, TraceRequest]]:
+        """Those submitted up to now: when, their numbers in the trace, and what they ask."""
+        while self._upcoming is not None and self._upcoming[1].arrival_s <= now_s:
+            index, request = self._upcoming
+            session = self._session(request)
+            if session is None:
+                heappush(self._ready, (request.arrival_s, index, request))
+            else:
+                session.turns.append((index, request))
+                self._next_turn(session)
+            self._upcoming = next(self._trace, None)
+        while self._ready and self._ready[0][0] <= now_s:
+            yield heappop(self._ready)
+
+    def history(self, request: TraceRequest) -> list[int]:
+        """The conversation before this turn: prompts and answers."""
+        session = self._session(request)
+        return [] if session is None else session.history.tolist()
+
+    def ended(self, request: TraceRequest, now_s: float, token_ids: Iterable[int] | None = None) -> None:
+        """A request is done; `token_ids` is the conversation with its answer, None where there was no answer."""
+        session = self._session(request)
+        if session is None:
+            return
+        if token_ids is not None:
+            session.history = array("i", token_ids)
+        session.end_s, session.busy = now_s, False
+        self._next_turn(session)
+
+    def _session(self, request: TraceRequest) -> _Session | None:
+        if request.session is None:
+            return None
+        return self._sessions.setdefault(request.session, _Session())
+
+    def _next_turn(self, session: _Session) -> None:
+        if session.busy or not session.turns:
+            return
+        index, request = session.turns.popleft()
+        session.busy = True
+        heappush(self._ready, (max(request.arrival_s, session.end_s + request.think_s), index, request))

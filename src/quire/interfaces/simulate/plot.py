@@ -1,0 +1,79 @@
+"""A simulation as a picture: KV blocks, queues and hit rate over virtual time."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from quire.common.errors import ConfigError
+from quire.interfaces.simulate.record import Moment
+
+SUFFIXES = (".png", ".svg")
+MAX_POINTS = 800
+_BLUE, _PALE, _ORANGE, _RED, _GREY = "#2b6cb0", "#bcd7f0", "#dd8a21", "#b83280", "#6b7280"
+_STYLE: dict[Any, Any] = {
+    "axes.edgecolor": _GREY,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "font.size": 9,
+    "grid.alpha": 0.25,
+    "lines.linewidth": 1.5,
+    "svg.hashsalt": "quire",  # with no date among the metadata: equal runs give equal bytes
+}
+
+
+def check_plot_path(path: Path) -> None:
+    """ConfigError if `save_plot` could not write there: another format, no such folder, or matplotlib is missing."""
+    if path.suffix not in SUFFIXES:
+        raise ConfigError(f"cannot plot to {path}: the name must end in {' or '.join(SUFFIXES)}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"cannot plot to {path}: there is no folder {path.parent}")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("plots are drawn by matplotlib; install it with: pip install 'quire[plot]'") from error
+
+
+def save_plot(moments: Sequence[Moment], num_blocks: int, path: Path) -> None:
+    """Draw a run's moments as PNG or SVG, to the byte the same for the same run and matplotlib."""
+    check_plot_path(path)
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    columns = _columns(moments)
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(9, 7), layout="constrained")
+        memory, queues, hits = figure.subplots(3, 1, sharex=True, height_ratios=(3, 3, 2))
+        _draw_memory(memory, columns, num_blocks)
+        for name, color in (("running", _BLUE), ("waiting", _ORANGE), ("swapped", _RED)):
+            queues.plot(columns["time_s"], columns[f"num_{name}"], color=color, label=name)
+        queues.set(ylabel="requests", ylim=(0, None))
+        hits.plot(columns["time_s"], [100 * rate for rate in columns["hit_rate"]], color=_BLUE)
+        hits.set(ylabel="prefix hit rate, %", ylim=(0, 100), xlabel="virtual time, s")
+        for axes in (memory, queues, hits):
+            axes.grid(visible=True)
+            axes.margins(x=0)
+            axes.set_xlim(left=0)
+        for axes in (memory, queues):  # above the panel, where no curve is
+            axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False, borderaxespad=0.2)
+        figure.align_ylabels()
+        try:
+            figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+        except OSError as error:
+            raise ConfigError(f"cannot plot to {path}: {error.strerror}") from error
+
+
+def _draw_memory(axes: Any, columns: dict[str, list[float]], num_blocks: int) -> None:
+    used, cached = columns["num_used_blocks"], columns["num_cached_blocks"]
+    axes.stackplot(
+        columns["time_s"], used, cached, colors=[_BLUE, _PALE], labels=["used", "cached, held by nobody"], linewidth=0
+    )
+    axes.axhline(num_blocks, color=_GREY, linestyle="--", label="all blocks")
+    axes.set(ylabel="KV cache blocks", ylim=(0, num_blocks * 1.05))
+
+
+def _columns(moments: Sequence[Moment]) -> dict[str, list[float]]:
+    """Each field over time, as means of runs of moments where there are more than a picture can show."""
+    run = -(-len(moments) // MAX_POINTS) or 1
+    runs = [moments[start : start + run] for start in range(0, len(moments), run)]
+    names = ("time_s", "num_used_blocks", "num_cached_blocks", "num_running", "num_waiting", "num_swapped", "hit_rate")
+    return {name: [sum(getattr(m, name) for m in run) / len(run) for run in runs] for name in names}

@@ -1,0 +1,110 @@
+"""What a run leaves for the report and the plot."""
+
+from array import array
+from collections import defaultdict
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import numpy as np
+
+from quire.engine.requests.sequence import SequenceGroup, SequenceStatus
+from quire.engine.scheduling.scheduler import Scheduler
+from quire.interfaces.simulate.trace import TraceRequest
+from quire.kv.block_space_manager import BlockSpaceManager
+
+MAX_MOMENTS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One look at the blocks and queues."""
+
+    time_s: float
+    num_running: int
+    num_waiting: int
+    num_swapped: int
+    num_used_blocks: int
+    num_cached_blocks: int
+    num_table_entries: int
+    """of block tables on the device; more than `num_used_blocks` where blocks are shared"""
+    num_empty_slots: int
+    """in the used blocks"""
+    hit_rate: float
+    """so far, of prompt tokens"""
+
+
+@dataclass(slots=True)
+class TenantFigures:
+    """One tenant's share of a run."""
+
+    num_requests: int = 0
+    num_tokens: int = 0
+    """of prompts and outputs of finished requests"""
+    num_contended_tokens: int = 0
+    """computed while at least two tenants had requests that no step had taken up yet"""
+    first_token_s: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Record:
+    """Figures that only the run itself can collect."""
+
+    first_token_s: list[float] = field(default_factory=list)
+    per_token_s: list[float] = field(default_factory=list)
+    total_s: list[float] = field(default_factory=list)
+    tenants: defaultdict[str, TenantFigures] = field(default_factory=lambda: defaultdict(TenantFigures))
+    moments: list[Moment] = field(default_factory=list)
+    steps_per_moment: int = 1
+    num_ignored: int = 0
+    num_hit_tokens: int = 0
+    num_possible_hit_tokens: int = 0
+    num_swapped_out_blocks: int = 0
+    num_swapped_in_blocks: int = 0
+    outputs_digest: int = 0
+    """sum of the 128-bit hashes of all outputs"""
+
+    def finished(self, index: int, request: TraceRequest, group: SequenceGroup) -> None:
+        """A request has all its tokens."""
+        metrics = group.metrics
+        assert metrics.first_token_time is not None
+        assert metrics.finished_time is not None
+        first_token_s = metrics.first_token_time - metrics.arrival_time
+        self.first_token_s.append(first_token_s)
+        self.total_s.append(metrics.finished_time - metrics.arrival_time)
+        if request.output_len > 1:
+            decode_s = metrics.finished_time - metrics.first_token_time
+            self.per_token_s.append(decode_s / (request.output_len - 1))
+        tenant = self.tenants[request.tenant]
+        tenant.num_requests += 1
+        tenant.num_tokens += group.seqs[0].num_prompt_tokens + sum(seq.num_output_tokens for seq in group.seqs)
+        tenant.first_token_s.append(first_token_s)
+        for seq in group.seqs:
+            output = array("q", [index, seq.index, *seq.token_ids[seq.num_prompt_tokens :]]).tobytes()
+            own = int.from_bytes(blake2b(output, digest_size=16).digest(), "little")
+            self.outputs_digest = (self.outputs_digest + own) % 2**128
+
+    def look(self, time_s: float, scheduler: Scheduler, blocks: BlockSpaceManager) -> None:
+        """Note this moment; beyond MAX_MOMENTS every other one goes, and they are taken half as often."""
+        if scheduler.num_steps % self.steps_per_moment:
+            return
+        empty: dict[int, int] = {}  # by the partly full block, which forks share until one writes
+        for seq in (seq for group in scheduler.running for seq in group.seqs_in(SequenceStatus.RUNNING)):
+            num_empty = -seq.num_computed_tokens % blocks.block_size
+            if num_empty:
+                empty |= {int(table[-1]): num_empty for table in blocks.block_tables(seq.seq_id)}
+        self.moments.append(
+            Moment(
+                time_s,
+                num_running=len(scheduler.running),
+                num_waiting=scheduler.num_waiting,
+                num_swapped=len(scheduler.swapped),
+                num_used_blocks=blocks.num_used_blocks,
+                num_cached_blocks=len(blocks.cache.evictor) if blocks.cache else 0,
+                num_table_entries=int(np.frombuffer(blocks.pool.ref_counts, np.int64).sum()),
+                num_empty_slots=sum(empty.values()),
+                hit_rate=blocks.stats.hit_rate,
+            )
+        )
+        if len(self.moments) > MAX_MOMENTS:
+            del self.moments[::2]
+            self.steps_per_moment *= 2

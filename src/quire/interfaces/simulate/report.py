@@ -1,0 +1,79 @@
+"""A simulation in figures."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from quire.interfaces.simulate.record import Moment, TenantFigures
+from quire.interfaces.simulate.simulator import Simulator
+
+_PERCENTILES = (50, 90, 99)
+
+
+def report(simulator: Simulator) -> dict[str, Any]:
+    """Throughput, latencies, hit rate, preemptions, traffic, waste, sharing; rounded, so that equal runs print alike.
+
+    `kv_waste` is the share of slots in held blocks that hold no token; `sharing_savings` the share of blocks that
+    sharing saves, 1 - blocks held / block table entries (Kwon et al. 2023, PagedAttention, figure 15). Both are means
+    over the record's moments. `hit_of_possible` is the share of the prompt tokens known from earlier requests that
+    were found in the cache. `outputs_digest` stands for all outputs and does not depend on their order: it changes with
+    the trace, never with the schedule.
+    """
+    record, blocks, scheduler = simulator.record, simulator.blocks, simulator.scheduler
+    num_tokens, stats = simulator.committer.num_generated_tokens, blocks.stats
+    by_swap = scheduler.num_preemptions_by_swap
+    return {
+        "requests": len(record.total_s),
+        "ignored": record.num_ignored,
+        "steps": scheduler.num_steps,
+        "simulated_s": round(simulator.now_s, 3),
+        "output_tokens": num_tokens,
+        "output_tokens_per_s": round(num_tokens / max(simulator.now_s, 1e-9), 2),
+        "first_token_s": _percentiles(record.first_token_s),
+        "per_token_s": _percentiles(record.per_token_s),
+        "total_s": _percentiles(record.total_s),
+        "prefix_hit_rate": round(stats.hit_rate, 4),
+        "prefix_tokens": stats.to_dict(),
+        "possible_hit_tokens": record.num_possible_hit_tokens,
+        "hit_of_possible": _share(record.num_hit_tokens, record.num_possible_hit_tokens),
+        "preemptions": {"recompute": scheduler.num_preemptions - by_swap, "swap": by_swap},
+        "swapped_out_blocks": record.num_swapped_out_blocks,
+        "swapped_in_blocks": record.num_swapped_in_blocks,
+        **_memory(record.moments, blocks.block_size),
+        "blocks": blocks.pool.num_blocks,
+        "tenants": _tenants(record.tenants),
+        "outputs_digest": f"{record.outputs_digest:032x}",
+    }
+
+
+def _memory(moments: Sequence[Moment], block_size: int) -> dict[str, float]:
+    used = sum(moment.num_used_blocks for moment in moments)
+    savings = [1 - m.num_used_blocks / m.num_table_entries for m in moments if m.num_table_entries]
+    return {
+        "kv_waste": _share(sum(moment.num_empty_slots for moment in moments), used * block_size),
+        "sharing_savings": _share(sum(savings), len(savings)),
+        "peak_sharing_savings": round(max(savings, default=0.0), 4),
+        "mean_blocks_used": round(used / max(1, len(moments)), 1),
+    }
+
+
+def _tenants(tenants: dict[str, TenantFigures]) -> dict[str, dict[str, Any]]:
+    contended = sum(tenant.num_contended_tokens for tenant in tenants.values())
+    return {
+        name: {
+            "requests": tenant.num_requests,
+            "tokens": tenant.num_tokens,
+            "first_token_s": _percentiles(tenant.first_token_s, (50, 99)),
+            "contended_share": _share(tenant.num_contended_tokens, contended),
+        }
+        for name, tenant in sorted(tenants.items())
+    }
+
+
+def _share(part: float, whole: float) -> float:
+    return round(part / whole, 4) if whole else 0.0
+
+
+def _percentiles(values: Sequence[float], percents: Sequence[int] = _PERCENTILES) -> dict[str, float]:
+    """Nearest-rank percentiles; none of no values."""
+    ordered = sorted(values)
+    return {f"p{p}": round(ordered[-(-len(ordered) * p // 100) - 1], 4) for p in percents if ordered}

@@ -1,0 +1,153 @@
+"""Replays a trace through the real scheduler, block manager and commit."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from quire.common.batch import Batch, Draw
+from quire.common.params import SamplingParams
+from quire.config.kv_cache import KVCacheConfig
+from quire.config.scheduler import SchedulerConfig
+from quire.engine.requests.sequence import Sequence, SequenceGroup
+from quire.engine.scheduling.scheduler import Scheduler
+from quire.engine.step.commit import Committer
+from quire.interfaces.simulate.arrivals import Arrivals
+from quire.interfaces.simulate.beams import BeamChurn, ChurningBeams
+from quire.interfaces.simulate.fake_model import CostModel, FakeModel
+from quire.interfaces.simulate.record import Record
+from quire.interfaces.simulate.trace import MAX_WIDTH, TraceRequest
+from quire.kv.block_space_manager import BlockSpaceManager
+
+_DRAWS = tuple(Draw(0.0, 0, 1.0, b"", index) for index in range(MAX_WIDTH))
+_BEAM_DRAWS = (Draw(0.0, 0, 1.0, b"", logprobs=1),) * MAX_WIDTH
+
+
+class Simulator:
+    """One engine's worth of scheduling on a virtual clock. It runs one trace."""
+
+    def __init__(
+        self,
+        kv_cache: KVCacheConfig,
+        scheduler: SchedulerConfig,
+        *,
+        enable_prefix_caching: bool = True,
+        cost: CostModel | None = None,
+        churn: BeamChurn | None = None,
+    ) -> None:
+        self.now_s = 0.0
+        self.cost = cost or CostModel()
+        self.blocks = BlockSpaceManager(kv_cache, enable_prefix_caching=enable_prefix_caching)
+        self.scheduler = Scheduler(
+            scheduler, self.blocks, clock=lambda: self.now_s, block_copy_s=self.cost.swapped_block_s
+        )
+        self.committer = Committer(
+            self.scheduler, max_model_len=kv_cache.max_tokens, eos_token_ids=frozenset(), clock=lambda: self.now_s
+        )
+        self.model = FakeModel(lambda seq_id: self._owner(seq_id)[1].token_ids)
+        self.churn = churn or BeamChurn()
+        self.record = Record()
+        self.arrivals = Arrivals(())
+        self._requests: dict[str, tuple[TraceRequest, SequenceGroup]] = {}  # submitted and not ended
+        self._new: dict[str, int] = {}  # of those, what no step has taken up yet, and how long their history is
+        self._backlog: Counter[str] = Counter()  # of those, how many each tenant has
+        self._prefix_lens: dict[int | None, int] = {}  # tokens of each prefix group that somebody has begun to compute
+
+    def run(self, trace: Iterable[TraceRequest]) -> Record:
+        """All requests of a trace, which is sorted by arrival, to their end."""
+        self.arrivals = Arrivals(trace)
+        while True:
+            for submitted_s, index, request in self.arrivals.due(self.now_s):
+                self._submit(submitted_s, index, request)
+            if self.scheduler.has_unfinished:
+                self.step()
+            elif self.arrivals.next_s is None:
+                return self.record
+            else:
+                self.now_s = max(self.now_s, self.arrivals.next_s)
+
+    def step(self) -> None:
+        """One step of the engine; the clock moves by what it costs."""
+        contended = sum(count > 0 for count in self._backlog.values()) > 1
+        batch = self.scheduler.schedule()
+        self._note(batch, contended)
+        step_s = self.cost.seconds(batch)
+        self.now_s += step_s
+        self.scheduler.step_time.observe(batch.num_tokens, step_s)
+        changed = self.committer.commit(batch, self.model.execute(batch))
+        for group in changed:
+            if group.is_finished:
+                self._finish(group)
+        for request_id in batch.ignored:
+            self._ignore(self._requests[request_id][1])
+        self.record.look(self.now_s, self.scheduler, self.blocks)
+
+    def _submit(self, submitted_s: float, index: int, request: TraceRequest) -> None:
+        history = self.arrivals.history(request)
+        params = SamplingParams(
+            n=max(request.n, request.beam_width),
+            temperature=0,
+            max_tokens=request.output_len,
+            detokenize=False,
+            priority=request.priority,
+            tenant=request.tenant,
+        )
+        prompt = history + request.prompt_token_ids(index)
+        search, draws = None, _DRAWS
+        if request.beam_width > 1:
+            search, draws = ChurningBeams(self.churn, index, request.beam_width, request.output_len), _BEAM_DRAWS
+        seq = Sequence(self.scheduler.new_seq_id(), prompt, draws[: params.n])
+        group = SequenceGroup(str(index), None, seq, params, submitted_s, search=search)
+        self._requests[group.request_id] = (request, group)
+        if params.n > self.scheduler.config.max_num_seqs:
+            self._ignore(group)
+            return
+        self._new[group.request_id] = len(history)
+        self._backlog[request.tenant] += 1
+        self.scheduler.add(group)
+
+    def _owner(self, seq_id: int) -> tuple[SequenceGroup, Sequence]:
+        owner = self.scheduler.owner(seq_id)
+        assert owner is not None, f"sequence {seq_id} is scheduled but gone"
+        return owner
+
+    def _note(self, batch: Batch, contended: bool) -> None:
+        """Who gets tokens in this step, and who for the first time."""
+        self.record.num_swapped_out_blocks += len(batch.swap_out)
+        self.record.num_swapped_in_blocks += len(batch.swap_in)
+        if not contended and not self._new:
+            return
+        for scheduled in batch.sequences:
+            group, _ = self._owner(scheduled.seq_id)
+            if contended:
+                self.record.tenants[group.tenant].num_contended_tokens += len(scheduled.token_ids)
+            if group.request_id in self._new:
+                self._note_first(group)
+
+    def _note_first(self, group: SequenceGroup) -> None:
+        """What of the prompt was known before, and how much of that was found."""
+        request = self._requests[group.request_id][0]
+        self._backlog[request.tenant] -= 1
+        known_len = self._new.pop(group.request_id) - 1  # of an answer's last token there are no keys and values
+        begun_len = self._prefix_lens.get(request.prefix_group, 0)
+        self._prefix_lens[request.prefix_group] = max(begun_len, request.prefix_len)
+        known_len = max(0, known_len, min(begun_len, request.prefix_len))
+        num_possible = min(known_len, group.seqs[0].num_prompt_tokens - 1)
+        self.record.num_possible_hit_tokens += num_possible
+        self.record.num_hit_tokens += min(num_possible, group.num_cached_tokens)
+
+    def _finish(self, group: SequenceGroup) -> None:
+        request = self._end(group)
+        self.record.finished(int(group.request_id), request, group)
+        self.arrivals.ended(request, self.now_s, group.seqs[0].token_ids)
+
+    def _ignore(self, group: SequenceGroup) -> None:
+        """It can never run, or not to its end."""
+        request = self._end(group)
+        if self._new.pop(group.request_id, None) is not None:
+            self._backlog[request.tenant] -= 1
+        self.record.num_ignored += 1
+        self.arrivals.ended(request, self.now_s)
+
+    def _end(self, group: SequenceGroup) -> TraceRequest:
+        for seq in group.seqs:
+            self.model.forget(seq.seq_id)
+        return self._requests.pop(group.request_id)[0]

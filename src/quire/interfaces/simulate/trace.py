@@ -1,0 +1,97 @@
+"""What arrives when, as a file says it: one JSON object a line."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from quire.common.errors import ConfigError
+
+MAX_WIDTH = 64
+Count = Annotated[int, Meta(ge=1, le=10_000_000)]
+Seconds = Annotated[float, Meta(ge=0, le=1e12)]
+Width = Annotated[int, Meta(ge=1, le=MAX_WIDTH)]
+VOCAB_SIZE = 32_000
+
+
+class TraceRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One request of a trace; a line of a JSONL file. Ranges are checked when decoded, consistency always."""
+
+    arrival_s: Seconds
+    prompt_len: Count
+    """tokens of the prompt; in a later turn of a session, those it adds to the conversation so far"""
+    output_len: Count
+    """tokens to generate, for each of `n` samples or beams"""
+    prefix_group: Annotated[int, Meta(ge=0)] | None = None
+    """requests of one group begin with the same tokens..."""
+    prefix_len: Annotated[int, Meta(ge=0)] = 0
+    """...this many of them"""
+    tenant: Annotated[str, Meta(min_length=1, max_length=64)] = "default"
+    priority: Annotated[int, Meta(ge=-(10**9), le=10**9)] = 0
+    """smaller is more urgent; read by the policy `priority`"""
+    n: Width = 1
+    """parallel samples"""
+    beam_width: Width = 1
+    session: Annotated[int, Meta(ge=0)] | None = None
+    """a conversation: a turn is submitted when it has arrived and the turn before it has ended..."""
+    think_s: Seconds = 0.0
+    """...this long ago"""
+
+    def __post_init__(self) -> None:
+        if self.n > 1 and self.beam_width > 1:
+            raise ConfigError(f"n={self.n} and beam_width={self.beam_width}: only one of them can be more than 1")
+        if (self.prefix_group is None) != (self.prefix_len == 0):
+            raise ConfigError(
+                f"prefix_group={self.prefix_group} and prefix_len={self.prefix_len}: give both, with a length of at "
+                "least 1, or neither"
+            )
+        if self.prefix_len > self.prompt_len:
+            raise ConfigError(f"prefix_len={self.prefix_len}: must be at most prompt_len, {self.prompt_len}")
+        if self.think_s and self.session is None:
+            raise ConfigError(f"think_s={self.think_s}: only a turn of a session has a turn to wait after")
+
+    def prompt_token_ids(self, index: int) -> list[int]:
+        """Tokens that request number `index` brings: the group's, then its own."""
+        group = _tokens(f"prefix {self.prefix_group}", self.prefix_len) if self.prefix_len else []
+        return group + _tokens(f"prompt {index}", self.prompt_len - self.prefix_len)
+
+
+def _tokens(name: str, num_tokens: int) -> list[int]:
+    return random.Random(name).choices(range(VOCAB_SIZE), k=num_tokens)
+
+
+def read_trace(path: Path) -> Iterator[TraceRequest]:
+    """The requests of a JSONL file, in order of arrival. ConfigError names the line that is wrong."""
+    decoder = msgspec.json.Decoder(TraceRequest)
+    sessions: set[int] = set()
+    latest = 0.0
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    request = decoder.decode(line)
+                    _check_place(request, latest, sessions)
+                except (msgspec.DecodeError, UnicodeDecodeError, ConfigError) as error:
+                    raise ConfigError(f"{path}, line {number}: {error}") from error
+                latest = request.arrival_s
+                yield request
+    except OSError as error:
+        raise ConfigError(f"cannot read the trace {path}: {error.strerror}") from error
+
+
+def _check_place(request: TraceRequest, latest: float, sessions: set[int]) -> None:
+    """What a line must agree on with those before it."""
+    if request.arrival_s < latest:
+        raise ConfigError(f"arrival_s {request.arrival_s} is before {latest}; sort the lines")
+    if request.session is None:
+        return
+    if request.session in sessions and request.prefix_len:
+        raise ConfigError(
+            f"prefix_len={request.prefix_len}: only the first turn of session {request.session} can have a prefix"
+        )
+    sessions.add(request.session)

@@ -1,0 +1,54 @@
+"""Token and position tables, and the head that shares the token table."""
+
+import torch
+from torch import Tensor, nn
+
+from quire import kernels
+from quire.models.layers.weight_format import Matrix, Packed, WeightFormat
+from quire.models.layers.weighted_layer import WeightedLayer, WeightSpec
+
+
+class Embedding(WeightedLayer):
+    """Rows of a table [num_rows, width], by index. The table stays mapped from the checkpoint where its dtype is right.
+
+    `packed`: it is kept in the layout of the matrix kernel instead, for a head tied to it. `first_row`: the row that
+    index 0 means.
+    """
+
+    table: Tensor | Matrix
+
+    def __init__(
+        self, num_rows: int, width: int, dtype: torch.dtype, *, packed: bool = False, first_row: int = 0
+    ) -> None:
+        super().__init__()
+        self.shape = (num_rows, width)
+        self.dtype = dtype
+        self.packed = packed
+        self.format: WeightFormat = Packed()
+        self.first_row = first_row
+
+    def weight_specs(self) -> dict[str, WeightSpec]:
+        if self.packed:
+            return {"weight": self.format.spec((self.shape,), self.dtype)}
+        return {"weight": WeightSpec((self.shape,), self.dtype, kept=True)}
+
+    def set_weight(self, name: str, weight: Tensor) -> None:
+        self.table = self.format.matrix(weight, self.shape, self.dtype) if self.packed else weight[self.first_row :]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids [num_tokens] -> [num_tokens, width]."""
+        return kernels.embedding(ids, self.table)
+
+
+class TiedLmHead(nn.Module):
+    """The projection to the vocabulary by the (packed) token table; keeps no weights of its own."""
+
+    def __init__(self, embedding: Embedding) -> None:
+        super().__init__()
+        self.embedding = embedding
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [num_rows, hidden] -> logits [num_rows, vocab] float32."""
+        table = self.embedding.table
+        assert not isinstance(table, Tensor)
+        return kernels.matmul(x, table, None, torch.float32)

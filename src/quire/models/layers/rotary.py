@@ -1,0 +1,129 @@
+"""Rotary position embedding (Su et al. 2021) and the ways of stretching it beyond the length a model was trained on."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from quire import kernels
+from quire.common.errors import CheckpointError, UnsupportedModelError
+from quire.config.hf_config import HFConfig
+from quire.config.model import ModelConfig, rope_config
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotates query and key heads by their position. One instance, and so one table, serves all layers of a model.
+
+    The table is made once, for positions up to `config.max_model_len`. Dynamic NTK and longrope scaling depend, in
+    transformers, on the longest sequence of the batch at hand; here they depend on max_model_len, so that a token's
+    keys never depend on what else runs or how long its sequence will become. If max_model_len is within the length
+    trained on, they are the plain (dynamic) or short (longrope) table; beyond it, the table transformers takes for a
+    sequence of max_model_len tokens. Lower max_model_len to get the former.
+    """
+
+    def __init__(self, config: ModelConfig, head_dim: int) -> None:
+        super().__init__()
+        self.cos_sin = rotary_table(config, head_dim)  # [max_model_len, rotary_dim] float32
+
+    def forward(self, positions: Tensor, *heads: Tensor) -> None:
+        """Rotate each of `heads` [num_tokens, num_heads, head_dim] in place by positions [num_tokens]."""
+        for x in heads:
+            kernels.rotary_embedding(x, positions, self.cos_sin)
+
+
+def rotary_table(config: ModelConfig, head_dim: int) -> Tensor:
+    """Cosines, then sines, of every position: [max_model_len, rotary_dim] float32."""
+    rope = rope_config(config.hf_config)
+    rope_type = rope.text("rope_type")
+    if rope_type not in _SCALINGS:
+        raise UnsupportedModelError(f"{rope.source}: rope_type is {rope_type!r}, supported are {', '.join(_SCALINGS)}")
+    if rope.number("partial_rotary_factor") != 1.0:
+        raise UnsupportedModelError(f"{rope.source}: partial_rotary_factor other than 1 is not supported")
+    if head_dim % 2:
+        raise CheckpointError(f"{config.hf_config.source}: rotary embedding needs an even head_dim, not {head_dim}")
+    try:
+        inv_freq, attention_factor = _SCALINGS[rope_type](config, rope, head_dim)
+    except (ArithmeticError, ValueError) as error:  # a base of 1, a length of 1, ...
+        raise CheckpointError(f"{rope.source}: these rope parameters make no sense: {dict(rope)}") from error
+    angles = torch.arange(config.max_model_len, dtype=torch.float32)[:, None] * inv_freq  # [max_model_len, dim / 2]
+    return torch.cat([angles.cos(), angles.sin()], dim=-1).mul_(attention_factor)
+
+
+def _base_powers(dim: int, base: float) -> Tensor:
+    return base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)  # [dim / 2]
+
+
+def _default(config: ModelConfig, rope: HFConfig, dim: int) -> tuple[Tensor, float]:
+    return 1.0 / _base_powers(dim, rope.number("rope_theta")), 1.0
+
+
+def _linear(config: ModelConfig, rope: HFConfig, dim: int) -> tuple[Tensor, float]:
+    """All positions divided by the factor (Chen et al. 2023)."""
+    return _default(config, rope, dim)[0] / rope.number("factor"), 1.0
+
+
+def _dynamic(config: ModelConfig, rope: HFConfig, dim: int) -> tuple[Tensor, float]:
+    """The base grows with the length, so that the lowest frequency is stretched fully and the highest not at all."""
+    factor, original = rope.number("factor"), config.max_position_embeddings
+    stretch = factor * max(config.max_model_len, original) / original - (factor - 1)
+    return 1.0 / _base_powers(dim, rope.number("rope_theta") * stretch ** (dim / (dim - 2))), 1.0
+
+
+def _yarn(config: ModelConfig, rope: HFConfig, dim: int) -> tuple[Tensor, float]:
+    """Low frequencies stretched, high ones kept, a ramp between; logits sharpened (Peng et al. 2023)."""
+    base, original = rope.number("rope_theta"), rope.size("original_max_position_embeddings")
+    factor = rope.number("factor", config.max_position_embeddings / original)
+    bounds = [
+        dim * math.log(original / (rope.number(key, turns) * 2 * math.pi)) / (2 * math.log(base))
+        for key, turns in (("beta_fast", 32.0), ("beta_slow", 1.0))
+    ]  # the dimensions that turn this often within the original length
+    if rope.flag("truncate", True):
+        bounds = [math.floor(bounds[0]), math.ceil(bounds[1])]
+    low, high = max(bounds[0], 0), min(bounds[1], dim - 1)
+    width = high - low if high != low else 0.001
+    stretched = ((torch.arange(dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)  # [dim / 2]
+    inv_freq = 1.0 / _base_powers(dim, base)
+    return inv_freq / factor * stretched + inv_freq * (1 - stretched), _yarn_attention_factor(rope, factor)
+
+
+def _yarn_attention_factor(rope: HFConfig, factor: float) -> float:
+    def sharpening(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    if rope.get("attention_factor") is not None:
+        return rope.number("attention_factor")
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return sharpening(rope.number("mscale")) / sharpening(rope.number("mscale_all_dim"))
+    return sharpening(1.0)
+
+
+def _llama3(config: ModelConfig, rope: HFConfig, dim: int) -> tuple[Tensor, float]:
+    """Wavelengths beyond the original length stretched, short ones kept, a smooth step between (Llama 3.1)."""
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    if high <= low:
+        raise CheckpointError(f"{rope.source}: high_freq_factor {high} must be greater than low_freq_factor {low}")
+    inv_freq = _default(config, rope, dim)[0]
+    turns = rope.size("original_max_position_embeddings") * inv_freq / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)  # [dim / 2]: 1 at short wavelengths, 0 at long ones
+    return inv_freq / rope.number("factor") * (1 - kept) + inv_freq * kept, 1.0
+
+
+def _longrope(config: ModelConfig, rope: HFConfig, dim: int) -> tuple[Tensor, float]:
+    """A searched factor per frequency, one list within the original length and one beyond (Ding et al. 2024)."""
+    original = rope.size("original_max_position_embeddings")
+    key = "long_factor" if config.max_model_len > original else "short_factor"
+    factor = rope.number("factor", config.max_position_embeddings / original)
+    attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    inv_freq = 1.0 / (torch.tensor(rope.numbers(key, dim // 2)) * _base_powers(dim, rope.number("rope_theta")))
+    return inv_freq, rope.number("attention_factor", attention_factor)
+
+
+_SCALINGS: dict[str, Callable[[ModelConfig, HFConfig, int], tuple[Tensor, float]]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "yarn": _yarn,
+    "llama3": _llama3,
+    "longrope": _longrope,
+}

@@ -1,0 +1,1 @@
+"""Reading, packing, quantizing and saving checkpoints."""

@@ -1,0 +1,291 @@
+"""Files of requests, run through the server's own application: the formats of OpenAI's Batch API.
+
+Answers are written to a partial file beside the output as they come, in any order, each behind its place in the input.
+What is in it is done, whatever happens: a later run goes on from there. In the end it is put in order, and the output
+appears complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import secrets
+from array import array
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+from starlette.types import ASGIApp, Message
+
+from quire.common.errors import ConfigError, EngineDeadError, QuireError
+from quire.common.faults import fault_write
+
+MAX_FRAME_BYTES = 64 * 1024
+"""of a line, around its body"""
+
+
+class BatchRequest(msgspec.Struct):
+    """A line of the input."""
+
+    custom_id: str
+    url: str
+    body: msgspec.Raw
+    method: str = "POST"
+
+
+class BatchResponse(msgspec.Struct):
+    """What the server answered, be it an error of its own."""
+
+    status_code: int
+    request_id: str
+    body: msgspec.Raw
+
+
+class BatchError(msgspec.Struct):
+    """Why there is no answer."""
+
+    code: str
+    message: str
+
+
+class BatchResult(msgspec.Struct, kw_only=True):
+    """A line of the output."""
+
+    id: str
+    custom_id: str | None
+    response: BatchResponse | None = None
+    error: BatchError | None = None
+
+
+class _CustomId(msgspec.Struct):
+    custom_id: str | None = None
+
+
+class _Body(msgspec.Struct):
+    stream: Any = None
+
+
+def read_lines(source: Path, max_body_bytes: int) -> Iterator[bytes | None]:
+    """The lines that are not blank; None for one that is too long to be read."""
+    limit = max_body_bytes + MAX_FRAME_BYTES
+    with source.open("rb") as file:
+        while line := file.readline(limit):
+            if len(line) == limit and not line.endswith(b"\n"):
+                while (rest := file.readline(limit)) and not rest.endswith(b"\n"):
+                    pass
+                yield None
+            elif line.strip():
+                yield line
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchRun:
+    """How a file is run."""
+
+    app: ASGIApp
+    paths: Collection[str]
+    """that may be asked, by POST"""
+    is_running: Callable[[], bool]
+    """whether an engine answers, or may soon"""
+    max_in_flight: int
+    """lines at once"""
+    max_body_bytes: int
+
+    async def run(self, source: Path, partial: PartialFile, progress: Callable[[], object]) -> int:
+        """Run the lines that have no answer yet; `progress` is called after each. Returns how many of them failed.
+
+        Raises EngineDeadError if the engine ends, QuireError if an answer cannot be kept; the lines without an answer
+        are then left for another run.
+        """
+        lines = (row for row in _numbered(read_lines(source, self.max_body_bytes)) if not partial.has(row[0]))
+        num_failed = 0
+
+        async def work() -> None:
+            nonlocal num_failed
+            for index, line, is_duplicate in lines:
+                result = await self._result(line, is_duplicate)
+                is_answer = result.response is not None and result.response.status_code < 400
+                if not is_answer and not self.is_running():
+                    raise EngineDeadError("the engine process has ended")
+                num_failed += not is_answer
+                partial.add(index, msgspec.json.encode(result))
+                progress()
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(self.max_in_flight):
+                    group.create_task(work())
+        except* QuireError as errors:
+            raise errors.exceptions[0] from None
+        return num_failed
+
+    async def _result(self, line: bytes | None, is_duplicate: bool) -> BatchResult:
+        result = BatchResult(id=f"batch_req_{secrets.token_hex(12)}", custom_id=None)
+        if line is None:
+            message = f"the line is longer than {self.max_body_bytes:,} bytes, the most that a body may have"
+            result.error = BatchError("line_too_long", message)
+            return result
+        result.custom_id = _custom_id(line)
+        try:
+            request = msgspec.json.decode(line, type=BatchRequest)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            result.error = BatchError("invalid_line", f"the line is no request: {error}")
+            return result
+        result.error = self._refusal(request)
+        if is_duplicate:
+            message = f"custom_id={request.custom_id[:100]!r} is that of an earlier line: give each its own"
+            result.error = BatchError("duplicate_custom_id", message)
+        if result.error is None:
+            status, headers, body = await call(self.app, request.url, bytes(request.body))
+            result.response = BatchResponse(status, headers.get("x-request-id", ""), msgspec.Raw(body))
+        return result
+
+    def _refusal(self, request: BatchRequest) -> BatchError | None:
+        if request.method.upper() != "POST":
+            return BatchError("invalid_method", f"method={request.method[:20]!r}: must be POST")
+        if request.url not in self.paths:
+            message = f"url={request.url[:100]!r}: must be one of {', '.join(sorted(self.paths))}"
+            return BatchError("invalid_url", message)
+        try:
+            streams = bool(msgspec.json.decode(request.body, type=_Body).stream)
+        except (msgspec.DecodeError, RecursionError):
+            streams = False  # the endpoint says what is wrong with the body
+        return BatchError("invalid_body", "stream: a batch has no streams, leave it out") if streams else None
+
+
+def _numbered(lines: Iterable[bytes | None]) -> Iterator[tuple[int, bytes | None, bool]]:
+    """Each line with its place, and whether an earlier one has its custom_id already."""
+    seen: set[bytes] = set()
+    for i, line in enumerate(lines):
+        custom_id = _custom_id(line)
+        key = hashlib.blake2b((custom_id or "").encode(), digest_size=16).digest()
+        yield i, line, custom_id is not None and key in seen
+        seen.add(key)
+
+
+def _custom_id(line: bytes | None) -> str | None:
+    try:
+        return None if line is None else msgspec.json.decode(line, type=_CustomId).custom_id
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+async def call(app: ASGIApp, path: str, body: bytes) -> tuple[int, Mapping[str, str], bytes]:
+    """POST JSON to an ASGI application, by a call: status, headers (names in lower case) and body of its answer."""
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http",
+        "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
+        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+    }  # fmt: skip
+    requests: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    status, headers, chunks = 500, {}, []
+
+    async def receive() -> Message:
+        if requests:
+            return requests.pop()
+        await asyncio.get_running_loop().create_future()  # this client never leaves
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        nonlocal status, headers
+        if message["type"] == "http.response.start":
+            status = message["status"]
+            headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in message["headers"]}
+        else:
+            chunks.append(message.get("body", b""))
+
+    await app(scope, receive, send)
+    return status, headers, b"".join(chunks)
+
+
+class PartialFile:
+    """Answers as they come, each line behind its place in the input; the first line tells which input that is."""
+
+    def __init__(self, output: Path, source: Path, num_lines: int, *, resume: bool) -> None:
+        """Begin, or with `resume` go on with what there is. Raises ConfigError."""
+        self._output = output
+        self.path = output.with_name(output.name + ".partial")
+        self._offsets = array("Q", bytes(8 * num_lines))
+        """of each answer; 0: there is none"""
+        with source.open("rb") as file:
+            head = hashlib.file_digest(file, "sha256").hexdigest().encode() + b"\n"
+        try:
+            self._file: BinaryIO = self.path.open("r+b" if resume and self.path.exists() else "x+b", buffering=0)
+        except FileExistsError:
+            raise ConfigError(f"{self.path} holds a run that did not end: go on with --resume, or delete it") from None
+        except OSError as error:
+            raise ConfigError(f"the output cannot be written: {error}") from error
+        self._size = self._file.seek(0, os.SEEK_END)
+        if self._size == 0:
+            self._write(head)
+        else:
+            self._find_answers(head)
+
+    @property
+    def num_done(self) -> int:
+        """Lines that have an answer."""
+        return len(self._offsets) - self._offsets.count(0)
+
+    def has(self, index: int) -> bool:
+        """Whether the line at this place has an answer."""
+        return self._offsets[index] != 0
+
+    def add(self, index: int, result: bytes) -> None:
+        """Keep the answer to a line; it is in the system's hands when this returns."""
+        offset = self._size
+        self._write(b"%d %b\n" % (index, result))
+        self._offsets[index] = offset
+
+    def finish(self) -> None:
+        """Write the output, all of it or nothing, and end the partial file."""
+        ordered = self._output.with_name(self._output.name + ".tmp")
+        with self._writing(), ordered.open("wb") as file, self.path.open("rb") as answers:
+            for offset in self._offsets:
+                answers.seek(offset)
+                fault_write("batch.write", file.write, answers.readline().partition(b" ")[2])
+            file.flush()
+            os.fsync(file.fileno())
+        ordered.replace(self._output)
+        self.close()
+        self.path.unlink()
+
+    def close(self) -> None:
+        """Leave it for a later run."""
+        self._file.close()
+
+    def _write(self, data: bytes) -> None:
+        """All of it, or nothing: others may yet write behind it."""
+        with self._writing():
+            try:
+                left = data
+                while left:  # a disk that is full takes a part
+                    left = left[fault_write("batch.write", self._file.write, left) :]
+            except OSError:
+                self._file.truncate(self._size)
+                self._file.seek(self._size)
+                raise
+        self._size += len(data)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise QuireError(f"the answers cannot be written: {error}; make room, then go on with --resume") from error
+
+    def _find_answers(self, head: bytes) -> None:
+        """A line cut off at the end is taken away."""
+        with self.path.open("rb") as file:
+            if file.readline() != head:
+                self.close()
+                raise ConfigError(f"{self.path} holds answers to another input: delete it, or give that input")
+            self._size = file.tell()
+            while (line := file.readline()).endswith(b"\n"):
+                self._offsets[int(line.partition(b" ")[0])] = self._size
+                self._size += len(line)
+        self._file.truncate(self._size)
+        self._file.seek(self._size)

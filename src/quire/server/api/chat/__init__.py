@@ -1,0 +1,1 @@
+"""Chat completions: prompt, run, events, answer."""

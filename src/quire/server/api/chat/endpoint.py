@@ -1,0 +1,150 @@
+"""/v1/chat/completions: the events of a chat, as one answer or as a stream of chunks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import msgspec
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from quire.server.api.chat.events import (
+    ChatEvent,
+    ChoiceFinished,
+    ContentDelta,
+    PromptEvent,
+    ReasoningDelta,
+    ToolCallDelta,
+    UsageEvent,
+)
+from quire.server.api.chat.protocol import (
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    ChatDelta,
+    ChatLogprobs,
+    FunctionCallDelta,
+    ToolCallChunk,
+)
+from quire.server.api.chat.run import fold, run_chat
+from quire.server.api.shared.fields import Usage
+from quire.server.http import sse
+from quire.server.http.bodies import read_struct
+from quire.server.http.endpoint import Endpoint, choices_response
+from quire.server.http.state import context_of, state_of
+
+
+async def create_chat_completion(request: Request) -> ASGIApp:
+    """POST /v1/chat/completions"""
+    state, context = state_of(request), context_of(request)
+    context.field_names["prompt"] = "messages"
+    body = await read_struct(request, ChatCompletionRequest)
+    context.adopt_id(body.request_id)
+    answer_id, model = f"chatcmpl-{context.request_id}", state.check_model(body.model)
+    events = run_chat(state, body, answer_id, request)
+    if body.stream:
+        frames = _frames(events, body, answer_id, model)
+        return await sse.event_stream(request, frames, error_event=sse.openai_error)
+    answer = await sse.unless_disconnected(request, _whole(events, answer_id, model))
+    answer.service_tier = body.service_tier or UNSET
+    return await choices_response(answer)
+
+
+async def _whole(events: AsyncGenerator[ChatEvent, None], answer_id: str, model: str) -> ChatCompletion:
+    async with aclosing(events):
+        return await fold(events, id=answer_id, model=model)
+
+
+async def _frames(
+    events: AsyncGenerator[ChatEvent, None], body: ChatCompletionRequest, answer_id: str, model: str
+) -> sse.Events:
+    chunks = _Chunks(body, answer_id, model)
+    async with aclosing(events):
+        async for event in events:
+            for chunk in chunks.of(event):
+                yield sse.frame(msgspec.json.encode(chunk))
+    yield sse.DONE
+
+
+class _Chunks:
+    """Makes events into chunks: the role first for each choice, and a last one with the usage if it is wanted."""
+
+    def __init__(self, body: ChatCompletionRequest, answer_id: str, model: str) -> None:
+        self._body = body
+        self._blank = ChatCompletionChunk(id=answer_id, created=int(time.time()), model=model, choices=[])
+        if body.includes_usage:
+            self._blank.usage = None
+        self._begun: set[int] = set()
+        self._prompt = PromptEvent(None, None)
+
+    def of(self, event: ChatEvent) -> list[ChatCompletionChunk]:
+        """The chunks that tell it."""
+        match event:
+            case PromptEvent():
+                self._prompt = event
+                return []
+            case UsageEvent():
+                return self._usage(event)
+            case _:
+                chunks = [] if event.index in self._begun else [self._first(event.index)]
+                chunk = self._chunk(_choice(event))
+                if isinstance(event, ChoiceFinished) and event.timings is not None:
+                    chunk.timings = event.timings
+                return [*chunks, chunk]
+
+    def _chunk(self, *choices: ChatChunkChoice) -> ChatCompletionChunk:
+        return msgspec.structs.replace(self._blank, choices=list(choices))
+
+    def _first(self, index: int) -> ChatCompletionChunk:
+        chunk = self._chunk(ChatChunkChoice(index, ChatDelta(role="assistant", content="")))
+        if not self._begun:
+            chunk.prompt_token_ids = UNSET if self._prompt.token_ids is None else self._prompt.token_ids
+            chunk.prompt_logprobs = UNSET if self._prompt.logprobs is None else self._prompt.logprobs
+        self._begun.add(index)
+        return chunk
+
+    def _usage(self, event: UsageEvent) -> list[ChatCompletionChunk]:
+        usage = Usage.of(event.prompt_tokens, event.completion_tokens, event.cached_tokens)
+        if event.timings is None:  # so far: for the chunks that come now
+            self._blank.usage = usage
+            return []
+        if not self._body.includes_usage:
+            return []
+        return [msgspec.structs.replace(self._blank, usage=usage, timings=event.timings)]
+
+
+def _choice(event: ContentDelta | ReasoningDelta | ToolCallDelta | ChoiceFinished) -> ChatChunkChoice:
+    match event:
+        case ContentDelta(index, text, logprobs, token_ids):
+            told = None if logprobs is None else ChatLogprobs(logprobs)
+            ids = UNSET if token_ids is None else token_ids
+            return ChatChunkChoice(index, ChatDelta(content=text), told, token_ids=ids)
+        case ReasoningDelta(index, text):
+            return ChatChunkChoice(index, ChatDelta(reasoning_content=text, reasoning=text))
+        case ToolCallDelta(index, tool_index, None, _, arguments):
+            call = ToolCallChunk(tool_index, FunctionCallDelta(arguments=arguments))
+            return ChatChunkChoice(index, ChatDelta(tool_calls=[call]))
+        case ToolCallDelta(index, tool_index, call_id, name, arguments):
+            function = FunctionCallDelta(name or "", arguments)
+            call = ToolCallChunk(tool_index, function, call_id or "", "function")
+            return ChatChunkChoice(index, ChatDelta(tool_calls=[call]))
+        case ChoiceFinished(index, finish_reason, stop_reason):
+            return ChatChunkChoice(index, ChatDelta(), None, finish_reason, stop_reason)
+
+
+ENDPOINTS = (
+    Endpoint(
+        path="/v1/chat/completions",
+        method="POST",
+        handler=create_chat_completion,
+        summary="Answer a conversation",
+        request=ChatCompletionRequest,
+        response=ChatCompletion,
+        chunk=ChatCompletionChunk,
+        generates=True,
+    ),
+)

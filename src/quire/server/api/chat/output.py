@@ -1,0 +1,134 @@
+"""What a model says in a chat, read: content, reasoning and tool calls, as events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from quire.common.outputs import CompletionOutput, RequestOutput
+from quire.server.api.chat.events import (
+    ChatEvent,
+    ChatFinishReason,
+    ChoiceFinished,
+    ContentDelta,
+    PromptEvent,
+    ReasoningDelta,
+    ToolCallDelta,
+)
+from quire.server.api.chat.prompt import content_text
+from quire.server.api.chat.protocol import ChatCompletionRequest
+from quire.server.api.shared.fields import Timings
+from quire.server.api.shared.generation import chat_logprobs, prompt_logprobs
+from quire.server.api.shared.sampling import structure
+from quire.server.api.tools import (
+    OutputParser,
+    Parsed,
+    ParsedContent,
+    ParsedReasoning,
+    check_tools,
+    forced_tools,
+    make_parser,
+    shows_special_tokens,
+    tool_choice_structure,
+)
+from quire.server.http.errors import invalid
+from quire.server.http.state import ServerState
+
+
+class ChatPlan:
+    """What tools and formats of a request mean for its grammar and for reading its output. Raises RequestError."""
+
+    def __init__(self, state: ServerState, request: ChatCompletionRequest) -> None:
+        tools: Any = msgspec.to_builtins(request.tools)
+        choice: Any = msgspec.to_builtins(request.tool_choice)
+        check_tools(tools, choice)
+        parallel = request.parallel_tool_calls is not False
+        self.shows_tools = bool(tools) and choice != "none"
+        self.forced = forced_tools(tools, choice)
+        self.structured_outputs = tool_choice_structure(tools, choice, parallel)
+        form = structure(request)
+        if self.forced is not None and form is not None:
+            raise invalid("a form of the answer does not go with a tool_choice that forces calls", "tool_choice")
+        self.is_named = self.forced is not None and self.forced.name is not None
+        self.max_calls = None if parallel else 1
+        is_free = form is None and self.forced is None  # a grammar leaves no room for tags
+        self.tools = state.tool_format if self.shows_tools and is_free else None
+        self.reasoning = state.reasoning_format if is_free else None
+        special = state.llm.tokenizer.special_token_texts.values()
+        self.shows_special_tokens = shows_special_tokens(self.reasoning, self.tools, set(special))
+
+
+class ChatChoices:
+    """Makes the engine's outputs into events, each choice with a parser of its own."""
+
+    def __init__(self, plan: ChatPlan, request: ChatCompletionRequest, prompt: str) -> None:
+        self._plan = plan
+        self._request = request
+        self._reasoning = plan.reasoning and plan.reasoning.after(prompt)
+        self._parsers: dict[int, OutputParser] = {}
+        self._callers: set[int] = set()
+        last = request.messages[-1]
+        self._echoed = content_text(last.content) if request.echo and last.role == "assistant" else ""
+        self._has_told_prompt = not request.return_token_ids and request.prompt_logprobs is None
+
+    def events(self, output: RequestOutput, timings: Timings | None) -> list[ChatEvent]:
+        """What this output adds; `timings` with the last."""
+        found: list[ChatEvent] = []
+        if not self._has_told_prompt:
+            self._has_told_prompt = True
+            token_ids = output.prompt_token_ids if self._request.return_token_ids else None
+            logprobs = prompt_logprobs(output.prompt_logprobs) if self._request.prompt_logprobs is not None else None
+            found.append(PromptEvent(token_ids, logprobs))
+        for delta in output.outputs:
+            found += self._of_choice(delta, timings if delta is output.outputs[-1] else None)
+        return found
+
+    def _of_choice(self, delta: CompletionOutput, timings: Timings | None) -> list[ChatEvent]:
+        index, is_first = delta.index, delta.index not in self._parsers
+        parser = self._parsers.setdefault(index, self._new_parser()) if is_first else self._parsers[index]
+        parsed = parser.feed(delta.text)
+        if delta.finish_reason is not None:
+            parsed += parser.finish()
+        found = [event for item in parsed if (event := self._event(index, item)) is not None]
+        if is_first and self._echoed:
+            found.insert(0, ContentDelta(index, self._echoed))
+        self._tell_tokens(found, delta)
+        if delta.finish_reason is not None:
+            found.append(ChoiceFinished(index, self._finish_reason(delta), delta.stop_reason, timings))
+        return found
+
+    def _new_parser(self) -> OutputParser:
+        plan = self._plan
+        return make_parser(reasoning=self._reasoning, tools=plan.tools, forced=plan.forced, max_calls=plan.max_calls)
+
+    def _event(self, index: int, parsed: Parsed) -> ChatEvent | None:
+        if isinstance(parsed, ParsedContent):
+            return ContentDelta(index, parsed.text)
+        if isinstance(parsed, ParsedReasoning):
+            return None if self._request.include_reasoning is False else ReasoningDelta(index, parsed.text)
+        self._callers.add(index)
+        return ToolCallDelta(index, parsed.tool_index, parsed.id, parsed.name, parsed.arguments)
+
+    def _tell_tokens(self, found: list[ChatEvent], delta: CompletionOutput) -> None:
+        """Put what is told of the tokens into the first content among what was found, or into some that is empty."""
+        request = self._request
+        token_ids = delta.token_ids if request.return_token_ids else None
+        logprobs = None
+        if request.logprobs and delta.logprobs is not None:
+            as_ids = bool(request.return_tokens_as_token_ids)
+            logprobs = chat_logprobs(delta.token_ids, delta.logprobs, request.top_logprobs or 0, as_ids)
+        if not token_ids and not logprobs:
+            return
+        for i, event in enumerate(found):
+            if isinstance(event, ContentDelta):
+                found[i] = replace(event, logprobs=logprobs, token_ids=token_ids)
+                return
+        found.append(ContentDelta(delta.index, "", logprobs, token_ids))
+
+    def _finish_reason(self, delta: CompletionOutput) -> ChatFinishReason:
+        """OpenAI's: a function that was named in advance is not called by the model's choice."""
+        if delta.finish_reason == "length":
+            return "length"
+        return "tool_calls" if delta.index in self._callers and not self._plan.is_named else "stop"

@@ -1,0 +1,106 @@
+"""Conversations as prompts: messages checked and written down by the chat template."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+import msgspec
+
+from quire.common.errors import InvalidPromptError
+from quire.server.api.chat.protocol import ChatMessage, ContentPart, Tool
+from quire.server.http.errors import invalid
+from quire.server.http.state import ServerState
+
+_RESERVED = ("self", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tools")
+_QUICK_MESSAGES = 32
+_QUICK_CHARS = 16_384
+"""conversations up to here are written down at once, others in a thread beside the event loop"""
+
+
+class ChatPrompt(TypedDict):
+    """As the engine's door takes it."""
+
+    prompt: str
+    prompt_token_ids: list[int]
+
+
+async def chat_prompt(
+    state: ServerState,
+    messages: Sequence[ChatMessage],
+    *,
+    tools: Sequence[Tool] | None = None,
+    chat_template: str | None = None,
+    variables: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool | None = None,
+    add_special_tokens: bool | None = None,
+) -> ChatPrompt:
+    """The prompt of a conversation. Raises ApiError or RequestError for messages, tools or a template that are wrong,
+    TokenizerError where there is no template."""
+    if chat_template is not None and not state.args.allow_client_chat_template:
+        raise invalid("chat_template is not taken from requests by this server", "chat_template")
+    for name in _RESERVED:
+        if name in (variables or {}):
+            raise invalid(f"chat_template_kwargs cannot set {name!r}", "chat_template_kwargs")
+
+    def render() -> str:
+        return state.llm.tokenizer.apply_chat_template(
+            [_plain_message(message, f"messages[{i}]") for i, message in enumerate(messages)],
+            tools=msgspec.to_builtins(tools) if tools else None,
+            chat_template=chat_template,
+            add_generation_prompt=not continue_final_message
+            if add_generation_prompt is None
+            else add_generation_prompt,
+            continue_final_message=bool(continue_final_message),
+            **(variables or {}),
+        )
+
+    is_quick = chat_template is None and not tools and not variables and len(messages) <= _QUICK_MESSAGES
+    if is_quick and sum(map(_num_chars, messages)) <= _QUICK_CHARS:
+        text = render()
+    else:
+        text = await asyncio.to_thread(render)
+    return {"prompt": text, "prompt_token_ids": await state.llm.encode(text, bool(add_special_tokens))}
+
+
+def _num_chars(message: ChatMessage) -> int:
+    """Of all that a template may write down, about."""
+    parts = message.content if isinstance(message.content, list) else [ContentPart(text=message.content)]
+    calls = [call.function.arguments for call in message.tool_calls or ()]
+    texts = [*(part.text for part in parts), message.reasoning_content, message.reasoning, message.refusal, *calls]
+    return sum(1 + len(text or "") for text in texts)
+
+
+def _plain_message(message: ChatMessage, where: str) -> dict[str, Any]:
+    """As templates know it: content always a text, arguments of calls as objects."""
+    plain: dict[str, Any] = msgspec.to_builtins(message)
+    plain["content"] = content_text(message.content, f"{where}.content")
+    if message.tool_calls is not None:
+        for i, call in enumerate(plain["tool_calls"]):
+            call["function"]["arguments"] = _arguments(call["function"]["arguments"], f"{where}.tool_calls[{i}]")
+    return plain
+
+
+def content_text(content: str | list[ContentPart] | None, where: str = "content") -> str:
+    """The text of a message's content. Raises ApiError for parts that are no text."""
+    if not isinstance(content, list):
+        return content or ""
+    for i, part in enumerate(content):
+        if part.type != "text" or part.text is None:
+            kind = part.type[:40]
+            message = f"{where}[{i}] has the type {kind!r}: only text parts, {{'type': 'text', 'text': ...}}, are taken"
+            raise invalid(message, f"{where}[{i}]", "unsupported_content")
+    return "\n".join(part.text or "" for part in content)
+
+
+def _arguments(text: str, where: str) -> dict[str, Any]:
+    try:
+        arguments = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise InvalidPromptError(f"{where}.function.arguments must be a JSON object, as text")
+    return arguments

@@ -1,0 +1,191 @@
+"""A chat, run: from the request to its events, and from events to the whole answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+
+from msgspec import UNSET
+from msgspec.structs import replace
+from starlette.requests import Request
+
+from quire.common.params import SamplingParams
+from quire.server.api.chat.events import (
+    ChatEvent,
+    ChoiceFinished,
+    ContentDelta,
+    PromptEvent,
+    ReasoningDelta,
+    ToolCallDelta,
+    UsageEvent,
+)
+from quire.server.api.chat.output import ChatChoices, ChatPlan
+from quire.server.api.chat.prompt import ChatPrompt, chat_prompt
+from quire.server.api.chat.protocol import (
+    ChatChoice,
+    ChatCompletion,
+    ChatCompletionRequest,
+    ChatLogprobs,
+    FunctionCall,
+    ResponseMessage,
+    ToolCall,
+)
+from quire.server.api.shared.fields import Timings, TokenLogprob, Usage
+from quire.server.api.shared.generation import TokenCounts, beside, generate
+from quire.server.api.shared.sampling import check_request, make_params, name_fields
+from quire.server.http.errors import invalid
+from quire.server.http.state import ServerState, context_of
+
+
+async def run_chat(
+    state: ServerState, request: ChatCompletionRequest, request_id: str, http_request: Request
+) -> AsyncGenerator[ChatEvent, None]:
+    """Answer a conversation. Raises RequestError or ApiError, before the first event where the request is wrong.
+
+    Closing the generator aborts the request. `request_id` need not be unique.
+    """
+    context = context_of(http_request)
+    context.facts["model"] = state.check_model(request.model)
+    _name_fields(context.field_names, request)
+    check_request(state, request)
+    plan = ChatPlan(state, request)
+    prompt = await make_prompt(state, request, plan)
+    params = make_params(
+        state,
+        context,
+        request,
+        max_tokens=request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens,
+        logprobs=_num_logprobs(request),
+        structured_outputs=plan.structured_outputs,
+    )
+    if plan.shows_special_tokens and isinstance(params, SamplingParams):
+        params = replace(params, skip_special_tokens=False)
+    counts, choices = TokenCounts(context), ChatChoices(plan, request, prompt["prompt"])
+    timings: Timings | None = None
+    async with aclosing(generate(state, [prompt], params, request_id)) as outputs:
+        async for _, output in outputs:
+            counts.add(0, output)
+            timings = Timings.of(output.metrics) if output.finished else None
+            if request.continuous_usage and not output.finished:
+                yield UsageEvent(counts.prompt_tokens, counts.completion_tokens, counts.cached_tokens)
+            for event in await beside(output, partial(choices.events, output, timings)):
+                yield event
+    yield UsageEvent(counts.prompt_tokens, counts.completion_tokens, counts.cached_tokens, timings)
+
+
+async def make_prompt(state: ServerState, request: ChatCompletionRequest, plan: ChatPlan) -> ChatPrompt:
+    """Text and tokens of the prompt. Raises RequestError or ApiError."""
+    return await chat_prompt(
+        state,
+        request.messages,
+        tools=request.tools if plan.shows_tools else None,
+        chat_template=request.chat_template,
+        variables=_variables(request),
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        add_special_tokens=request.add_special_tokens,
+    )
+
+
+async def fold(
+    events: AsyncGenerator[ChatEvent, None] | AsyncIterator[ChatEvent], *, id: str, model: str
+) -> ChatCompletion:
+    """The whole answer of these events."""
+    choices: dict[int, _Fold] = {}
+    usage, timings, prompt = UsageEvent(0, 0, 0), None, PromptEvent(None, None)
+    async for event in events:
+        match event:
+            case UsageEvent():
+                usage, timings = event, event.timings
+            case PromptEvent():
+                prompt = event
+            case _:
+                choices.setdefault(event.index, _Fold()).add(event)
+    return ChatCompletion(
+        id=id,
+        created=int(time.time()),
+        model=model,
+        choices=[choices[index].choice(index) for index in sorted(choices)],
+        usage=Usage.of(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens),
+        timings=timings or UNSET,
+        prompt_token_ids=UNSET if prompt.token_ids is None else prompt.token_ids,
+        prompt_logprobs=UNSET if prompt.logprobs is None else prompt.logprobs,
+    )
+
+
+class _Fold:
+    """One choice of a whole answer, as its events come."""
+
+    def __init__(self) -> None:
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: dict[int, tuple[ToolCall, list[str]]] = {}
+        self._logprobs: list[TokenLogprob] | None = None
+        self._token_ids: list[int] | None = None
+        self._end: ChoiceFinished | None = None
+
+    def add(self, event: ContentDelta | ReasoningDelta | ToolCallDelta | ChoiceFinished) -> None:
+        """The next event of this choice."""
+        match event:
+            case ContentDelta():
+                self._content.append(event.text)
+                if event.logprobs is not None:
+                    self._logprobs = (self._logprobs or []) + event.logprobs
+                if event.token_ids is not None:
+                    self._token_ids = (self._token_ids or []) + event.token_ids
+            case ReasoningDelta():
+                self._reasoning.append(event.text)
+            case ToolCallDelta():
+                if event.tool_index not in self._calls:
+                    call = ToolCall(id=event.id or "", function=FunctionCall(name=event.name or ""))
+                    self._calls[event.tool_index] = call, []
+                self._calls[event.tool_index][1].append(event.arguments)
+            case ChoiceFinished():
+                self._end = event
+
+    def choice(self, index: int) -> ChatChoice:
+        """All of it."""
+        content, reasoning = "".join(self._content), "".join(self._reasoning)
+        for call, arguments in self._calls.values():
+            call.function.arguments = "".join(arguments)
+        return ChatChoice(
+            index=index,
+            message=ResponseMessage(
+                content=content or (None if self._calls else ""),
+                reasoning_content=reasoning or UNSET,
+                reasoning=reasoning or UNSET,
+                tool_calls=[call for call, _ in self._calls.values()] or UNSET,
+            ),
+            logprobs=None if self._logprobs is None else ChatLogprobs(self._logprobs),
+            finish_reason=None if self._end is None else self._end.finish_reason,
+            stop_reason=None if self._end is None else self._end.stop_reason,
+            token_ids=UNSET if self._token_ids is None else self._token_ids,
+        )
+
+
+def _variables(request: ChatCompletionRequest) -> dict[str, Any]:
+    """What the template may want to know besides the messages."""
+    named = {"reasoning_effort": request.reasoning_effort, "documents": request.documents}
+    given = {name: value for name, value in named.items() if value is not None}
+    return given | (request.chat_template_kwargs or {})
+
+
+def _name_fields(names: dict[str, str], request: ChatCompletionRequest) -> None:
+    """As the client has called them, in chat's terms or in those of a protocol that is translated to chat."""
+    name_fields(names, request)
+    names.setdefault("prompt", "messages")
+    if request.max_completion_tokens is not None:
+        names.setdefault("max_tokens", "max_completion_tokens")
+    if request.top_logprobs is not None:
+        names.setdefault("logprobs", "top_logprobs")
+
+
+def _num_logprobs(request: ChatCompletionRequest) -> int | None:
+    if request.logprobs:
+        return request.top_logprobs or 0
+    if request.top_logprobs:
+        raise invalid("top_logprobs need logprobs: set logprobs to true", "top_logprobs")
+    return None

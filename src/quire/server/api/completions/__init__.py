@@ -1,0 +1,1 @@
+"""Completions of plain text."""

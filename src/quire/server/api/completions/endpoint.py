@@ -1,0 +1,240 @@
+"""/v1/completions: prompts continued. A whole answer is the fold of the chunks that a stream would send."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from functools import partial
+
+import msgspec
+from msgspec import UNSET
+from msgspec.structs import replace
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from quire.common.errors import InvalidPromptError
+from quire.common.outputs import CompletionOutput, Logprob, RequestOutput
+from quire.common.params import BeamSearchParams, SamplingParams
+from quire.common.params.sampling import ALL_LOGPROBS
+from quire.engine.requests.input_processor import Prompt
+from quire.server.api.completions.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
+from quire.server.api.shared.fields import Prompts, Timings
+from quire.server.api.shared.generation import TokenCounts, beside, finite, generate, prompt_logprobs, token_text
+from quire.server.api.shared.sampling import check_request, make_params, name_fields, num_choices
+from quire.server.http import sse
+from quire.server.http.bodies import read_struct
+from quire.server.http.endpoint import Endpoint, choices_response
+from quire.server.http.errors import invalid
+from quire.server.http.state import RequestContext, ServerState, context_of, state_of
+
+MAX_COPIED_BYTES = 64 * 1024**2
+"""of the params of a request, by the prompts it has"""
+
+
+async def create_completion(request: Request) -> ASGIApp:
+    """POST /v1/completions"""
+    state, context = state_of(request), context_of(request)
+    body = await read_struct(request, CompletionRequest)
+    context.adopt_id(body.request_id)
+    answer_id = f"cmpl-{context.request_id}"
+    chunks = complete(state, context, body, answer_id)
+    if body.stream:
+        return await sse.event_stream(request, _frames(chunks), error_event=sse.openai_error)
+    return await choices_response(await sse.unless_disconnected(request, fold(chunks)))
+
+
+async def complete(
+    state: ServerState, context: RequestContext, request: CompletionRequest, answer_id: str
+) -> AsyncGenerator[Completion, None]:
+    """The chunks of an answer; the last has the usage, no choices and the timings. Raises RequestError or ApiError."""
+    context.facts["model"] = model = state.check_model(request.model)
+    prompts = _listed(request.prompt)
+    check_request(state, request, len(prompts))
+    name_fields(context.field_names, request)
+    params = _params(state, context, request)
+    _check_copies(len(prompts), params)
+    if request.add_special_tokens is False:
+        prompts = [await _plainly_encoded(state, prompt) for prompt in prompts]
+    choices = _Choices(state, request)
+    counts, created = TokenCounts(context), int(time.time())
+    num_unfinished, timings = len(prompts), None
+    async with aclosing(generate(state, prompts, params, answer_id)) as outputs:
+        async for place, output in outputs:
+            if request.max_tokens == 0:
+                _forget_tokens(output)
+            counts.add(place, output)
+            num_unfinished -= output.finished
+            made = await beside(output, partial(choices.of, place, output))
+            timings = Timings.of(output.metrics) if not num_unfinished else None
+            for choice in made:
+                chunk = Completion(id=answer_id, created=created, model=model, choices=[choice])
+                if request.includes_usage:
+                    chunk.usage = counts.usage() if request.continuous_usage else None
+                if timings is not None and choice is made[-1]:
+                    chunk.timings = timings
+                yield chunk
+    if request.includes_usage or not request.stream:
+        end = Completion(id=answer_id, created=created, model=model, choices=[], usage=counts.usage())
+        end.timings = timings or UNSET
+        yield end
+
+
+async def fold(chunks: AsyncGenerator[Completion, None]) -> Completion:
+    """The whole answer, of chunks that have each choice whole: those of a request that is no stream."""
+    choices: list[CompletionChoice] = []
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            whole = chunk
+            choices += chunk.choices
+    whole.choices = sorted(choices, key=lambda choice: choice.index)
+    return whole
+
+
+async def _frames(chunks: AsyncGenerator[Completion, None]) -> sse.Events:
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            yield sse.frame(msgspec.json.encode(chunk))
+    yield sse.DONE
+
+
+def _check_copies(num_prompts: int, params: SamplingParams | BeamSearchParams) -> None:
+    """The engine gets the params with each prompt. Raises ApiError (400)."""
+    num_bytes = num_prompts * len(msgspec.json.encode(params)) if num_prompts > 1 else 0
+    if num_bytes > MAX_COPIED_BYTES:
+        message = f"{num_prompts:,} prompts with these params are {num_bytes:,} bytes; at most {MAX_COPIED_BYTES:,} are"
+        raise invalid(f"{message} allowed: send fewer prompts at once", "prompt")
+
+
+def _listed(prompt: Prompts) -> list[Prompt]:
+    """One prompt or several as several."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if prompt and all(isinstance(item, int) for item in prompt):
+        return [[item for item in prompt if isinstance(item, int)]]
+    listed: list[Prompt] = [item for item in prompt if not isinstance(item, int)]
+    if not listed or len(listed) < len(prompt):
+        raise InvalidPromptError("the prompt must be a text, token ids, or a list of either, and not empty")
+    return listed
+
+
+def _params(
+    state: ServerState, context: RequestContext, request: CompletionRequest
+) -> SamplingParams | BeamSearchParams:
+    if request.suffix:
+        raise invalid("suffix is not supported: write the prompt so that the model's continuation fits", "suffix")
+    if request.max_tokens == 0 and not request.echo:
+        raise invalid("max_tokens=0 generates nothing: set echo to true to have the prompt scored", "max_tokens")
+    default = state.llm.default_sampling_params().max_tokens
+    max_tokens = default if request.max_tokens is None else request.max_tokens or 1
+    params = make_params(state, context, request, max_tokens=max_tokens, logprobs=request.logprobs)
+    if request.echo and request.logprobs is not None and isinstance(params, SamplingParams):
+        wanted = {request.logprobs, request.prompt_logprobs or 0}
+        params = replace(params, prompt_logprobs=ALL_LOGPROBS if ALL_LOGPROBS in wanted else max(wanted))
+    return params
+
+
+async def _plainly_encoded(state: ServerState, prompt: Prompt) -> Prompt:
+    """Without the special tokens around it, which the engine's door would add."""
+    if not isinstance(prompt, str):
+        return prompt
+    return {"prompt": prompt, "prompt_token_ids": await state.llm.encode(prompt, add_special_tokens=False)}
+
+
+def _forget_tokens(output: RequestOutput) -> None:
+    """One token was drawn since the engine ends no prompt without; it was not asked for."""
+    for choice in output.outputs:
+        choice.text, choice.token_ids, choice.logprobs = "", [], choice.logprobs and []
+        choice.finish_reason, choice.stop_reason = "length", None
+
+
+class _Choices:
+    """Makes a request's outputs into choices, with the prompt in front where it is to be echoed."""
+
+    def __init__(self, state: ServerState, request: CompletionRequest) -> None:
+        self._tokenizer = state.llm.tokenizer
+        self._request = request
+        self._num_choices = num_choices(request)
+        self._offsets: dict[int, int] = {}
+        self._prompt_logprobs: dict[int, list[dict[int, Logprob] | None]] = {}
+
+    def of(self, place: int, output: RequestOutput) -> list[CompletionChoice]:
+        """What this output adds to the choices of its prompt."""
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs[place] = output.prompt_logprobs
+        made = (self._choice(place, output, choice) for choice in output.outputs)
+        return [choice for choice in made if choice is not None]
+
+    def _choice(self, place: int, output: RequestOutput, delta: CompletionOutput) -> CompletionChoice | None:
+        request, index = self._request, place * self._num_choices + delta.index
+        is_first = index not in self._offsets
+        offset = self._offsets.setdefault(index, 0)
+        choice = CompletionChoice(
+            index=index, text=delta.text, finish_reason=delta.finish_reason, stop_reason=delta.stop_reason
+        )
+        logprobs = CompletionLogprobs([], [], [], []) if request.logprobs is not None else None
+        if is_first and request.echo:
+            choice.text = self._prompt_text(output) + delta.text
+            if logprobs is not None:
+                rows = self._prompt_logprobs[place]
+                offset = self._tell(logprobs, output.prompt_token_ids, rows, offset)
+        if logprobs is not None and delta.logprobs is not None:
+            offset = self._tell(logprobs, delta.token_ids, delta.logprobs, offset)
+        choice.logprobs, self._offsets[index] = logprobs, offset
+        if request.return_token_ids:
+            choice.token_ids = delta.token_ids
+        if is_first:
+            self._tell_prompt(choice, place, output)
+        tells = choice.text or choice.finish_reason or (logprobs and logprobs.tokens) or choice.token_ids
+        return choice if tells or is_first else None
+
+    def _tell_prompt(self, choice: CompletionChoice, place: int, output: RequestOutput) -> None:
+        if self._request.return_token_ids:
+            choice.prompt_token_ids = output.prompt_token_ids
+        if self._request.prompt_logprobs is not None:
+            choice.prompt_logprobs = prompt_logprobs(self._prompt_logprobs[place]) or UNSET
+
+    def _prompt_text(self, output: RequestOutput) -> str:
+        if output.prompt is not None and self._request.truncate_prompt_tokens is None:
+            return output.prompt
+        skip = self._request.skip_special_tokens is not False
+        return self._tokenizer.decode(output.prompt_token_ids, skip_special_tokens=skip)
+
+    def _tell(
+        self,
+        told: CompletionLogprobs,
+        token_ids: list[int],
+        rows: list[dict[int, Logprob] | None] | list[dict[int, Logprob]],
+        offset: int,
+    ) -> int:
+        """Add tokens to what is told, the first at `offset` of the text; returns where the last one ends."""
+        as_ids, num_top = bool(self._request.return_tokens_as_token_ids), self._request.logprobs or 0
+        for token_id, row in zip(token_ids, rows, strict=True):
+            text = self._tokenizer.decode_token(token_id)
+            told.text_offset.append(offset)
+            offset += len(text)
+            if row is None:
+                told.tokens.append(f"token_id:{token_id}" if as_ids else text)
+                told.token_logprobs.append(None)
+                told.top_logprobs.append(None)
+                continue
+            told.tokens.append(token_text(token_id, row[token_id], as_ids))
+            told.token_logprobs.append(finite(row[token_id].logprob))
+            shown = list(row.items())[: len(row) if num_top == ALL_LOGPROBS else num_top + 1]
+            top = {token_text(i, lp, as_ids): finite(lp.logprob) for i, lp in reversed(shown)}  # its own text wins
+            told.top_logprobs.append(top)
+        return offset
+
+
+ENDPOINTS = (
+    Endpoint(
+        path="/v1/completions",
+        method="POST",
+        handler=create_completion,
+        summary="Continue prompts",
+        request=CompletionRequest,
+        response=Completion,
+        chunk=Completion,
+        generates=True,
+    ),
+)

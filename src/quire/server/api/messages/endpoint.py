@@ -1,0 +1,93 @@
+"""`/v1/messages`: chat in Anthropic's protocol."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from quire.server.api.chat.output import ChatPlan
+from quire.server.api.chat.protocol import ChatCompletionRequest
+from quire.server.api.chat.run import make_prompt, run_chat
+from quire.server.api.messages.input import chat_request, prompt_request
+from quire.server.api.messages.protocol import CountTokensRequest, Message, MessagesRequest, TokenCount
+from quire.server.api.messages.stream import Event, MessageBuilder, fold
+from quire.server.api.responses.input import new_id
+from quire.server.api.shared.fields import StreamOptions
+from quire.server.http.bodies import read_struct
+from quire.server.http.endpoint import Endpoint, json_response
+from quire.server.http.errors import ANTHROPIC_PATH, ApiError
+from quire.server.http.sse import event_stream, frame, unless_disconnected
+from quire.server.http.state import context_of, state_of
+
+_FIELD_NAMES = {
+    "prompt": "messages",
+    "stop": "stop_sequences",
+    "max_tokens": "max_tokens",
+    "response_format": "output_config",
+}
+PING = frame(b'{"type":"ping"}', "ping")
+
+
+async def create(request: Request) -> ASGIApp:
+    """Answer a conversation."""
+    context_of(request).field_names |= _FIELD_NAMES
+    body = await read_struct(request, MessagesRequest)
+    model = state_of(request).check_model(body.model)
+    chat = msgspec.convert(chat_request(body), ChatCompletionRequest)
+    events = _events(request, chat, model)
+    if body.stream:  # the first event tells how long the prompt is
+        chat.stream, chat.stream_options = True, StreamOptions(include_usage=True, continuous_usage_stats=True)
+        return await event_stream(request, _framed(events), error_event=_error_frame, keep_alive=PING)
+    return json_response(fold(await unless_disconnected(request, _read_all(events))))
+
+
+async def count_tokens(request: Request) -> ASGIApp:
+    """How many tokens the prompt of this conversation has."""
+    context_of(request).field_names |= _FIELD_NAMES
+    body = await read_struct(request, CountTokensRequest)
+    state = state_of(request)
+    state.check_model(body.model)
+    chat = msgspec.convert(prompt_request(body), ChatCompletionRequest)
+    prompt = await make_prompt(state, chat, ChatPlan(state, chat))
+    return json_response(TokenCount(len(prompt["prompt_token_ids"])))
+
+
+async def _events(request: Request, chat: ChatCompletionRequest, model: str) -> AsyncGenerator[Event, None]:
+    message_id = new_id("msg")
+    builder = MessageBuilder(message_id, model)
+    async with aclosing(run_chat(state_of(request), chat, message_id, request)) as chat_events:
+        async for chat_event in chat_events:
+            for event in builder.feed(chat_event):
+                yield event
+    for event in builder.finish():
+        yield event
+
+
+async def _read_all(events: AsyncGenerator[Event, None]) -> list[Event]:
+    async with aclosing(events):
+        return [event async for event in events]
+
+
+async def _framed(events: AsyncGenerator[Event, None]) -> AsyncGenerator[bytes, None]:
+    async with aclosing(events):
+        async for event in events:
+            yield frame(msgspec.json.encode(event), event["type"])
+
+
+def _error_frame(error: ApiError) -> bytes:
+    return frame(error.to_json(ANTHROPIC_PATH), "error")
+
+
+ENDPOINTS = (
+    Endpoint(
+        path="/v1/messages", method="POST", handler=create, summary="Answer, in Anthropic's protocol",
+        request=MessagesRequest, response=Message, chunk=dict[str, Any], generates=True,
+    ),
+    Endpoint(
+        path="/v1/messages/count_tokens", method="POST", handler=count_tokens, summary="Tokens of a conversation",
+        request=CountTokensRequest, response=TokenCount,
+    ),
+)  # fmt: skip

@@ -1,0 +1,167 @@
+"""What `/v1/messages` is asked, as a chat request: blocks become messages, fields get the names of chat."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from quire.server.api.messages import protocol as api
+from quire.server.api.responses.input import refused
+from quire.server.api.shared.extensions import fields_of
+from quire.server.http.errors import ApiError
+
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def chat_request(request: api.MessagesRequest) -> dict[str, Any]:
+    """Body of a chat request with the same meaning. Raises ApiError 400 for what is well-formed but not served."""
+    for name in ("container", "mcp_servers"):
+        if getattr(request, name):
+            raise refused(name, "not supported: tools run where the client is")
+    output = request.output_config or api.OutputConfig()
+    body: dict[str, Any] = {
+        "max_completion_tokens": request.max_tokens,
+        "stop": request.stop_sequences,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "user": request.metadata.user_id if request.metadata is not None else None,
+        "reasoning_effort": output.effort,
+    }
+    if output.format is not None:
+        body["response_format"] = {"type": "json_schema", "json_schema": {"schema": output.format.schema}}
+    given = {name: value for name, value in body.items() if value is not None}
+    return prompt_request(request) | fields_of(request) | given | _template_kwargs(request)
+
+
+def prompt_request(request: api.CountTokensRequest) -> dict[str, Any]:
+    """The part of the chat request that makes the prompt. A last message of the assistant is gone on with."""
+    messages = chat_messages(request.messages, request.system)
+    body: dict[str, Any] = {"messages": messages, "model": request.model}
+    if messages[-1]["role"] == "assistant":
+        if messages[-1].get("tool_calls"):
+            raise refused("messages", "ends with a call of a tool: its 'tool_result' must follow")
+        body |= {"continue_final_message": True, "add_generation_prompt": False}
+    if request.tools:
+        body["tools"] = [_chat_tool(tool) for tool in request.tools]
+    if request.tool_choice is not None:
+        body |= _tool_choice(request.tool_choice)
+    return body | _template_kwargs(request)
+
+
+def chat_messages(
+    messages: Sequence[api.InputMessage],
+    system: str | Sequence[api.TextBlock | api.ImageBlock | api.DocumentBlock] | None,
+) -> list[dict[str, Any]]:
+    """The conversation as chat messages. Results of tools are messages of their own, in the order of the blocks."""
+    chat: list[dict[str, Any]] = []
+    if system:
+        chat.append({"role": "system", "content": system if isinstance(system, str) else _joined(system, "system")})
+    names: dict[str, str] = {}
+    for i, message in enumerate(messages):
+        where = f"messages[{i}]"
+        content = message.content
+        blocks: Sequence[api.Block] = [api.TextBlock(content)] if isinstance(content, str) else content
+        if message.role == "assistant":
+            chat.append(_assistant_message(blocks, names, where))
+        else:
+            chat += _user_messages(blocks, names, where)
+    return chat
+
+
+def _assistant_message(blocks: Sequence[api.Block], names: dict[str, str], where: str) -> dict[str, Any]:
+    texts, thoughts, calls = [], [], []
+    for i, block in enumerate(blocks):
+        match block:
+            case api.TextBlock():
+                texts.append(block.text)
+            case api.ThinkingBlock():
+                thoughts.append(block.thinking)
+            case api.ToolUseBlock():
+                names[block.id] = block.name
+                arguments = msgspec.json.encode(block.input).decode()
+                function = {"name": block.name, "arguments": arguments}
+                calls.append({"id": block.id, "type": "function", "function": function})
+            case api.ToolResultBlock() | api.ImageBlock() | api.DocumentBlock():
+                raise _misplaced(block, f"{where}.content[{i}]", "assistant")
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _user_messages(blocks: Sequence[api.Block], names: dict[str, str], where: str) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    texts: list[api.TextBlock] = []
+
+    def flush() -> None:
+        if texts:
+            messages.append({"role": "user", "content": _joined(texts, where)})
+            texts.clear()
+
+    for i, block in enumerate(blocks):
+        place = f"{where}.content[{i}]"
+        match block:
+            case api.TextBlock():
+                texts.append(block)
+            case api.ToolResultBlock():
+                flush()
+                messages.append(_tool_message(block, names, place))
+            case _:
+                raise _misplaced(block, place, "user")
+    flush()
+    if not messages:
+        raise refused(f"{where}.content", "is empty")
+    return messages
+
+
+def _tool_message(block: api.ToolResultBlock, names: dict[str, str], place: str) -> dict[str, Any]:
+    name = names.get(block.tool_use_id)
+    if name is None:
+        raise refused(f"{place}.tool_use_id", f"no 'tool_use' before it has the id {block.tool_use_id[:100]!r}")
+    content = block.content or ""
+    text = content if isinstance(content, str) else _joined(content, f"{place}.content")
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "name": name, "content": text}
+
+
+def _joined(blocks: Sequence[api.TextBlock | api.ImageBlock | api.DocumentBlock], where: str) -> str:
+    for i, block in enumerate(blocks):
+        if not isinstance(block, api.TextBlock):
+            raise _misplaced(block, f"{where}[{i}]", "user")
+    return "\n".join(block.text for block in blocks if isinstance(block, api.TextBlock))
+
+
+def _misplaced(block: api.Block, place: str, role: str) -> ApiError:
+    kind = block.__struct_config__.tag
+    if isinstance(block, api.ImageBlock | api.DocumentBlock):
+        return refused(place, f"the model reads text only: no block of type {kind!r}")
+    return refused(place, f"a block of type {kind!r} does not belong into a message of the {role}")
+
+
+def _chat_tool(tool: api.Tool) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
+    if tool.description is not None:
+        function["description"] = tool.description
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: api.ToolChoice) -> dict[str, Any]:
+    body: dict[str, Any] = {}
+    if choice.type == "tool":
+        if choice.name is None:
+            raise refused("tool_choice.name", "is missing: type 'tool' needs the name of one of the tools")
+        body["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    else:
+        body["tool_choice"] = _CHOICES[choice.type]
+    if choice.disable_parallel_tool_use:
+        body["parallel_tool_calls"] = False
+    return body
+
+
+def _template_kwargs(request: api.CountTokensRequest) -> dict[str, Any]:
+    """Templates of models that can think or not take the variable `enable_thinking`."""
+    kwargs = dict(request.chat_template_kwargs or {})
+    if request.thinking is not None:
+        kwargs.setdefault("enable_thinking", request.thinking.type != "disabled")
+    return {"chat_template_kwargs": kwargs} if kwargs else {}

@@ -1,0 +1,166 @@
+"""From the events of a chat to the events of Anthropic's stream, and from those to the whole message. Pure."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from quire.server.api.chat.events import (
+    ChatEvent,
+    ChoiceFinished,
+    ContentDelta,
+    ReasoningDelta,
+    ToolCallDelta,
+    UsageEvent,
+)
+from quire.server.api.messages.protocol import Message, MessageUsage, StopReason, TextBlock, ThinkingBlock, ToolUseBlock
+
+Event = dict[str, Any]
+_STOP_REASONS: dict[str, StopReason] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class MessageBuilder:
+    """Call `feed` for each event of the chat, then `finish`: each gives the events to send.
+
+    The first event tells how long the prompt is, so nothing comes before a usage of the chat.
+    """
+
+    def __init__(self, message_id: str, model: str) -> None:
+        self._message = Message(id=message_id, model=model, usage=MessageUsage(0, 0))
+        self._started = False
+        self._num_blocks = 0
+        self._open: tuple[str, int] | None = None
+        self._usage: UsageEvent | None = None
+        self._held: list[ChatEvent] = []
+        self._finish: ChoiceFinished | None = None
+        self._called = False
+
+    def feed(self, event: ChatEvent) -> list[Event]:
+        """What one event of the chat means for the stream. Until the first usage is known, nothing is told."""
+        if isinstance(event, UsageEvent):
+            self._usage = event
+        elif self._usage is None:
+            self._held.append(event)
+            return []
+        held, self._held = self._held, []
+        return self._start() + [told for each in (*held, event) for told in self._told(each)]
+
+    def finish(self) -> list[Event]:
+        """The chat has ended."""
+        stop_reason, stop_sequence = self._stop()
+        return [
+            *self._start(),
+            *self._close(),
+            {
+                "type": "message_delta",
+                "delta": {"stop_reason": stop_reason, "stop_sequence": stop_sequence},
+                "usage": _usage(self._usage),
+            },
+            {"type": "message_stop"},
+        ]
+
+    def _told(self, event: ChatEvent) -> list[Event]:
+        match event:
+            case ContentDelta(text=text) if text:
+                block: Event = {"type": "text", "text": ""}
+                return self._delta(("text", 0), block, {"type": "text_delta", "text": text})
+            case ReasoningDelta(text=text) if text:
+                block = {"type": "thinking", "thinking": "", "signature": ""}
+                return self._delta(("thinking", 0), block, {"type": "thinking_delta", "thinking": text})
+            case ToolCallDelta():
+                self._called = True
+                block = {"type": "tool_use", "id": event.id, "name": event.name, "input": {}}
+                delta = {"type": "input_json_delta", "partial_json": event.arguments}
+                return self._delta(("tool_use", event.tool_index), block, delta if event.arguments else None)
+            case ChoiceFinished():
+                self._finish = event
+        return []
+
+    def _start(self) -> list[Event]:
+        if self._started:
+            return []
+        self._started = True
+        message = msgspec.structs.replace(self._message, usage=_usage(self._usage))
+        return [{"type": "message_start", "message": message}]
+
+    def _delta(self, key: tuple[str, int], block: Event, delta: Event | None) -> list[Event]:
+        """More of the block of this kind and number; another one that is open ends."""
+        events = []
+        if self._open != key:
+            events = self._close()
+            self._open = key
+            events.append({"type": "content_block_start", "index": self._num_blocks, "content_block": block})
+        if delta is not None:
+            events.append({"type": "content_block_delta", "index": self._num_blocks, "delta": delta})
+        return events
+
+    def _close(self) -> list[Event]:
+        if self._open is None:
+            return []
+        self._open = None
+        self._num_blocks += 1
+        return [{"type": "content_block_stop", "index": self._num_blocks - 1}]
+
+    def _stop(self) -> tuple[StopReason | None, str | None]:
+        if self._finish is None:
+            return None, None
+        reason = _STOP_REASONS[self._finish.finish_reason]
+        if reason == "end_turn" and self._called:  # of a call that was asked for by name, chat says `stop`
+            return "tool_use", None
+        if reason == "end_turn" and isinstance(self._finish.stop_reason, str):
+            return "stop_sequence", self._finish.stop_reason
+        return reason, None
+
+
+def fold(events: Iterable[Event]) -> Message:
+    """The whole message of a stream's events."""
+    message: Message | None = None
+    texts: list[str] = []
+    block: Event = {}
+    for event in events:
+        match event["type"]:
+            case "message_start":
+                message = event["message"]
+                message.content = []
+            case "content_block_start":
+                texts, block = [], event["content_block"]
+            case "content_block_delta":
+                delta = event["delta"]
+                texts.append(delta.get("text") or delta.get("thinking") or delta.get("partial_json") or "")
+            case "content_block_stop" if message is not None:
+                message.content.append(_block(block, "".join(texts)))
+            case "message_delta" if message is not None:
+                message.stop_reason = event["delta"]["stop_reason"]
+                message.stop_sequence = event["delta"]["stop_sequence"]
+                message.usage = event["usage"]
+    if message is None:
+        raise ValueError("the stream has no message_start")
+    return message
+
+
+def _block(block: Event, text: str) -> TextBlock | ThinkingBlock | ToolUseBlock:
+    match block["type"]:
+        case "text":
+            return TextBlock(text)
+        case "thinking":
+            return ThinkingBlock(text)
+    return ToolUseBlock(block["id"], block["name"], _arguments(text))
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """A call's arguments. Those that were cut off or are no JSON object are told as they are, under `invalid_json`:
+    a tool must not take them for a call without arguments."""
+    try:
+        return msgspec.json.decode(text or "{}", type=dict[str, Any])
+    except msgspec.MsgspecError:
+        return {"invalid_json": text}
+
+
+def _usage(usage: UsageEvent | None) -> MessageUsage:
+    if usage is None:
+        return MessageUsage(0, 0)
+    return MessageUsage(
+        input_tokens=usage.prompt_tokens - usage.cached_tokens,
+        output_tokens=usage.completion_tokens,
+        cache_read_input_tokens=usage.cached_tokens,
+    )

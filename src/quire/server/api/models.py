@@ -1,0 +1,45 @@
+"""/v1/models: what is served, and under which names."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from quire.server.api.tokens.protocol import ModelCard, ModelList
+from quire.server.http.endpoint import Endpoint, json_response
+from quire.server.http.state import ServerState, state_of
+
+
+async def list_models(request: Request) -> ASGIApp:
+    """GET /v1/models"""
+    state = state_of(request)
+    return json_response(ModelList(data=[_card(state, name) for name in state.model_names]))
+
+
+async def retrieve_model(request: Request) -> ASGIApp:
+    """GET /v1/models/{model}"""
+    state = state_of(request)
+    return json_response(_card(state, state.check_model(request.path_params["model"])))
+
+
+def _card(state: ServerState, name: str) -> ModelCard:
+    model = state.llm.model_config
+    return ModelCard(id=name, created=int(state.started), root=model.model, max_model_len=model.max_model_len)
+
+
+ENDPOINTS = (
+    Endpoint(
+        path="/v1/models",
+        method="GET",
+        handler=list_models,
+        summary="List the models that are served",
+        response=ModelList,
+    ),
+    Endpoint(
+        path="/v1/models/{model:path}",
+        method="GET",
+        handler=retrieve_model,
+        summary="Describe a model that is served",
+        response=ModelCard,
+    ),
+)

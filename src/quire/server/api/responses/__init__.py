@@ -1,0 +1,1 @@
+"""The Responses API, with stored responses."""

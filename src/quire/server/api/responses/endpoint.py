@@ -1,0 +1,288 @@
+"""`/v1/responses`: answers that are kept, gone on with, and made in the background."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response as HttpResponse
+from starlette.types import ASGIApp
+
+from quire.server.api.chat.protocol import ChatCompletionRequest
+from quire.server.api.chat.run import run_chat
+from quire.server.api.responses.input import chat_request, check_request, is_response_id, new_id, own_items
+from quire.server.api.responses.protocol import (
+    DeletedResponse,
+    ItemList,
+    Reasoning,
+    Response,
+    ResponsesRequest,
+    TextConfig,
+)
+from quire.server.api.responses.run import BackgroundRun, Run, Shelf, event_frame, stored
+from quire.server.api.responses.store import StoredResponse
+from quire.server.api.responses.stream import ResponseBuilder
+from quire.server.http.bodies import read_struct
+from quire.server.http.endpoint import Endpoint, json_response
+from quire.server.http.errors import ApiError, invalid
+from quire.server.http.sse import event_stream, frame, unless_disconnected
+from quire.server.http.state import ServerState, context_of, state_of
+
+PART = "responses"
+"""where the shelf is among the server's parts"""
+MAX_LISTED = 100
+_QUICK_ITEMS = 256
+"""so many are read at once, more in a thread beside the event loop"""
+_FIELD_NAMES = {
+    "prompt": "input", "messages": "input", "max_tokens": "max_output_tokens", "response_format": "text",
+    "structured_outputs": "text",
+}  # fmt: skip
+_SAME_NAMES = ("previous_response_id", "instructions", "max_output_tokens", "max_tool_calls", "user",
+               "safety_identifier", "prompt_cache_key")  # fmt: skip
+
+
+def shelf_of(state: ServerState) -> Shelf:
+    """What is kept between requests; opened with the first call. Raises ConfigError if the store cannot be opened."""
+    if PART not in state.parts:
+        state.parts[PART] = Shelf(state.args)
+    shelf: Shelf = state.parts[PART]
+    return shelf
+
+
+async def create(request: Request) -> ASGIApp:
+    """Answer, wait for the answer, or promise it."""
+    context_of(request).field_names |= _FIELD_NAMES
+    body = await read_struct(request, ResponsesRequest)
+    state, owner = state_of(request), context_of(request).tenant
+    shelf = shelf_of(state)
+    if body.background:
+        shelf.check_room(owner)
+    run = await _make_run(request, body, shelf, owner)
+    await unless_disconnected(request, run.begin())
+    if body.background:
+        background = shelf.start(run, owner, keeps_frames=bool(body.stream))
+        context_of(request).background = background.task
+        return await _stream(request, background.frames()) if body.stream else json_response(run.builder.response)
+    if body.stream:
+        return await _stream(request, _framed(run))
+    await unless_disconnected(request, _read_all(run))
+    if run.error is not None:
+        raise run.error
+    return json_response(run.builder.response)
+
+
+async def retrieve(request: Request) -> ASGIApp:
+    """The response as it stands, or the rest of its stream."""
+    found = await _find(request)
+    background = _background(request, found)
+    if _choice(request, "stream", "false", "true") == "true":
+        if background is None or not background.keeps_frames:
+            raise invalid("only a response made lately with 'background' and 'stream' can be streamed again", "stream")
+        return await _stream(request, background.frames(_int(request, "starting_after", -1)))
+    return json_response(background.run.builder.response) if background is not None else _raw(found)
+
+
+async def cancel(request: Request) -> ASGIApp:
+    """End a response that runs in the background; one that has ended stays as it is."""
+    found = await _find(request)
+    background = _background(request, found)
+    if background is not None:
+        await background.cancel("cancelled")
+        return json_response(background.run.builder.response)
+    if not msgspec.json.decode(found.response, type=Response).background:
+        raise invalid("only a response made with 'background' can be cancelled; to end another, close its connection")
+    return _raw(found)
+
+
+async def delete(request: Request) -> ASGIApp:
+    """Forget a response, and end it if it runs in the background."""
+    found = await _find(request)
+    background = _background(request, found)
+    if background is not None:
+        await background.cancel("cancelled")
+        background.keeps_frames = False
+        shelf_of(state_of(request)).forget(background)
+    await stored(shelf_of(state_of(request)).store.delete(context_of(request).tenant, found.id))
+    return json_response(DeletedResponse(found.id))
+
+
+async def input_items(request: Request) -> ASGIApp:
+    """What was asked, item by item, the last one first unless `order` says otherwise."""
+    found = await _find(request)
+    items: list[dict[str, Any]] = msgspec.json.decode(found.input_items)
+    if _choice(request, "order", "desc", "asc") == "desc":
+        items.reverse()
+    after = request.query_params.get("after")
+    if after is not None:
+        places = [i for i, item in enumerate(items) if item["id"] == after]
+        if not places:
+            raise invalid(f"after: no item of this response has the id {after[:100]!r}", "after")
+        items = items[places[0] + 1 :]
+    limit = _int(request, "limit", 20)
+    if not 1 <= limit <= MAX_LISTED:
+        raise invalid(f"limit={limit}: must be 1 to {MAX_LISTED}", "limit")
+    page = items[:limit]
+    ids = [item["id"] for item in page] or [None]
+    return json_response(ItemList(page, ids[0], ids[-1], has_more=len(items) > limit))
+
+
+async def _make_run(request: Request, body: ResponsesRequest, shelf: Shelf, owner: str) -> Run:
+    state = state_of(request)
+    model = state.check_model(body.model)
+    check_request(body)
+    earlier = await _history(shelf, owner, body.previous_response_id, state.args.max_body)
+
+    def read() -> tuple[ChatCompletionRequest, bytes]:
+        own = own_items(body)
+        return msgspec.convert(chat_request(body, earlier + own), ChatCompletionRequest), msgspec.json.encode(own)
+
+    is_quick = len(body.input) + len(earlier) <= _QUICK_ITEMS or isinstance(body.input, str)
+    chat, encoded = read() if is_quick else await asyncio.to_thread(read)
+    chat.stream = bool(body.stream or body.background)
+    response = _new_response(state, body, model)
+
+    async def keep(run: Run, is_new: bool) -> None:
+        now = run.builder.response
+        raw = msgspec.json.encode(now)
+        row = StoredResponse(now.id, now.previous_response_id, now.status == "in_progress", raw, encoded)
+        await stored(shelf.store.add(owner, row) if is_new else shelf.store.update(owner, row))
+
+    async def count_tokens(text: str) -> int:
+        return len(await state.llm.encode(text, False))
+
+    return Run(
+        ResponseBuilder(response, new_id),
+        run_chat(state, chat, response.id, request),
+        to_api_error=context_of(request).api_error,
+        count_tokens=count_tokens,
+        keep=keep if response.store else None,
+    )
+
+
+async def _history(shelf: Shelf, owner: str, previous_id: str | None, max_bytes: int) -> list[dict[str, Any]]:
+    """The items of the conversation up to a response. A call that was cut off is left out: nobody can answer it."""
+    if previous_id is None:
+        return []
+    try:
+        if not is_response_id(previous_id):
+            raise KeyError(previous_id)
+        chain = await stored(shelf.store.chain(owner, previous_id, max_bytes))
+    except KeyError as error:
+        missing = str(error.args[0])
+        message = f"previous_response_id: there is no response {missing[:100]!r}; it may have been deleted"
+        raise ApiError(404, message, param="previous_response_id", code="previous_response_not_found") from None
+    items: list[dict[str, Any]] = []
+    for link in chain:
+        if link.running:
+            raise invalid(f"previous_response_id: {link.id!r} has not ended yet", "previous_response_id")
+        output = msgspec.json.decode(link.response)["output"]
+        items += msgspec.json.decode(link.input_items)
+        items += [item for item in output if item["type"] != "function_call" or item["status"] == "completed"]
+    return items
+
+
+def _new_response(state: ServerState, body: ResponsesRequest, model: str) -> Response:
+    defaults = state.llm.default_sampling_params()
+    return Response(
+        id=new_id("resp"),
+        created_at=int(time.time()),
+        model=model,
+        store=body.store is not False,
+        background=bool(body.background),
+        tools=body.tools or [],
+        tool_choice=body.tool_choice or "auto",
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        text=body.text or TextConfig(),
+        reasoning=body.reasoning or Reasoning(),
+        temperature=defaults.temperature if body.temperature is None else body.temperature,
+        top_p=defaults.top_p if body.top_p is None else body.top_p,
+        top_logprobs=body.top_logprobs or 0,
+        metadata=body.metadata or {},
+        **{name: getattr(body, name) for name in _SAME_NAMES},
+    )
+
+
+async def _read_all(run: Run) -> None:
+    async with aclosing(run.events()) as events:
+        async for _ in events:
+            pass
+
+
+async def _framed(run: Run) -> AsyncGenerator[bytes, None]:
+    async with aclosing(run.events()) as events:
+        async for event in events:
+            yield event_frame(event)
+
+
+async def _stream(request: Request, frames: AsyncGenerator[bytes, None]) -> ASGIApp:
+    return await event_stream(request, frames, error_event=_error_frame)
+
+
+def _error_frame(error: ApiError) -> bytes:
+    event = {"type": "error", "code": error.code, "message": str(error), "param": error.param}
+    return frame(msgspec.json.encode(event), "error")
+
+
+async def _find(request: Request) -> StoredResponse:
+    """The response that the path names. Raises ApiError 404."""
+    response_id = request.path_params["response_id"]
+    found = None
+    if is_response_id(response_id):
+        store = shelf_of(state_of(request)).store
+        found = await stored(store.get(context_of(request).tenant, response_id))
+    if found is None:
+        message = f"there is no response {response_id[:100]!r}; it may have been deleted, or made with another key"
+        raise ApiError(404, message, param="response_id", code="response_not_found")
+    return found
+
+
+def _background(request: Request, found: StoredResponse) -> BackgroundRun | None:
+    return shelf_of(state_of(request)).background(context_of(request).tenant, found.id)
+
+
+def _raw(found: StoredResponse) -> HttpResponse:
+    return HttpResponse(found.response, media_type="application/json")
+
+
+def _choice(request: Request, name: str, *allowed: str) -> str:
+    """The first is what nothing said means."""
+    found = request.query_params.get(name, allowed[0]).lower()
+    if found not in allowed:
+        raise invalid(f"{name}={found[:100]!r}: must be one of {', '.join(allowed)}", name)
+    return found
+
+
+def _int(request: Request, name: str, default: int) -> int:
+    text = request.query_params.get(name)
+    if text is None:
+        return default
+    if len(text) > 18 or not text.isascii() or not text.isdigit():
+        raise invalid(f"{name}={text[:100]!r}: must be a whole number, 0 or more", name)
+    return int(text)
+
+
+ENDPOINTS = (
+    Endpoint(
+        path="/v1/responses", method="POST", handler=create, summary="Answer, and keep the answer",
+        request=ResponsesRequest, response=Response, chunk=dict[str, Any], generates=True,
+    ),
+    Endpoint(
+        path="/v1/responses/{response_id}", method="GET", handler=retrieve, summary="A response that was kept",
+        response=Response, chunk=dict[str, Any],
+    ),
+    Endpoint(
+        path="/v1/responses/{response_id}", method="DELETE", handler=delete, summary="Forget a response",
+        response=DeletedResponse,
+    ),
+    Endpoint(
+        path="/v1/responses/{response_id}/cancel", method="POST", handler=cancel, response=Response,
+        summary="End a response that runs in the background",
+    ),
+    Endpoint(
+        path="/v1/responses/{response_id}/input_items", method="GET", handler=input_items, response=ItemList,
+        summary="What a response was asked",
+    ),
+)  # fmt: skip

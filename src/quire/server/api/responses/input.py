@@ -1,0 +1,185 @@
+"""What `/v1/responses` is asked, as a chat request: items become messages, fields get the names of chat."""
+
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from quire.server.api.responses import protocol as api
+from quire.server.api.shared.extensions import fields_of
+from quire.server.http.errors import ApiError
+
+LOGPROBS = "message.output_text.logprobs"
+_INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
+"""what `include` may name; thoughts are never encrypted here, so there is nothing to add for the second"""
+_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_RESPONSE_ID = re.compile(r"resp_[0-9a-f]{32}")
+_SAME_NAMES = ("model", "temperature", "top_p", "parallel_tool_calls", "user")
+
+
+def new_id(prefix: str) -> str:
+    """`prefix_` and 128 random bits: an id that nobody can guess."""
+    return f"{prefix}_{secrets.token_hex(16)}"
+
+
+def is_response_id(text: str) -> bool:
+    """Whether this could be the id of a response."""
+    return _RESPONSE_ID.fullmatch(text) is not None
+
+
+def check_request(request: api.ResponsesRequest) -> None:
+    """Raise ApiError 400 for what is well-formed but not served."""
+    for name in ("conversation", "prompt"):
+        if getattr(request, name) is not None:
+            raise refused(name, "not supported: send the items in 'input', or set 'previous_response_id'")
+    if request.truncation == "auto":
+        raise refused("truncation", "'auto' is not supported: no item is dropped unasked; use 'disabled'")
+    if request.background and request.store is False:
+        raise refused("background", "needs 'store': the response is fetched from the store")
+    for name in request.include or ():
+        if name not in _INCLUDED:
+            raise refused("include", f"{name!r} is not one of {', '.join(_INCLUDED)}")
+    if request.top_logprobs and LOGPROBS not in (request.include or ()):
+        raise refused("top_logprobs", f"needs {LOGPROBS!r} in 'include'")
+
+
+def own_items(request: api.ResponsesRequest) -> list[dict[str, Any]]:
+    """The items of the request in full, as they are stored and listed: each with an id, its text as parts.
+
+    Raises ApiError 400 for an item that lacks what its type needs, naming it.
+    """
+    given = request.input
+    items = [api.InputItem(role="user", content=given)] if isinstance(given, str) else given
+    full = []
+    for i, item in enumerate(items):
+        _check_item(item, f"input[{i}]")
+        plain: dict[str, Any] = {
+            name: value for name, value in msgspec.to_builtins(item).items() if value is not None or name == "id"
+        }
+        plain["id"] = item.id or new_id(_PREFIXES[item.type])
+        plain.setdefault("status", "completed")
+        if isinstance(item.content, str):
+            kind = "output_text" if item.role == "assistant" else "input_text"
+            plain["content"] = [{"type": kind, "text": item.content}]
+        full.append(plain)
+    return full
+
+
+def chat_request(request: api.ResponsesRequest, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Body of a chat request with the same meaning; `items` is the conversation, earlier responses included."""
+    body: dict[str, Any] = {name: getattr(request, name) for name in _SAME_NAMES}
+    body["messages"] = chat_messages(msgspec.convert(items, list[api.InputItem]), request.instructions)
+    if not body["messages"]:
+        raise refused("input", "holds nothing to answer")
+    body["max_completion_tokens"] = request.max_output_tokens
+    body["response_format"] = _response_format(request.text)
+    if request.tools:
+        body["tools"] = [_chat_tool(tool) for tool in request.tools]
+        choice = request.tool_choice
+        if isinstance(choice, api.FunctionChoice):
+            body["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+        else:
+            body["tool_choice"] = choice
+    if LOGPROBS in (request.include or ()):
+        body["logprobs"] = True
+        body["top_logprobs"] = request.top_logprobs or 0
+    if request.reasoning is not None:
+        body["reasoning_effort"] = request.reasoning.effort
+    return fields_of(request) | {name: value for name, value in body.items() if value is not None}
+
+
+def chat_messages(items: Sequence[api.InputItem], instructions: str | None) -> list[dict[str, Any]]:
+    """The conversation as chat messages.
+
+    `instructions` and the system and developer messages that open the conversation become one system message, since
+    most templates take one. Calls and thoughts become part of the assistant's message beside them.
+    """
+    opening, messages = ([instructions] if instructions else []), list[dict[str, Any]]()
+    thoughts: list[str] = []
+    names: dict[str, str] = {}
+    for item in items:
+        if item.type == "reasoning":
+            thoughts.append(_text(item.content) or "\n".join(part.text for part in item.summary or ()))
+        elif item.type == "function_call":
+            names[item.call_id or ""] = item.name or ""
+            _assistant(messages, thoughts).setdefault("tool_calls", []).append(_chat_call(item))
+        elif item.type == "function_call_output":
+            messages.append(_tool_message(item, names))
+        elif item.role == "assistant":
+            message = _assistant(messages, thoughts)
+            message["content"] = (message["content"] or "") + _text(item.content)
+        elif item.role == "user" or messages:
+            messages.append({"role": "user" if item.role == "user" else "system", "content": _text(item.content)})
+        else:
+            opening.append(_text(item.content))
+        if item.type != "reasoning":
+            thoughts.clear()
+    if opening:
+        messages.insert(0, {"role": "system", "content": "\n\n".join(opening)})
+    return messages
+
+
+def _assistant(messages: list[dict[str, Any]], thoughts: list[str]) -> dict[str, Any]:
+    """The assistant's message that is being put together; thoughts open a new one."""
+    if not messages or messages[-1]["role"] != "assistant" or thoughts:
+        messages.append({"role": "assistant", "content": None})
+        if thoughts:
+            messages[-1]["reasoning_content"] = "\n".join(thoughts)
+    return messages[-1]
+
+
+def _chat_call(item: api.InputItem) -> dict[str, Any]:
+    return {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
+
+
+def _tool_message(item: api.InputItem, names: Mapping[str, str]) -> dict[str, Any]:
+    name = names.get(item.call_id or "")
+    if name is None:
+        raise refused("input", f"holds an output for the call {item.call_id!r}, but no such call before it")
+    return {"role": "tool", "tool_call_id": item.call_id, "name": name, "content": _text(item.output)}
+
+
+def _text(content: str | Sequence[api.InputPart | api.ReasoningText] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part.refusal if isinstance(part, api.Refusal) else part.text for part in content)  # type: ignore[union-attr]
+
+
+def _check_item(item: api.InputItem, where: str) -> None:
+    needed = {
+        "message": ("role", "content"),
+        "function_call": ("call_id", "name", "arguments"),
+        "function_call_output": ("call_id", "output"),
+        "reasoning": (),
+    }[item.type]
+    for name in needed:
+        if getattr(item, name) is None:
+            raise refused(f"{where}.{name}", f"is missing: an item of type {item.type!r} needs it")
+    readable = (api.InputText, api.OutputText, api.Refusal) if item.type != "reasoning" else (api.ReasoningText,)
+    for name in ("content", "output"):
+        parts = getattr(item, name)
+        for i, part in enumerate(parts if isinstance(parts, list) else ()):
+            if isinstance(part, api.InputImage | api.InputFile):
+                raise refused(f"{where}.{name}[{i}]", "the model reads text only: no images and no files")
+            if not isinstance(part, readable):
+                raise refused(f"{where}.{name}[{i}]", f"does not belong into an item of type {item.type!r}")
+
+
+def _chat_tool(tool: api.FunctionTool) -> dict[str, Any]:
+    function = {name: value for name, value in msgspec.structs.asdict(tool).items() if value is not None}
+    return {"type": "function", "function": function}
+
+
+def _response_format(text: api.TextConfig | None) -> dict[str, Any] | None:
+    form = text.format if text is not None else None
+    if isinstance(form, api.JsonSchemaFormat):
+        schema = {name: value for name, value in msgspec.structs.asdict(form).items() if value is not None}
+        return {"type": "json_schema", "json_schema": schema}
+    return {"type": "json_object"} if isinstance(form, api.JsonObjectFormat) else None
+
+
+def refused(param: str, reason: str) -> ApiError:
+    """400, naming the field and why."""
+    return ApiError(400, f"{param}: {reason}", param=param)

@@ -1,0 +1,281 @@
+"""Bodies of `/v1/responses`: what is asked, items of a conversation, what is answered. Names as in OpenAI's API."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from quire.server.api.shared.extensions import ChatExtensions
+
+Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+Role = Literal["user", "assistant", "system", "developer"]
+Metadata = Annotated[
+    dict[Annotated[str, msgspec.Meta(max_length=64)], Annotated[str, msgspec.Meta(max_length=512)]],
+    msgspec.Meta(max_length=16),
+]
+
+
+class InputText(msgspec.Struct, tag="input_text"):
+    """Text that a user, a developer or a tool wrote."""
+
+    text: str
+
+
+class OutputText(msgspec.Struct, tag="output_text"):
+    """Text that the model wrote."""
+
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[Any] | None = None
+
+
+class Refusal(msgspec.Struct, tag="refusal"):
+    """Text with which a model declined to answer; only read, no model served here marks it."""
+
+    refusal: str
+
+
+class InputImage(msgspec.Struct, tag="input_image"):
+    """Refused: no model served here sees."""
+
+
+class InputFile(msgspec.Struct, tag="input_file"):
+    """Refused: no model served here reads files."""
+
+
+class ReasoningText(msgspec.Struct, tag="reasoning_text"):
+    """What a model thought before it answered."""
+
+    text: str
+
+
+class SummaryText(msgspec.Struct, tag="summary_text"):
+    """What a model thought, summarized; only read."""
+
+    text: str
+
+
+InputPart = InputText | OutputText | Refusal | InputImage | InputFile
+
+
+class InputItem(msgspec.Struct):
+    """One item of a conversation, input or an earlier output; which fields count depends on `type`."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    id: str | None = None
+    status: str | None = None
+    role: Role | None = None
+    """message: who wrote it"""
+    content: str | list[InputPart | ReasoningText] | None = None
+    """message, reasoning: what was written"""
+    call_id: str | None = None
+    """function_call, function_call_output: which call"""
+    name: str | None = None
+    """function_call: the function"""
+    arguments: str | None = None
+    """function_call: JSON"""
+    output: str | list[InputPart] | None = None
+    """function_call_output: what the function gave"""
+    summary: list[SummaryText] | None = None
+    """reasoning: read where `content` is missing"""
+
+
+class FunctionTool(msgspec.Struct, tag="function"):
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """JSON schema of the arguments"""
+    strict: bool | None = None
+
+
+class FunctionChoice(msgspec.Struct):
+    """Call this function."""
+
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(msgspec.Struct, tag="text", frozen=True):
+    """Free text."""
+
+
+class JsonObjectFormat(msgspec.Struct, tag="json_object"):
+    """Any JSON object."""
+
+
+class JsonSchemaFormat(msgspec.Struct, tag="json_schema"):
+    """JSON that fits a schema."""
+
+    name: str
+    schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextConfig(msgspec.Struct):
+    """The form of the answer's text."""
+
+    format: TextFormat | JsonObjectFormat | JsonSchemaFormat = TextFormat()
+
+
+class Reasoning(msgspec.Struct):
+    """How much to think."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class ResponsesRequest(ChatExtensions, kw_only=True):
+    """Body of `POST /v1/responses`; docs/responses.md has what each field does."""
+
+    input: str | list[InputItem]
+    model: str | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = True
+    stream: bool | None = False
+    background: bool | None = False
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    parallel_tool_calls: bool | None = True
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    max_output_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    include: list[str] | None = None
+    metadata: Metadata | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: str | None = None
+    stream_options: dict[str, Any] | None = None
+    max_tool_calls: int | None = None
+    conversation: Any = None
+    prompt: Any = None
+
+
+class OutputMessage(msgspec.Struct, tag="message"):
+    """Text of the assistant."""
+
+    id: str
+    status: ItemStatus = "in_progress"
+    role: Literal["assistant"] = "assistant"
+    content: list[OutputText] = []
+
+
+class FunctionCall(msgspec.Struct, tag="function_call"):
+    """A call that the client is to make."""
+
+    id: str
+    call_id: str
+    name: str
+    arguments: str = ""
+    status: ItemStatus = "in_progress"
+
+
+class ReasoningItem(msgspec.Struct, tag="reasoning"):
+    """What the model thought."""
+
+    id: str
+    summary: list[SummaryText] = []
+    content: list[ReasoningText] = []
+    status: ItemStatus = "in_progress"
+
+
+OutputItem = OutputMessage | FunctionCall | ReasoningItem
+
+
+class InputTokensDetails(msgspec.Struct):
+    """How the prompt's tokens came about."""
+
+    cached_tokens: int = 0
+    cache_write_tokens: int = 0
+    """always 0: caching costs nothing and is not counted apart"""
+
+
+class OutputTokensDetails(msgspec.Struct):
+    """What the generated tokens are."""
+
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(msgspec.Struct):
+    """Tokens read and generated."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseError(msgspec.Struct):
+    """Why a response failed."""
+
+    code: str
+    message: str
+
+
+class IncompleteDetails(msgspec.Struct):
+    """Why a response ended early."""
+
+    reason: str
+
+
+class Response(msgspec.Struct, kw_only=True):
+    """The response object."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    """seconds since 1970"""
+    completed_at: int | None = None
+    status: Status = "in_progress"
+    model: str
+    output: list[OutputItem] = []
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    usage: ResponseUsage | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool = True
+    background: bool = False
+    tools: list[FunctionTool] = []
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice = "auto"
+    parallel_tool_calls: bool = True
+    text: TextConfig
+    reasoning: Reasoning
+    max_output_tokens: int | None = None
+    max_tool_calls: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int = 0
+    metadata: dict[str, str] = {}
+    truncation: Literal["auto", "disabled"] = "disabled"
+    service_tier: str = "default"
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class DeletedResponse(msgspec.Struct):
+    """Answer of `DELETE /v1/responses/{id}`."""
+
+    id: str
+    object: Literal["response.deleted"] = "response.deleted"
+    deleted: bool = True
+
+
+class ItemList(msgspec.Struct):
+    """Answer of `GET /v1/responses/{id}/input_items`."""
+
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    object: Literal["list"] = "list"

@@ -1,0 +1,273 @@
+"""Responses kept for later requests: one SQLite file that survives a restart, or memory alone.
+
+A response belongs to the API key (`owner`) that made it; to any other it does not exist. The store is bounded in number
+and bytes: the oldest go first. Every change is one transaction, so that after a crash a row is whole or as it was
+before. One server at a time owns the file.
+"""
+
+import asyncio
+import os
+import sqlite3
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import msgspec
+
+from quire.common.errors import ConfigError, QuireError
+from quire.common.faults import fault_point
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+APPLICATION_ID = 0x51554952
+"""marks a database as ours: `QUIR`"""
+SCHEMA_VERSION = 1
+MAX_CHAIN = 1000
+"""responses that one may follow on, one after the other"""
+
+_SCHEMA = (
+    "CREATE TABLE responses (id TEXT PRIMARY KEY, owner TEXT NOT NULL, previous_id TEXT, running INTEGER NOT NULL, "
+    "response BLOB NOT NULL, input_items BLOB NOT NULL, num_bytes INTEGER NOT NULL)",
+    "CREATE INDEX sizes ON responses (num_bytes)",
+    f"PRAGMA application_id = {APPLICATION_ID}",
+    f"PRAGMA user_version = {SCHEMA_VERSION}",
+)
+_CHAIN = """
+WITH RECURSIVE chain (depth, id) AS (
+    VALUES (0, :id)
+    UNION ALL
+    SELECT depth + 1, previous_id FROM chain JOIN responses USING (id)
+    WHERE owner = :owner AND previous_id IS NOT NULL AND depth < :max_depth
+)
+SELECT chain.id, num_bytes FROM chain LEFT JOIN responses ON responses.id = chain.id AND owner = :owner
+ORDER BY depth DESC
+"""
+
+
+class StoreError(QuireError):
+    """The database cannot be read or written now; nothing is half written."""
+
+
+class ResponseTooLargeError(StoreError):
+    """One response alone is larger than the store may be."""
+
+
+class ChainTooLongError(StoreError):
+    """A response follows on more responses, or longer ones, than may be read at once."""
+
+
+class StoredResponse(msgspec.Struct, frozen=True):
+    """A response and what it answered, both as JSON."""
+
+    id: str
+    previous_id: str | None
+    running: bool
+    """the server still works on it"""
+    response: bytes
+    """the response object"""
+    input_items: bytes
+    """the items of its own request, without those of the responses before it"""
+
+
+class ResponseStore:
+    """Owns the connection; all SQL runs in one thread, one call after the other."""
+
+    def __init__(
+        self, path: Path | None, *, max_responses: int, max_bytes: int, fail: Callable[[bytes, str], bytes]
+    ) -> None:
+        """Open or make the file; None: in memory.
+
+        `fail(response, reason)` gives the JSON of a response that ended early: those found running belong to a server
+        that is gone. Raises ConfigError if the file is not ours, of another version, damaged, in use or out of reach.
+        """
+        self._max_responses, self._max_bytes = max_responses, max_bytes
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="response-store")
+        try:
+            self._connection = self._thread.submit(_open, path, fail).result()
+        except BaseException:
+            self._thread.shutdown()
+            raise
+
+    async def add(self, owner: str, new: StoredResponse) -> None:
+        """Write a new one, and remove the oldest until the bounds hold. Raises StoreError, ResponseTooLargeError."""
+        await self._run(_add, owner, new, self._max_responses, self._max_bytes)
+
+    async def update(self, owner: str, new: StoredResponse) -> None:
+        """Write how one stands now; nothing happens if it was deleted meanwhile. Raises as `add` does."""
+        await self._run(_update, owner, new, self._max_responses, self._max_bytes)
+
+    async def get(self, owner: str, response_id: str) -> StoredResponse | None:
+        """The response of that id, None if this owner has none. Raises StoreError."""
+        return await self._run(_get, owner, response_id)
+
+    async def chain(self, owner: str, response_id: str, max_bytes: int) -> list[StoredResponse]:
+        """The response and those it follows on, the first one first.
+
+        Raises KeyError with the id of one that is not there (never was, was deleted, or gave way to newer ones),
+        ChainTooLongError, StoreError.
+        """
+        return await self._run(_chain, owner, response_id, max_bytes)
+
+    async def delete(self, owner: str, response_id: str) -> bool:
+        """Forget it; False if this owner has none of that id. Raises StoreError."""
+        return await self._run(_delete, owner, response_id)
+
+    def close(self) -> None:
+        """Write what is left of the log into the file and let go of it. Waits for calls under way."""
+        self._thread.submit(self._connection.close).result()
+        self._thread.shutdown()
+
+    async def _run(self, call: Callable[Concatenate[sqlite3.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        work = asyncio.get_running_loop().run_in_executor(
+            self._thread, partial(_translated, call, self._connection, *args, **kwargs)
+        )
+        return await asyncio.shield(work)  # a request that is cancelled leaves its transaction to its end
+
+
+def _translated(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    try:
+        return call(*args, **kwargs)
+    except (sqlite3.Error, OSError) as error:
+        if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+            raise StoreError("there is no room on the disk to store the response") from error
+        raise StoreError(f"the store of responses does not work: {error}") from error
+
+
+def _open(path: Path | None, fail: Callable[[bytes, str], bytes]) -> sqlite3.Connection:
+    try:
+        if path is not None:  # readable for nobody else, from its first byte on
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        connection = sqlite3.connect(path or ":memory:", timeout=0.2, isolation_level=None)
+    except (OSError, sqlite3.Error) as error:
+        raise ConfigError(f"response store {path}: cannot be opened: {error}") from error
+    try:
+        _check_ours(connection, path)
+        _prepare(connection, fail)
+        if path is not None:
+            path.chmod(0o600)
+    except (OSError, sqlite3.Error, msgspec.MsgspecError, UnicodeDecodeError, TypeError) as error:
+        connection.close()
+        raise ConfigError(f"response store {path}: {error}; is another server using it, or is it damaged?") from error
+    except ConfigError:
+        connection.close()
+        raise
+    return connection
+
+
+def _check_ours(connection: sqlite3.Connection, path: Path | None) -> None:
+    """Raise ConfigError for a file of anybody else, before anything is written to it."""
+    connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+    if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
+        return
+    (application,) = connection.execute("PRAGMA application_id").fetchone()
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if application != APPLICATION_ID:
+        raise ConfigError(f"response store {path}: a database of another program; name a file that does not exist yet")
+    if version != SCHEMA_VERSION:
+        raise ConfigError(f"response store {path}: has version {version}, this server reads {SCHEMA_VERSION}")
+    (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+    if verdict != "ok":
+        raise ConfigError(f"response store {path}: the file is damaged ({verdict}); move it away")
+
+
+def _prepare(connection: sqlite3.Connection, fail: Callable[[bytes, str], bytes]) -> None:
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = NORMAL")
+    connection.execute("PRAGMA secure_delete = ON")  # what was deleted is not left in free pages
+    with _Transaction(connection):
+        if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
+            for statement in _SCHEMA:
+                connection.execute(statement)
+        for key, response in connection.execute("SELECT id, response FROM responses WHERE running").fetchall():
+            failed = fail(response, "the server was restarted")
+            connection.execute("UPDATE responses SET running = 0, response = ? WHERE id = ?", (failed, key))
+
+
+class _Transaction:
+    """BEGIN IMMEDIATE ... COMMIT; ROLLBACK if anything fails, the commit itself included."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+
+    def __enter__(self) -> None:
+        self._connection.execute("BEGIN IMMEDIATE")
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        try:
+            if kind is None:
+                fault_point("store.write")
+                self._connection.execute("COMMIT")
+        finally:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+
+
+def _add(connection: sqlite3.Connection, owner: str, new: StoredResponse, max_responses: int, max_bytes: int) -> None:
+    with _Transaction(connection):
+        connection.execute(
+            "INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (new.id, owner, new.previous_id, new.running, new.response, new.input_items, _num_bytes(new)),
+        )
+        _evict(connection, new.id, max_responses, max_bytes)
+
+
+def _update(
+    connection: sqlite3.Connection, owner: str, new: StoredResponse, max_responses: int, max_bytes: int
+) -> None:
+    with _Transaction(connection):
+        connection.execute(
+            "UPDATE responses SET running = ?, response = ?, num_bytes = ? WHERE id = ? AND owner = ?",
+            (new.running, new.response, _num_bytes(new), new.id, owner),
+        )
+        _evict(connection, new.id, max_responses, max_bytes)
+
+
+def _evict(connection: sqlite3.Connection, kept_id: str, max_responses: int, max_bytes: int) -> None:
+    """Delete the oldest until the bounds hold; refuse if `kept_id` alone is beyond them."""
+    number, total = connection.execute("SELECT count(*), sum(num_bytes) FROM responses").fetchone()
+    oldest = "SELECT id, num_bytes FROM responses WHERE id != ? ORDER BY rowid LIMIT 1"
+    while number > max_responses or (number and total > max_bytes):
+        row = connection.execute(oldest, (kept_id,)).fetchone()
+        if row is None:
+            raise ResponseTooLargeError(
+                f"a response and its input have {total} bytes, the store holds {max_bytes}: set store to false"
+            )
+        connection.execute("DELETE FROM responses WHERE id = ?", (row[0],))
+        number, total = number - 1, total - row[1]
+
+
+def _num_bytes(stored: StoredResponse) -> int:
+    return len(stored.response) + len(stored.input_items)
+
+
+def _get(connection: sqlite3.Connection, owner: str, response_id: str) -> StoredResponse | None:
+    row = connection.execute(
+        "SELECT id, previous_id, running, response, input_items FROM responses WHERE id = ? AND owner = ?",
+        (response_id, owner),
+    ).fetchone()
+    if row is None:
+        return None
+    key, previous_id, running, response, input_items = row
+    return StoredResponse(key, previous_id, bool(running), response, input_items)
+
+
+def _chain(connection: sqlite3.Connection, owner: str, response_id: str, max_bytes: int) -> list[StoredResponse]:
+    wanted = {"id": response_id, "owner": owner, "max_depth": MAX_CHAIN}
+    sizes = connection.execute(_CHAIN, wanted).fetchall()
+    for key, num_bytes in sizes:
+        if num_bytes is None:
+            raise KeyError(key)
+    if len(sizes) > MAX_CHAIN or sum(num_bytes for _, num_bytes in sizes) > max_bytes:
+        raise ChainTooLongError(
+            f"the conversation up to {response_id} has more than {MAX_CHAIN} responses or {max_bytes:,} bytes"
+        )
+    found = (_get(connection, owner, key) for key, _ in sizes)
+    return [stored for stored in found if stored is not None]
+
+
+def _delete(connection: sqlite3.Connection, owner: str, response_id: str) -> bool:
+    with _Transaction(connection):
+        return connection.execute("DELETE FROM responses WHERE id = ? AND owner = ?", (response_id, owner)).rowcount > 0

@@ -1,0 +1,33 @@
+"""Fields that `/v1/responses` and `/v1/messages` take besides their protocol's: they mean what they mean in chat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from quire.common.params import StructuredOutputsParams
+
+
+class ChatExtensions(msgspec.Struct, kw_only=True):
+    """How tokens are chosen, beyond the protocol; docs/sampling.md has the definitions."""
+
+    seed: int | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+def fields_of(request: ChatExtensions) -> dict[str, Any]:
+    """Those that are given, for the body of a chat request."""
+    given = {name: getattr(request, name) for name in ChatExtensions.__struct_fields__}
+    return {name: value for name, value in given.items() if value is not None}

@@ -1,0 +1,162 @@
+"""From the engine's outputs to what answers are made of: several prompts merged, tokens counted, logprobs told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import aclosing
+from typing import TypeVar
+
+from quire.common.errors import RequestError
+from quire.common.outputs import Logprob, RequestOutput
+from quire.common.params import BeamSearchParams, SamplingParams
+from quire.common.params.sampling import ALL_LOGPROBS
+from quire.engine.requests.input_processor import Prompt
+from quire.server.api.shared.fields import PromptLogprob, PromptLogprobs, TokenLogprob, TopLogprob, Usage
+from quire.server.http.errors import ApiError
+from quire.server.http.state import RequestContext, ServerState, engine_id
+
+T = TypeVar("T")
+_QUICK_LOGPROBS = 2000
+"""told in a few milliseconds"""
+LOWEST_LOGPROB = -9999.0
+"""stands for -inf, which JSON cannot say"""
+
+
+async def generate(
+    state: ServerState,
+    prompts: Sequence[Prompt],
+    params: SamplingParams | BeamSearchParams,
+    answer_id: str,
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """The outputs of all prompts as they come, with the prompt's place.
+
+    Raises RequestError for a request that is wrong, also where the engine found out late, and ApiError where it was
+    aborted. Closing the generator aborts what still runs.
+    """
+    streams = [
+        state.llm.generate(prompt, params, request_id=engine_id(answer_id, place))
+        for place, prompt in enumerate(prompts)
+    ]
+    async with aclosing(_merged(streams)) as outputs:
+        async for place, one in outputs:
+            if one.error is not None:
+                raise RequestError(one.error)
+            if any(choice.finish_reason == "abort" for choice in one.outputs):
+                raise ApiError(503, "the request was aborted", code="aborted")
+            yield place, one
+
+
+async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
+    """Items of all streams as they come, with their stream's place. The first that raises ends them all."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as stream:
+            async for item in stream:
+                yield 0, item
+        return
+    queue: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue(maxsize=len(streams))
+
+    async def drain(place: int, stream: AsyncGenerator[T, None]) -> None:
+        try:
+            async with aclosing(stream):
+                async for item in stream:
+                    await queue.put((place, item))
+            await queue.put(None)
+        except Exception as error:
+            await queue.put(error)
+
+    tasks = list[asyncio.Task[None]]()
+    try:
+        for place, stream in enumerate(streams):
+            tasks.append(asyncio.create_task(drain(place, stream)))
+            await asyncio.sleep(0)  # each is encoded as it starts: others have their turn in between
+        num_left = len(tasks)
+        while num_left:
+            found = await queue.get()
+            if isinstance(found, Exception):
+                raise found
+            if found is None:
+                num_left -= 1
+            else:
+                yield found
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def beside(output: RequestOutput, make: Callable[[], T]) -> T:
+    """What `make` makes of this output: from a thread, where log-probabilities are so many that others would wait."""
+    rows = (output.prompt_logprobs, *(choice.logprobs for choice in output.outputs))
+    num_told = sum(len(some) * len(some[-1] or ()) for some in rows if some)
+    return make() if num_told <= _QUICK_LOGPROBS else await asyncio.to_thread(make)
+
+
+class TokenCounts:
+    """Tokens of a request so far, over all its prompts; also for the log, whenever the request ends."""
+
+    def __init__(self, context: RequestContext) -> None:
+        self._facts = context.facts
+        self._prompts: dict[int, tuple[int, int]] = {}
+        self.prompt_tokens = 0
+        self.completion_tokens = 0
+        self.cached_tokens = 0
+
+    def add(self, place: int, output: RequestOutput) -> None:
+        """A delta of the prompt at this place."""
+        counts = len(output.prompt_token_ids), output.num_cached_tokens
+        if self._prompts.get(place) != counts:
+            self._prompts[place] = counts
+            self.prompt_tokens, self.cached_tokens = (
+                sum(column) for column in zip(*self._prompts.values(), strict=True)
+            )
+        self.completion_tokens += sum(len(choice.token_ids) for choice in output.outputs)
+        self._facts["prompt_tokens"] = self.prompt_tokens
+        self._facts["completion_tokens"] = self.completion_tokens
+        self._facts["cached_tokens"] = self.cached_tokens
+
+    def usage(self) -> Usage:
+        """As answers tell it."""
+        return Usage.of(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
+
+
+def token_text(token_id: int, logprob: Logprob, as_id: bool) -> str:
+    """What a token is called; `as_id`: by its number, which no other token has."""
+    return f"token_id:{token_id}" if as_id else logprob.decoded_token or ""
+
+
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can hold."""
+    return max(logprob, LOWEST_LOGPROB)
+
+
+def chat_logprobs(
+    token_ids: Iterable[int], rows: Iterable[dict[int, Logprob]], num_top: int, as_ids: bool
+) -> list[TokenLogprob]:
+    """In the shape of chats: for each token its own, and the `num_top` likeliest."""
+    told = []
+    for token_id, row in zip(token_ids, rows, strict=True):
+        entries = [
+            TopLogprob(text, finite(entry.logprob), tuple(text.encode()))
+            for i, entry in row.items()
+            for text in (token_text(i, entry, as_ids),)
+        ]
+        own = row[token_id]
+        if num_top != ALL_LOGPROBS:
+            entries = [entry for lp, entry in zip(row.values(), entries, strict=True) if (lp.rank or 0) <= num_top]
+        entries.sort(key=lambda entry: -entry.logprob)
+        text = token_text(token_id, own, as_ids)
+        told.append(TokenLogprob(text, finite(own.logprob), tuple(text.encode()), entries))
+    return told
+
+
+def prompt_logprobs(rows: list[dict[int, Logprob] | None] | None) -> PromptLogprobs | None:
+    """Of a prompt's tokens, as answers tell them."""
+    if rows is None:
+        return None
+    return [
+        None
+        if row is None
+        else {str(i): PromptLogprob(finite(lp.logprob), lp.rank, lp.decoded_token) for i, lp in row.items()}
+        for row in rows
+    ]

@@ -1,0 +1,149 @@
+"""From a request's fields to the engine's params: one place for all endpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from quire.common.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
+from quire.server.api.shared.fields import SamplingFields
+from quire.server.http.errors import invalid
+from quire.server.http.state import RequestContext, ServerState
+
+_OTHER_MEANING = {"max_tokens", "logit_bias", "structured_outputs", "logprobs"}
+_SAME = tuple(
+    name
+    for name in SamplingParams.__struct_fields__
+    if name in SamplingFields.__struct_fields__ and name not in _OTHER_MEANING
+)
+"""fields with one name and meaning in both"""
+_NOT_WITH_BEAMS = (
+    "stop", "prompt_logprobs", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens", "min_p",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "truncate_prompt_tokens", "cache_salt",
+)  # fmt: skip
+"""what a beam search would have to heed and does not; what only random draws heed may stand there"""
+_GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+
+
+def make_params(
+    state: ServerState,
+    context: RequestContext,
+    request: SamplingFields,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    structured_outputs: StructuredOutputsParams | None = None,
+) -> SamplingParams | BeamSearchParams:
+    """The params of a request, over what the checkpoint recommends.
+
+    `max_tokens` None: what the context has room for. `structured_outputs`: a form that something else than the fields
+    for it demands, instead of theirs. Raises RequestError or ApiError for what is wrong or cannot go together.
+    """
+    structured_outputs = structured_outputs or structure(request)
+    tenant = "/".join(filter(None, (context.tenant, request.user)))  # nobody poses as another key's tenant
+    if request.use_beam_search:
+        return _beam_search(state, request, max_tokens, logprobs, structured_outputs, tenant)
+    given: dict[str, Any] = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
+    return replace(
+        state.llm.default_sampling_params(),
+        **given,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        logit_bias=_logit_bias(request.logit_bias),
+        structured_outputs=structured_outputs,
+        tenant=tenant,
+        output_kind="delta" if request.stream else "final_only",
+    )
+
+
+def name_fields(names: dict[str, str], request: SamplingFields) -> None:
+    """Add what this request calls fields that the engine's errors name otherwise."""
+    for name in (*_GUIDED, "response_format"):
+        if getattr(request, name) is not None:
+            names.setdefault("structured_outputs", name)
+
+
+def structure(request: SamplingFields) -> StructuredOutputsParams | None:
+    """The form that the answer must have, by whichever name it is asked for. Raises ApiError for two of them."""
+    found: dict[str, StructuredOutputsParams] = {}
+    if request.response_format is not None and request.response_format.type != "text":
+        schema = request.response_format.json_schema
+        if request.response_format.type == "json_object":
+            found["response_format"] = StructuredOutputsParams(json_object=True)
+        elif schema is None:
+            raise invalid("response_format of type json_schema needs json_schema", "response_format.json_schema")
+        else:
+            found["response_format"] = StructuredOutputsParams(json=schema.schema)
+    if request.structured_outputs is not None:
+        found["structured_outputs"] = request.structured_outputs
+    for name, field in _GUIDED.items():
+        if (value := getattr(request, name)) is not None:
+            found[name] = StructuredOutputsParams(**{field: value})
+    if len(found) > 1:
+        raise invalid(f"{' and '.join(found)} each ask for a form of the answer: give one", next(iter(found)))
+    return next(iter(found.values()), None)
+
+
+def num_choices(request: SamplingFields) -> int:
+    """Choices that come out for each prompt."""
+    return 1 if request.n is None else request.n
+
+
+def check_request(state: ServerState, request: SamplingFields, num_prompts: int = 1) -> None:
+    """What can be refused before anything is made of the request. Raises ApiError."""
+    args, num_samples = state.args, max(num_choices(request), request.best_of or 1)
+    if num_prompts > args.max_prompts_per_request:
+        limit = args.max_prompts_per_request
+        raise invalid(f"prompt has {num_prompts:,} prompts; at most {limit:,} are allowed", "prompt")
+    if num_prompts * num_samples > args.max_choices_per_request:
+        raise invalid(
+            f"{num_prompts:,} prompts times n={num_samples:,} are {num_prompts * num_samples:,} choices; at most "
+            f"{args.max_choices_per_request:,} are allowed",
+            "n",
+        )
+    vocab_size = state.llm.model_config.vocab_size
+    for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):  # to look at each takes its time
+        if (num_ids := len(getattr(request, name) or ())) > vocab_size:
+            raise invalid(f"{name} has {num_ids:,} token ids; this model has {vocab_size:,}", name)
+    if request.stream_options is not None and not request.stream:
+        raise invalid("stream_options are only for streams: set stream to true", "stream_options")
+
+
+def _beam_search(
+    state: ServerState,
+    request: SamplingFields,
+    max_tokens: int | None,
+    logprobs: int | None,
+    structured_outputs: StructuredOutputsParams | None,
+    tenant: str,
+) -> BeamSearchParams:
+    for name in _NOT_WITH_BEAMS:
+        if getattr(request, name) is not None:
+            raise invalid(f"{name} does not go with use_beam_search", name)
+    if logprobs is not None:
+        raise invalid("logprobs do not go with use_beam_search", "logprobs")
+    n = num_choices(request)
+    others = ("ignore_eos", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "priority")
+    names = ("temperature", "length_penalty", "early_stopping", *others)
+    given: dict[str, Any] = {name: value for name in names if (value := getattr(request, name)) is not None}
+    return BeamSearchParams(
+        n if request.best_of is None else request.best_of,
+        state.llm.model_config.max_model_len if max_tokens is None else max_tokens,
+        n=n,
+        structured_outputs=structured_outputs,
+        tenant=tenant,
+        **given,
+    )
+
+
+def _logit_bias(given: dict[str, float] | None) -> dict[int, float] | None:
+    """JSON's keys are text."""
+    if given is None:
+        return None
+    bias = {}
+    for key, value in given.items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 18):
+            raise invalid(f"logit_bias[{key[:40]!r}]: the key must be a token id in decimal digits", "logit_bias")
+        bias[int(key)] = value
+    return bias

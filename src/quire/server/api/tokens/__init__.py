@@ -1,0 +1,1 @@
+"""Tokenizing and detokenizing."""

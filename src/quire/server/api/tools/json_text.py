@@ -1,0 +1,105 @@
+"""JSON (RFC 8259) read as it comes: checked, and handed on character by character as it stands."""
+
+import json
+import re
+
+from quire.server.api.tools.reader import Reader, Reading, Sink
+
+MAX_DEPTH = 128
+"""of objects and arrays in each other: what every client's parser takes"""
+MAX_NUMBER_CHARS = 128
+
+SPACE = re.compile(r"[ \t\r\n]+")
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
+_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9A-Fa-f]{4})')
+_WORD = re.compile(r"[-+.0-9A-Za-z]+")
+_SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+
+
+def read_string(reader: Reader) -> Reading[str | None]:
+    """The value of a string, or None where there is none; it may hold lone surrogates, as JSON may."""
+    pieces: list[str] = []
+    complete = yield from scan_string(reader, pieces.append)
+    return str(json.loads("".join(pieces))) if complete else None
+
+
+def scan_string(reader: Reader, sink: Sink) -> Reading[bool]:
+    """Hand on a string with its quotes. False at the first character that no string can have there."""
+    if not (yield from reader.match('"')):
+        return False
+    sink('"')
+    while True:
+        yield from reader.run(_PLAIN, sink)
+        char = yield from reader.ahead()
+        if char == '"':
+            sink(reader.take(1))
+            return True
+        if char != "\\":
+            return False
+        escape = yield from reader.ahead(2)
+        if escape == "\\u":
+            escape = yield from reader.ahead(6)
+        if not _ESCAPE.fullmatch(escape):
+            return _cut_off(reader, escape, sink)
+        sink(reader.take(len(escape)))
+
+
+def scan_object(reader: Reader, sink: Sink) -> Reading[bool]:
+    """Hand on an object as it comes. False at the first character that no object can have there, or beyond a limit.
+
+    What was handed on is then the beginning of an object. It is up to the reader where `{` is not even the next
+    character: nothing is handed on.
+    """
+    if (yield from reader.ahead()) != "{":
+        return False
+    closers: list[str] = []  # of what is open
+    allowed = "{"  # what may come next: these characters, and w for a scalar
+    while True:
+        yield from reader.run(SPACE, sink)
+        char = yield from reader.ahead()
+        kind = char if char in '{}[]:,"' else "w"
+        if not char or kind not in allowed:
+            return False
+        if kind == "w":
+            word = yield from reader.run_ahead(_WORD, MAX_NUMBER_CHARS)
+            if not _SCALAR.fullmatch(word):
+                return _cut_off(reader, word, sink)
+            sink(reader.take(len(word)))
+        elif kind == '"':
+            if not (yield from scan_string(reader, sink)):
+                return False
+        else:
+            if kind in "{[" and len(closers) == MAX_DEPTH:
+                return False
+            sink(reader.take(1))
+        if kind in "{[":
+            closers.append("}" if kind == "{" else "]")
+        elif kind in "}]":
+            closers.pop()
+        if not closers:
+            return True
+        allowed = _allowed_after(kind, closers[-1], allowed)
+
+
+def _cut_off(reader: Reader, token: str, sink: Sink) -> bool:
+    """False; hands on a token that is next and is not right, if it could be so because the text ends in it."""
+    if reader.ends_with(token):
+        sink(reader.take(len(token)))
+    return False
+
+
+_VALUE = '{["w'
+
+
+def _allowed_after(kind: str, closer: str, allowed: str) -> str:
+    """What may follow `kind`, which came where `allowed` might, within what `closer` closes."""
+    if kind == "{":
+        return '"}'
+    if kind == "[":
+        return _VALUE + "]"
+    if kind == ":":
+        return _VALUE
+    if kind == ",":
+        return '"' if closer == "}" else _VALUE
+    is_key = kind == '"' and closer == "}" and "{" not in allowed
+    return ":" if is_key else "," + closer

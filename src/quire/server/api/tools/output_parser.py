@@ -1,0 +1,117 @@
+"""Takes a model's output apart: reasoning, content and tool calls, as it comes."""
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quire.server.api.tools.formats import CallReader, ReasoningFormat, ToolFormat
+from quire.server.api.tools.json_text import SPACE
+from quire.server.api.tools.parsed import Parsed, ParsedContent, ParsedList, merged
+from quire.server.api.tools.reader import Reader, Reading
+
+
+@dataclass(frozen=True, slots=True)
+class ForcedTools:
+    """The output is made by a grammar that leaves nothing but calls."""
+
+    name: str | None = None
+    """of the function whose arguments are the whole output; None: the output is an array of calls"""
+
+
+def new_call_id() -> str:
+    """An id for a call that nobody can guess."""
+    return "call_" + secrets.token_hex(12)
+
+
+def make_parser(
+    *,
+    reasoning: ReasoningFormat | None = None,
+    tools: ToolFormat | None = None,
+    forced: ForcedTools | None = None,
+    max_calls: int | None = None,
+    new_id: Callable[[], str] = new_call_id,
+) -> "OutputParser":
+    """A parser for one sample's output.
+
+    With `forced` the other formats do not count: the grammar leaves them no room. Calls beyond `max_calls` are left
+    out. Without any format all text is content, and goes through as it is.
+    """
+    return OutputParser(reasoning, tools, forced, ParsedList(new_id, max_calls))
+
+
+class OutputParser:
+    """Gives the same pieces, put together, however the text is cut. Takes any text, in linear time, and never raises.
+
+    What is no well-formed call is content. Text is kept back only while it could still become a tag or a call.
+    """
+
+    def __init__(
+        self,
+        reasoning: ReasoningFormat | None,
+        tools: ToolFormat | None,
+        forced: ForcedTools | None,
+        found: ParsedList,
+    ) -> None:
+        self._reader = Reader()
+        self._found = found
+        self._calls = CallReader(self._reader, found)
+        self._is_plain = reasoning is None and tools is None and forced is None
+        self._reading = self._read_forced(forced) if forced is not None else self._read(reasoning, tools)
+
+    def feed(self, text: str) -> list[Parsed]:
+        """What can be told now that this text has come."""
+        if self._is_plain:
+            return [ParsedContent(text)] if text else []
+        self._reader.push(text)
+        return self._go_on()
+
+    def finish(self) -> list[Parsed]:
+        """The rest, when the output has ended; nothing may be fed after."""
+        if self._is_plain:
+            return []
+        self._reader.end()
+        return self._go_on()
+
+    def _go_on(self) -> list[Parsed]:
+        next(self._reading, None)
+        return merged(self._found.take())
+
+    def _read(self, reasoning: ReasoningFormat | None, tools: ToolFormat | None) -> Reading[None]:
+        if reasoning is not None:
+            yield from self._read_reasoning(reasoning)
+        if tools is not None:
+            if tools.begins_bare:
+                yield from self._read_calls(tools, "")
+            while (yield from self._reader.until(tools.tag, self._found.content)):
+                yield from self._read_calls(tools, tools.tag)
+        yield from self._read_content()
+
+    def _read_reasoning(self, reasoning: ReasoningFormat) -> Reading[None]:
+        self._reader.hold()
+        yield from self._reader.run(SPACE)
+        has_tag = yield from self._reader.match(reasoning.start)
+        before = self._reader.release()
+        if has_tag or reasoning.is_open:
+            yield from self._reader.until(reasoning.end, self._found.reasoning)
+            self._found.reasoning_ended()
+        else:
+            self._found.content(before)
+
+    def _read_calls(self, tools: ToolFormat, tag: str) -> Reading[None]:
+        self._reader.hold(tag)
+        yield from tools.read(self._calls)
+        self._found.content(self._reader.release())
+
+    def _read_forced(self, forced: ForcedTools) -> Reading[None]:
+        self._reader.hold()
+        yield from self._reader.run(SPACE)
+        if forced.name is None:
+            yield from self._calls.calls()
+        else:
+            yield from self._calls.arguments_of(forced.name)
+        self._found.content(self._reader.release())
+        yield from self._read_content()
+
+    def _read_content(self) -> Reading[None]:
+        yield from self._reader.rest(self._found.content)
+        self._found.end()

@@ -1,0 +1,1 @@
+"""HTTP: protocol, bodies, errors, event streams, authentication, the table of endpoints."""

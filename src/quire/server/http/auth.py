@@ -1,0 +1,128 @@
+"""Who may call: API keys, and the host names that requests are for."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from quire.common.errors import ConfigError
+from quire.server.config import ServerArgs, is_loopback
+from quire.server.http.errors import ApiError
+from quire.server.http.state import context_of
+
+_KEY_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKeys:
+    """Names of keys, and the keys as hashes: neither lengths nor contents show in the time a comparison takes."""
+
+    _digests: tuple[tuple[str, bytes], ...]
+
+    @classmethod
+    def load(cls, args: ServerArgs, environ: Mapping[str, str] = os.environ) -> ApiKeys:
+        """All keys that the arguments, the environment and the key file give. Raises ConfigError."""
+        unnamed = [*args.api_key, *environ.get("QUIRE_API_KEY", "").replace(",", " ").split()]
+        named = [(f"key-{number}", key) for number, key in enumerate(unnamed, start=1)]
+        if args.api_key_file is not None:
+            named += _read_key_file(Path(args.api_key_file))
+        owners: dict[str, str] = {}
+        for name, key in named:
+            if not key.strip() or key != key.strip():
+                raise ConfigError(f"the API key named {name!r} is empty or has blanks around it")
+            if owners.setdefault(key, name) != name:
+                raise ConfigError(f"one API key is given under two names, {owners[key]!r} and {name!r}")
+        return cls(tuple((name, sha256(key.encode()).digest()) for name, key in named))
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def name_of(self, key: bytes) -> str | None:
+        """Whose key it is; None if nobody's. Takes as long whichever it is."""
+        digest, found = sha256(key).digest(), None
+        for name, known in self._digests:
+            if hmac.compare_digest(digest, known):
+                found = name
+        return found
+
+
+def _read_key_file(path: Path) -> Iterator[tuple[str, str]]:
+    """`name:key` on each line; empty lines and those that begin with # are left out. No message quotes a line."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"api_key_file={str(path)!r} cannot be read: {error}") from error
+    for number, line in enumerate(map(str.strip, lines), start=1):
+        if not line or line.startswith("#"):
+            continue
+        name, colon, key = line.partition(":")
+        if not colon or not _KEY_NAME.fullmatch(name):
+            raise ConfigError(
+                f"api_key_file={str(path)!r}, line {number}: write name:key, the name of letters, digits, '.', '_', '-'"
+            )
+        yield name, key.strip()
+
+
+class Authentication:
+    """Around an endpoint: a request needs a key, as `Authorization: Bearer KEY` or `x-api-key: KEY`. The key's name
+    becomes the request's tenant."""
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Hand on. Raises ApiError (401)."""
+        names = [name for key in _given_keys(scope) if (name := self._keys.name_of(key)) is not None]
+        if not names:
+            raise ApiError(
+                401,
+                "this server needs an API key: send `Authorization: Bearer KEY` or `x-api-key: KEY`",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+        context_of(scope).tenant = names[0]
+        await self._app(scope, receive, send)
+
+
+def _given_keys(scope: Scope) -> Iterator[bytes]:
+    for name, value in scope["headers"]:
+        if name == b"authorization" and value[:7].lower() == b"bearer ":
+            yield value[7:].strip()
+        elif name == b"x-api-key":
+            yield value.strip()
+
+
+class AllowedHosts:
+    """Middleware: only requests for these host names. Without it, a page that a browser on this machine has open could
+    give its own name this machine's address, and then read what a server without keys answers (DNS rebinding)."""
+
+    def __init__(self, app: ASGIApp, hosts: tuple[str, ...]) -> None:
+        """`hosts` without ports; none: names of this machine itself."""
+        self._app = app
+        self._hosts = frozenset(host.lower() for host in hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Hand on. Raises ApiError (403)."""
+        if scope["type"] == "http" and not self._allows(scope):
+            raise ApiError(403, "requests for this host are not served: name it in allowed_hosts", code="wrong_host")
+        await self._app(scope, receive, send)
+
+    def _allows(self, scope: Scope) -> bool:
+        given = [value.decode("latin-1").lower() for name, value in scope["headers"] if name == b"host"]
+        hosts = [re.sub(r":\d*$", "", host) for host in given]
+        return all(host in self._hosts if self._hosts else is_loopback(host) for host in hosts)
+
+
+def checks_hosts(args: ServerArgs, has_keys: bool) -> bool:
+    """Whether to check; by default, where every program on this machine may call."""
+    if args.allowed_hosts:
+        return "*" not in args.allowed_hosts
+    return not has_keys and args.is_local and args.uds is None

@@ -1,0 +1,167 @@
+"""What clients are told when something is wrong: an HTTP status and a JSON body in the shape that their SDK reads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from quire.common.errors import (
+    EngineDeadError,
+    InvalidPromptError,
+    PromptTooLongError,
+    QuireError,
+    RequestError,
+    RequestFailedError,
+    TokenizerError,
+)
+from quire.common.log import logger
+from quire.common.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
+
+ANTHROPIC_PATH = "/v1/messages"
+MAX_MESSAGE_LEN = 2000
+_OPENAI_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+_ANTHROPIC_TYPES = _OPENAI_TYPES | {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
+_PARAM_NAMES = {
+    name: name for kind in (SamplingParams, BeamSearchParams) for name in kind.__struct_fields__
+} | dict.fromkeys(StructuredOutputsParams.__struct_fields__, "structured_outputs")
+_PARAM_NAMES |= {"tenant": "user", "beam_width": "n", "structured_outputs": "structured_outputs"}
+_PARAM_NAMES |= {name: name for name in ("tools", "tool_choice")}
+_LEADING_NAME = re.compile(r"(?:messages|tools)\[\d+\]|\w+")
+
+
+class ErrorBody(msgspec.Struct, kw_only=True):
+    """What is wrong."""
+
+    message: str
+    type: str
+    param: str | None = None
+    """the field that is wrong, if it is one"""
+    code: str | None = None
+
+
+class ErrorResponse(msgspec.Struct):
+    """OpenAI's shape of an error."""
+
+    error: ErrorBody
+
+
+class ApiError(Exception):
+    """Ends a request with an HTTP status: raised by handlers and middleware, made into an answer in one place."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str | None = None,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """`type` None: what the status is usually called."""
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+        self.request_id: str | None = None
+
+    def to_response(self, path: str) -> Response:
+        """The answer, in the shape that clients of this path read."""
+        return Response(self.to_json(path), self.status, self.headers, media_type="application/json")
+
+    def to_json(self, path: str) -> bytes:
+        """The body alone, as it also stands in the events of a stream."""
+        body = self._anthropic_body() if path.startswith(ANTHROPIC_PATH) else self._openai_body()
+        return msgspec.json.encode(body)
+
+    def _openai_body(self) -> ErrorResponse:
+        fallback = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = self.type or _OPENAI_TYPES.get(self.status, fallback)
+        return ErrorResponse(ErrorBody(message=self._text(), type=kind, param=self.param, code=self.code))
+
+    def _anthropic_body(self) -> dict[str, Any]:
+        fallback = "invalid_request_error" if self.status < 500 else "api_error"
+        kind = _ANTHROPIC_TYPES.get(self.status, fallback)
+        return {"type": "error", "error": {"type": kind, "message": self._text()}, "request_id": self.request_id}
+
+    def _text(self) -> str:
+        """A client's own text may be in it: shortened, and without what is no Unicode."""
+        text = self.message.encode("utf-8", "replace").decode()
+        return text if len(text) <= MAX_MESSAGE_LEN else text[:MAX_MESSAGE_LEN] + "..."
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """The request is wrong: 400, with the field's name."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def api_error(error: BaseException, request_id: str, field_names: Mapping[str, str]) -> ApiError:
+    """The answer to any exception. What the client did wrong is said as it is; anything else is logged under the
+    request's id and told without its insides. `field_names`: what the body calls fields that the engine, or another
+    protocol that this one is translated to, calls otherwise."""
+    found = _api_error(error, request_id)
+    found.request_id = request_id
+    name = (found.param or "").partition("[")[0]
+    if name in field_names:
+        found.param = field_names[name]
+        found.message = re.sub(rf"^{name}(?=[=: ])", found.param, found.message)
+    return found
+
+
+def _api_error(error: BaseException, request_id: str) -> ApiError:
+    match error:
+        case ApiError():
+            return error
+        case PromptTooLongError():
+            return invalid(str(error), "prompt", "context_length_exceeded")
+        case RequestError():
+            return invalid(str(error), _param(error))
+        case TokenizerError():  # no chat template, or a broken one
+            return invalid(str(error), "prompt")
+        case RecursionError():  # only what clients send is nested
+            return invalid("the request is nested too deeply", code="invalid_json")
+        case QuireError() if not isinstance(error, RequestFailedError):
+            logger.error("request %s: %s: %s", request_id, type(error).__name__, error)
+            message, retry_s = "the engine cannot serve this request now; try again later", None
+            if isinstance(error, EngineDeadError):
+                retry_s = error.retry_after_s
+            headers = None if retry_s is None else {"retry-after": str(retry_s)}
+            return ApiError(503, message, code="engine_unavailable", headers=headers)
+    logger.error("request %s failed", request_id, exc_info=error)
+    return ApiError(500, f"internal error; it is logged under the request id {request_id}", code="internal_error")
+
+
+def _param(error: RequestError) -> str | None:
+    """Messages about a field begin with its name."""
+    found = _LEADING_NAME.match(str(error))
+    name = found.group() if found else ""
+    if "[" in name:
+        return name
+    return _PARAM_NAMES.get(name, "prompt" if isinstance(error, InvalidPromptError) else None)
+
+
+def status_error(status: int, method: str, path: str, headers: Mapping[str, str] | None = None) -> ApiError:
+    """For a path or method that no endpoint has, and other refusals of the router."""
+    match status:
+        case 404:
+            return ApiError(
+                404, f"there is no {path[:200]!r} here; /openapi.json lists what there is", code="not_found"
+            )
+        case 405:
+            message = f"{method[:20]} is not what {path[:200]!r} takes"
+            return ApiError(405, message, code="method_not_allowed", headers=headers)
+    return ApiError(status, HTTPStatus(status).phrase, headers=headers)

@@ -1,0 +1,181 @@
+"""Server-sent events: framing, keep-alives, and what happens when the client goes away.
+
+(HTML standard, section 9.2.) A stream that nobody reads any more is closed, which aborts its requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any, Final, TypeVar
+
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from quire.server.http.errors import ApiError
+from quire.server.http.state import context_of, state_of
+
+T = TypeVar("T")
+Events = AsyncGenerator[bytes, None]
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+PEEK_S = 1.0
+"""so long the answer's status waits for the first event: what fails before is told by the status"""
+CLIENT_CLOSED_REQUEST = 499
+"""nobody reads it; logs show it (nginx's number)"""
+_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # proxies: pass each event on at once
+)
+_END: Final = None
+
+
+def frame(data: bytes, event: str | None = None) -> bytes:
+    """One event. The data is one line, as JSON is."""
+    head = b"" if event is None else b"event: " + event.encode() + b"\n"
+    return head + b"data: " + data + b"\n\n"
+
+
+def openai_error(error: ApiError) -> bytes:
+    """The last events of a stream that fails."""
+    return frame(error.to_json("")) + DONE
+
+
+async def event_stream(
+    request: Request,
+    events: Events,
+    *,
+    error_event: Callable[[ApiError], bytes],
+    keep_alive: bytes = KEEP_ALIVE,
+) -> EventStream:
+    """The answer that sends `events`, each framed already.
+
+    What they raise within PEEK_S, before the first of them, is raised here; later it becomes the last event, made by
+    `error_event`. They are closed when the answer ends, however it does, and when the client goes before it begins.
+    """
+    context = context_of(request)
+    peeked = _Peeked(events, lambda error: error_event(context.api_error(error)))
+    try:
+        await unless_disconnected(request, peeked.peek())
+    except Exception as error:
+        raise context.api_error(error) from error
+    return EventStream(peeked, keep_alive, state_of(request).args.keep_alive_s)
+
+
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client goes away; ApiError then."""
+    task, watch = asyncio.create_task(work), asyncio.create_task(_disconnected(request.receive))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(CLIENT_CLOSED_REQUEST, "the client went away")
+        return task.result()
+    finally:
+        await _cancel(task, watch)
+
+
+class EventStream:
+    """An answer of events, as an ASGI application."""
+
+    def __init__(self, events: _Peeked, keep_alive: bytes, keep_alive_s: float) -> None:
+        self._events = events
+        self._keep_alive = keep_alive
+        self._keep_alive_s = keep_alive_s
+        self._last_sent_s = 0.0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send all events, or as many as somebody is there for."""
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
+            if scope["method"] == "HEAD":  # there is nothing to wait for
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+                return
+            pump = asyncio.create_task(self._pump(send))
+            watch = asyncio.create_task(_disconnected(receive))
+            tasks = [pump, watch, asyncio.create_task(self._keep_alives(send))]
+            await asyncio.wait({pump, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if pump.done():
+                pump.result()
+        finally:
+            await _cancel(*tasks)
+            await self._events.aclose()
+
+    async def _pump(self, send: Send) -> None:
+        """A client that reads slowly stops it here, and what comes meanwhile is merged in the engine's door."""
+        clock = asyncio.get_running_loop().time
+        async for event in self._events:
+            self._last_sent_s = clock()
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _keep_alives(self, send: Send) -> None:
+        """A comment whenever nothing was sent for a while, so that nobody in between gives the connection up."""
+        clock = asyncio.get_running_loop().time
+        self._last_sent_s = clock()
+        while True:
+            left_s = self._last_sent_s + self._keep_alive_s - clock()
+            if left_s > 0:
+                await asyncio.sleep(left_s)
+            else:
+                self._last_sent_s = clock()
+                await send({"type": "http.response.body", "body": self._keep_alive, "more_body": True})
+
+
+class _Peeked:
+    """Events of which the first is waited for beforehand. What they raise later becomes the last event."""
+
+    def __init__(self, events: Events, to_event: Callable[[Exception], bytes]) -> None:
+        self._events = events
+        self._to_event = to_event
+        self._first: asyncio.Task[bytes | None] | None = None
+        self._has_failed = False
+
+    async def peek(self) -> None:
+        """Wait for the first event a little; raise what it raises. Then nothing needs to be closed any more."""
+        self._first = asyncio.create_task(self._next())
+        try:
+            await asyncio.wait({self._first}, timeout=PEEK_S)
+            if self._first.done():
+                self._first.result()
+        except BaseException:
+            await self.aclose()
+            raise
+
+    def __aiter__(self) -> _Peeked:
+        return self
+
+    async def __anext__(self) -> bytes:
+        first, self._first = self._first, None
+        if self._has_failed:
+            raise StopAsyncIteration
+        try:
+            event = await (self._next() if first is None else first)
+        except Exception as error:
+            self._has_failed = True
+            return self._to_event(error)
+        if event is _END:
+            raise StopAsyncIteration
+        return event
+
+    async def aclose(self) -> None:
+        """Close the events, also those that nobody has begun to read."""
+        if self._first is not None:
+            await _cancel(self._first)
+        await self._events.aclose()
+
+    async def _next(self) -> bytes | None:
+        return await anext(self._events, _END)
+
+
+async def _disconnected(receive: Receive) -> None:
+    """Returns when the client has gone. The request's body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancel(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,1 @@
+"""Operating a server: admission, health, metrics, logs, traces, shutdown."""

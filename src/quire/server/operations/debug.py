@@ -1,0 +1,53 @@
+"""GET /debug/cache/events: the cache and the queues as they change, for the page and for `quire top`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from quire.engine.view.cache_frame import CacheUpdate
+from quire.server.http import sse
+from quire.server.http.endpoint import Endpoint
+from quire.server.http.errors import ApiError
+from quire.server.http.state import ServerState, state_of
+
+MAX_WATCHERS = 16
+_PART = "cache_watchers"
+
+
+async def cache_events(request: Request) -> ASGIApp:
+    """A stream of CacheUpdates: first a snapshot, then what changes. A watcher that is too slow for them gets a new
+    snapshot once it reads again. Raises ApiError (429) for one watcher too many."""
+    state = state_of(request)
+    if state.parts.get(_PART, 0) >= MAX_WATCHERS:
+        message = f"{MAX_WATCHERS} watch the cache already; close one of them"
+        raise ApiError(429, message, code="too_many_watchers", headers={"retry-after": "5"})
+    return await sse.event_stream(
+        request, _events(state), error_event=lambda error: sse.frame(error.to_json(request.url.path))
+    )
+
+
+async def _events(state: ServerState) -> AsyncGenerator[bytes, None]:
+    state.parts[_PART] = state.parts.get(_PART, 0) + 1
+    try:
+        while True:  # the engine's door ends the frames of a watcher that does not keep up
+            async with aclosing(state.llm.watch_cache()) as frames:
+                async for data in frames:
+                    yield sse.frame(data)
+    finally:
+        state.parts[_PART] -= 1
+
+
+ENDPOINTS = (
+    Endpoint(
+        path="/debug/cache/events",
+        method="GET",
+        handler=cache_events,
+        summary="Watch the cache and the queues",
+        chunk=CacheUpdate,
+        media_type="text/event-stream",
+    ),
+)

@@ -1,0 +1,44 @@
+"""Whether the server is there, ready and busy, and which version it is."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from quire.common.version import __version__
+from quire.server.api.tokens.protocol import Load, Status, Version
+from quire.server.http.endpoint import Endpoint, json_response
+from quire.server.http.state import state_of
+
+
+async def health(request: Request) -> ASGIApp:
+    """GET /health: 200 while the engine runs, else 503 and why it does not."""
+    death = state_of(request).llm.death
+    return json_response(Status(status=str(death or "ok")), 200 if death is None else 503)
+
+
+async def ready(request: Request) -> ASGIApp:
+    """GET /ready: 200 while new requests are welcome, else 503 and why they are not."""
+    state = state_of(request)
+    why_not = "the server is shutting down" if state.is_draining else state.llm.death
+    return json_response(Status(status=str(why_not or "ready")), 200 if why_not is None else 503)
+
+
+async def version(request: Request) -> ASGIApp:
+    """GET /version"""
+    return json_response(Version(version=__version__))
+
+
+async def load(request: Request) -> ASGIApp:
+    """GET /load"""
+    return json_response(Load(server_load=state_of(request).num_in_flight))
+
+
+ENDPOINTS = (
+    Endpoint(path="/health", method="GET", handler=health, summary="Is it alive?", response=Status, kind="health"),
+    Endpoint(
+        path="/ready", method="GET", handler=ready, summary="Does it take requests?", response=Status, kind="health"
+    ),
+    Endpoint(path="/version", method="GET", handler=version, summary="Tell the version", response=Version),
+    Endpoint(path="/load", method="GET", handler=load, summary="Count requests in flight", response=Load),
+)

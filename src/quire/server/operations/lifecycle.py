@@ -1,0 +1,187 @@
+"""From the first connection to the last: what is answered while the model loads, deadlines, admission, draining."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import Callable, Iterable
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.common.memory import IDLE_S
+from quire.server.http.errors import ANTHROPIC_PATH, ApiError
+from quire.server.http.sse import frame
+from quire.server.http.state import context_of
+from quire.server.operations.admission import MAX_RETRY_AFTER_S, Admission
+from quire.server.operations.request_log import current_record
+
+PROBES = frozenset(["/health", "/ready", "/metrics"])
+_LOADING_RETRY_S = 2
+_ABORT_S = 5.0
+
+
+class Front:
+    """The application that the HTTP server is given: another one, as soon as there is one."""
+
+    def __init__(self) -> None:
+        self.app: ASGIApp | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Hand on, or say that the model is being loaded (503)."""
+        if self.app is not None:
+            await self.app(scope, receive, send)
+        elif scope["type"] == "http":
+            headers = {"retry-after": str(_LOADING_RETRY_S)}
+            if scope["path"] in PROBES:
+                await JSONResponse({"status": "loading"}, 503, headers)(scope, receive, send)
+            else:
+                error = ApiError(503, "the model is being loaded", code="loading", headers=headers)
+                await error.to_response(scope["path"])(scope, receive, send)
+
+
+class Gate:
+    """Ends requests: those that take too long, and, when the server is to stop, all of them.
+
+    A request that sends something (POST) is work: it has a deadline, and draining waits for it and takes no more. One
+    that only looks may look forever, as the live view does, also while others finish, and is cut off in the end.
+    """
+
+    def __init__(
+        self, *, request_timeout_s: float | None, drain_timeout_s: float, on_idle: Callable[[], object] = lambda: None
+    ) -> None:
+        """`on_idle` is called when there has been no work for a moment."""
+        self._on_idle = on_idle
+        self._idle: asyncio.TimerHandle | None = None
+        self._request_timeout_s = request_timeout_s
+        self._drain_timeout_s = drain_timeout_s
+        self._working: set[asyncio.Timeout] = set()
+        self._looking: set[asyncio.Timeout] = set()
+        self._num_working = 0
+        self._no_work = asyncio.Event()
+        self._no_work.set()
+        self.is_draining = False
+        self.is_closed = False
+
+    def around(self, app: ASGIApp) -> ASGIApp:
+        """`app` behind the gate."""
+
+        async def gated(scope: Scope, receive: Receive, send: Send) -> None:
+            await self._pass(app, scope, receive, send)
+
+        return gated
+
+    async def drain(self) -> None:
+        """Take no more work, wait for what runs, abort what is left after the time for it. Cancelling this, once, ends
+        the waiting, not the aborting."""
+        self.is_draining = True
+        with contextlib.suppress(TimeoutError, asyncio.CancelledError):
+            await asyncio.wait_for(self._no_work.wait(), self._drain_timeout_s)
+        _cut_off(self._working)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._no_work.wait(), _ABORT_S)
+
+    def close(self) -> None:
+        """Let nobody in any more, and cut off those who look."""
+        self.is_draining = self.is_closed = True
+        _cut_off(self._looking)
+
+    async def _pass(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """Hand on, under a deadline. Raises ApiError: 503 while draining, 504 after the deadline."""
+        is_work = scope["method"] == "POST"
+        if self.is_closed or (self.is_draining and is_work):
+            retry_s = min(max(1, math.ceil(self._drain_timeout_s)), MAX_RETRY_AFTER_S)
+            headers = {"retry-after": str(retry_s), "connection": "close"}
+            raise ApiError(503, "the server is shutting down", code="shutting_down", headers=headers)
+        answer, deadlines = _Answer(send), self._working if is_work else self._looking
+        self._count(int(is_work))
+        try:
+            async with asyncio.timeout(self._request_timeout_s if is_work else None) as deadline:
+                deadlines.add(deadline)
+                try:
+                    await app(scope, receive, answer.send)
+                finally:
+                    deadlines.discard(deadline)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            await answer.end(self._timeout_error(), scope)
+        finally:
+            self._count(-int(is_work))
+
+    def _count(self, change: int) -> None:
+        self._num_working += change
+        if self._idle is not None:
+            self._idle.cancel()
+        if self._num_working:
+            self._no_work.clear()
+        else:
+            self._no_work.set()
+            self._idle = asyncio.get_running_loop().call_later(IDLE_S, self._on_idle)
+
+    def _timeout_error(self) -> ApiError:
+        if self.is_draining:
+            return ApiError(503, "the server is shutting down; the request was aborted", code="shutting_down")
+        message = f"the request took longer than {self._request_timeout_s:g} s and was aborted"
+        return ApiError(504, message, type="timeout_error", code="request_timeout")
+
+
+def _cut_off(deadlines: Iterable[asyncio.Timeout]) -> None:
+    for deadline in deadlines:
+        if not deadline.expired():
+            deadline.reschedule(asyncio.get_running_loop().time())
+
+
+class _Answer:
+    """Remembers how far the answer has come, so that it can be ended from outside."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._has_started = self._is_stream = self._is_complete = False
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._has_started = True
+            headers = dict(message.get("headers", ()))
+            self._is_stream = headers.get(b"content-type", b"").startswith(b"text/event-stream")
+        elif message["type"] == "http.response.body":
+            self._is_complete = not message.get("more_body", False)
+        await self._send(message)
+
+    async def end(self, error: ApiError, scope: Scope) -> None:
+        """With an error: raised if there is no answer yet, as the last event of a stream."""
+        if not self._has_started:
+            raise error
+        if self._is_stream and not self._is_complete:
+            name = "error" if scope["path"].startswith(ANTHROPIC_PATH) else None
+            event = frame(error.to_json(scope["path"]), name)
+            await self._send({"type": "http.response.body", "body": event, "more_body": False})
+
+
+class Admitting:
+    """Around an endpoint that generates: a request starts only if Admission grants it."""
+
+    def __init__(self, app: ASGIApp, admission: Admission) -> None:
+        self._app = app
+        self._admission = admission
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Hand on. Raises ApiError: 429, with `Retry-After`."""
+        context = context_of(scope)
+        tenant = context.tenant or (scope.get("client") or ("local",))[0]
+        refusal = self._admission.enter(tenant)
+        if refusal is not None:
+            headers = {"retry-after": str(refusal.retry_after_s)}
+            message = f"{refusal.message}; try again in {refusal.retry_after_s} s"
+            raise ApiError(429, message, code=refusal.reason, headers=headers)
+        record = current_record()
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            num_tokens = record.num_tokens if record is not None else 0
+            self._admission.leave(tenant, num_tokens)
+            if context.background is not None and record is not None:
+                context.background.add_done_callback(
+                    lambda _: self._admission.charge(tenant, record.num_tokens - num_tokens)
+                )

@@ -1,0 +1,321 @@
+"""Prometheus metrics: vLLM's names, which dashboards and load generators scrape already, and our own beside them.
+
+Nothing is formatted before it is scraped. A token costs a list increment: counts are kept in plain lists, and a
+collector makes metric families of them and of the engine's latest stats. The registry is this object's own.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.common.outputs import EngineStats, RequestMetrics
+from quire.config.cache import CacheConfig
+from quire.server.http.endpoint import Endpoint
+from quire.server.http.state import state_of
+from quire.server.operations.request_log import RequestRecord
+
+_LATENCIES = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0,
+)  # fmt: skip
+_DURATIONS = (
+    0.01, 0.05, 0.1, 0.3, 0.5, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
+_COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
+_STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+
+_HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
+    "time_to_first_token_seconds": ("From a request's arrival to its first token", _LATENCIES),
+    "inter_token_latency_seconds": ("Between two tokens of a request, as they reach the server", _LATENCIES),
+    "time_per_output_token_seconds": ("The same, under vLLM's older name", _LATENCIES),
+    "request_time_per_output_token_seconds": ("Mean time per token after the first, by request", _LATENCIES),
+    "e2e_request_latency_seconds": ("From a request's arrival to its end", _DURATIONS),
+    "request_queue_time_seconds": ("From a request's arrival in the engine to its first step", _DURATIONS),
+    "request_prefill_time_seconds": ("From a request's first step to its first token", _DURATIONS),
+    "request_decode_time_seconds": ("From a request's first token to its end", _DURATIONS),
+    "request_inference_time_seconds": ("From a request's first step to its end", _DURATIONS),
+    "request_prompt_tokens": ("Tokens of a request's prompt", _COUNTS),
+    "request_generation_tokens": ("Tokens generated for a request", _COUNTS),
+    "request_params_n": ("Samples a request asks for", (1, 2, 5, 10, 20, 50, 100)),
+    "request_params_max_tokens": ("Tokens a request allows for each sample", _COUNTS),
+    "iteration_tokens_total": (
+        "Tokens that a step brought: of prompts whose prefill it ended, and generated",
+        _STEP_TOKENS,
+    ),
+}
+_GAUGES: Mapping[str, tuple[str, Callable[[EngineStats], float]]] = {
+    "num_requests_running": ("Requests being computed", lambda s: s.num_running),
+    "num_requests_waiting": ("Requests in the queue", lambda s: s.num_waiting),
+    "num_requests_swapped": ("Requests whose blocks are in the host tier", lambda s: s.num_swapped),
+    "kv_cache_usage_perc": ("Share of KV cache blocks that requests hold, 0 to 1", lambda s: s.kv_cache_usage),
+}
+_COUNTERS: Mapping[str, tuple[str, Callable[[EngineStats], float]]] = {
+    "num_preemptions": ("Requests put back for want of blocks", lambda s: s.num_preemptions),
+    "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache", lambda s: s.num_prefix_queried_tokens),
+    "prefix_cache_hits": ("Of those, found", lambda s: s.num_prefix_hit_tokens),
+    "prompt_tokens": ("Prompt tokens, cached ones included", lambda s: s.num_prompt_tokens),
+    "generation_tokens": ("Tokens generated", lambda s: s.num_generated_tokens),
+}
+FINISHED_REASONS = ("stop", "length", "abort", "error")
+
+
+class Histogram:
+    """Counts by bucket. For one thread, and so without a lock."""
+
+    __slots__ = ("_bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = list(bounds)
+        self.counts = [0] * (len(self._bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count a value in the first bucket whose bound it does not exceed."""
+        self.counts[bisect_left(self._bounds, value)] += 1
+        self.sum += value
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """Prometheus' buckets: bound and how many values are at most that."""
+        total, rows = 0, []
+        for bound, count in zip([*map(str, map(float, self._bounds)), "+Inf"], self.counts, strict=True):
+            total += count
+            rows.append((bound, float(total)))
+        return rows
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request that runs."""
+
+    start: float
+    last: float
+    num_prompt_tokens: int
+    num_tokens: int = 0
+    first: float | None = None
+
+
+class Metrics:
+    """What has happened since the server began. A RequestListener: all calls come from the event loop's thread."""
+
+    def __init__(
+        self,
+        model_name: str,
+        stats: Callable[[], EngineStats],
+        *,
+        is_running: Callable[[], bool] = lambda: True,
+        recoveries: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        refused: Callable[[], Mapping[str, int]] = dict,
+        cache: CacheConfig | None = None,
+        engine_pid: Callable[[], int | None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """What can be called is asked at each scrape. `recoveries`: engines started after the first, and requests that
+        went on in another one; `refused`: requests turned away, by reason."""
+        self._labels = {"model_name": model_name, "engine": "0"}
+        self._stats = stats
+        self._is_running = is_running
+        self._recoveries = recoveries
+        self._refused = refused
+        self._cache = cache
+        self._engine_pid = engine_pid
+        self._clock = clock
+        self._live: dict[str, _Live] = {}
+        self._step_tokens: int | None = None
+        self._finished = dict.fromkeys(FINISHED_REASONS, 0)
+        self._http: Counter[tuple[str, str, str]] = Counter()
+        self.histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
+        self._between_tokens = self.histograms["inter_token_latency_seconds"]
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(self)
+        ProcessCollector(registry=self.registry)
+
+    def render(self, accept: str | None = None) -> tuple[bytes, str]:
+        """The metrics and their content type: OpenMetrics if the `Accept` header asks for it, else Prometheus' text."""
+        encoder, content_type = choose_encoder(accept or "")
+        return encoder(self.registry), content_type
+
+    def on_step(self, stats: EngineStats) -> None:
+        """The engine has made a step."""
+        total = stats.num_prompt_tokens + stats.num_generated_tokens
+        if self._step_tokens is not None and total > self._step_tokens:
+            self.histograms["iteration_tokens_total"].observe(total - self._step_tokens)
+        self._step_tokens = total
+
+    def on_request_start(self, request_id: str, num_prompt_tokens: int, params: Any) -> None:
+        """A request goes to the engine."""
+        now = self._clock()
+        self._live[request_id] = _Live(now, now, num_prompt_tokens)
+        self.histograms["request_params_n"].observe(getattr(params, "n", 1))
+        if max_tokens := getattr(params, "max_tokens", None):
+            self.histograms["request_params_max_tokens"].observe(max_tokens)
+
+    def on_tokens(self, request_id: str, num_tokens: int, now: float) -> None:
+        """A step brought a request tokens. Of several samples, or of tokens known in advance, the step counts once."""
+        live = self._live.get(request_id)
+        if live is None:
+            return
+        if live.first is None:
+            live.first = now
+            self.histograms["time_to_first_token_seconds"].observe(now - live.start)
+        else:
+            self._between_tokens.observe(now - live.last)
+        live.last = now
+        live.num_tokens += num_tokens
+
+    def on_request_end(self, request_id: str, metrics: RequestMetrics, num_cached_tokens: int, reason: str) -> None:
+        """A request has ended, well or not."""
+        live = self._live.pop(request_id, None)
+        if live is None:
+            return
+        self._finished[reason if reason in self._finished else "error"] += 1
+        self._observe("e2e_request_latency_seconds", self._clock() - live.start)
+        self._observe("request_prompt_tokens", live.num_prompt_tokens)
+        self._observe("request_generation_tokens", live.num_tokens)
+        if live.first is not None and live.num_tokens > 1:
+            self._observe("request_time_per_output_token_seconds", (live.last - live.first) / (live.num_tokens - 1))
+        if metrics.first_scheduled_time is None:
+            return
+        started, first, end = metrics.first_scheduled_time, metrics.first_token_time, metrics.finished_time
+        self._observe("request_queue_time_seconds", started - metrics.arrival_time)
+        if first is not None:
+            self._observe("request_prefill_time_seconds", first - started)
+        if end is not None:
+            self._observe("request_inference_time_seconds", end - started)
+        if first is not None and end is not None:
+            self._observe("request_decode_time_seconds", end - first)
+
+    def on_record(self, record: RequestRecord) -> None:
+        """An HTTP request was answered."""
+        self._http[record.route, record.method, str(record.status)] += 1
+
+    def _observe(self, name: str, value: float) -> None:
+        self.histograms[name].observe(max(0.0, value))
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics as they are now; prometheus-client calls it."""
+        stats = self._stats()
+        for family, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for name, (text, value) in table.items():
+                yield self._single(family, f"vllm:{name}", text, value(stats))
+        finished = [({"finished_reason": reason}, count) for reason, count in self._finished.items()]
+        yield self._family(CounterMetricFamily, "vllm:request_success", "Requests ended, by why", finished)
+        for name, (text, _) in _HISTOGRAMS.items():
+            histogram = self._between_tokens if name == "time_per_output_token_seconds" else self.histograms[name]
+            metric = HistogramMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
+            metric.add_metric(list(self._labels.values()), histogram.cumulative(), histogram.sum)
+            yield metric
+        if self._cache is not None:
+            info = _cache_info(self._cache, stats.num_blocks)
+            yield self._family(GaugeMetricFamily, "vllm:cache_config_info", "How the KV cache is set up", [(info, 1)])
+        yield from self._collect_cache(stats)
+        yield from self._collect_server()
+
+    def _collect_cache(self, stats: EngineStats) -> Iterator[Metric]:
+        blocks = {
+            "owned": stats.num_used_blocks,
+            "cached": stats.num_cached_blocks,
+            "free": stats.num_blocks - stats.num_used_blocks - stats.num_cached_blocks,
+        }
+        yield self._gauge("quire:kv_cache_blocks", "KV cache blocks, by state", "state", blocks)
+        yield self._single(
+            GaugeMetricFamily, "quire:kv_cache_pinned_blocks", "Of them, pinned", stats.num_pinned_blocks
+        )
+        counters = (
+            ("quire:engine_steps", "Steps of the engine", stats.num_steps),
+            ("quire:swapped_blocks", "Blocks copied to the host tier or back", stats.num_swapped_blocks),
+            ("quire:prefix_cache_evicted_tokens", "Cached tokens given up for room", stats.prefix_cache["evicted"]),
+            (
+                "quire:prefix_cache_spilled_tokens",
+                "Cached tokens moved to the host tier",
+                stats.prefix_cache["spilled"],
+            ),
+        )
+        for name, text, value in counters:
+            yield self._single(CounterMetricFamily, name, text, value)
+        for kind, label, text in (("hit", "source", "found, by where"), ("missed", "reason", "not found, by why")):
+            found = {n.removeprefix(f"{kind}_"): v for n, v in stats.prefix_cache.items() if n.startswith(f"{kind}_")}
+            rows = [({label: name}, value) for name, value in found.items()]
+            name = f"quire:prefix_cache_{kind}_tokens"
+            yield self._family(CounterMetricFamily, name, f"Looked-up tokens {text}", rows)
+
+    def _collect_server(self) -> Iterator[Metric]:
+        is_running = self._is_running()
+        yield self._single(GaugeMetricFamily, "quire:engine_up", "Whether the engine process runs", int(is_running))
+        names = {
+            "engine_restarts": "Engine processes started after the first",
+            "requests_replayed": "Requests that went on in another engine process",
+        }
+        for (name, text), count in zip(names.items(), self._recoveries(), strict=True):
+            yield self._single(CounterMetricFamily, f"quire:{name}", text, count)
+        rows = [({"route": r, "method": m, "status": s}, count) for (r, m, s), count in self._http.items()]
+        yield self._family(CounterMetricFamily, "quire:http_requests", "HTTP requests answered", rows)
+        refused = [({"reason": reason}, count) for reason, count in self._refused().items()]
+        yield self._family(CounterMetricFamily, "quire:requests_refused", "Requests turned away, by why", refused)
+        pid = self._engine_pid()
+        pids = {"server": "self"} | ({} if pid is None else {"engine": str(pid)})
+        memory = {name: size for name, pid in pids.items() if (size := _resident_bytes(pid)) is not None}
+        yield self._gauge("quire:process_memory_bytes", "Resident memory, by process", "process", memory)
+
+    def _gauge(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+        return self._family(GaugeMetricFamily, name, text, [({label: key}, value) for key, value in values.items()])
+
+    def _single(self, kind: Any, name: str, text: str, value: float) -> Metric:
+        return self._family(kind, name, text, [({}, value)])
+
+    def _family(self, kind: Any, name: str, text: str, rows: Sequence[tuple[Mapping[str, str], float]]) -> Metric:
+        """A family with a row for each set of labels beside the model's."""
+        extra = list(rows[0][0]) if rows else []
+        metric: Metric = kind(name, text, labels=[*self._labels, *extra])
+        for labels, value in rows:
+            metric.add_metric([*self._labels.values(), *labels.values()], value)  # type: ignore[attr-defined]
+        return metric
+
+
+def _cache_info(cache: CacheConfig, num_blocks: int) -> dict[str, str]:
+    """Labels as vLLM's, which routers read: the cache's size in tokens is block_size times num_gpu_blocks."""
+    info: dict[str, object] = {
+        "block_size": cache.block_size,
+        "num_gpu_blocks": num_blocks,
+        "cache_dtype": cache.dtype,
+        "enable_prefix_caching": cache.enable_prefix_caching,
+        "gpu_memory_utilization": cache.memory_utilization,
+        "swap_space_bytes": cache.swap_bytes,
+    }
+    return {name: str(value) for name, value in info.items()}
+
+
+async def _get_metrics(request: Request) -> Response:
+    metrics: Metrics = state_of(request).parts["metrics"]
+    body, content_type = metrics.render(request.headers.get("accept"))
+    return Response(body, headers={"content-type": content_type})
+
+
+METRICS_ENDPOINT = Endpoint(
+    path="/metrics",
+    method="GET",
+    handler=_get_metrics,
+    summary="Metrics in Prometheus' format",
+    media_type="text/plain",
+    kind="metrics",
+)
+
+
+def _resident_bytes(pid: str) -> int | None:
+    """None where the system does not say, or the process is gone."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
+    except (OSError, IndexError, ValueError):
+        return None
+    return pages * 4096

@@ -1,0 +1,99 @@
+"""OpenTelemetry: a span for each request, off unless there is a collector to send them to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from quire.common.errors import ConfigError
+from quire.common.version import __version__
+from quire.server.operations.lifecycle import PROBES
+from quire.server.operations.request_log import RequestRecord
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+_OPERATIONS = {"/v1/completions": "text_completion"}
+_PARAMS = ("max_tokens", "temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty")
+
+
+class Tracer:
+    """A sink of RequestRecords. Attributes follow OpenTelemetry's conventions for generative AI; no text is among them.
+
+    A request's `traceparent` header makes its span a child of the client's.
+    """
+
+    def __init__(self, endpoint: str, model_name: str, exporter: SpanExporter | None = None) -> None:
+        """`endpoint`: a collector's URL for OTLP over HTTP, as http://localhost:4318. Raises ConfigError if it is none,
+        or if OpenTelemetry is not installed. `exporter` takes the spans instead, at once."""
+        url = urlsplit(endpoint)
+        if url.scheme not in ("http", "https") or not url.netloc:
+            raise ConfigError(f"otlp_endpoint={endpoint!r}: must be a URL, as in http://localhost:4318")
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import SpanLimits, TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
+            from opentelemetry.trace import SpanKind
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        except ImportError as error:
+            raise ConfigError("otlp_endpoint needs OpenTelemetry: pip install 'quire[tracing]'") from error
+        self._model_name = model_name
+        self._kind = SpanKind.SERVER
+        self._propagator = TraceContextTextMapPropagator()
+        resource = Resource.create({"service.name": "quire", "service.version": __version__})
+        self._provider = TracerProvider(
+            resource=resource, span_limits=SpanLimits(max_attribute_length=256), shutdown_on_exit=False
+        )
+        target = endpoint if url.path.strip("/") else endpoint.rstrip("/") + "/v1/traces"
+        self._provider.add_span_processor(
+            BatchSpanProcessor(OTLPSpanExporter(target)) if exporter is None else SimpleSpanProcessor(exporter)
+        )
+        self._tracer = self._provider.get_tracer("quire", __version__)
+
+    def __call__(self, record: RequestRecord) -> None:
+        """The request has ended: make its span."""
+        if record.route in PROBES:
+            return
+        carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in record.headers}
+        attributes = self._attributes(record)
+        span = self._tracer.start_span(
+            f"{attributes['gen_ai.operation.name']} {self._model_name}" if record.params is not None else record.route,
+            context=self._propagator.extract(carrier),
+            kind=self._kind,
+            attributes=attributes,
+            start_time=record.start_ns,
+        )
+        span.end(record.start_ns + int(record.seconds * 1e9))
+
+    def shutdown(self) -> None:
+        """Send what is left."""
+        self._provider.shutdown()
+
+    def _attributes(self, record: RequestRecord) -> dict[str, Any]:
+        attributes: dict[str, Any] = {
+            "http.request.method": record.method,
+            "http.route": record.route,
+            "http.response.status_code": record.status,
+            "quire.request_id": record.request_id,
+            "quire.tenant": record.tenant,
+        }
+        if record.status >= 500:
+            attributes["error.type"] = str(record.status)
+        if record.params is None:
+            return attributes
+        attributes |= {
+            "gen_ai.operation.name": _OPERATIONS.get(record.route, "chat"),
+            "gen_ai.provider.name": "quire",
+            "gen_ai.request.model": self._model_name,
+            "gen_ai.request.choice.count": getattr(record.params, "n", 1),
+            "gen_ai.response.finish_reasons": [record.reason] if record.reason else [],
+            "gen_ai.usage.input_tokens": record.num_prompt_tokens,
+            "gen_ai.usage.output_tokens": record.num_generated_tokens,
+            "gen_ai.usage.cache_read.input_tokens": record.num_cached_tokens,
+            "gen_ai.latency.e2e": record.seconds,
+        }
+        times = {"time_to_first_token": record.first_token_s, "time_in_queue": record.queue_s}
+        attributes |= {f"gen_ai.latency.{name}": seconds for name, seconds in times.items() if seconds is not None}
+        params = {name: getattr(record.params, name, None) for name in _PARAMS}
+        return attributes | {f"gen_ai.request.{name}": value for name, value in params.items() if value is not None}

@@ -1,0 +1,1 @@
+"""Chat templates of checkpoints, rendered in a sandbox with a budget."""

@@ -1,0 +1,298 @@
+"""The Jinja environment chat templates run in: no way out of it, and no way to run or grow without end.
+
+Templates come with checkpoints, so from strangers. Jinja's sandbox keeps them from Python's internals and from changing
+their inputs. On top of it, rendering has a budget of operations, characters and processor time, and no single operation
+may make, or be given, what is too large for the budget to be looked at in time (template_budget).
+"""
+
+import json
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from datetime import datetime
+from functools import wraps
+from typing import Any, NoReturn, cast
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import LoopContext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from quire.text.chat_template.budget import (
+    Budget,
+    check_binary,
+    check_items,
+    check_method,
+    check_size,
+    check_width,
+    measured,
+    num_chars,
+    num_items,
+    spend,
+    text_of,
+)
+
+MAX_TEMPLATE_CHARS = 128 * 1024
+"""of a template's source: to compile it takes up to two seconds, and a hundred times less for the longest in use"""
+_MAX_LAYOUT_CHARS = 1000
+_FILE_NAME = "<chat template>"
+warnings.filterwarnings(
+    "ignore", category=SyntaxWarning, module=_FILE_NAME
+)  # what it is made of is no business of logs
+_NO_PROMPT_NEEDS = (
+    "center",
+    "format",
+    "pprint",
+    "striptags",
+    "urlencode",
+    "urlize",
+    "wordcount",
+    "wordwrap",
+    "xmlattr",
+)
+"""filters that are slow with long texts, or make them much longer"""
+_UNSAFE_METHODS = frozenset(["encode", "maketrans", "to_bytes", "translate"])
+"""lead to huge texts, or to bytes, of which nothing here knows"""
+
+
+def compile_template(source: str) -> jinja2.Template:
+    """Parse, put the counters in, compile. Raises jinja2.TemplateSyntaxError, or what Python's compiler does."""
+    if len(source) > MAX_TEMPLATE_CHARS:
+        raise jinja2.TemplateSyntaxError(f"it has {len(source):,} characters, more than {MAX_TEMPLATE_CHARS:,}", 1)
+    tree = _ENVIRONMENT.parse(source)
+    for loop in list(tree.find_all(nodes.For)):
+        loop.iter = _filtered(cast(nodes.Expr, loop.iter), "counted")
+    for output in list(tree.find_all(nodes.Output)):
+        output.nodes = [_filtered(_constant(node), "charged") for node in output.nodes]
+    _guard(tree)
+    tree.set_environment(_ENVIRONMENT)
+    code = _ENVIRONMENT.compile(tree, "chat template", _FILE_NAME)
+    return jinja2.Template.from_code(_ENVIRONMENT, code, _ENVIRONMENT.make_globals(None))
+
+
+def render(template: jinja2.Template, variables: dict[str, Any]) -> str:
+    """The template's text, within the budget; SecurityError beyond it."""
+    with Budget():
+        pieces, total = [], 0
+        for piece in template.generate(variables):
+            pieces.append(piece)
+            total += len(piece)
+            check_size(total)
+        return "".join(pieces)
+
+
+class _BoundedEnvironment(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset(["+", "-", "*", "/", "//", "%", "**"])
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        is_type = isinstance(obj, type)  # whose methods would change what they are given
+        return not is_type and attr not in _UNSAFE_METHODS and super().is_safe_attribute(obj, attr, value)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        check_binary(operator, left, right)
+        return measured(super().call_binop(context, operator, left, right))
+
+    def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        spend(1)
+        if isinstance(obj, LoopContext) and args:
+            args = (_counted(context, args[0]), *args[1:])
+        method = getattr(obj, "__wrapped__", obj)  # the sandbox wraps str.format
+        owner = getattr(method, "__self__", None)
+        if isinstance(owner, str):
+            if method.__name__ == "join" and args:
+                args = (list(args[0]),)
+            check_method(owner, method.__name__, [*args, *kwargs.values()])
+        return measured(super().call(context, obj, *args, **kwargs))
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks what an assistant wrote, for training; here it only encloses text."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _filtered(node: nodes.Expr, name: str) -> nodes.Filter:
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+
+
+def _constant(node: nodes.Expr) -> nodes.Expr:
+    return nodes.Const(node.data, lineno=node.lineno) if isinstance(node, nodes.TemplateData) else node
+
+
+def _guard(node: nodes.Node) -> None:
+    """Put filters around what Jinja does not ask the environment about: lists, comparisons, slices, and `a ~ b`, which
+    becomes a filter of the list of both that looks at their lengths before it joins them."""
+    for field, value in node.iter_fields():
+        children = value if isinstance(value, list) else [value]
+        for child in children:
+            if isinstance(child, nodes.Node):
+                _guard(child)
+        guarded = [_guarded(child) for child in children]
+        setattr(node, field, guarded if isinstance(value, list) else guarded[0])
+
+
+def _guarded(node: Any) -> Any:
+    if isinstance(node, nodes.Concat):
+        return _filtered(nodes.List(node.nodes, lineno=node.lineno), "concatenated")
+    is_slice = isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
+    is_target = isinstance(node, nodes.Tuple) and node.ctx != "load"
+    is_made = is_slice or isinstance(node, nodes.Compare | nodes.List | nodes.Tuple | nodes.Dict)
+    return _filtered(node, "measured") if is_made and not is_target else node
+
+
+@jinja2.pass_context  # these take the context only so that they are never run at compile time
+def _counted(_: Any, values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        spend(1)
+        yield value
+
+
+@jinja2.pass_context
+def _charged(_: Any, value: Any) -> str:
+    text = text_of(value)
+    spend(printed=len(text))
+    return text
+
+
+@jinja2.pass_context
+def _concatenated(_: Any, values: list[Any]) -> str:
+    return _join(values, "")
+
+
+@jinja2.pass_context
+def _measured(_: Any, value: Any) -> Any:
+    return measured(value)
+
+
+def _join(values: Iterable[Any], d: str = "", attribute: Any = None) -> str:
+    if attribute is not None:
+        values = (jinja2.filters.make_attrgetter(_ENVIRONMENT, attribute)(value) for value in values)
+    return _joined(map(text_of, values), str(d))
+
+
+def _joined(pieces: Iterable[str], between: str = "") -> str:
+    """Looks at the length before it joins."""
+    texts, total = [], 0
+    for piece in pieces:
+        spend()
+        total += len(piece) + len(between)
+        check_size(total)
+        texts.append(piece)
+    return between.join(texts)
+
+
+def _replace(s: Any, old: str, new: str, count: int = -1) -> str:
+    text = text_of(s)
+    check_method(text, "replace", [old, new])
+    return text.replace(old, new, count)
+
+
+def _indent(s: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+    width = len(width) if isinstance(width, str) else width
+    check_width([width])
+    check_size(len(s) + s.count("\n") * width)
+    return jinja2.filters.do_indent(s, width, first, blank)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as it is, where Jinja's own filter would escape it for HTML."""
+    check_width([indent])
+    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return encoder.encode(value) if indent is None and separators is None else _joined(encoder.iterencode(value))
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateRuntimeError(message)
+
+
+def _strftime_now(layout: str) -> str:
+    if len(layout) > _MAX_LAYOUT_CHARS:
+        raise SecurityError(f"it formats a date with more than {_MAX_LAYOUT_CHARS} characters")
+    return datetime.now().strftime(layout)
+
+
+def _check_texts(value: Any, others: list[Any]) -> None:
+    for text in (value, *others):
+        num_chars(text)
+
+
+def _check_short(value: Any, others: list[Any]) -> None:
+    check_items(num_chars(value))
+
+
+def _check_list(value: Any, others: list[Any]) -> None:
+    check_items(num_items(value))
+
+
+def _check_narrow(value: Any, others: list[Any]) -> None:
+    check_items(num_items(value))
+    check_width(others)
+
+
+def _check_numbers(value: Any, others: list[Any]) -> None:
+    check_items(num_items(value))
+    if any(isinstance(other, list | tuple) for other in others):
+        raise SecurityError("it adds up lists")
+
+
+def _check_nothing(value: Any, others: list[Any]) -> None:
+    """It takes no time."""
+
+
+_Check = Callable[[Any, list[Any]], None]
+_CHECKS: dict[str, _Check] = dict.fromkeys(
+    ("abs", "attr", "count", "d", "default", "filesizeformat", "first", "float", "int", "last", "length", "random"),
+    _check_nothing,
+)
+_CHECKS |= dict.fromkeys(
+    ("capitalize", "e", "escape", "forceescape", "indent", "join", "lower", "replace", "safe", "string", "tojson",
+     "trim", "truncate", "upper"), _check_texts,
+)  # fmt: skip
+_CHECKS |= dict.fromkeys(("batch", "round", "slice"), _check_narrow)
+_CHECKS |= {"sum": _check_numbers, "title": _check_short}
+"""of what a filter is given; all others go through a list"""
+
+
+def _bounded(function: Callable[..., Any], check: _Check) -> Callable[..., Any]:
+    """A filter or test within the budget. Without one, at compile time, it fails, and so is left for later."""
+    num_own = int(hasattr(function, "jinja_pass_arg"))
+
+    @wraps(function)
+    def bounded(*args: Any, **kwargs: Any) -> Any:
+        spend()
+        check(args[num_own], [*args[num_own + 1 :], *kwargs.values()])
+        return measured(function(*args, **kwargs))
+
+    return bounded
+
+
+def _make_environment() -> _BoundedEnvironment:
+    environment = _BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag])
+    for name in _NO_PROMPT_NEEDS:
+        del environment.filters[name]
+    environment.filters |= {"indent": _indent, "join": _join, "replace": _replace, "tojson": _tojson}
+    function: Any
+    for name, function in environment.filters.items():
+        environment.filters[name] = _bounded(function, _CHECKS.get(name, _check_list))
+    for name, function in environment.tests.items():
+        environment.tests[name] = _bounded(function, _check_nothing)
+    own = {"charged": _charged, "concatenated": _concatenated, "counted": _counted, "measured": _measured}
+    environment.filters.update(own)
+    del environment.globals["lipsum"]
+    environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+    return environment
+
+
+_ENVIRONMENT = _make_environment()

@@ -1,0 +1,146 @@
+"""Chat templates: how a checkpoint wants a conversation written down."""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+from jinja2.exceptions import SecurityError
+
+from quire.common.errors import InvalidPromptError, TokenizerError
+from quire.text.chat_template.sandbox import compile_template, render
+
+_CONTINUE_HERE = "QUIRE_CONTINUES_HERE"
+
+
+class ChatTemplate:
+    """One compiled template. It cannot reach anything outside it, nor run or grow without end (template_sandbox)."""
+
+    def __init__(self, source: str) -> None:
+        """Raises TokenizerError if `source` is no Jinja template."""
+        try:
+            self._template = compile_template(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise TokenizerError(f"the chat template is broken at line {error.lineno}: {error.message}") from error
+        except Exception as error:  # Python's own: it is nested too deeply, or a number in it is too long
+            raise TokenizerError(f"the chat template is not to be compiled: {type(error).__name__}: {error}") from error
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
+    ) -> str:
+        """The conversation as one text, to which the model adds.
+
+        `add_generation_prompt` ends with the opening of the assistant's turn; `continue_final_message` with the last
+        message left open instead. Raises InvalidPromptError for messages that are malformed or that the template does
+        not take, TokenizerError for a template that oversteps its bounds.
+        """
+        if add_generation_prompt and continue_final_message:
+            raise InvalidPromptError(
+                "add_generation_prompt opens a new turn and continue_final_message goes on with the last one: set one "
+                "of them to False"
+            )
+        checked = check_messages(messages)
+        if continue_final_message:
+            checked[-1]["content"] = str(checked[-1].get("content") or "") + _CONTINUE_HERE + " "
+        text = self._render(
+            {
+                **_plain(variables, "chat_template_kwargs"),
+                "messages": checked,
+                "tools": None if tools is None else _check_tools(tools),
+                "add_generation_prompt": add_generation_prompt,
+            }
+        )
+        return _cut_at_continuation(text) if continue_final_message else text
+
+    def _render(self, variables: dict[str, Any]) -> str:
+        try:
+            return render(self._template, variables)
+        except SecurityError as error:
+            raise TokenizerError(f"the chat template is not safe to run: {error}") from error
+        except jinja2.TemplateRuntimeError as error:  # raise_exception, and what is undefined
+            raise InvalidPromptError(f"the chat template refuses these messages: {error}") from error
+        except Exception as error:  # a template is a program: it can fail in any way
+            raise InvalidPromptError(
+                f"the chat template fails on these messages: {type(error).__name__}: {error}"
+            ) from error
+
+
+@lru_cache(maxsize=16)
+def compile_chat_template(source: str) -> ChatTemplate:
+    """The template of `source`, compiled once."""
+    return ChatTemplate(source)
+
+
+def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A copy of a conversation as plain data, its content as text. Raises InvalidPromptError, which names the message.
+
+    A message has a `role`, and `content`: a string, a list of `{"type": "text", "text": ...}` parts (joined by line
+    breaks), or nothing (a message that only calls tools). Other keys are left to the template.
+    """
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
+        raise InvalidPromptError("a conversation must be a list of messages, with at least one")
+    checked = []
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise InvalidPromptError(f"messages[{i}] must be a dict with a 'role' and a 'content'")
+        copy = _plain(message, f"messages[{i}]")
+        if "content" in copy:
+            copy["content"] = _content_text(copy["content"], f"messages[{i}]")
+        checked.append(copy)
+    return checked
+
+
+def _content_text(content: Any, where: str) -> str | None:
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidPromptError(
+            f"{where}: 'content' must be text or a list of text parts, not {type(content).__name__}"
+        )
+    texts = []
+    for part in content:
+        text = part if isinstance(part, str) else part.get("text") if isinstance(part, dict) else None
+        if not isinstance(text, str) or (isinstance(part, dict) and part.get("type", "text") != "text"):
+            raise InvalidPromptError(f"{where}: only text parts, {{'type': 'text', 'text': ...}}, are supported")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _check_tools(tools: Sequence[Mapping[str, Any]]) -> list[Any]:
+    if isinstance(tools, str | Mapping) or not isinstance(tools, Sequence):
+        raise InvalidPromptError("tools must be a list of JSON schemas")
+    for i, tool in enumerate(tools):
+        if not isinstance(tool, Mapping):
+            raise InvalidPromptError(f"tools[{i}] must be a JSON schema (a dict), not {type(tool).__name__}")
+    return [_plain(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
+
+
+def _plain(value: Any, where: str) -> Any:
+    """A deep copy out of nothing but JSON's types: a template gets no object whose methods could do something."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, where) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, where) for item in value]
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    raise InvalidPromptError(f"{where} holds a {type(value).__name__}: only what JSON can hold is allowed")
+
+
+def _cut_at_continuation(text: str) -> str:
+    """The text up to the end of the final message. A template that trims its messages trims this end as well."""
+    end = text.rfind(_CONTINUE_HERE)
+    if end < 0:
+        raise InvalidPromptError(
+            "continue_final_message: the chat template leaves the final message out, so there is nothing to continue"
+        )
+    trimmed = not text.startswith(_CONTINUE_HERE + " ", end)
+    return text[:end].rstrip() if trimmed else text[:end]

@@ -1,0 +1,186 @@
+"""Reading a tokenizer's files: the model itself, its special tokens, its chat templates."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+
+from quire.common.errors import RequestError, TokenizerError
+from quire.config.hf_config import check_file, read_json_object
+
+_MAX_TEMPLATE_BYTES = 1024**2
+_MAX_TOKENIZER_BYTES = 256 * 1024**2
+_WHOLE = "tokenizer.json"
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_SPECIAL_TOKEN_LISTS = ("additional_special_tokens", "extra_special_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """What a checkpoint folder says about its tokenizer."""
+
+    backend: tokenizers.Tokenizer
+    special_tokens: Mapping[str, str]
+    """role -> token, such as `eos_token` -> `</s>`"""
+    chat_templates: Mapping[str, str]
+    """name -> Jinja source; the usual one is `default`"""
+
+
+def read_tokenizer_files(folder: Path) -> TokenizerFiles:
+    """Read `tokenizer.json`, or `vocab.json` and `merges.txt`, and what stands beside them. Raises TokenizerError."""
+    with library_errors(f"the tokenizer of {folder} cannot be read"):
+        config = _read_config(folder)
+        special_tokens = {role: token for role in _SPECIAL_TOKENS if (token := _content(config.get(role))) is not None}
+        backend = _read_backend(folder, config)
+        _add_special_tokens(backend, folder, config, special_tokens)
+        if not (folder / _WHOLE).exists():  # which says itself what stands around a text
+            _frame_with_special_tokens(backend, config, special_tokens)
+        return TokenizerFiles(backend, special_tokens, _read_chat_templates(folder, config))
+
+
+@contextmanager
+def library_errors(what: str) -> Iterator[None]:
+    """Whatever is raised within becomes a TokenizerError: the library raises nothing precise, and its panics are not
+    even Exceptions."""
+    try:
+        yield
+    except (TokenizerError, RequestError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise TokenizerError(f"{what}: {error}") from error
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json over special_tokens_map.json; both may be absent."""
+    config: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if (folder / name).exists():
+            config |= read_json_object(folder / name)
+    return config
+
+
+def _read_backend(folder: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    whole, vocab, merges = (folder / name for name in (_WHOLE, "vocab.json", "merges.txt"))
+    if whole.exists():
+        with library_errors(f"{whole} cannot be read (half-written?)"):
+            check_file(whole, _MAX_TOKENIZER_BYTES)
+            backend = tokenizers.Tokenizer.from_file(str(whole))
+        backend.no_truncation()
+        backend.no_padding()
+        return backend
+    if vocab.exists() and merges.exists():
+        with library_errors(f"{vocab} cannot be read (half-written?)"):
+            return _byte_level_bpe(vocab, merges, bool(config.get("add_prefix_space", False)))
+    hint = ""
+    if (folder / "tokenizer.model").exists():
+        hint = "; its tokenizer.model (SentencePiece alone) is not supported: convert it to tokenizer.json"
+    raise TokenizerError(
+        f"{folder} has no tokenizer: looked for tokenizer.json, and for vocab.json with merges.txt{hint}. "
+        "Name another folder or hub id with the argument `tokenizer`"
+    )
+
+
+def _byte_level_bpe(vocab: Path, merges: Path, add_prefix_space: bool) -> tokenizers.Tokenizer:
+    """The tokenizer of GPT-2 (Radford et al. 2019), which OPT has too."""
+    backend = tokenizers.Tokenizer(models.BPE.from_file(str(vocab), str(merges)))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _add_special_tokens(
+    backend: tokenizers.Tokenizer, folder: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str]
+) -> None:
+    """Make the config's tokens known to the backend, each under the id the files give it."""
+    listed = [(int(i), token) for i, token in _mapping(config, "added_tokens_decoder").items() if str(i).isdecimal()]
+    if (folder / "added_tokens.json").exists():
+        added = read_json_object(folder / "added_tokens.json")
+        listed += [(i, token) for token, i in added.items() if isinstance(i, int)]
+    for token_id, value in sorted(listed, key=lambda pair: pair[0]):
+        token = _content(value)
+        if token is None:
+            raise TokenizerError(f"{folder}: the added token with id {token_id} has no text")
+        backend.add_tokens([_added_token(token, value if isinstance(value, dict) else {})])
+        if backend.token_to_id(token) != token_id:
+            raise TokenizerError(
+                f"{folder}: the added token {token!r} should have id {token_id}, but the vocabulary gives it "
+                f"{backend.token_to_id(token)}"
+            )
+    special = [*special_tokens.values(), *_listed_special_tokens(config)]
+    known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    new = [token for token in special if token not in known and backend.token_to_id(token) is not None]
+    backend.add_special_tokens([_added_token(token, {"special": True}) for token in new])
+
+
+def _listed_special_tokens(config: Mapping[str, Any]) -> Iterator[str]:
+    for key in _SPECIAL_TOKEN_LISTS:
+        values = config.get(key) or []
+        for value in values.values() if isinstance(values, dict) else values if isinstance(values, list) else []:
+            token = _content(value)
+            if token is not None:
+                yield token
+
+
+def _added_token(token: str, value: Mapping[str, Any]) -> AddedToken:
+    flags = {name: bool(value.get(name, False)) for name in ("single_word", "lstrip", "rstrip", "special")}
+    return AddedToken(token, normalized=bool(value.get("normalized", not flags["special"])), **flags)
+
+
+def _frame_with_special_tokens(
+    backend: tokenizers.Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str]
+) -> None:
+    """Put the tokens around each text that add_bos_token and add_eos_token ask for."""
+    bos, eos = (
+        special_tokens.get(f"{role}_token") if config.get(f"add_{role}_token") else None for role in ("bos", "eos")
+    )
+    frame = [token for token in (bos, eos) if token is not None]
+    for token in frame:
+        if backend.token_to_id(token) is None:
+            raise TokenizerError(f"the special token {token!r} is to be added to texts, but is not in the vocabulary")
+    backend.post_processor = processors.TemplateProcessing(
+        single=[*([bos] if bos else []), "$A", *([eos] if eos else [])],
+        special_tokens=[(token, backend.token_to_id(token)) for token in dict.fromkeys(frame)],
+    )
+
+
+def _read_chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """`chat_template.jinja` and `additional_chat_templates/NAME.jinja` outrank what tokenizer_config.json holds."""
+    value = config.get("chat_template") or []
+    entries = [{"name": "default", "template": value}] if isinstance(value, str) else value
+    templates = {}
+    for entry in entries if isinstance(entries, list) else [entries]:
+        match entry:
+            case {"name": str(name), "template": str(template)}:
+                templates[name] = template
+            case _:
+                raise TokenizerError(
+                    f"{folder}: 'chat_template' in tokenizer_config.json must be a string, or a list of objects with "
+                    "'name' and 'template'"
+                )
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        templates[path.stem] = _read_template(path)
+    if (folder / "chat_template.jinja").exists():
+        templates["default"] = _read_template(folder / "chat_template.jinja")
+    return templates
+
+
+def _read_template(path: Path) -> str:
+    with library_errors(f"{path} cannot be read"):
+        check_file(path, _MAX_TEMPLATE_BYTES)
+        return path.read_text(encoding="utf-8")
+
+
+def _mapping(config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = config.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def _content(value: Any) -> str | None:
+    """The text of a token, which files give as a string or as an object with flags."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) and value else None
