@@ -40,7 +40,7 @@ TESTS = (
 )
 LONG = (
     "test_batch_invariance", "test_mixed_requests", "test_planted_bugs", "test_block_manager_stateful", "anything",
-    "no_schedule_changes", "every_schedule", "a_snapshot_and_its_differences", "suspects_are_cleared",
+    "no_schedule_changes", "every_schedule", "a_snapshot_and_its_differences", "candidates_are_cleared",
     "adds_up_to_the_whole", "the_default_length", "hardly_more_memory",
 )  # fmt: skip
 """of these, parts of the names of tests that take long, and no branch that the others do not"""

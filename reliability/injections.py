@@ -162,11 +162,11 @@ class Scene:
         """How often a workload passes each point, undisturbed."""
         if (number, setup) not in self._passes:
             wishes = workload(number)
-            outcomes = [self.run(wishes, setup, "step")]
+            outcomes = [self.run(wishes, setup)]
             with ExitStack() as stack:
                 points = sorted((OWN | COMMON) - {"memory.native"})
                 counting = [stack.enter_context(inject(Fault(point, after=10**9))) for point in points]
-                outcomes.append(self.run(wishes, setup, "step", fresh_grammars=True))
+                outcomes.append(self.run(wishes, setup, fresh_grammars=True))
             expected = self.expected.setdefault(number, outcomes[0])
             assert all(outcome.said == expected.said for outcome in outcomes), "the same requests say different things"
             assert not expected.errors, expected.errors
@@ -174,8 +174,8 @@ class Scene:
             self._passes[number, setup] = passed | {"memory.native": 400}
         return self._passes[number, setup]
 
-    def run(self, wishes: list[Wish], setup: str, step: str, fresh_grammars: bool = False) -> Outcome:
-        """Run requests to their end, looking at the accounts after every step."""
+    def run(self, wishes: list[Wish], setup: str, fresh_grammars: bool = False) -> Outcome:
+        """Run requests to their end, checking the block accounting after every step."""
         engine, outcome = self.engines[setup], Outcome()
         if fresh_grammars:
             engine.grammars.compiler._verdicts.clear()
@@ -191,7 +191,7 @@ class Scene:
         for _ in range(STEPS_LIMIT):
             if not engine.has_unfinished_requests():
                 break
-            for output in getattr(engine, step)():
+            for output in engine.step():
                 if output.finished:
                     self._note(outcome, output)
             engine.scheduler.check_integrity()
@@ -239,7 +239,6 @@ class Injection:
 
     workload: int
     setup: str
-    step: str
     point: str
     fault: Fault | None
     """None for PERSISTENT"""
@@ -250,8 +249,8 @@ class Injection:
 def choose(seed: int, number: int, passes: Callable[[int, str], dict[str, int]], num_workloads: int) -> Injection:
     """The injection of this number. `passes`: how often a workload passes each point in a setup."""
     rng = random.Random(f"injection {seed} {number}")
-    where = rng.randrange(num_workloads), rng.choice(list(SETUPS)), rng.choice(["step", "step_ahead"])
-    passed = passes(*where[:2])
+    where = rng.randrange(num_workloads), rng.choice(list(SETUPS))
+    passed = passes(*where)
     if rng.random() < 0.08:
         victim = rng.choice(workload(where[0]))[0]
         return Injection(*where, PERSISTENT, None, victim, rng.randrange(8))
@@ -265,7 +264,7 @@ def choose(seed: int, number: int, passes: Callable[[int, str], dict[str, int]],
 
 def disturb(scene: Scene, injection: Injection) -> tuple[Outcome, int, Collection[str] | None]:
     """Run it. What came of it, how often it fired, and who ought to have ended: None if anybody may, once for each."""
-    engine, given = scene.engines[injection.setup], (workload(injection.workload), injection.setup, injection.step)
+    engine, given = scene.engines[injection.setup], (workload(injection.workload), injection.setup)
     if injection.fault is None:
         failing = OneFails(engine, injection.victim, injection.from_step)
         engine.executor = failing
@@ -284,7 +283,7 @@ def _who_ends(injection: Injection, injected: Injected, outcome: Outcome) -> Col
     if fault.action == "delay" or not injected.num_fired:
         return ()
     if injection.point in COMMON:
-        return ()  # twice at most: who is accused then does not fail again
+        return ()  # twice at most: the candidate does not fail again then
     subjects = [subject for subject in injected.subjects if subject is not None]
     names = {outcome.owners.get(s) if isinstance(s, int) else str(s) for s in subjects}
     if subjects and None not in names:

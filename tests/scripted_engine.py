@@ -27,7 +27,7 @@ class RecitingExecutor:
         self.num_steps += 1
         self.before_step(self.num_steps)
         self.batches.append(batch)
-        drawing = [(sequence, draw) for sequence in batch.sequences for draw in sequence.draws]
+        drawing = [(sequence, draw) for sequence in batch.sequences if sequence.drawn for draw in sequence.drawn.draws]
         tokens = tuple(self._next_token(sequence.seq_id, sequence.end) for sequence, _ in drawing)
         return StepResult(
             tokens,

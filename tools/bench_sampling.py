@@ -12,12 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from quire import kernels
-from quire.common.batch import Draw, ScheduledSequence
-from quire.runner.sampling.draw_tensors import DrawTensors
+from quire.common.batch import Draw, DrawnRows, ScheduledSequence
+from quire.runner.sampling.draw_tensors import DrawTensors, draws_of
 from quire.runner.sampling.sampler import Sampler
 
 SPREADS = (3.0, 0.3)
@@ -39,16 +38,6 @@ SETTINGS: dict[str, dict[str, float | int]] = {
 
 
 @dataclass(frozen=True)
-class HalfMask:
-    """Allows a random half of the vocabulary."""
-
-    words: npt.NDArray[np.int32]
-
-    def fill(self, words: npt.NDArray[np.int32]) -> None:
-        """Copy them."""
-        words[:] = self.words
-
-
 def main() -> None:
     """Measure every setting."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -66,7 +55,7 @@ def main() -> None:
     logits = torch.randn(options.rows, options.vocab, generator=generator)
     for name, setting in SETTINGS.items():
         sequences = make_sequences(name, setting, options.rows, options.vocab, options.history)
-        tensors = DrawTensors(tuple(draw for s in sequences for draw in s.draws), options.vocab)
+        tensors = DrawTensors(draws_of(sequences), options.vocab)
         times = [shortest_ms(lambda s=sequences, t=tensors: t.at(s, {}), options.seconds)]  # type: ignore[misc]
         for spread in SPREADS:
             scaled, sampler = logits * spread, Sampler()
@@ -77,15 +66,15 @@ def main() -> None:
 def make_sequences(
     name: str, setting: dict[str, float | int], num_rows: int, vocab: int, num_tokens: int
 ) -> list[ScheduledSequence]:
-    """Decoding sequences, each with a past and a mask of its own where they are needed."""
+    """Decoding sequences, each with a history and a mask of its own where they are needed."""
     rng = np.random.default_rng(0)
     sequences = []
     for row in range(num_rows):
         draw = Draw(**{"temperature": 1.0, "top_k": 0, "top_p": 1.0, "random_key": bytes([row % 256]), **setting})  # type: ignore[arg-type]
-        past = rng.integers(0, vocab, num_tokens, dtype=np.int32)
-        mask = HalfMask(rng.integers(-(2**31), 2**31, -(-vocab // 32), dtype=np.int32)) if "mask" in name else None
-        kept = past if draw.needs_past else None
-        sequences.append(ScheduledSequence(row, (0,), num_tokens - 1, (), (draw,), num_tokens // 2, kept, mask))
+        history = rng.integers(0, vocab, num_tokens, dtype=np.int32) if draw.needs_history else None
+        mask = rng.integers(-(2**31), 2**31, -(-vocab // 32), dtype=np.int32) if "mask" in name else None
+        drawn = DrawnRows((draw,), num_tokens // 2, 1, history, None if mask is None else (mask,))
+        sequences.append(ScheduledSequence(row, (0,), num_tokens - 1, (), drawn))
     return sequences
 
 

@@ -24,7 +24,7 @@ def load() -> Mapping[str, Handler]:
     """Load the engine."""
     from quire import LLM, SamplingParams
     from quire.cli.bench.limits import Limits
-    from quire.common.batch import Batch, Draw, ScheduledSequence
+    from quire.common.batch import Batch, Draw, DrawnRows, ScheduledSequence
 
     arguments = {"dtype": "bfloat16", "enable_prefix_caching": False, "max_model_len": 4096}
     llm = LLM(sys.argv[1], **arguments | json.loads(sys.argv[2] if len(sys.argv) > 2 else "{}"))
@@ -46,7 +46,7 @@ def load() -> Mapping[str, Handler]:
         tables = np.random.default_rng(0).permutation(num_seqs * blocks_per_seq).astype(np.int32)
         draw = Draw(0.0, 0, 1.0, b"")
         sequences = tuple(
-            ScheduledSequence(i, (5,) * num_tokens, context - num_tokens, (table,), (draw,))
+            ScheduledSequence(i, (5,) * num_tokens, context - num_tokens, (table,), DrawnRows((draw,), 0))
             for i, table in enumerate(tables.reshape(num_seqs, blocks_per_seq))
         )
         return Batch(0, sequences)

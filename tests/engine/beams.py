@@ -79,7 +79,7 @@ class BeamExecutor(FakeExecutor):
         result = super().execute(batch)
         logprobs, place = {}, 0
         for scheduled in batch.sequences:
-            for draw in scheduled.draws:
+            for draw in scheduled.drawn.draws if scheduled.drawn else ():
                 if draw.logprobs is not None:
                     assert draw.logprobs_mode == "processed_logprobs"
                     values = fake_logprobs(self.seen[scheduled.seq_id], self.grain)

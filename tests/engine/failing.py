@@ -56,13 +56,13 @@ def fail_with(engine: LLMEngine, bad: Collection[str], from_step: int = 0) -> No
     engine.executor.fails = lambda batch: batch.step > first and bool(requests_of(engine, batch) & set(bad))
 
 
-def run(engine: LLMEngine, step: str = "step") -> dict[str, RequestOutput]:
+def run(engine: LLMEngine) -> dict[str, RequestOutput]:
     """Until nothing is left; the last output of each request. Nothing may be held afterwards."""
     outputs: dict[str, RequestOutput] = {}
     for _ in range(STEPS_LIMIT):
         if not engine.has_unfinished_requests():
             break
-        outputs |= {output.request_id: output for output in getattr(engine, step)()}
+        outputs |= {output.request_id: output for output in engine.step()}
         engine.scheduler.check_integrity()
     else:
         raise AssertionError("livelock")

@@ -91,12 +91,14 @@ class FakeExecutor:
                 for states, window in zip(groups, self.windows, strict=True)
             ]
             assert all(states == seen[0][-len(states) :] for states in seen if len(states) <= len(seen[0]))
-            flat = [state for states in seen for state in states]
-            for draw in scheduled.draws:
-                token_id = next_token(flat, (None,), draw.index)
-                if draw.logprobs is not None:
-                    logprobs[len(tokens)] = token_logprobs(flat, token_id, draw.logprobs)
-                tokens.append(token_id)
+            drawn = scheduled.drawn
+            for num_tokens in range(scheduled.end - drawn.num_rows + 1, scheduled.end + 1) if drawn else ():
+                flat = visible(groups, self.windows, num_tokens)
+                for draw in drawn.draws:
+                    token_id = next_token(flat, (None,), draw.index)
+                    if draw.logprobs is not None:
+                        logprobs[len(tokens)] = token_logprobs(flat, token_id, draw.logprobs)
+                    tokens.append(token_id)
             if scheduled.scored is not None:
                 scored[place] = self._score(scheduled, groups)
         return StepResult(tuple(tokens), logprobs, scored)
@@ -197,7 +199,7 @@ class Harness:
         try:
             result = self.executor.execute(batch)
         except RuntimeError:
-            self.scheduler.revert()
+            self.scheduler.revert(batch.step)
             raise
         self.committer.commit(batch, result)
         self.scheduler.check_integrity()

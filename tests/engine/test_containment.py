@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from quire import LLM, LLMEngine, RequestError, SamplingParams
 from quire.common.errors import EngineBrokenError, RequestFailedError
 from quire.common.faults import Fault, inject
-from quire.engine.step.containment import MAX_IN_VAIN, Suspects
+from quire.engine.step.containment import MAX_CONSECUTIVE_FAILURES, FailureIsolator
 from quire.text.tokenizer.detokenizer import IncrementalDetokenizer
 
 from .failing import add, add_beams, check_nothing_is_held, fail_with, make_engine, requests_of, run, token_ids
 
-STEPS = ["step", "step_ahead"]
 COMMON = [5, 6, 7, 8, 5, 6, 7, 8]
 
 
@@ -79,14 +78,13 @@ def scene(request: pytest.FixtureRequest) -> tuple[Callable[[LLMEngine], None], 
     return make
 
 
-@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("from_step", [0, 4])
 @pytest.mark.parametrize("bad", [("0",), ("3",), ("1", "2")])
-def test_who_makes_steps_fail_ends_and_the_others_do_not_notice(scene, bad, from_step, step):
+def test_who_makes_steps_fail_ends_and_the_others_do_not_notice(scene, bad, from_step):
     expected = run(scene())
     engine = scene()
     fail_with(engine, bad, from_step)
-    outputs = run(engine, step)
+    outputs = run(engine)
     failed = {name for name, output in outputs.items() if output.error is not None}
     assert failed <= set(bad)
     assert failed == set(bad) or from_step, "who was finished before did not fail"
@@ -98,14 +96,13 @@ def test_who_makes_steps_fail_ends_and_the_others_do_not_notice(scene, bad, from
     assert engine.executor.num_failures > 0
 
 
-@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("every", [2, 3, 5])
-def test_a_failure_that_goes_away_ends_nobody(scene, every, step):
+def test_a_failure_that_goes_away_ends_nobody(scene, every):
     """Each second, third or fifth step fails: never the same one twice."""
     expected = run(scene())
     engine = scene()
     engine.executor.fails = lambda batch: batch.step % every == 0
-    outputs = run(engine, step)
+    outputs = run(engine)
     assert engine.executor.num_failures > 0
     assert {name: token_ids(output) for name, output in outputs.items()} == {
         name: token_ids(output) for name, output in expected.items()
@@ -138,7 +135,7 @@ def test_the_one_is_found_in_few_steps_while_the_others_wait():
 
 @settings(max_examples=300, deadline=None)
 @given(num=st.integers(1, 40), bad=st.sets(st.integers(0, 39)), flaky=st.sets(st.integers(0, 60), max_size=20))
-def test_suspects_are_cleared_or_found(num, bad, flaky):
+def test_isolator_are_cleared_or_found(num, bad, flaky):
     """Steps fail with a bad request in them, or by chance. All bad ones are ended, others only by chance that strikes
     them alone twice, and nobody waits for ever."""
 
@@ -147,21 +144,21 @@ def test_suspects_are_cleared_or_found(num, bad, flaky):
 
     groups = [Group() for _ in range(num)]
     bad_groups = {group for i, group in enumerate(groups) if i in bad}
-    suspects, alive, ended, num_runs = Suspects(), list(groups), [], dict.fromkeys(groups, 0)
+    isolator, alive, ended, num_runs = FailureIsolator(), list(groups), [], dict.fromkeys(groups, 0)
     for step in range(40 * 12):
-        to_run = suspects.to_run(alive)
+        to_run = isolator.to_run(alive)
         batch = [group for group in alive if to_run is None or group in to_run]
         if batch and (bad_groups & set(batch) or step in flaky):
-            accused = set(suspects.accused)
-            if (found := suspects.failed(batch)) is not None:
+            candidate = set(isolator.candidates)
+            if (found := isolator.failed(batch)) is not None:
                 assert batch == [found], "ended without having been alone"
-                assert found in accused, "ended at once"
+                assert found in candidate, "ended at once"
                 alive.remove(found)
                 ended.append(found)
         else:
             for group in batch:
                 num_runs[group] += 1
-            suspects.succeeded(has_run=bool(batch))
+            isolator.succeeded(has_run=bool(batch))
     assert not bad_groups & set(alive)
     assert flaky or set(ended) == bad_groups
     assert all(num_runs[group] > 0 for group in alive)
@@ -172,7 +169,7 @@ def test_suspects_are_cleared_or_found(num, bad, flaky):
 
 def test_an_engine_of_which_every_request_fails_is_broken():
     engine = make_engine()
-    for i in range(MAX_IN_VAIN + 3):
+    for i in range(MAX_CONSECUTIVE_FAILURES + 3):
         add(engine, str(i), [i + 3] * 3)
     engine.executor.fails = lambda batch: bool(batch.sequences)
     outputs = (output for _ in count() for output in engine.step())
@@ -180,74 +177,73 @@ def test_an_engine_of_which_every_request_fails_is_broken():
         raise AssertionError(f"a request is blamed for the engine: {next(outputs)}")
     with pytest.raises(EngineBrokenError):
         engine.step()
-    assert len(engine._groups) == MAX_IN_VAIN + 3
+    assert len(engine._groups) == MAX_CONSECUTIVE_FAILURES + 3
     assert engine.abort_request("0").outputs[0].finish_reason == "abort"
 
 
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("num", [1, MAX_IN_VAIN])
-def test_requests_of_an_engine_that_has_no_others_are_ended_when_all_fail(num, step):
+@pytest.mark.parametrize("num", [1, MAX_CONSECUTIVE_FAILURES])
+def test_requests_of_an_engine_that_has_no_others_are_ended_when_all_fail(num):
     engine = make_engine()
     for i in range(num):
         add(engine, str(i), [i + 3] * 3)
     engine.executor.fails = lambda batch: bool(batch.sequences)
-    assert all(output.error for output in run(engine, step).values())
+    assert all(output.error for output in run(engine).values())
     engine.executor.fails = lambda batch: False
     add(engine, "after", [3] * 3)
-    assert run(engine, step)["after"].error is None
+    assert run(engine)["after"].error is None
 
 
 @pytest.mark.parametrize("good_at", ["first", "last"])
 def test_one_good_request_is_enough_to_tell_many_bad_ones_from_a_broken_engine(good_at):
-    engine, bad = make_engine(), [f"bad {i}" for i in range(4 * MAX_IN_VAIN)]
+    engine, bad = make_engine(), [f"bad {i}" for i in range(4 * MAX_CONSECUTIVE_FAILURES)]
     for name in ["good", *bad] if good_at == "first" else [*bad, "good"]:
         add(engine, name, [3 + len(engine._groups)] * 3, max_tokens=15)
     fail_with(engine, bad)
     assert {name for name, output in run(engine).items() if output.error is None} == {"good"}
 
 
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("num_accused", [1, 2, 4])
+@pytest.mark.parametrize("num_candidates", [1, 2, 4])
 @pytest.mark.parametrize("stays_bad", [True, False])
-def test_who_is_accused_while_all_fails_ends_only_if_it_still_fails_when_others_do_not(step, num_accused, stays_bad):
+def test_who_is_candidate_while_all_fails_ends_only_if_it_still_fails_when_others_do_not(num_candidates, stays_bad):
     engine, expected = make_engine(), make_engine()
     for name in "abcd":
         add(engine, name, [ord(name)] * 3)
         add(expected, name, [ord(name)] * 3)
     engine.executor.fails = lambda batch: True
-    while len(engine._suspects.accused) < num_accused:
-        assert getattr(engine, step)() == []
-    bad = engine._suspects.accused[0].request_id
+    while len(engine._isolator.candidates) < num_candidates:
+        assert getattr(engine)() == []
+    bad = engine._isolator.candidates[0].request_id
     engine.executor.fails = lambda batch: stays_bad and bad in requests_of(engine, batch)
-    outputs, wanted = run(engine, step), run(expected)
+    outputs, wanted = run(engine), run(expected)
     assert [name for name, output in outputs.items() if output.error] == ([bad] if stays_bad else [])
     for name in outputs.keys() - ({bad} if stays_bad else set()):
         assert token_ids(outputs[name]) == token_ids(wanted[name])
 
 
-@pytest.mark.parametrize("step", STEPS)
-def test_an_accused_request_can_be_aborted(step):
+def test_an_candidate_request_can_be_aborted():
     engine = make_engine()
     for name in "abcd":
         add(engine, name, [ord(name)] * 3)
     engine.executor.fails = lambda batch: True
-    while not engine._suspects.accused:
-        getattr(engine, step)()
-    (accused,) = engine._suspects.accused
-    told = engine.abort_request(accused.request_id)
+    while not engine._isolator.candidates:
+        getattr(engine)()
+    (candidate,) = engine._isolator.candidates
+    told = engine.abort_request(candidate.request_id)
     assert (told.error, told.outputs[0].finish_reason) == (None, "abort")
     engine.executor.fails = lambda batch: False
-    assert run(engine, step).keys() == {*"abcd"} - {accused.request_id}
+    assert run(engine).keys() == {*"abcd"} - {candidate.request_id}
 
 
 def test_requests_that_fail_alone_do_not_break_an_engine_that_others_use():
     engine = make_engine()
-    for i in range(3 * MAX_IN_VAIN):
+    for i in range(3 * MAX_CONSECUTIVE_FAILURES):
         add(engine, f"bad {i}", [i + 3] * 3)
         add(engine, f"good {i}", [i + 3] * 4)
-    fail_with(engine, [f"bad {i}" for i in range(3 * MAX_IN_VAIN)])
+    fail_with(engine, [f"bad {i}" for i in range(3 * MAX_CONSECUTIVE_FAILURES)])
     outputs = run(engine)
-    assert {name for name, output in outputs.items() if output.error} == {f"bad {i}" for i in range(3 * MAX_IN_VAIN)}
+    assert {name for name, output in outputs.items() if output.error} == {
+        f"bad {i}" for i in range(3 * MAX_CONSECUTIVE_FAILURES)
+    }
 
 
 def test_steps_that_fail_before_anything_is_planned_break_it_too():
@@ -265,8 +261,7 @@ def test_steps_that_fail_before_anything_is_planned_break_it_too():
     ("owner", "method"),
     [("scheduler", "_new_plan"), ("scheduler", "settle"), ("blocks", "publish"), ("scheduler", "revert")],
 )
-@pytest.mark.parametrize("step", STEPS)
-def test_what_fails_in_the_accounts_breaks_the_engine(monkeypatch, owner, method, step):
+def test_what_fails_in_the_accounts_breaks_the_engine(monkeypatch, owner, method):
     engine = make_engine()
     for i in range(3):
         add(engine, str(i), [i + 3] * 3)
@@ -278,7 +273,7 @@ def test_what_fails_in_the_accounts_breaks_the_engine(monkeypatch, owner, method
 
     monkeypatch.setattr(getattr(engine, owner), method, fail)
     with pytest.raises(EngineBrokenError, match="accounts are wrong: ValueError: planted bug") as raised:
-        run(engine, step)
+        run(engine)
     assert isinstance(raised.value.__cause__, ValueError)
 
 
@@ -316,15 +311,14 @@ def test_llm_tells_what_failed_and_raises_only_for_a_broken_engine():
 # Planning
 
 
-@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("point", ["blocks.allocate", "blocks.append", "blocks.swap_out", "blocks.swap_in"])
 @pytest.mark.parametrize("after", range(4))
-def test_a_request_that_cannot_be_planned_ends(scene, point, after, step):
+def test_a_request_that_cannot_be_planned_ends(scene, point, after):
     expected = run(scene())
     engine = scene()
     names = {seq_id: group.request_id for seq_id, (group, _) in engine.scheduler._owners.items()}
     with inject(Fault(point, after=after)) as injected:
-        outputs = run(engine, step)
+        outputs = run(engine)
     failed = {name for name, output in outputs.items() if output.error is not None}
     assert len(failed) == injected.num_fired
     for name in failed:
@@ -349,12 +343,12 @@ def test_what_ends_in_a_plan_made_ahead_is_told():
     engine = make_engine(num_blocks=6)
     add(engine, "a", [3] * 5, max_tokens=9)
     with inject(Fault("blocks.append", after=1)):
-        assert "when it was planned" in run(engine, "step_ahead")["a"].error
+        assert "when it was planned" in run(engine)["a"].error
     engine.pin_prefix([3] * 4)
     add(engine, "b", [4] * 4, max_tokens=19)
     outputs = []
     while engine.has_unfinished_requests():
-        outputs += engine.step_ahead()
+        outputs += engine.step()
     assert "do not fit" in outputs[-1].error
 
 
@@ -363,7 +357,7 @@ def test_who_failed_in_a_plan_made_ahead_can_be_aborted_once():
     add(engine, "a", [3] * 3)
     add(engine, "b", [4] * 3)
     with inject(Fault("blocks.allocate", after=1)):
-        assert [output.request_id for output in engine.step_ahead()] == ["a"]
+        assert [output.request_id for output in engine.step()] == ["a"]
     assert "when it was planned" in engine.abort_request("b").error
     assert engine.abort_request("b") is None
     assert list(run(engine)) == ["a"]
@@ -372,13 +366,12 @@ def test_who_failed_in_a_plan_made_ahead_can_be_aborted_once():
 # Commit and outputs
 
 
-@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("after", [0, 3, 7])
-def test_a_request_whose_tokens_cannot_be_taken_ends(scene, after, step):
+def test_a_request_whose_tokens_cannot_be_taken_ends(scene, after):
     expected = run(scene())
     engine = scene()
     with inject(Fault("commit.sequence", after=after)) as injected:
-        outputs = run(engine, step)
+        outputs = run(engine)
     failed = [output for output in outputs.values() if output.error is not None]
     assert len(failed) == injected.num_fired == 1
     assert failed[0].error == f"request {failed[0].request_id!r} failed when its tokens were taken: RuntimeError"
@@ -410,10 +403,9 @@ class Unruly:
         return True
 
 
-@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("kind", ["single", "samples", "beams"])
 @pytest.mark.parametrize("num_tokens", [0, 2])
-def test_a_grammar_that_raises_ends_its_request(kind, num_tokens, step):
+def test_a_grammar_that_raises_ends_its_request(kind, num_tokens):
     engine, expected = make_engine(), make_engine()
     for made in (engine, expected):
         add(made, "before", [3] * 5)
@@ -423,15 +415,14 @@ def test_a_grammar_that_raises_ends_its_request(kind, num_tokens, step):
             add(made, "bad", [4] * 5, n=3 if kind == "samples" else 1)
         add(made, "behind", [5] * 5)
     engine._groups["bad"].seqs[0].grammar = Unruly(num_tokens)
-    outputs, wanted = run(engine, step), run(expected)
+    outputs, wanted = run(engine), run(expected)
     assert outputs["bad"].error == "request 'bad' failed when its tokens were taken: RuntimeError"
     for name in ("before", "behind"):
         assert token_ids(outputs[name]) == token_ids(wanted[name])
         assert outputs[name].error is None
 
 
-@pytest.mark.parametrize("step", STEPS)
-def test_a_detokenizer_that_raises_ends_its_request(monkeypatch, step):
+def test_a_detokenizer_that_raises_ends_its_request(monkeypatch):
     """With stop strings text is made when tokens are taken, else when it is told."""
     engine = make_engine()
     add(engine, "bad", [3] * 3, detokenize=True, stop=["never comes"])
@@ -447,7 +438,7 @@ def test_a_detokenizer_that_raises_ends_its_request(monkeypatch, step):
             return working(self, *args)
 
         monkeypatch.setattr(IncrementalDetokenizer, method, fail)
-    outputs = run(engine, step)
+    outputs = run(engine)
     assert [outputs[name].error for name in ("bad", "good", "later")] == [
         "request 'bad' failed when its output was made: RuntimeError",  # its text, of the tokens before that
         None,
@@ -458,13 +449,12 @@ def test_a_detokenizer_that_raises_ends_its_request(monkeypatch, step):
     assert (outputs["later"].outputs[0].text, outputs["later"].outputs[0].finish_reason) == ("", "abort")
 
 
-@pytest.mark.parametrize("step", STEPS)
-def test_a_request_of_which_nothing_can_be_told_ends(step):
+def test_a_request_of_which_nothing_can_be_told_ends():
     engine = make_engine()
     for name in ("bad", "good"):
         add(engine, name, [3] * 3, output_kind="delta")
     with inject(Fault("output.make", subject="bad", after=2)):
-        outputs = run(engine, step)
+        outputs = run(engine)
     assert outputs["bad"].error == "request 'bad' failed when its output was made: RuntimeError"
     assert outputs["bad"].finished
     assert outputs["good"].error is None

@@ -1,8 +1,7 @@
 """A step that fails loses nothing: neither a request that ended in its plan nor one that was aborted meanwhile."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from quire.engine.requests.sequence import SequenceStatus
 
@@ -37,7 +36,7 @@ def test_a_request_aborted_while_the_step_runs_is_gone_whatever_becomes_of_the_s
     assert len(batch.sequences) == 2
     harness.scheduler.remove(aborted)
     if fails:
-        harness.scheduler.revert()
+        harness.scheduler.revert(batch.step)
     else:
         harness.committer.commit(batch, harness.executor.execute(batch))
     harness.blocks.check_integrity()
@@ -55,7 +54,7 @@ def test_a_request_aborted_while_it_is_swapped_in_a_step_that_fails_is_gone():
     assert batch.swap_out
     assert batch.swap_in, "it is brought back at once"
     harness.scheduler.remove(group)
-    harness.scheduler.revert()
+    harness.scheduler.revert(batch.step)
     harness.blocks.check_integrity()
     assert harness.blocks.num_used_blocks == 0
     assert harness.blocks.host.num_free_blocks == 12

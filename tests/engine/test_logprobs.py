@@ -125,7 +125,7 @@ def test_continuations_of_one_context_compute_it_once():
     assert [group.num_cached_tokens for group in groups[1:]] == [8, 8, 8], "the last token predicts the first scored"
     num_computed = sum(batch.num_tokens for batch in harness.executor.batches)
     assert num_computed == len(PROMPT) + 2 + 3 * 3
-    assert sum(len(s.draws) for batch in harness.executor.batches for s in batch.sequences) == 0
+    assert all(s.drawn is None for batch in harness.executor.batches for s in batch.sequences)
     assert harness.committer.num_generated_tokens == 0
     stats = harness.blocks.stats
     assert stats.num_queried_tokens == 4 * 8 == stats.num_hit_tokens + sum(stats.num_missed_tokens.values())
@@ -223,16 +223,16 @@ def test_past_is_all_tokens_and_a_fork_has_its_own():
     seq = Sequence(0, [1, 2, 3], (Draw(0.0, 0, 1.0, b"", presence_penalty=1.0),))
     views = []
     for token_id in range(20):
-        views.append((seq.past(), list(seq.token_ids)))
+        views.append((seq.history(), list(seq.token_ids)))
         seq.token_ids.append(token_id)
     assert all(view.tolist() == token_ids for view, token_ids in views), "earlier views stay as they were"
     bases = [view.base for view, _ in views]
     assert len({id(base) for base in bases}) <= 4, "memory grows by doubling"
     fork = seq.fork(1, seq.draws[0])
     fork.token_ids[-1] = 99
-    assert fork.past().tolist() == [*seq.token_ids[:-1], 99]
-    assert seq.past().tolist() == seq.token_ids
-    assert not Sequence(2, [1], (Draw(0.0, 0, 1.0, b""),)).needs_past
+    assert fork.history().tolist() == [*seq.token_ids[:-1], 99]
+    assert seq.history().tolist() == seq.token_ids
+    assert not Sequence(2, [1], (Draw(0.0, 0, 1.0, b""),)).needs_history
 
 
 def test_scores_are_due_where_their_rows_are_computed():

@@ -1,12 +1,12 @@
 """What the engine makes of params: draws in token ids, limits of this model, and no harm from wrong ones."""
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from quire import LLM, SamplingParams
 from quire.common.batch import Draw
@@ -66,13 +66,13 @@ def test_plain_values_pass_into_the_draw_as_they_are(llm: LLM) -> None:
     assert made.allowed_token_ids == (3, 9)
     assert made.logprobs == 2
     assert (made.min_tokens, made.stop_token_ids, made.bad_words) == (0, (), ())
-    assert made.needs_past
+    assert made.needs_history
 
 
 def test_a_draw_without_settings_changes_nothing(llm: LLM) -> None:
     made = draw(llm)
     assert made == Draw(1.0, 0, 1.0, made.random_key)
-    assert not made.needs_past
+    assert not made.needs_history
 
 
 @pytest.mark.parametrize("top_k", [-1, 0, 8192, 2**70])
@@ -97,7 +97,7 @@ def test_samples_differ_in_key_and_index_alone(llm: LLM) -> None:
     assert [d.index for d in draws] == [0, 1, 2, 3]
     assert len({d.random_key for d in draws}) == 4
     assert all(d.logprobs == 0 for d in draws), "to rank them"
-    assert len({dataclasses.replace(d, index=0, random_key=b"") for d in draws}) == 1
+    assert len({replace(d, index=0, random_key=b"") for d in draws}) == 1
 
 
 def test_a_bad_word_is_banned_with_and_without_a_space_before_it(llm: LLM) -> None:
@@ -367,7 +367,7 @@ def test_an_engine_may_allow_the_whole_vocabulary() -> None:
     llm, executor = scripted_llm(max_logprobs=-1)
     generate(llm, logprobs=-1, prompt_logprobs=-1, max_tokens=1)
     (sequence,) = executor.batches[-1].sequences
-    assert sequence.draws[0].logprobs == sequence.scored.num_top == 8192
+    assert sequence.drawn.draws[0].logprobs == sequence.scored.num_top == 8192
 
 
 def test_samples_cannot_be_ranked_by_logits() -> None:
@@ -386,11 +386,15 @@ def test_the_executor_is_told_what_a_draw_needs(llm: LLM, executor: RecitingExec
     executor.batches.clear()
     generate(llm, presence_penalty=1, max_tokens=3)
     sequences = [batch.sequences[0] for batch in executor.batches]
-    assert all(s.num_prompt_tokens == len(PROMPT) for s in sequences)
-    assert [s.past.tolist() for s in sequences] == [PROMPT, PROMPT + encoded(llm)[:1], PROMPT + encoded(llm)[:2]]
+    assert all(s.drawn.num_prompt_tokens == len(PROMPT) for s in sequences)
+    assert [s.drawn.history.tolist() for s in sequences] == [
+        PROMPT,
+        PROMPT + encoded(llm)[:1],
+        PROMPT + encoded(llm)[:2],
+    ]
     executor.batches.clear()
     generate(llm, max_tokens=3)
-    assert all(batch.sequences[0].past is None for batch in executor.batches)
+    assert all(batch.sequences[0].drawn.history is None for batch in executor.batches)
 
 
 # Scoring

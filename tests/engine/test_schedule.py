@@ -140,7 +140,7 @@ def test_a_long_prompt_is_computed_in_chunks_beside_running_decodes():
 def test_only_a_sequence_with_nothing_left_to_compute_draws_a_token():
     harness = Harness(num_blocks=16, max_num_batched_tokens=5)
     harness.add([3] * 12, 1)
-    draws = [harness.step().sequences[0].draws != () for _ in range(3)]
+    draws = [harness.step().sequences[0].drawn is not None for _ in range(3)]
     assert draws == [False, False, True]
 
 

@@ -7,7 +7,7 @@ import pytest
 from quire.common.faults import POINTS
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.scheduling.scheduler import Scheduler
-from quire.engine.step.containment import Suspects
+from quire.engine.step.containment import FailureIsolator
 from quire.kv.block_space_manager import BlockSpaceManager
 from reliability import injections
 from tests.kernels.isas import needs_native
@@ -49,7 +49,7 @@ def planted_forgets(self):
 @pytest.mark.parametrize(
     ("owner", "method", "planted"),
     [
-        (Suspects, "failed", planted_early),
+        (FailureIsolator, "failed", planted_early),
         (LLMEngine, "_abort", planted_keeps),
         (Scheduler, "revert", planted_forgets),
         (BlockSpaceManager, "_release_copies", lambda self, seq_id: None),

@@ -26,14 +26,18 @@ class MaskedExecutor:
     def execute(self, batch: Batch) -> StepResult:
         self.num_steps += 1
         self.token_counts += [len(s.token_ids) for s in batch.sequences]
-        token_ids = tuple(self._draw(s, draw) for s in batch.sequences for draw in s.draws)
+        token_ids = tuple(self._draw(s, draw) for s in batch.sequences if s.drawn for draw in s.drawn.draws)
         if self.num_failures:
             self.num_failures -= 1
             raise RuntimeError("planted failure")
         return StepResult(token_ids)
 
     def _draw(self, scheduled: ScheduledSequence, draw: Draw) -> int:
-        allowed = np.ones(self.vocab_size, bool) if scheduled.mask is None else allowed_tokens(scheduled.mask, self)
+        allowed = (
+            np.ones(self.vocab_size, bool)
+            if scheduled.drawn.masks is None
+            else allowed_tokens(scheduled.drawn.masks[0], self)
+        )
         if draw.allowed_token_ids is not None:
             allowed &= np.isin(np.arange(self.vocab_size), draw.allowed_token_ids)
         logits = np.where(allowed, self.logits / max(draw.temperature, 1e-6), -np.inf)
@@ -45,9 +49,7 @@ class MaskedExecutor:
         return int(np.searchsorted(weights, uniform(draw.random_key, scheduled.end) * weights[-1], side="right"))
 
 
-def allowed_tokens(mask: object, executor: MaskedExecutor) -> np.ndarray:
-    words = np.full(-(-executor.vocab_size // 32), 0x55555555, np.int32)
-    mask.fill(words)
+def allowed_tokens(words: np.ndarray, executor: MaskedExecutor) -> np.ndarray:
     bits = np.unpackbits(words.view(np.uint8), bitorder="little").astype(bool)
     assert not bits[executor.vocab_size :].any()
     return bits[: executor.vocab_size]

@@ -2,11 +2,11 @@
 
 import json
 import re
-from dataclasses import replace
 
 import jsonschema
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from quire import LLM, RequestOutput, SamplingParams
 from tests.grammar.masked_engine import MaskedExecutor, masked_llm, run, structured
@@ -161,7 +161,7 @@ def add_with_draw(llm: LLM, request_id: str, params: object, **changes: object) 
     """A request whose draws say something more."""
     llm.engine.add_request(request_id, "a", params)
     (seq,) = llm.engine._groups[request_id].seqs
-    seq.draws = tuple(replace(draw, **changes) for draw in seq.draws)
+    seq.draw_with(tuple(replace(draw, **changes) for draw in seq.draws))
 
 
 def compile_grammar(llm: LLM, executor: MaskedExecutor, structure: dict[str, object]) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from quire import LLM, InvalidParamsError, RequestError, SamplingParams
 from quire.common.outputs import RequestMetrics
-from quire.engine.process.messages import Past
+from quire.engine.process.messages import Progress
 from quire.engine.requests import grammar_queue
 from quire.text.grammar.compiler import Compilation, GrammarCompiler
 from tests.grammar.masked_engine import MaskedExecutor, masked_llm, run, structured
@@ -205,10 +205,10 @@ def test_a_request_with_a_past_goes_on_in_the_middle_of_its_grammar() -> None:
     llm, _ = masked_llm()
     params = structured(regex="[a-f]{12}[0-9]{3}", temperature=1.0)
     alone = llm.generate("a", params, use_tqdm=False)[0].outputs[0]
-    past = Past(RequestMetrics(0.0), 0, alone.token_ids[:5])
-    llm.engine.add_request("x", "a", params, past=past)
+    progress = Progress(RequestMetrics(0.0), 0, alone.token_ids[:5])
+    llm.engine.add_request("x", "a", params, progress=progress)
     rest = run(llm)["x"].outputs[0]
-    assert rest.text == alone.text.removeprefix(llm.get_tokenizer().decode(past.token_ids)) != alone.text
+    assert rest.text == alone.text.removeprefix(llm.get_tokenizer().decode(progress.token_ids)) != alone.text
 
 
 def test_a_grammar_that_cannot_begin_ends_its_request_alone(held, monkeypatch) -> None:

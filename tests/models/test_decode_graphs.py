@@ -10,20 +10,21 @@ import torch
 from torch import Tensor
 
 from quire import kernels
-from quire.common.batch import Draw, ScheduledSequence
+from quire.common.batch import Draw, DrawnRows, ScheduledSequence
 from quire.common.errors import KernelError
 from quire.config.kv_layout import kv_cache_config
 from quire.config.model import ModelConfig
 from quire.models.weights.loader import load_model
 from quire.runner.cache_engine import CacheEngine
-from quire.runner.decode_graphs import MAX_SEQS, DecodeGraphs
+from quire.runner.decode_graphs import MAX_ROWS, DecodeGraphs
 from quire.runner.model_runner import build_tensors
 from tests.kernels.isas import needs_native
 from tests.models.test_against_transformers import VARIANTS
 
 BLOCK_SIZE = 4
 MAX_LEN = 40
-GREEDY = (Draw(0.0, 0, 1.0, b""),)
+GREEDY = Draw(0.0, 0, 1.0, b"")
+DRAWN = DrawnRows((GREEDY,), 0)
 
 
 class Decoding:
@@ -53,7 +54,7 @@ class Decoding:
                 length = self.lens[s] // BLOCK_SIZE + 1
                 self.tables[s] = tuple(blocks[:length].copy() for blocks in self.blocks[s])
             token = (self.rng.randrange(90),)
-            scheduled.append(ScheduledSequence(s, token, self.lens[s], self.tables[s], GREEDY))
+            scheduled.append(ScheduledSequence(s, token, self.lens[s], self.tables[s], DRAWN))
             self.lens[s] += 1
         return tuple(scheduled)
 
@@ -72,7 +73,7 @@ def test_every_model_can_be_replayed(variant: str, kv_cache_dtype: str, save_che
     seen = []
     for running in [[0], [0, 1], [1, 0], [0, 1, 2, 3], [3, 2, 1], [2], *[[0, 1, 2], [3, 1]] * 14]:
         sequences = decoding.step(running)
-        assert decoding.graphs.take(sequences)
+        assert decoding.graphs.can_replay(sequences)
         expected = decoding.called(sequences)
         actual = decoding.graphs.logits(sequences)
         assert torch.equal(actual, expected)
@@ -94,12 +95,12 @@ def test_quantized_weights_can_be_replayed(quantization: str | None) -> None:
 @needs_native
 def test_what_is_no_decode_step_is_left_alone() -> None:
     table = (np.zeros(1, np.int32),)
-    one, two = (ScheduledSequence(0, tokens, 0, table, GREEDY) for tokens in ((7,), (7, 8)))
-    assert DecodeGraphs.take([one] * MAX_SEQS)
-    assert not DecodeGraphs.take([one] * (MAX_SEQS + 1))
-    assert not DecodeGraphs.take([one, two])
-    assert not DecodeGraphs.take([ScheduledSequence(0, (7,), 0, table, GREEDY * 2)])
-    assert not DecodeGraphs.take([ScheduledSequence(0, (7,), 0, table, ())])
+    one, two = (ScheduledSequence(0, tokens, 0, table, DRAWN) for tokens in ((7,), (7, 8)))
+    assert DecodeGraphs.can_replay([one] * MAX_ROWS)
+    assert not DecodeGraphs.can_replay([one] * (MAX_ROWS + 1))
+    assert not DecodeGraphs.can_replay([one, two])
+    assert not DecodeGraphs.can_replay([ScheduledSequence(0, (7,), 0, table, DrawnRows((GREEDY, GREEDY), 0))])
+    assert not DecodeGraphs.can_replay([ScheduledSequence(0, (7,), 0, table)])
 
 
 @needs_native
@@ -107,7 +108,7 @@ def test_a_step_that_fails_while_it_is_recorded_leaves_no_graph() -> None:
     decoding = Decoding(ModelConfig.resolve("quire-draft", dtype="bfloat16"), 1, "auto")
     with torch.inference_mode():
         (sequence,) = decoding.step([0])
-        wrong = ScheduledSequence(0, (10**6,), sequence.start, sequence.block_tables, GREEDY)
+        wrong = ScheduledSequence(0, (10**6,), sequence.start, sequence.block_tables, DRAWN)
         with pytest.raises(KernelError, match="token id 1000000 is not in"):
             decoding.graphs.logits([wrong])
         assert torch.equal(decoding.graphs.logits([sequence]), decoding.called((sequence,)))

@@ -7,36 +7,42 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.common.batch import Draw, ScheduledSequence
+from quire.common.batch import Draw, DrawnRows, ScheduledSequence
 
 
 class Mask:
-    """A TokenMask that allows some ids."""
+    """Allows some ids of a small vocabulary."""
 
-    def __init__(self, allowed: Sequence[int]) -> None:
+    def __init__(self, allowed: Sequence[int], vocab_size: int = 45) -> None:
         self.allowed = set(allowed)
-
-    def fill(self, words: npt.NDArray[np.int32]) -> None:
-        for word in range(len(words)):
-            bits = sum(1 << bit for bit in range(32) if word * 32 + bit in self.allowed)
-            words[word] = bits - (1 << 32) if bits >> 31 else bits
+        bits = np.zeros(-(-vocab_size // 32) * 32, bool)
+        bits[[i for i in allowed if i < vocab_size]] = True
+        self.words: npt.NDArray[np.int32] = np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def sequence(
-    draw: Draw | tuple[Draw, ...], prompt: Sequence[int], output: Sequence[int] = (), **more
+    draw: Draw | tuple[Draw, ...],
+    prompt: Sequence[int],
+    output: Sequence[int] = (),
+    mask: Mask | None = None,
+    seq_id: int = 0,
+    num_rows: int = 1,
 ) -> ScheduledSequence:
-    """One that draws the token after prompt and output."""
-    past = np.array([*prompt, *output], np.int32)
+    """One that draws the token after prompt and output; with more rows, also those after its last tokens."""
+    history = np.array([*prompt, *output], np.int32)
     draws = draw if isinstance(draw, tuple) else (draw,)
-    needed = past if any(d.needs_past for d in draws) else None
-    given = {"seq_id": 0, "past": needed, **more}
     return ScheduledSequence(
-        token_ids=(int(past[-1]),),
-        start=len(past) - 1,
-        block_tables=(),
-        draws=draws,
-        num_prompt_tokens=len(prompt),
-        **given,
+        seq_id,
+        tuple(history[-num_rows:].tolist()),
+        len(history) - num_rows,
+        (),
+        DrawnRows(
+            draws,
+            len(prompt),
+            num_rows,
+            history if any(d.needs_history for d in draws) else None,
+            None if mask is None else (mask.words,) * num_rows,
+        ),
     )
 
 

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from quire import kernels
 from quire.common.batch import Draw
@@ -61,10 +62,10 @@ def random_numbers() -> torch.Tensor:
 @pytest.mark.parametrize("mask", [None, Mask(range(0, VOCAB, 2))], ids=["", "masked"])
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
 def test_frequencies_fit_the_exact_distribution(random_numbers, setting, mask):
-    draw = dataclasses.replace(PLAIN, **setting)
+    draw = replace(PLAIN, **setting)
     num_rows = 1000
     samples = sequence((draw,) * num_rows, PROMPT, OUTPUT, mask=mask)
-    how = DrawTensors(samples.draws, VOCAB).at([samples], {})
+    how = DrawTensors(samples.drawn.draws, VOCAB).at([samples], {})
     counts = torch.zeros(VOCAB, dtype=torch.int64)
     for numbers in random_numbers.split(num_rows):
         tokens = kernels.sample(logits().expand(num_rows, -1), dataclasses.replace(how, uniform=numbers))

@@ -1,6 +1,5 @@
 """From scheduled sequences and logits to tokens and log-probabilities."""
 
-import dataclasses
 import logging
 import random
 import re
@@ -10,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from quire import kernels
 from quire.common.batch import Draw, TokenLogprobs
@@ -48,7 +48,7 @@ def random_draw(rng: random.Random) -> Draw:
         "processors": (lambda output, logits: logits + len(output) % 3 - torch.arange(len(logits)) / 20,),
     }
     chosen = {name: value for name, value in everything.items() if rng.random() < 0.3}
-    return dataclasses.replace(Draw(1.0, 0, 1.0, random_key(rng.randrange(99), 0)), **chosen)
+    return replace(Draw(1.0, 0, 1.0, random_key(rng.randrange(99), 0)), **chosen)
 
 
 def random_sequence(rng: random.Random, seq_id: int):
@@ -69,7 +69,7 @@ def bits(logprobs: TokenLogprobs) -> tuple:
 def test_a_row_in_a_batch_is_what_it_is_alone(isa, seed, num_seqs, mode):
     rng = random.Random(seed)
     sequences = [random_sequence(rng, i) for i in range(num_seqs)]
-    num_rows = sum(len(s.draws) for s in sequences)
+    num_rows = sum(len(s.drawn.draws) for s in sequences)
     logits = torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
     before = logits.clone()
     with using(isa):
@@ -78,7 +78,7 @@ def test_a_row_in_a_batch_is_what_it_is_alone(isa, seed, num_seqs, mode):
     assert torch.equal(logits, before)
     row = 0
     for s in sequences:
-        for draw in s.draws:
+        for draw in s.drawn.draws:
             alone = type(s)(*(getattr(s, f) if f != "draws" else (draw,) for f in s.__struct_fields__))
             with using(ISAS[seed % len(ISAS)], 1):
                 own_drawn = Sampler(mode).sample(logits[row : row + 1], [alone])
@@ -95,14 +95,14 @@ def test_a_row_in_a_batch_is_what_it_is_alone(isa, seed, num_seqs, mode):
 @given(seed=st.integers(0, 2**32))
 def test_processed_logits_are_those_of_the_plain_definition(seed):
     rng = random.Random(seed)
-    draw = dataclasses.replace(random_draw(rng), processors=())
+    draw = replace(random_draw(rng), processors=())
     prompt, output = [[rng.randrange(VOCAB) for _ in range(n)] for n in (6, rng.choice([0, 5, 30]))]
     mask = Mask(rng.sample(range(VOCAB), 20)) if rng.random() < 0.4 else None
     if mask is not None and draw.allowed_token_ids is not None:
         mask = Mask([*mask.allowed, *draw.allowed_token_ids])
     s = sequence(draw, prompt, output, mask=mask)
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(seed))
-    how = DrawTensors(s.draws, VOCAB).at([s], {})
+    how = DrawTensors(s.drawn.draws, VOCAB).at([s], {})
     processed = kernels.processed_logits(logits, how, torch.tensor([0]))[0]
     expected = changed(logits[0], draw, prompt, output, mask)
     if draw.temperature == 0 or expected.max() == -torch.inf:
@@ -126,10 +126,10 @@ class BrokenMask(Mask):
 @pytest.mark.parametrize("point", [None, "sampler.row", "grammar.mask"])
 def test_a_row_that_cannot_be_made_ready_fails_alone(point, caplog):
     """Its neighbours, with and without masks, are drawn as ever."""
-    draws = [dataclasses.replace(GREEDY, temperature=1.0, random_key=random_key(i, 0)) for i in range(5)]
+    draws = [replace(GREEDY, temperature=1.0, random_key=random_key(i, 0)) for i in range(5)]
     masks = [Mask([1, 2, 3]), None, Mask([4, 5, 6]), Mask([40, 41]), None]
-    draws[3] = dataclasses.replace(draws[3], logprobs=2)
-    draws[4] = dataclasses.replace(draws[4], bad_words=((0,), (1,)))
+    draws[3] = replace(draws[3], logprobs=2)
+    draws[4] = replace(draws[4], bad_words=((0,), (1,)))
     sequences = [
         sequence(draw, [1, 2], mask=mask, seq_id=i) for i, (draw, mask) in enumerate(zip(draws, masks, strict=True))
     ]
@@ -152,7 +152,7 @@ class TestBans:
     """All logits are equal, so that greedy takes the lowest id that is not banned."""
 
     def token(self, prompt, output=(), mask=None, **changes) -> int:
-        s = sequence(dataclasses.replace(GREEDY, **changes), prompt, output, mask=mask)
+        s = sequence(replace(GREEDY, **changes), prompt, output, mask=mask)
         return Sampler().sample(torch.zeros(1, VOCAB), [s]).token_ids[0]
 
     def test_bad_words_end_in_the_output_only(self):
@@ -177,7 +177,7 @@ class TestBans:
     def test_draws_that_change_from_step_to_step(self):
         sampler, logits = Sampler(), torch.zeros(1, VOCAB)
         for banned in (((0,),), ((1,),), ((0,), (1,)), ()):
-            s = sequence(dataclasses.replace(GREEDY, bad_words=banned), [5])
+            s = sequence(replace(GREEDY, bad_words=banned), [5])
             expected = next(i for i in range(VOCAB) if (i,) not in banned)
             assert sampler.sample(logits, [s]).token_ids == (expected,)
         assert sampler.sample(torch.zeros(1, 7), [s]).token_ids == (0,)
@@ -192,7 +192,7 @@ class TestProcessors:
             logits[30] = 50.0
             return logits
 
-        draw = dataclasses.replace(
+        draw = replace(
             GREEDY,
             processors=(first, lambda _, x: x * torch.tensor([1.0] * 30 + [-1.0] + [1.0] * 14)),
             allowed_token_ids=tuple(range(20, VOCAB)),
@@ -208,7 +208,7 @@ class TestProcessors:
         assert masked.isinf().nonzero().flatten().tolist() == [*range(20), 25]
 
     def test_they_cannot_allow_what_the_grammar_forbids(self):
-        draw = dataclasses.replace(GREEDY, processors=(lambda _, x: torch.zeros_like(x),))
+        draw = replace(GREEDY, processors=(lambda _, x: torch.zeros_like(x),))
         assert Sampler().sample(torch.zeros(1, VOCAB), [sequence(draw, [1], mask=Mask([9]))]).token_ids == (9,)
 
     @pytest.mark.parametrize(
@@ -222,22 +222,22 @@ class TestProcessors:
         ],
     )
     def test_what_fails_is_told_of_its_row_alone(self, processor, message):
-        failing = sequence(dataclasses.replace(GREEDY, processors=(processor,)), [1])
+        failing = sequence(replace(GREEDY, processors=(processor,)), [1])
         drawn = Sampler().sample(torch.arange(2.0 * VOCAB).view(2, VOCAB), [failing, sequence(GREEDY, [1])])
         assert list(drawn.errors) == [0]
         assert re.search(message, drawn.errors[0])
         assert drawn.token_ids[1] == VOCAB - 1
 
     def test_what_was_empty_before_is_not_their_fault(self):
-        draw = dataclasses.replace(GREEDY, processors=(lambda _, x: x,), min_tokens=3, stop_token_ids=(9,))
+        draw = replace(GREEDY, processors=(lambda _, x: x,), min_tokens=3, stop_token_ids=(9,))
         drawn = Sampler().sample(torch.zeros(1, VOCAB), [sequence(draw, [1], mask=Mask([9]))])
         assert (drawn.token_ids, drawn.errors) == ((9,), {})
 
     def test_others_are_not_touched(self):
         s = [
             sequence(GREEDY, [1]),
-            sequence(dataclasses.replace(GREEDY, processors=(lambda _, x: -x,), logprobs=1), [1]),
-            sequence(dataclasses.replace(GREEDY, logprobs=1), [1]),
+            sequence(replace(GREEDY, processors=(lambda _, x: -x,), logprobs=1), [1]),
+            sequence(replace(GREEDY, logprobs=1), [1]),
         ]
         logits = torch.arange(45.0).repeat(3, 1)
         drawn = Sampler("processed_logits").sample(logits, s)
@@ -250,7 +250,7 @@ class TestLogprobs:
     logits = torch.tensor([[1.0, 4.0, 3.0, 3.0, -2.0, 0.0]])
 
     def logprobs(self, mode: str, **changes) -> TokenLogprobs:
-        s = sequence(dataclasses.replace(GREEDY, logprobs=3, **changes), [0])
+        s = sequence(replace(GREEDY, logprobs=3, **changes), [0])
         return Sampler(mode).sample(self.logits, [s]).logprobs[0]
 
     def test_raw_ones_are_of_the_models_own_logits(self):
@@ -274,11 +274,11 @@ class TestLogprobs:
         assert self.logprobs("processed_logits", logit_bias=((2, 4.0),)).logprobs.tolist() == [[7.0, 7.0, 4.0, 3.0]]
 
     def test_more_than_the_vocabulary_has_are_all(self):
-        s = sequence(dataclasses.replace(GREEDY, logprobs=99), [0])
+        s = sequence(replace(GREEDY, logprobs=99), [0])
         assert Sampler().sample(self.logits, [s]).logprobs[0].token_ids.shape == (1, 7)
 
     def test_more_rows_than_are_taken_at_once(self):
-        sequences = [sequence(dataclasses.replace(GREEDY, logprobs=i % 2), [0], seq_id=i) for i in range(200)]
+        sequences = [sequence(replace(GREEDY, logprobs=i % 2), [0], seq_id=i) for i in range(200)]
         logits = torch.randn(200, VOCAB, generator=torch.Generator().manual_seed(3))
         logprobs = Sampler("processed_logprobs").sample(logits, sequences).logprobs
         assert sorted(logprobs) == list(range(200))

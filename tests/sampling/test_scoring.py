@@ -5,8 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
-from quire.common.batch import Batch, Draw, ScheduledSequence, Scored, TokenLogprobs
+from quire.common.batch import Batch, Draw, DrawnRows, ScheduledSequence, ScoredRows, TokenLogprobs
 from quire.config.kv_layout import kv_cache_config
 from quire.config.model import ModelConfig
 from quire.models.base import CausalLM
@@ -37,8 +38,9 @@ def chunk(seq: int, start: int, end: int, num_top: int = 2, draws: tuple[Draw, .
     prompt = PROMPTS[seq]
     table = (np.arange(BLOCKS_PER_SEQ, dtype=np.int32) + seq * BLOCKS_PER_SEQ,)
     targets = tuple(prompt[start + 1 : end + 1])
-    scored = Scored(0, targets, num_top) if targets else None
-    return ScheduledSequence(seq, tuple(prompt[start:end]), start, table, draws, len(prompt), scored=scored)
+    scored = ScoredRows(0, targets, num_top) if targets else None
+    drawn = DrawnRows(draws, len(prompt)) if draws else None
+    return ScheduledSequence(seq, tuple(prompt[start:end]), start, table, drawn, scored)
 
 
 def bits(parts: list[TokenLogprobs]) -> list[bytes]:
@@ -101,8 +103,8 @@ def test_bits_are_the_same_in_any_chunking_and_company(model):
 
 def test_sequences_may_want_different_numbers_and_begin_anywhere(model):
     first, last = chunk(0, 0, 200, num_top=0), chunk(2, 0, 70, num_top=4)
-    late = Scored(40, tuple(PROMPTS[2][41:]), 4)
-    last = ScheduledSequence(2, last.token_ids, 0, last.block_tables, (GREEDY,), 70, scored=late)
+    late = ScoredRows(40, tuple(PROMPTS[2][41:]), 4)
+    last = ScheduledSequence(2, last.token_ids, 0, last.block_tables, DrawnRows((GREEDY,), 70), late)
     result = make_runner(model).run(Batch(0, (first, chunk(1, 4, 5), last)))
     assert sorted(result.scored) == [0, 2]
     assert result.scored[0].token_ids.shape == (199, 1)
@@ -112,11 +114,11 @@ def test_sequences_may_want_different_numbers_and_begin_anywhere(model):
 @needs_native
 def test_a_decode_step_is_recorded_unless_it_scores(model):
     table = (np.arange(BLOCKS_PER_SEQ, dtype=np.int32),)
-    wanting = dataclasses.replace(GREEDY, logprobs=4, logit_bias=((5, 1.0),))
-    plain = ScheduledSequence(0, (7,), 0, table, (wanting,))
-    scoring = ScheduledSequence(0, (7,), 0, table, (wanting,), scored=Scored(0, (9,), 4))
-    assert DecodeGraphs.take([plain])
-    assert not DecodeGraphs.take([plain, scoring])
+    wanting = replace(GREEDY, logprobs=4, logit_bias=((5, 1.0),))
+    plain = ScheduledSequence(0, (7,), 0, table, DrawnRows((wanting,), 1))
+    scoring = ScheduledSequence(0, (7,), 0, table, DrawnRows((wanting,), 1), ScoredRows(0, (9,), 4))
+    assert DecodeGraphs.can_replay([plain])
+    assert not DecodeGraphs.can_replay([plain, scoring])
     runner = make_runner(model)
     replayed = [runner.run(Batch(0, (plain,))) for _ in range(3)]
     called = runner.run(Batch(0, (scoring,)))

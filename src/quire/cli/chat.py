@@ -100,15 +100,12 @@ class ChatSession:
         try:
             while output is None or not output.finished:
                 with interrupt_deferred():
-                    for output in engine.step_ahead():
+                    for output in engine.step():
                         text = output.outputs[0].text
                         print(text[num_printed:], end="", flush=True)
                         num_printed = len(text)
         except KeyboardInterrupt:
-            output = engine.abort_request(request_id) or output
-            while engine.has_unfinished_requests():  # the step that runs ahead
-                engine.step()
-            return output
+            return engine.abort_request(request_id) or output
         if output.error is not None:
             raise RequestError(output.error)
         return output

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 from quire.common.batch import Batch, StepResult
@@ -15,13 +14,13 @@ from quire.common.outputs import EngineStats, RequestOutput
 from quire.common.params import BeamSearchParams, SamplingParams
 from quire.config.args import EngineArgs
 from quire.config.model import ModelConfig
-from quire.engine.process.messages import Past
+from quire.engine.process.messages import Progress
 from quire.engine.requests.grammar_queue import GrammarQueue
 from quire.engine.requests.input_processor import InputProcessor, Prompt, recommended_params
 from quire.engine.requests.sequence import SequenceGroup, SequenceStatus
 from quire.engine.scheduling.scheduler import Scheduler
 from quire.engine.step.commit import Committer
-from quire.engine.step.containment import MAX_IN_VAIN, Suspects
+from quire.engine.step.containment import MAX_CONSECUTIVE_FAILURES, FailureIsolator
 from quire.engine.step.executor import Executor
 from quire.kv.block_space_manager import BlockSpaceManager
 from quire.kv.pins import PinnedPrefix
@@ -32,16 +31,17 @@ from quire.text.tokenizer.tokenizer import Tokenizer
 
 _GRAMMAR_WAIT_S = 0.05
 _COPY_BYTES_PER_S = 5e9
-"""a cautious guess at how fast blocks are copied between the tiers, all threads together"""
+"""A cautious estimate of how fast all threads together copy blocks between the tiers."""
 
 
 class LLMEngine:
     """Runs many requests at once, step by step. Not thread-safe: one thread calls it.
 
-    A wrong request is refused by `add_request` and touches nothing else. What fails in a step ends the request whose
-    work it was, which comes back with its `error`; where that is not known the step is tried again, and if need be with
-    ever fewer requests (see Suspects). The others' tokens do not change. An EngineBrokenError is the end of the engine.
-    After an interrupt no request has advanced, and the step can be tried again.
+    A wrong request is refused by `add_request` and touches nothing else. A failure in a request's own work ends that
+    request, which comes back with its `error`. Where a step fails and the cause is unknown, it is tried again, if need
+    be with ever fewer requests (see FailureIsolator). The tokens of the other requests do not change. An
+    EngineBrokenError is the end of the engine. After an interrupt no request has advanced, and the step can be tried
+    again.
     """
 
     def __init__(self, plan: MemoryPlan, executor: Executor, tokenizer: Tokenizer) -> None:
@@ -64,16 +64,15 @@ class LLMEngine:
         self.inputs = InputProcessor(config, tokenizer)
         self.grammars = GrammarQueue(GrammarCompiler(tokenizer, config.model.vocab_size, config.model.eos_token_ids))
         self._groups: dict[str, SequenceGroup] = {}
-        self._thread = ThreadPoolExecutor(1, "quire-step")  # starts with the first step that is executed ahead
-        self._ahead: tuple[Batch, Future[tuple[StepResult, float]]] | None = None
-        self._planned: Batch | None = None  # and not committed
-        self._changed: list[SequenceGroup] = []  # by steps, and not told yet
-        self._suspects = Suspects()
+        self._batch: Batch | None = None  # scheduled, and not committed
+        self._changed: list[SequenceGroup] = []  # by steps, and not returned yet
+        self._isolator = FailureIsolator()
         self._broken: EngineBrokenError | None = None
 
     @classmethod
     def from_args(cls, args: EngineArgs) -> LLMEngine:
-        """Plan the memory, say so, load the checkpoint. Raises ConfigError, CheckpointError or OutOfMemoryError."""
+        """Plan the memory, print the plan, load the checkpoint. Raises ConfigError, CheckpointError or
+        OutOfMemoryError."""
         show_messages()
         plan = plan_memory(args)
         logger.info("%s", plan)
@@ -89,17 +88,17 @@ class LLMEngine:
         params: SamplingParams | BeamSearchParams,
         *,
         arrival_time: float | None = None,
-        past: Past | None = None,
+        progress: Progress | None = None,
     ) -> None:
-        """Queue a request, or go on with its `past` in another engine. Raises a RequestError, and queues nothing, if it
-        can never run."""
+        """Queue a request, or continue one with the `progress` it made in another engine. Raises a RequestError, and
+        queues nothing, if it can never run."""
         self._check_request_id(request_id)
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         seq_id = self.scheduler.new_seq_id()
-        with failures_named(request_id, "when it was taken in"):
+        with failures_named(request_id, "when it was added"):
             group = self.inputs.request(request_id, prompt, params, seq_id, arrival_time)
-            if past is not None:
-                group.resume(past.token_ids, past.metrics, past.num_cached_tokens)
+            if progress is not None:
+                group.resume(progress.token_ids, progress.metrics, progress.num_cached_tokens)
             self._add(group)
 
     def add_scoring_request(self, request_id: str, context: Prompt, continuation: Prompt | None) -> None:
@@ -108,7 +107,7 @@ class LLMEngine:
         run."""
         self._check_request_id(request_id)
         seq_id = self.scheduler.new_seq_id()
-        with failures_named(request_id, "when it was taken in"):
+        with failures_named(request_id, "when it was added"):
             self._add(self.inputs.scoring_request(request_id, context, continuation, seq_id, time.monotonic()))
 
     def _check_request_id(self, request_id: str) -> None:
@@ -122,147 +121,111 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Schedule, execute, commit. Returns the requests that got a token or finished, as their output_kind says.
 
-        Raises EngineBrokenError once it is broken and everybody has been told what there is.
+        Raises EngineBrokenError once the engine is broken and every request has been returned.
         """
-        return self._outputs(self._advance())
+        return [output for group in self._contained_step() if (output := self._output(group)) is not None]
 
     def advance(self) -> list[SequenceGroup]:
-        """As `step`, for a caller that makes outputs in its own way of the requests that got a token or finished."""
-        changed = self._advance()
+        """As `step`, for a caller that makes its own outputs of the requests that got a token or finished."""
+        changed = self._contained_step()
         for group in changed:
             self._forget_if_finished(group)
         return changed
 
-    def step_ahead(self) -> list[RequestOutput]:
-        """As `step`, but the next step is being executed already, in a thread, while outputs are made (text and
-        log-probabilities) and the caller does something with them. Worth it where that takes time, as in streaming.
+    def _step(self) -> None:
+        batch = self._schedule()
+        result = self._execute(batch)
+        self._commit(batch, result)
 
-        Until it is called again, requests may be added and aborted as ever; a new one starts a step later.
-        """
-        changed = self._advance()
-        if self.scheduler.has_unfinished and self._broken is None:
-            with self._contained():
-                batch = self._schedule()
-                self._ahead = batch, self._thread.submit(self._execute, batch)
-        return self._outputs(changed)
+    def _schedule(self) -> Batch:
+        """The plan of the next step."""
+        fault_point("step.start")
+        if self.grammars:
+            self._admit_compiled()
+        self._batch = self.scheduler.schedule(self._isolator.to_run(self._groups.values()))
+        return self._batch
 
-    def _advance(self) -> list[SequenceGroup]:
-        """A step. Who has changed by it, or in steps before that failed later on."""
+    def _execute(self, batch: Batch) -> StepResult:
+        """The batch's result. If there is none, no request has advanced."""
+        try:
+            start_s = time.monotonic()
+            fault_point("step.execute")
+            result = self.executor.execute(batch)
+            fault_point("step.commit")
+            self.scheduler.step_time.observe(batch.num_tokens, time.monotonic() - start_s)
+            return result
+        except BaseException:
+            with self._accounting():
+                self.scheduler.revert(batch.step)
+            raise
+
+    def _commit(self, batch: Batch, result: StepResult) -> None:
+        """Apply the result: here requests advance, and nowhere else."""
+        with self._accounting():
+            self._changed += self.committer.commit(batch, result)
+            self._changed += [self._groups[request_id] for request_id in batch.ignored if request_id in self._groups]
+            self._changed += self.grammars.take_failed()
+        self._batch = None
+        self._isolator.succeeded(has_run=bool(batch.sequences))
+        fault_point("step.end")
+
+    # Failures
+
+    def _contained_step(self) -> list[SequenceGroup]:
+        """A step whose failure ends at most one request. Returns the requests that it changed, and those that earlier
+        steps changed before they failed."""
         if self._broken is None:
-            with self._contained():
-                if self._ahead is None:
-                    self._whole_step()
-                else:
-                    self._end_step()
-                fault_point("step.end")
+            try:
+                self._step()
+            except Exception as error:
+                with suppress(EngineBrokenError):
+                    self._contain(error)
+            except BaseException:  # an interrupt
+                if self.scheduler.is_planning:
+                    self.scheduler.revert()
+                raise
         changed, self._changed = self._changed, []
         if self._broken is not None and not changed:
             raise self._broken
         return changed
 
-    def _schedule(self) -> Batch:
-        """A plan. Requests whose own planning fails are ended first."""
-        while True:
-            self._planned = None
-            fault_point("step.start")
-            if self.grammars:
-                self._admit_compiled()
-            try:
-                self._planned = self.scheduler.schedule(self._suspects.to_run(self._groups.values()))
-                return self._planned
-            except Exception as error:
-                group = self.scheduler.in_hand
-                with self._accounting():
-                    if group is None:
-                        raise
-                    self.scheduler.revert()
-                self._suspects.failed([])
-                self._blame(group, "when it was planned", error)
-
-    def _execute(self, batch: Batch) -> tuple[StepResult, float]:
-        """The result, and the seconds it took."""
-        start_s = time.monotonic()
-        fault_point("step.execute")
-        result = self.executor.execute(batch)
-        fault_point("step.commit")
-        return result, time.monotonic() - start_s
-
-    def _whole_step(self) -> None:
-        batch = self._schedule()
-        try:
-            result, seconds = self._execute(batch)
-        except BaseException:
-            self._revert()
-            raise
-        self._commit(batch, result, seconds)
-
-    def _end_step(self) -> None:
-        """Wait for the step that is being executed; if that is interrupted, it is there to be waited for again."""
-        assert self._ahead is not None
-        batch, execution = self._ahead
-        try:
-            result, seconds = execution.result()
-        except BaseException:
-            if execution.done():
-                self._ahead = None
-                self._revert()
-            raise
-        self._ahead = None
-        self._commit(batch, result, seconds)
-
-    def _commit(self, batch: Batch, result: StepResult, seconds: float) -> None:
-        self._planned = None
-        with self._accounting():
-            self.scheduler.step_time.observe(batch.num_tokens, seconds)
-            self._changed += self.committer.commit(batch, result)
-            self._changed += [self._groups[request_id] for request_id in batch.ignored if request_id in self._groups]
-            self._changed += self.grammars.take_failed()
-        self._suspects.succeeded(has_run=bool(batch.sequences))
-
-    # What fails
-
-    def _revert(self) -> None:
-        with self._accounting():
-            self.scheduler.revert()
+    def _contain(self, error: Exception) -> None:
+        """End the request that made the step fail, if it is known. Raises EngineBrokenError where it cannot be one."""
+        if self._broken is not None:
+            raise self._broken
+        logger.warning("a step failed, and is tried again", exc_info=error)
+        if self.scheduler.is_planning:
+            culprit, when = self.scheduler.planning_group, "when it was planned"
+            with self._accounting():
+                if culprit is None:
+                    raise error
+                self.scheduler.revert()
+            self._isolator.failed([])
+        else:
+            sequences, self._batch = () if self._batch is None else self._batch.sequences, None
+            owners = [owner for s in sequences if (owner := self.scheduler.owner(s.seq_id)) is not None]
+            groups = list(dict.fromkeys([group for group, _ in owners]))
+            culprit, when = self._isolator.failed(groups), "when it was executed"
+        if culprit is not None:
+            self._changed.append(culprit)
+            self._end_failed(culprit, when, error)
+        if self._isolator.num_consecutive_failures > MAX_CONSECUTIVE_FAILURES:
+            num_failures = self._isolator.num_consecutive_failures
+            self._broken = EngineBrokenError(f"{num_failures} failures without a step in between that succeeded")
+            raise self._broken from error
 
     @contextmanager
     def _accounting(self) -> Iterator[None]:
-        """An exception in here leaves accounts that nobody can rely on."""
+        """An exception in here leaves internal accounting that is inconsistent: the engine is broken."""
         try:
             yield
         except Exception as error:
-            self._broken = EngineBrokenError(f"the engine's accounts are wrong: {type(error).__name__}: {error}")
-            raise self._broken from error
-
-    @contextmanager
-    def _contained(self) -> Iterator[None]:
-        """A step that fails is undone, and tried again until it is known whom to blame. Of an engine that is broken
-        `_advance` tells."""
-        try:
-            yield
-        except Exception as error:
-            if self._broken is not None:
-                return
-            logger.warning("a step failed, and is tried again", exc_info=error)
-            planned = () if self._planned is None else self._planned.sequences
-            owners = [owner for s in planned if (owner := self.scheduler.owner(s.seq_id)) is not None]
-            groups = list(dict.fromkeys(group for group, _ in owners))
-            guilty = self._suspects.failed(groups)
-            with suppress(EngineBrokenError):
-                self._blame(guilty, "when it was executed", error)
-
-    def _blame(self, group: SequenceGroup | None, when: str, error: Exception) -> None:
-        """End the request that made a step fail, if it is known. Raises EngineBrokenError where it cannot be one."""
-        if group is not None:
-            self._changed.append(group)
-            self._end_failed(group, when, error)
-        if self._suspects.num_in_vain > MAX_IN_VAIN:
-            why = f"{self._suspects.num_in_vain} failures and no step between them that succeeded"
-            self._broken = EngineBrokenError(why)
+            reason = f"internal accounting is inconsistent: {type(error).__name__}: {error}"
+            self._broken = EngineBrokenError(reason)
             raise self._broken from error
 
     def _end_failed(self, group: SequenceGroup, when: str, error: Exception) -> None:
-        """End a request in whose own work something failed. Raises EngineBrokenError if not only that went wrong."""
+        """End a request whose own work failed. Raises EngineBrokenError if more than that is wrong."""
         group.error = failure(group.request_id, when, error)
         logger.error("%s", group.error, exc_info=error)
         with self._accounting():
@@ -270,15 +233,12 @@ class LLMEngine:
             self.scheduler.check_integrity()
 
     def fail_request(self, group: SequenceGroup, when: str, error: Exception) -> None:
-        """End a request of which a caller of `advance` cannot tell what has changed. Raises EngineBrokenError."""
+        """End a request whose output a caller of `advance` could not make. Raises EngineBrokenError."""
         self._end_failed(group, when, error)
         self._forget_if_finished(group)
 
-    def _outputs(self, changed: list[SequenceGroup]) -> list[RequestOutput]:
-        return [output for group in changed if (output := self._output(group)) is not None]
-
     def abort_request(self, request_id: str) -> RequestOutput | None:
-        """End a request now and take its blocks back; None if it is unknown or finished already."""
+        """End a request now and free its blocks; None if it is unknown or has finished already."""
         group = self._groups.get(request_id)
         if group is None:
             return None
@@ -287,7 +247,7 @@ class LLMEngine:
 
     def _abort(self, group: SequenceGroup) -> None:
         is_queued = self._broken is None and not self.grammars.remove(group)
-        if is_queued and not group.is_finished:  # else in a failed step, and nobody has been told
+        if is_queued and not group.is_finished:  # otherwise it ended in a failed step, and has not been returned yet
             self.scheduler.remove(group)
         for seq in group.unfinished_seqs:
             seq.status = SequenceStatus.FINISHED_ABORTED
@@ -303,12 +263,12 @@ class LLMEngine:
         return self.blocks.pin(token_ids, key)
 
     def unpin_prefix(self, pin: PinnedPrefix) -> None:
-        """Let a pinned prefix be evicted like any other. Raises RequestError if it is not pinned."""
+        """Allow a pinned prefix to be evicted like any other. Raises RequestError if it is not pinned."""
         self.blocks.unpin(pin.pin_id)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do."""
-        return bool(self._groups) or self._ahead is not None
+        return bool(self._groups)
 
     def default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json recommends, over SamplingParams' own defaults."""
@@ -335,13 +295,13 @@ class LLMEngine:
         )
 
     def _admit_compiled(self) -> None:
-        """Let requests start whose grammars are ready; where there is nothing else to do, wait for one a little."""
+        """Queue requests whose grammars are compiled; with nothing else to do, wait for one briefly."""
         if not self.scheduler.has_unfinished:
             self.grammars.wait(_GRAMMAR_WAIT_S)
         self.grammars.admit(self.scheduler)
 
     def _output(self, group: SequenceGroup) -> RequestOutput | None:
-        """What a request's caller is told now; a finished request is forgotten."""
+        """The output that a request's caller receives now; a finished request is forgotten."""
         try:
             fault_point("output.make", group.request_id)
             output = group.to_output()
@@ -356,5 +316,3 @@ class LLMEngine:
         if group.is_finished:
             self._groups.pop(group.request_id, None)
             self.grammars.forget(group)
-            if group in self._changed:  # it ended in the plan of the step after the one of which is told
-                self._changed.remove(group)

@@ -13,8 +13,8 @@ from torch import Tensor
 from quire import kernels
 from quire.common.batch import BlockIds, ScheduledSequence
 from quire.models.base import CausalLM
-from quire.runner.row_layout import RowLayout, row_layout
 from quire.models.layers.batch_tensors import BatchTensors, GroupTensors, LayerKVCache
+from quire.runner.row_layout import RowLayout, row_layout
 
 MAX_ROWS = 256
 """A step of more rows takes so long that Python's share of it no longer matters."""
@@ -59,7 +59,7 @@ class DecodeGraphs:
         return (
             kernels.isa() != "reference"
             and len(sequences) <= MAX_ROWS
-            and all([_only_draws(s) for s in sequences])
+            and all(map(_only_draws, sequences))
             and sum([len(s.token_ids) for s in sequences]) <= MAX_ROWS
         )
 

@@ -68,7 +68,9 @@ class ModelRunner:
 
 def pool(sequences: Sequence[ScheduledSequence], first_rows: Sequence[int], hidden: Tensor) -> dict[int, HiddenStates]:
     """By index in `sequences`, the hidden states [num_rows, hidden_size] of the rows that are to be pooled."""
-    wanted = [(place, first_rows[place] + s.pooled.row, s.pooled.num_rows) for place, s in enumerate(sequences) if s.pooled]
+    wanted = [
+        (place, first_rows[place] + s.pooled.row, s.pooled.num_rows) for place, s in enumerate(sequences) if s.pooled
+    ]
     return {place: hidden[first : first + count].float().numpy().copy() for place, first, count in wanted}
 
 

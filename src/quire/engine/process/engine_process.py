@@ -175,7 +175,7 @@ class EngineProcess:
                 kind = BeamSearchParams if message.is_beam_search else SamplingParams
                 params = msgspec.msgpack.decode(message.params, type=kind)
                 self.engine.add_request(
-                    message.request_id, prompt, params, arrival_time=message.arrival_time, past=message.past
+                    message.request_id, prompt, params, arrival_time=message.arrival_time, progress=message.progress
                 )
             else:
                 context = {

@@ -31,13 +31,13 @@ class Start(msgspec.Struct, tag=True):
     """see `set_up_logging`"""
 
 
-class Past(msgspec.Struct):
-    """What an engine that has died told of a request, which another one is to go on with."""
+class Progress(msgspec.Struct):
+    """How far a request came in an engine that has died, for another engine to continue it."""
 
     metrics: RequestMetrics
     num_cached_tokens: int
     token_ids: list[int] = []
-    """of its only sample; of several none, they are made again"""
+    """The output tokens of a single sample. Empty for several samples, which begin again."""
 
 
 class AddRequest(msgspec.Struct, tag=True, omit_defaults=True):
@@ -53,8 +53,8 @@ class AddRequest(msgspec.Struct, tag=True, omit_defaults=True):
     is_beam_search: bool
     params: msgspec.Raw
     """SamplingParams or BeamSearchParams; decoded where an error is this request's alone"""
-    past: Past | None = None
-    """what is behind it already"""
+    progress: Progress | None = None
+    """How far it came in an engine before this one."""
 
 
 class AddScoring(msgspec.Struct, tag=True):

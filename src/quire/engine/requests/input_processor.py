@@ -18,7 +18,7 @@ from quire.engine.requests.beam_search import BeamSearch
 from quire.engine.requests.logprobs import LogprobRows, PromptScores
 from quire.engine.requests.sequence import Sequence, SequenceGroup
 from quire.kv.content_hash import ContentKey
-from quire.runner.sampling.processors import NamedProcessor
+from quire.runner.sampling.named_processor import NamedProcessor
 from quire.runner.sampling.random import random_key, uniform_bits
 from quire.text.tokenizer.detokenizer import IncrementalDetokenizer
 from quire.text.tokenizer.tokenizer import Tokenizer

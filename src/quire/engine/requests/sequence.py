@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from quire.common.params import SamplingParams
     from quire.engine.requests.beam_search import BeamSelector
     from quire.engine.requests.logprobs import LogprobRows, PromptScores
-    from quire.runner.sampling.processors import NamedProcessor
+    from quire.runner.sampling.named_processor import NamedProcessor
     from quire.text.grammar.state import GrammarState
     from quire.text.tokenizer.detokenizer import IncrementalDetokenizer
 

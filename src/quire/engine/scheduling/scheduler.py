@@ -65,6 +65,8 @@ class Scheduler:
         self._owners: dict[int, tuple[SequenceGroup, Sequence]] = {}
         self._in_flight: dict[int, InFlight] = {}  # by step
         self._current = InFlight()  # of the step that is being planned
+        self.is_planning = False
+        """Whether `schedule` is at work, or has raised and `revert()` has not been called."""
         self._next_seq_id = 0
 
     # Requests come and go
@@ -150,7 +152,7 @@ class Scheduler:
     def schedule(self, only: Set[SequenceGroup] | None = None) -> Batch:
         """The plan of the next step; with `only`, the other requests wait. If it raises, call `revert()` and `remove`
         the `planning_group`; `check_integrity` then says whether the state is sound."""
-        self.planning_group = None
+        self.planning_group, self.is_planning = None, True
         self.num_steps += 1
         self.blocks.advance()
         if self.policy.counts_tokens:  # ranks change as tokens are served
@@ -177,7 +179,7 @@ class Scheduler:
             ignored=tuple(self._current.ended),
         )
         self._current.scheduled = plan.scheduled
-        self._in_flight[batch.step], self._current = self._current, InFlight()
+        self._in_flight[batch.step], self._current, self.is_planning = self._current, InFlight(), False
         return batch
 
     def _new_plan(self, only: Set[SequenceGroup] | None) -> StepPlan:
@@ -466,6 +468,7 @@ class Scheduler:
         """The batch of this step failed, or the step being planned if None. Sequences that rely on blocks it was to
         swap, or on another sequence's, start again, since those may be there or not; all others are as before."""
         failed = self._current if step is None else self._in_flight.pop(step)
+        self.is_planning = False
         for group, seq in failed.unsettled:
             if self.owner(seq.seq_id) is None:  # aborted while the step ran
                 continue
@@ -485,7 +488,11 @@ class Scheduler:
         running = set(self.running)
         assert len(running) == len(self.running), "a request is in the list of running requests twice"
         for seq_id, (group, seq) in self._owners.items():
-            assert any(other is seq for other in group.unfinished_seqs), f"sequence {seq_id} has finished, but is still known"
-            assert (group in running) != (group in self.policy), f"request {group.request_id!r} must either run or be queued"
-        assert all(seq_id in self._owners for seq_id, _, _ in self.blocks.holdings()), "blocks belong to an unknown sequence"
+            assert any(other is seq for other in group.unfinished_seqs), f"sequence {seq_id} has finished"
+            assert (group in running) != (group in self.policy), (
+                f"request {group.request_id!r} is in no queue, or in two"
+            )
+        assert all(seq_id in self._owners for seq_id, _, _ in self.blocks.holdings()), (
+            "blocks belong to an unknown sequence"
+        )
         self.blocks.check_integrity()

@@ -1,76 +1,75 @@
-"""Which request makes steps fail: found out by letting only some of them run."""
+"""Which request makes steps fail: found by running only some of them."""
 
 from collections.abc import Iterable, Set
 
 from quire.engine.requests.sequence import SequenceGroup
 
-MAX_IN_VAIN = 5
-"""requests that may fail alone, one after another, without a step that succeeds between them; if there are more, it is
-not the requests"""
+MAX_CONSECUTIVE_FAILURES = 5
+"""Requests that may fail alone without a step in between that succeeds. With more, the requests are not the cause."""
 
 
-class Suspects:
-    """Narrows those that run in failing steps to one, by halves.
+class FailureIsolator:
+    """Narrows the requests of failing steps down to one, by halves.
 
-    One failure may be chance: all is tried again. After the second only half of the step's requests run, and so on, and
-    whoever is not suspected waits; no request's tokens depend on its company. The one that is alone in a step that
-    fails is accused: it waits until a step without it succeeds, so that the engine is known to be in order, or until
-    there is nobody else to run, and is tried alone once more. If that fails it is guilty. Where the failure does not
-    come back nobody is, and all run again.
+    One failure may be chance: the same requests are tried again. After the second, only half of the step's requests
+    run, and so on, while the others wait; no request's tokens depend on which others run. A request that is alone in a
+    failing step becomes a candidate: it waits until a step without it succeeds, which shows that the engine works, or
+    until no other request is left, and is then tried alone once more. If that fails, it is the culprit. Where the
+    failure does not come back, there is none, and all requests run again.
     """
 
     def __init__(self) -> None:
-        self.accused: list[SequenceGroup] = []
-        self.num_in_vain = 0
-        """requests that failed alone, and failures of nobody, since a step succeeded"""
-        self._trial: frozenset[SequenceGroup] | None = None  # who may run, of those not accused; None: all
-        self._suspects: list[SequenceGroup] = []
+        self.candidates: list[SequenceGroup] = []
+        self.num_consecutive_failures = 0
+        """Requests that failed alone, and failures without any request, since the last step that succeeded."""
+        self._trial: frozenset[SequenceGroup] | None = None  # the requests that may run, without candidates; None: all
+        self._narrowed: list[SequenceGroup] = []  # the requests of the step that failed
         self._has_failed = False
-        self._tries_accused = False  # the first of them in each step
+        self._tries_candidate = False  # the first of them runs alone
 
     def to_run(self, groups: Iterable[SequenceGroup]) -> Set[SequenceGroup] | None:
-        """Who of all requests may run in the next step; None: all."""
-        if not self.accused:
+        """The requests, of all `groups`, that may run in the next step; None for all."""
+        if not self.candidates:
             return self._trial
-        others = {group for group in self._trial or groups if group not in self.accused}
-        self._tries_accused = self._tries_accused or not others
-        return {self.accused[0]} if self._tries_accused else others
+        others = {group for group in self._trial or groups if group not in self.candidates}
+        self._tries_candidate = self._tries_candidate or not others
+        return {self.candidates[0]} if self._tries_candidate else others
 
     def failed(self, groups: list[SequenceGroup]) -> SequenceGroup | None:
-        """A step of these failed. Returns who is guilty, if that is known by now."""
-        if self._tries_accused and groups:
-            return self._next_accused()
+        """A step of these requests failed. Returns the culprit, if it is known by now."""
+        if self._tries_candidate and groups:
+            return self._next_candidate()
         if not groups:
-            self.num_in_vain += 1
+            self.num_consecutive_failures += 1
         elif not self._has_failed:
             self._has_failed = True
         elif len(groups) > 1:
             self._narrow(groups)
         else:
             self._narrow([])
-            self.accused.append(groups[0])
-            self.num_in_vain += 1
+            self.candidates.append(groups[0])
+            self.num_consecutive_failures += 1
         return None
 
     def succeeded(self, *, has_run: bool) -> None:
-        """A step succeeded, and was it of anybody? It is none of those that were to run in it."""
+        """A step succeeded, and `has_run` says whether any request ran in it: the culprit is none of those."""
         if has_run:
-            self.num_in_vain = 0
-        if self._tries_accused:
-            self._next_accused()
+            self.num_consecutive_failures = 0
+        if self._tries_candidate:
+            self._next_candidate()
             return
         tried = self._trial or ()
-        self._tries_accused = bool(self.accused) and (has_run or self._trial is None)
-        self._narrow([group for group in self._suspects if group not in tried and not group.is_finished])
+        self._tries_candidate = bool(self.candidates) and (has_run or self._trial is None)
+        self._narrow([group for group in self._narrowed if group not in tried and not group.is_finished])
 
-    def _next_accused(self) -> SequenceGroup:
-        tried = self.accused.pop(0)
-        self._tries_accused = bool(self.accused)
+    def _next_candidate(self) -> SequenceGroup:
+        tried = self.candidates.pop(0)
+        self._tries_candidate = bool(self.candidates)
         return tried
 
-    def _narrow(self, suspects: list[SequenceGroup]) -> None:
-        """Half of them is tried next: from the other end where the one before has brought no success."""
-        self._suspects, self._has_failed = suspects, bool(suspects)
-        middle = max(1, len(suspects) // 2)
-        half = suspects[-middle:] if len(self.accused) % 2 else suspects[:middle]
-        self._trial = frozenset(half) if suspects else None
+    def _narrow(self, groups: list[SequenceGroup]) -> None:
+        """Try half of these next: from the other end where the last half did not lead to success."""
+        self._narrowed, self._has_failed = groups, bool(groups)
+        middle = max(1, len(groups) // 2)
+        half = groups[-middle:] if len(self.candidates) % 2 else groups[:middle]
+        self._trial = frozenset(half) if groups else None

@@ -15,7 +15,7 @@ from quire.common.batch import TokenLogprobs
 from quire.common.errors import EngineDeadError, QuireError, failures_named
 from quire.common.outputs import CompletionOutput, RequestOutput
 from quire.config.model import ModelConfig
-from quire.engine.process.messages import AddRequest, AddScoring, Past, RequestDelta, SequenceDelta
+from quire.engine.process.messages import AddRequest, AddScoring, Progress, RequestDelta, SequenceDelta
 from quire.engine.requests.beam_search import BeamSearch
 from quire.engine.requests.sequence import Sequence, SequenceGroup, SequenceStatus
 from quire.engine.step.commit import append_token
@@ -107,13 +107,13 @@ class RequestState:
         Several begin again, and so do beams and scores, of which nothing has been told."""
         if isinstance(self.message, AddScoring):
             return self.message
-        group, past = self.group, Past(self.group.metrics, self.group.num_cached_tokens)
+        group, progress = self.group, Progress(self.group.metrics, self.group.num_cached_tokens)
         outputs = {seq.index: seq.token_ids[seq.num_prompt_tokens :] for seq in group.seqs}
         if group.params.num_samples == 1:
-            past.token_ids = outputs[0]
+            progress.token_ids = outputs[0]
         else:
             self._repeated = outputs
-        return replace(self.message, past=past)
+        return replace(self.message, progress=progress)
 
     def abort(self) -> None:
         """The end; what has come so far is the last output."""

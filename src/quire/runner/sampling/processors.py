@@ -1,9 +1,6 @@
 """Running the callers' own logits processors, which a Draw names."""
 
 from collections.abc import Sequence
-from itertools import count
-from typing import Any, Protocol
-from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -13,35 +10,7 @@ from quire.common.batch import ScheduledSequence
 from quire.common.errors import InvalidParamsError
 from quire.kernels.workspace import empty
 from quire.runner.sampling.draw_tensors import DrawTensors, draw_rows
-
-
-class LogitsProcessor(Protocol):
-    """A caller's own change of the logits, before any other change is made."""
-
-    def __call__(self, output_token_ids: list[int], logits: Any, /) -> Any:
-        """The tokens generated so far and logits [vocab] float32 (a torch tensor of its own) -> changed logits."""
-        ...
-
-
-class NamedProcessor:
-    """A logits processor that draws in this process can name for as long as this object lives."""
-
-    _numbers = count()
-    _by_name: "WeakValueDictionary[str, NamedProcessor]" = WeakValueDictionary()
-
-    def __init__(self, processor: LogitsProcessor) -> None:
-        self.processor = processor
-        kind = getattr(processor, "__qualname__", None) or type(processor).__qualname__
-        self.name = f"{kind}#{next(self._numbers)}"
-        self._by_name[self.name] = self
-
-    @classmethod
-    def named(cls, name: str) -> LogitsProcessor:
-        """Raises InvalidParamsError for a name that this process does not know."""
-        found = cls._by_name.get(name)
-        if found is None:
-            raise InvalidParamsError("it is unknown in the process that draws")
-        return found.processor
+from quire.runner.sampling.named_processor import NamedProcessor
 
 
 def run_processors(

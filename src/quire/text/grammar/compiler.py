@@ -17,7 +17,6 @@ from queue import LifoQueue
 from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 
 from quire.common.errors import InvalidParamsError
 from quire.common.faults import fault_point

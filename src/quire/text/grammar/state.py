@@ -59,7 +59,7 @@ class GrammarState:
         return GrammarState(self._matcher.deep_copy(), self._shape, jumps=self.jumps)
 
     def mask(self) -> npt.NDArray[np.int32]:
-        """[ceil(vocab_size / 32)]: bit `token_id % 32` of word `token_id // 32` is set for each token that may come next.
+        """[ceil(vocab_size / 32)]: bit `token_id % 32` of word `token_id // 32` is set if the token may come next.
 
         The end-of-sequence tokens are among them exactly where the output may end. After an error all bits are set,
         since the drawn token will not be accepted. Other Python threads run meanwhile.
