@@ -64,7 +64,6 @@ def measure(compiler: GrammarCompiler, params: StructuredOutputsParams, vocab_si
     start_s = time.perf_counter()
     compiler.submit(params).future.result()
     figures["again_ms"] = (time.perf_counter() - start_s) * 1e3
-    words = np.zeros(-(-vocab_size // 32), np.int32)
     mask_s: list[float] = []
     commit_s: list[float] = []
     num_forced = 0
@@ -73,7 +72,7 @@ def measure(compiler: GrammarCompiler, params: StructuredOutputsParams, vocab_si
         num_tokens = 0
         while num_tokens < MAX_TOKENS and not state.is_finished:
             start_s = time.perf_counter()
-            state.fill(words)
+            words = state.mask()
             mask_s.append(time.perf_counter() - start_s)
             allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
             token_id = int(rng.choice(allowed))

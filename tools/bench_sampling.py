@@ -9,7 +9,6 @@ Logits are normal, of two spreads: 3 is about as peaked as a language model's, 0
 import argparse
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -37,7 +36,6 @@ SETTINGS: dict[str, dict[str, float | int]] = {
 }
 
 
-@dataclass(frozen=True)
 def main() -> None:
     """Measure every setting."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

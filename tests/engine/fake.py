@@ -1,5 +1,6 @@
 """A fake model behind the executor: the next token is a hash of the whole history, read through the blocks."""
 
+from collections import deque
 from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
@@ -14,7 +15,7 @@ from quire.config.scheduler import SchedulerConfig
 from quire.engine.requests.logprobs import LogprobRows, PromptScores
 from quire.engine.requests.sequence import Sequence, SequenceGroup
 from quire.engine.scheduling.scheduler import Scheduler
-from quire.engine.step.commit import Committer
+from quire.engine.step.commit import Committer, Drafter
 from quire.kv.block_space_manager import BlockSpaceManager
 from quire.kv.content_hash import NO_KEY, ContentKey
 
@@ -154,6 +155,8 @@ class Harness:
         windows: SequenceOf[int | None] | None = None,
         pinned_fraction: float = 0.5,
         preempt_turns: int = 0,
+        draft: Drafter | None = None,
+        depth: int = 1,
         **scheduling: object,
     ) -> None:
         self.windows = tuple(windows or (None,) * num_groups)
@@ -165,7 +168,9 @@ class Harness:
         )
         settings = SchedulerConfig(max_num_seqs, max_num_batched_tokens, preemption_mode, **scheduling)
         self.scheduler = Scheduler(settings, self.blocks, clock=lambda: float(self.scheduler.num_steps))
-        self.committer = Committer(self.scheduler, max_model_len=config.max_tokens, eos_token_ids=eos)
+        self.committer = Committer(self.scheduler, max_model_len=config.max_tokens, eos_token_ids=eos, draft=draft)
+        self.depth = depth
+        self.in_flight: deque[tuple[Batch, StepResult]] = deque()
         self.failing_steps = failing_steps
         self.preempt_turns = preempt_turns
         self.groups: list[SequenceGroup] = []
@@ -197,11 +202,12 @@ class Harness:
         assert batch.num_tokens <= self.scheduler.config.max_num_batched_tokens
         assert len(batch.sequences) <= self.scheduler.config.max_num_seqs
         try:
-            result = self.executor.execute(batch)
+            self.in_flight.append((batch, self.executor.execute(batch)))
         except RuntimeError:
             self.scheduler.revert(batch.step)
             raise
-        self.committer.commit(batch, result)
+        while len(self.in_flight) >= self.depth or (self.in_flight and not batch.sequences):
+            self.committer.commit(*self.in_flight.popleft())
         self.scheduler.check_integrity()
         return batch
 
@@ -210,8 +216,9 @@ class Harness:
         for turn in range(10_000):
             if not self.scheduler.has_unfinished:
                 break
-            if turn < self.preempt_turns and self.scheduler.running:
-                self.scheduler.preempt(self.scheduler.running[turn % len(self.scheduler.running)])
+            idle = [group for group in self.scheduler.running if group not in self.scheduler.busy_groups()]
+            if turn < self.preempt_turns and idle:
+                self.scheduler.preempt(idle[turn % len(idle)])
             self.executor.fail_next = self.scheduler.num_steps in self.failing_steps
             try:
                 self.step()

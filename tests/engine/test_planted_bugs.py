@@ -2,9 +2,10 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
+from msgspec.structs import replace
 
 from quire.engine.requests.sequence import Sequence, SequenceStatus
 from quire.engine.scheduling.policy import FairShare, FirstComeFirstServed

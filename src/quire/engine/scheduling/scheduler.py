@@ -197,9 +197,12 @@ class Scheduler:
         if self.config.target_step_ms is not None:
             known = self.step_time.max_tokens(self.config.target_step_ms / 1e3)
             limit = min(budget, max(known if known is not None else FIRST_CHUNK, num_decodes + MIN_CHUNK))
-        running_seqs = [seq for step in self._in_flight.values() for seq, _ in step.scheduled]
-        busy = {owner[0] for seq in running_seqs if (owner := self.owner(seq.seq_id)) is not None}
-        return StepPlan(budget, max(1, limit - num_decodes), num_seqs, only=only, busy=busy)
+        return StepPlan(budget, max(1, limit - num_decodes), num_seqs, only=only, busy=self.busy_groups())
+
+    def busy_groups(self) -> Set[SequenceGroup]:
+        """The unfinished requests of all batches in flight."""
+        seqs = [seq for step in self._in_flight.values() for seq, _ in step.scheduled]
+        return {owner[0] for seq in seqs if (owner := self.owner(seq.seq_id)) is not None}
 
     def _add_drafts(self, plan: StepPlan) -> None:
         """Have drafts verified with the tokens, rows and blocks that are left. Nothing is preempted for them."""
@@ -293,7 +296,8 @@ class Scheduler:
         return bool(behind)
 
     def preempt(self, group: SequenceGroup) -> None:
-        """Preempt a running request before the next step; it continues later where it was."""
+        """Preempt a running request before the next step; it continues later where it was. It must not be busy."""
+        assert group not in self.busy_groups(), f"request {group.request_id!r} is in a batch that is in flight"
         self._preempt(self._cost.estimate(group))
 
     def _preempt(self, preemption: Preemption) -> None:
