@@ -136,7 +136,7 @@ def test_a_sanitized_extension_is_found_before_the_one_in_use(tmp_path: Path) ->
 
 def test_a_failure_that_was_not_injected_is_told_with_what_the_log_says() -> None:
     logged = (
-        "2026-11-22 10:00:00,000 ERROR request 'cmpl-aa-0' failed when its tokens were taken: BufferError\nTraceback\n"
+        "2026-11-22 10:00:00,000 ERROR request 'cmpl-aa-0' failed when its tokens were added: BufferError\nTraceback\n"
         "2026-11-22 10:00:01,000 ERROR request bb failed\nTraceback\nKeyError: 3\n"
         "2026-11-22 10:00:02,000 WARNING a step failed\nBufferError: injected at step.end\n"
     )

@@ -119,7 +119,7 @@ def test_a_real_model_says_the_same_with_drafts(arguments):
         for name, params in REQUESTS.items():
             given = {key: value for key, value in params.items() if value is not None}
             engine.add_request(name, f"What does {name} do?", SamplingParams(**{"max_tokens": 24} | given))
-        outputs, num_rows = {}, 0
+        outputs = {}
         while engine.has_unfinished_requests():
             for output in engine.step():
                 outputs[output.request_id] = [(s.token_ids, s.text, s.logprobs) for s in output.outputs]

@@ -65,9 +65,9 @@ def test_a_connection_that_fails_is_a_death_and_what_runs_goes_on(door: Door, fa
 
 
 def test_a_text_that_cannot_be_encoded_is_one_requests_failure(door: Door) -> None:
-    with inject(Fault("tokenizer.encode")), pytest.raises(RequestFailedError, match="when it was taken in"):
+    with inject(Fault("tokenizer.encode")), pytest.raises(RequestFailedError, match="when it was added"):
         door.run(door.outputs("bad", LONG))
-    with inject(Fault("tokenizer.encode")), pytest.raises(RequestFailedError, match="when it was taken in"):
+    with inject(Fault("tokenizer.encode")), pytest.raises(RequestFailedError, match="when it was added"):
         door.run(door.llm.score("a", "b", request_id="score"))
     assert door.run(door.outputs("good", LONG))[-1].finished
 

@@ -14,6 +14,8 @@ class ParallelConfig:
     num_threads: int | None
     """threads for the kernels; None: as many as the CPU set and the container's quota allow"""
     tensor_parallel_size: int = 1
+    executor: str = "in_process"
+    """Which executor runs the batches; see quire.runner.executor."""
     cpus: tuple[int, ...] = ()
     """one for each thread, to be pinned there; none: as many threads as `num_threads` says, not pinned"""
 

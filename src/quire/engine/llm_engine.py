@@ -21,11 +21,10 @@ from quire.engine.requests.sequence import SequenceGroup, SequenceStatus
 from quire.engine.scheduling.scheduler import Scheduler
 from quire.engine.step.commit import Committer
 from quire.engine.step.containment import MAX_CONSECUTIVE_FAILURES, FailureIsolator
-from quire.engine.step.executor import Executor
 from quire.kv.block_space_manager import BlockSpaceManager
 from quire.kv.pins import PinnedPrefix
+from quire.runner.executor import Executor, make_executor
 from quire.runner.memory_plan import MemoryPlan, plan_memory
-from quire.runner.worker import Worker
 from quire.text.grammar.compiler import GrammarCompiler
 from quire.text.tokenizer.tokenizer import Tokenizer
 
@@ -77,9 +76,7 @@ class LLMEngine:
         plan = plan_memory(args)
         logger.info("%s", plan)
         tokenizer = Tokenizer.from_path(plan.config.model.tokenizer_path)
-        config = plan.config
-        worker = Worker(config.model, plan.kv_cache, config.parallel, logprobs_mode=config.logprobs_mode)
-        return cls(plan, worker, tokenizer)
+        return cls(plan, make_executor(plan.config, plan.kv_cache), tokenizer)
 
     def add_request(
         self,

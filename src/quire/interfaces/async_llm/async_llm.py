@@ -94,7 +94,7 @@ class AsyncLLM:
         _check_params(params)
         text = _text(prompt)
         now = time.monotonic()
-        with failures_named(request_id, "when it was taken in"):
+        with failures_named(request_id, "when it was added"):
             group = await _in_thread(text, lambda: self._inputs.request(request_id, prompt, params, 0, now))
         request = self._requests.add(group, params)
         try:
@@ -114,7 +114,7 @@ class AsyncLLM:
         """
         texts = [_text(prompt) or "" for prompt in (context, continuation) if prompt is not None]
         now = time.monotonic()
-        with failures_named(request_id, "when it was taken in"):
+        with failures_named(request_id, "when it was added"):
             group = await _in_thread(
                 "".join(texts), lambda: self._inputs.scoring_request(request_id, context, continuation, 0, now)
             )
