@@ -41,7 +41,7 @@ def load() -> Mapping[str, Handler]:
         return {"read_bytes_per_s": found.read_bytes_per_s, "flops_per_s": found.flops_per_s}
 
     def batch_of(num_seqs: int, num_tokens: int, context: int) -> Batch:
-        """The last `num_tokens` of each context, in a cache that holds anything: nothing has to be computed before."""
+        """Return a batch with the last `num_tokens` of each context; the cache's contents do not matter."""
         blocks_per_seq = -(-context // block_size)
         tables = np.random.default_rng(0).permutation(num_seqs * blocks_per_seq).astype(np.int32)
         draw = Draw(0.0, 0, 1.0, b"")
@@ -52,7 +52,7 @@ def load() -> Mapping[str, Handler]:
         return Batch(0, sequences)
 
     def decode(num_seqs: int, context: int, num_steps: int) -> dict[str, Any]:
-        """Steps straight through the executor."""
+        """Time decode steps of the executor, without the scheduler."""
         batch = batch_of(num_seqs, 1, context)
         times = [timed(lambda: executor.execute(batch)) for _ in range(_WARM_UP_STEPS + num_steps)]
         kv_bytes = num_seqs * context * plan.kv_cache.block_bytes * plan.kv_cache.num_tensors / block_size

@@ -82,5 +82,5 @@ def _physical_memory() -> MachineMemory:
     try:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError) as error:
-        raise OutOfMemoryError("cannot find out how much memory this machine has: set kv_cache_memory") from error
+        raise OutOfMemoryError("cannot determine how much memory this machine has: set kv_cache_memory") from error
     return MachineMemory(total, total)

@@ -20,6 +20,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "grammar": (str,),
     "json_object": (bool,),
 }
+_ALLOWED = {str: "a non-empty string", dict: "a dict", list: "a non-empty list", bool: "True or False"}
 _JSON_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 
 
@@ -57,8 +58,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_
             )
         name, value = given[0], getattr(self, given[0])
         if not isinstance(value, _TYPES[name]) or value == "" or value == []:
-            allowed = " or ".join(t.__name__ for t in _TYPES[name])
-            raise refuse(name, value, f"a non-empty {allowed}")
+            raise refuse(name, value, " or ".join(_ALLOWED[t] for t in _TYPES[name]))
         if name == "choice":
             self._check_choice()
         is_gbnf = self.grammar is not None and "::=" in self.grammar
