@@ -66,7 +66,7 @@ def test_every_dependency_has_its_reason() -> None:
     assert table_keys("docs/dependencies.md", "At run time") == wanted
     extras = PROJECT["project"]["optional-dependencies"].values()
     wanted = {re.split(r"[^\w-]", entry)[0] for group in extras for entry in group}
-    assert table_keys("docs/dependencies.md", "For one option") == wanted
+    assert table_keys("docs/dependencies.md", "For optional features") == wanted
 
 
 def test_every_engine_argument_is_documented() -> None:
