@@ -84,7 +84,7 @@ def workload(number: int) -> list[Wish]:
     """Return five to eight requests of all kinds, always the same for one number."""
     rng = random.Random(f"workload {number}")
     common = rng.choices(VOCAB, k=rng.randint(4, 11))
-    kinds = ["plain", "sampled", "samples", "beams", "grammar", "stop", "told", "changed", "processed", "scored"]
+    kinds = ["plain", "sampled", "samples", "beams", "grammar", "stop", "logprobs", "changed", "processed", "scored"]
     chosen = [*rng.sample(kinds, k=rng.randint(4, 7)), "plain"]
     wishes = []
     for place, kind in enumerate(chosen):
@@ -111,7 +111,7 @@ def _params(kind: str, rng: random.Random) -> SamplingParams | BeamSearchParams 
             "structured_outputs": StructuredOutputsParams(choice=[str(rng.randrange(10**6)), str(rng.randrange(99))])
         },
         "stop": {"stop": ["e", "("], "min_tokens": 1},
-        "told": {"logprobs": 2, "prompt_logprobs": rng.choice([None, 1])},
+        "logprobs": {"logprobs": 2, "prompt_logprobs": rng.choice([None, 1])},
         "changed": {"frequency_penalty": 0.7, "bad_words": ["the", " a"], "logit_bias": {5: 1.0}},
         "processed": {"logits_processors": [lift]},
     }
@@ -345,7 +345,7 @@ def inject_all(
     numbers: Iterable[int],
     seed: int,
     num_workloads: int = NUM_WORKLOADS,
-    tell: Callable[[str], None] = print,
+    show: Callable[[str], None] = print,
     until_fired: int | None = None,
 ) -> Report:
     """Run these injections in order, until `until_fired` of them have fired, and count the outcomes."""
@@ -364,7 +364,7 @@ def inject_all(
             report.num_requests += len(workload(injection.workload))
             if what is not None:
                 report.wrong.append((number, what))
-                tell(f"injection {number}: {what}\n    {injection}")
+                show(f"injection {number}: {what}\n    {injection}")
     finally:
         logger.disabled = was_disabled
     return report

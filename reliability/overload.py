@@ -31,7 +31,7 @@ from typing import Any
 import uvloop
 
 from reliability.page import record, table
-from reliability.served import Exchange, Held, Served, busy_s, post
+from reliability.served import Exchange, Resources, Served, busy_s, post
 
 MAX_REFUSAL_S = 0.1
 MAX_GAP_RATIO = 2.0
@@ -48,7 +48,7 @@ class Load:
     began_s: float
     seconds: float
     output_len: int
-    held: Mapping[str, Held]
+    resources: Mapping[str, Resources]
     """Resources of each process when the last request arrived."""
     cores: Mapping[str, float]
     """Number of cores that each process, and all other processes of the machine, kept busy."""
@@ -149,14 +149,14 @@ class Asker:
         exchanges = list(await asyncio.gather(*tasks))
         return Load(exchanges, began_s, seconds, self._output_len, *await watch)
 
-    async def _watch(self, seconds: float) -> tuple[dict[str, Held], dict[str, float]]:
+    async def _watch(self, seconds: float) -> tuple[dict[str, Resources], dict[str, float]]:
         """Wait, then return the resources of each process and the number of cores that each kept busy."""
         began_s, before = time.perf_counter(), self._busy_s()
         await asyncio.sleep(seconds)
         passed_s, after = time.perf_counter() - began_s, self._busy_s()
         cores = {name: (after[name] - before[name]) / passed_s for name in after}
         cores["others"] = max(0.0, cores.pop("all") - sum(cores.values()))
-        return {name: Held.by(pid) for name, pid in self._pids.items()}, cores
+        return {name: Resources.of(pid) for name, pid in self._pids.items()}, cores
 
     def _busy_s(self) -> dict[str, float]:
         return {name: busy_s(pid) for name, pid in self._pids.items()} | {"all": busy_s()}
@@ -218,7 +218,7 @@ def _gap_p99_s(loads: Iterable[Load]) -> float:
 
 
 def _grown_mb(process: str, before: Load, after: Load) -> float:
-    return (after.held[process].memory_bytes - before.held[process].memory_bytes) / 1e6
+    return (after.resources[process].memory_bytes - before.resources[process].memory_bytes) / 1e6
 
 
 def _median_s(load: Load) -> float:

@@ -20,7 +20,7 @@ READY_S = 120.0
 
 
 @dataclass(frozen=True)
-class Held:
+class Resources:
     """The resources that a process uses."""
 
     memory_bytes: int
@@ -28,7 +28,7 @@ class Held:
     num_files: int
 
     @classmethod
-    def by(cls, pid: int) -> Held:
+    def of(cls, pid: int) -> Resources:
         """Return what a process uses now. Raises OSError if the process has ended."""
         status = Path(f"/proc/{pid}/status").read_text()
         sizes = dict(re.findall(r"^(\w+):\s+(\d+)", status, re.MULTILINE))

@@ -37,7 +37,7 @@ from quire.common.faults import Fault
 from quire.common.faults import environment as fault_environment
 from reliability.injections import COMMON, OWN
 from reliability.page import record, table
-from reliability.served import Exchange, Held, Served, post
+from reliability.served import Exchange, Resources, Served, post
 
 MAX_GROWTH_BYTES = 50 * 10**6
 FLAGS = [
@@ -225,7 +225,7 @@ async def load(served: Served, seconds: float, options: argparse.Namespace, tall
     )
 
 
-def holdings(served: Served) -> dict[str, Held]:
+def holdings(served: Served) -> dict[str, Resources]:
     """Return the resources of both processes when they are idle. Raises RuntimeError if they do not become idle."""
     if not served.wait_until_idle(_SETTLE_S):
         used = served.metric("vllm:kv_cache_usage_perc")
@@ -234,10 +234,10 @@ def holdings(served: Served) -> dict[str, Held]:
     if engine_pid is None:
         raise RuntimeError("no engine process is running")
     time.sleep(1)  # connections close and threads end
-    return {"API": Held.by(served.pid), "engine": Held.by(engine_pid)}
+    return {"API": Resources.of(served.pid), "engine": Resources.of(engine_pid)}
 
 
-def left_behind(before: dict[str, Held], after: dict[str, Held]) -> Iterator[str]:
+def left_behind(before: dict[str, Resources], after: dict[str, Resources]) -> Iterator[str]:
     """Yield a description of each leak."""
     for name in before:
         growth = after[name].memory_bytes - before[name].memory_bytes
@@ -277,8 +277,8 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     environment |= fault_environment(*faults)
     log, tally, began_s = folder / "serve.log", Tally(), time.monotonic()
     served = Served(FLAGS, log, environment)
-    before: dict[str, Held] = {}
-    after: dict[str, Held] = {}
+    before: dict[str, Resources] = {}
+    after: dict[str, Resources] = {}
     try:
         run: Callable[..., None] = uvloop.run
         seconds = options.minutes * 60
@@ -296,7 +296,7 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     tally.wrong += not_injected(logged, tally.failed)
     if status != 0:
         tally.wrong.append(f"the server ended with status {status}")
-    named = {name: vars_of(held) for name, held in (("before", before), ("after", after)) if held}
+    named = {name: vars_of(used) for name, used in (("before", before), ("after", after)) if used}
     return {
         "tool": "soak", "seed": options.seed, "minutes": round((time.monotonic() - began_s) / 60, 2),
         "clients": options.clients, "num_requests": sum(tally.done.values()), "num_engine_kills": tally.num_kills,
@@ -307,9 +307,9 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def vars_of(held: dict[str, Held]) -> dict[str, dict[str, int]]:
+def vars_of(used: dict[str, Resources]) -> dict[str, dict[str, int]]:
     """Return the resources as plain dicts for JSON."""
-    return {name: {field: getattr(each, field) for field in each.__dataclass_fields__} for name, each in held.items()}
+    return {name: {field: getattr(each, field) for field in each.__dataclass_fields__} for name, each in used.items()}
 
 
 def main() -> int:

@@ -159,4 +159,4 @@ def test_an_archive_that_lacks_the_checkpoint_is_refused(tmp_path: Path) -> None
     result = run_tool(ROOT / "tools" / "check_archive.py", wheel)
     assert result.returncode == 1
     assert "lacks quire/models/embedded/quire-tiny/model.safetensors" in result.stdout
-    assert "holds tests/test_x.py, outside the package" in result.stdout
+    assert "contains tests/test_x.py, which is outside the package" in result.stdout

@@ -22,7 +22,7 @@ _SAMPLING: tuple[tuple[str, type, str, str], ...] = (
     ("frequency_penalty", float, "X", "subtract X from a token's logit for each time it is in the output"),
     ("repetition_penalty", float, "X", "divide the logits of tokens in the prompt or output by X"),
     ("min_tokens", int, "N", "generate N tokens before a stop condition may end the output"),
-    ("truncate_prompt_tokens", int, "N", "keep the last N tokens of a longer prompt; -1: as many as fit"),
+    ("truncate_prompt_tokens", int, "N", "keep the last N tokens of a longer prompt; -1: the number that fits"),
 )
 _SAMPLES = (
     ("n", "number of outputs for each prompt"),

@@ -77,7 +77,7 @@ class EngineArgs:
     )
     prefix_max_delay_s: float = arg(2.0, "policy prefix: largest delay of a request by later ones, in seconds")
     tensor_parallel_size: int = arg(1, "only 1 is supported")
-    num_threads: int | None = arg(None, "threads of the kernels; none: as many as the CPU set and quota allow")
+    num_threads: int | None = arg(None, "threads of the kernels; none: the number that the CPU set and quota allow")
     cpu_list: str | None = arg(None, "CPUs, as in 0,2-3, each with one thread pinned to it; none: no pinning")
     generation_config: str = arg(
         "auto", "sampling defaults: auto, those of the checkpoint's generation_config.json; none, Quire's own"

@@ -12,7 +12,7 @@ class ParallelConfig:
     """The threads of this process and the number of processes of this engine."""
 
     num_threads: int | None
-    """Threads of the kernels; None for as many as the CPU set and the container's quota allow."""
+    """Threads of the kernels; None for the number that the CPU set and the container's quota allow."""
     tensor_parallel_size: int = 1
     cpus: tuple[int, ...] = ()
     """CPUs that each get one thread pinned to them; if empty, `num_threads` threads run unpinned."""

@@ -24,10 +24,7 @@ _PROMPTS = {
     "input_len": (128, "tokens in each prompt"),
     "output_len": (64, "tokens to generate for each prompt"),
 }
-_MACHINE = {
-    "threads": (0, "threads of the kernels; 0: as many as the CPU set allows"),
-    "seconds": (2.0, "seconds to measure each row"),
-}
+_MACHINE = {"threads": (0, "kernel threads; 0: what the CPU set allows"), "seconds": (2.0, "seconds for each row")}
 _OPTIONS: Mapping[str, Mapping[str, tuple[Any, str]]] = {
     "throughput": _PROMPTS | {"runs": (2, "number of runs, of which the last is reported")},
     "latency": _PROMPTS
@@ -38,10 +35,7 @@ _OPTIONS: Mapping[str, Mapping[str, tuple[Any, str]]] = {
     "kernels": _MACHINE | {"rows": ((1, 4, 8, 36, 128, 1024), "tokens in the batch")},
     "attention": _MACHINE
     | {"context": ((128, 512, 2048, 8000, 16000), "tokens in the cache"), "num_seqs": ((1, 8, 32), "sequences")},
-    "scheduler": {
-        "num_seqs": ((1, 16, 64, 256), "running sequences"),
-        "waiting": ((0, 100, 10_000, 100_000), "waiting requests"),
-    },
+    "scheduler": {"num_seqs": ((1, 16, 64, 256), "running sequences"), "waiting": ((0, 100, 10_000, 100_000), "requests")},
 }
 
 

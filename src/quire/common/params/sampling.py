@@ -73,7 +73,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """The same seed, prompt and parameters give the same tokens in any batch; None derives one from the engine's seed.
     """
     max_tokens: int | None = 16
-    """Largest number of tokens to generate; None for as many as fit into the context."""
+    """Largest number of tokens to generate; None for the number that fits into the context."""
     min_tokens: int = 0
     """Number of tokens before an end-of-sequence token, a stop token or a stop string may end the output."""
     stop: str | list[str] | None = None
@@ -103,7 +103,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     detokenize: bool = True
     """If False, no text is produced, only token ids, and stop strings are not allowed."""
     truncate_prompt_tokens: int | None = None
-    """Keep only this number of tokens from the end of a longer prompt; -1 for as many as leave space for max_tokens."""
+    """Keep only this number of tokens from the end of a longer prompt; -1 to leave space for max_tokens."""
     cache_salt: str = ""
     """Requests with different salts share no cached prefix. The salt may also be given with the prompt."""
     structured_outputs: StructuredOutputsParams | None = None
@@ -150,14 +150,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def _check_lengths(self) -> None:
         if self.max_tokens is not None:
-            check_int("max_tokens", self.max_tokens, 1, None, "at least 1, or None for as many as fit")
+            check_int("max_tokens", self.max_tokens, 1, None, "at least 1, or None for the number that fits")
         allowed = "0 or more" if self.max_tokens is None else f"from 0 to max_tokens={self.max_tokens}"
         check_int("min_tokens", self.min_tokens, 0, self.max_tokens, allowed)
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
                 check_int(name, value, ALL_LOGPROBS, None, "0 or more, -1 for the whole vocabulary, or None")
         if (keep := self.truncate_prompt_tokens) is not None and (keep != -1 or isinstance(keep, bool)):
-            check_int("truncate_prompt_tokens", keep, 1, None, "at least 1, -1 for as many as fit, or None")
+            check_int("truncate_prompt_tokens", keep, 1, None, "at least 1, -1 for the number that fits, or None")
 
     def _check_tokens(self) -> None:
         if self.bad_words is not None:
