@@ -61,7 +61,7 @@ def _parser(arguments: list[str]) -> argparse.ArgumentParser:
     )
     parser = argparse.ArgumentParser(
         prog="quire",
-        description="A small LLM inference engine around a paged KV cache.",
+        description="A small LLM inference and serving engine with a paged KV cache.",
         epilog="`quire COMMAND --help` explains a command.",
         parents=[shared],
         allow_abbrev=False,
