@@ -95,7 +95,7 @@ def test_a_driver_that_cannot_start_says_where_its_last_words_are(run: Run) -> N
     engine = Fast(run.folder)
     session = Session(engine, figures.TINY, 100)
     try:
-        with pytest.raises(LeftOutError, match=r"its driver ended; see .*fast bfloat16\.log"):
+        with pytest.raises(LeftOutError, match=r"the driver ended; see .*fast bfloat16\.log"):
             session.call("no such thing")
     finally:
         session.close()

@@ -141,7 +141,7 @@ def test_a_failure_that_was_not_injected_is_told_with_what_the_log_says() -> Non
         "2026-11-22 10:00:02,000 WARNING a step failed\nBufferError: injected at step.end\n"
     )
     (wrong,) = not_injected(logged, ["aa", "bb"])
-    assert wrong.startswith("request bb failed, and not by injection")
+    assert wrong.startswith("request bb failed without an injected fault")
     assert wrong.endswith("KeyError: 3\n")
 
 
