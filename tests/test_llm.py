@@ -162,7 +162,7 @@ def test_a_wrong_prompt_raises_alone_and_is_ignored_in_a_list(
 
 @pytest.mark.parametrize("prompts", [5, None, iter(["a"])])
 def test_what_is_no_prompt_at_all_is_refused(llm: LLM, prompts: Any) -> None:
-    with pytest.raises(InvalidPromptError, match="prompts must be one"):
+    with pytest.raises(InvalidPromptError, match="prompts must be a prompt"):
         generate(llm, prompts)
 
 

@@ -66,7 +66,7 @@ def test_every_dependency_has_its_reason() -> None:
     assert table_keys("docs/dependencies.md", "At run time") == wanted
     extras = PROJECT["project"]["optional-dependencies"].values()
     wanted = {re.split(r"[^\w-]", entry)[0] for group in extras for entry in group}
-    assert table_keys("docs/dependencies.md", "For one option") == wanted
+    assert table_keys("docs/dependencies.md", "For optional features") == wanted
 
 
 def test_every_engine_argument_is_documented() -> None:
@@ -159,4 +159,4 @@ def test_an_archive_that_lacks_the_checkpoint_is_refused(tmp_path: Path) -> None
     result = run_tool(ROOT / "tools" / "check_archive.py", wheel)
     assert result.returncode == 1
     assert "lacks quire/models/embedded/quire-tiny/model.safetensors" in result.stdout
-    assert "holds tests/test_x.py, outside the package" in result.stdout
+    assert "contains tests/test_x.py, which is outside the package" in result.stdout

@@ -20,7 +20,7 @@ from reliability.coverage import gaps, wanted_files
 from reliability.kills import Answer
 from reliability.overload import Load
 from reliability.page import record, table
-from reliability.served import Exchange, Held
+from reliability.served import Exchange, Resources
 from reliability.soak import MAX_GROWTH_BYTES, Tally, left_behind, not_injected
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -100,10 +100,10 @@ def test_tokens_that_come_late_together_are_all_counted() -> None:
 
 
 def test_what_is_left_behind_is_named() -> None:
-    before = {"API": Held(10**6, 5, 20)}
-    assert list(left_behind(before, {"API": Held(10**6 + MAX_GROWTH_BYTES, 7, 22)})) == []
-    found = list(left_behind(before, {"API": Held(2 * MAX_GROWTH_BYTES, 8, 23)}))
-    assert found == ["the API process holds 99 MB more", "the API process has 3 threads more",
+    before = {"API": Resources(10**6, 5, 20)}
+    assert list(left_behind(before, {"API": Resources(10**6 + MAX_GROWTH_BYTES, 7, 22)})) == []
+    found = list(left_behind(before, {"API": Resources(2 * MAX_GROWTH_BYTES, 8, 23)}))
+    assert found == ["the API process uses 99 MB more", "the API process has 3 threads more",
                      "the API process has 3 files more"]  # fmt: skip
 
 
@@ -141,7 +141,7 @@ def test_a_failure_that_was_not_injected_is_told_with_what_the_log_says() -> Non
         "2026-11-22 10:00:02,000 WARNING a step failed\nBufferError: injected at step.end\n"
     )
     (wrong,) = not_injected(logged, ["aa", "bb"])
-    assert wrong.startswith("request bb failed, and not by injection")
+    assert wrong.startswith("request bb failed without an injected fault")
     assert wrong.endswith("KeyError: 3\n")
 
 

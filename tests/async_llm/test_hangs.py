@@ -52,8 +52,8 @@ LIVE = {
 }
 HANG = {
     "silent": ("ready(); silence()", "was silent for 1 s"),
-    "busy and stuck": ("ready(); beats(lambda i: 7, True, 400)", "did not get on for 1 s"),
-    "stuck after a while": ("ready(); beats(lambda i: min(i, 9), True, 400)", "did not get on for 1 s"),
+    "busy and stuck": ("ready(); beats(lambda i: 7, True, 400)", "made no progress for 1 s"),
+    "stuck after a while": ("ready(); beats(lambda i: min(i, 9), True, 400)", "made no progress for 1 s"),
 }
 
 

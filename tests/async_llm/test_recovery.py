@@ -125,7 +125,7 @@ def test_an_engine_that_hangs_over_a_request_is_replaced(monkeypatch: pytest.Mon
     door = door_of(3.0)
 
     async def hang() -> None:
-        with pytest.raises(EngineDeadError, match="did not get on for 3 s"):
+        with pytest.raises(EngineDeadError, match="made no progress for 3 s"):
             await anext(door.llm.generate("a", GREEDY, request_id="endless"))
         while not door.llm.is_running:
             await asyncio.sleep(0.01)

@@ -57,7 +57,7 @@ def planted_forgets(self):
     ids=["early", "keeps", "forgets", "leaks"],
 )
 def test_a_planted_bug_is_noticed(monkeypatch, owner, method, planted):
-    told: list[str] = []
+    shown: list[str] = []
     scene = injections.Scene()
     for which in range(4):
         for setup in injections.SETUPS:
@@ -65,7 +65,7 @@ def test_a_planted_bug_is_noticed(monkeypatch, owner, method, planted):
     monkeypatch.setattr(injections, "Scene", lambda: scene)
     monkeypatch.setattr(owner, method, planted)
     for number in range(NOTICED_WITHIN):
-        if injections.inject_all([number], seed=0, num_workloads=4, tell=told.append).wrong:
+        if injections.inject_all([number], seed=0, num_workloads=4, show=shown.append).wrong:
             return
     raise AssertionError("not noticed")
 

@@ -151,7 +151,7 @@ def test_a_failed_compilation_ends_its_request_alone() -> None:
     prompts, params = ["a"] * 3, [FREE, structured(regex="(a"), structured(choice=["yes"])]
     free, wrong, right = llm.generate(prompts, params, use_tqdm=False)
     assert (wrong.outputs[0].finish_reason, wrong.outputs[0].token_ids) == ("ignored", [])
-    assert wrong.error == "regex is not taken: unclosed group"
+    assert wrong.error == "regex is rejected: unclosed group"
     assert len(free.outputs[0].token_ids) == 4
     assert right.outputs[0].text == "yes"
     with pytest.raises(RequestError, match="unclosed group"):

@@ -1,4 +1,4 @@
-"""A request, as the engine process is told of it."""
+"""Conversion of a request to the message that is sent to the engine process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Params = SamplingParams | BeamSearchParams
 
 
 def engine_message(key: int, group: SequenceGroup, params: Params, seed: int) -> AddRequest | AddScoring:
-    """`seed` is for a request that brings none. Raises what msgspec does for what cannot be written."""
+    """Return the message for a request; `seed` is used if it has none. Raises msgspec's errors if encoding fails."""
     token_ids, salt = group.prompt_token_ids, group.content_key.cache_salt
     if group.scores is not None and not group.seqs[0].draws:
         return AddScoring(key, group.request_id, token_ids, group.scores.first, salt)
@@ -23,9 +23,9 @@ def engine_message(key: int, group: SequenceGroup, params: Params, seed: int) ->
 
 
 def _engine_params(params: Params, seed: int) -> Params:
-    """What the engine has to do: it makes no text, cuts no prompt, and runs all samples without choosing any."""
+    """Return the parameters for the engine, which makes no text, cuts no prompt and returns all samples."""
     structure = params.structured_outputs
-    if structure is not None and isinstance(structure.json, dict):  # JSON may be deeper than msgpack goes
+    if structure is not None and isinstance(structure.json, dict):  # JSON may be nested deeper than msgpack allows
         structure = replace(structure, json=msgspec.json.encode(structure.json).decode())
     if isinstance(params, BeamSearchParams):
         return replace(params, detokenize=False, structured_outputs=structure)

@@ -1,7 +1,7 @@
-"""What the engine sends, made into outputs: text, stop strings, log-probabilities, samples in order of likelihood.
+"""Turns the engine's messages into outputs: text, stop strings, log-probabilities, samples ranked by likelihood.
 
-A request has a SequenceGroup here too, which follows the engine's token by token: what callers get is what the engine
-itself would have told them.
+Each request has a SequenceGroup in this process too, which follows the engine's group token by token, so that callers
+get the same outputs as from the engine itself.
 """
 
 from __future__ import annotations
@@ -21,39 +21,42 @@ from quire.engine.requests.sequence import Sequence, SequenceGroup, SequenceStat
 from quire.engine.step.commit import append_token
 
 _LOGPROB_ROWS_AT_ONCE = 64
-"""made in a millisecond or two, where each has 20"""
+"""Rows converted at once; with 20 log-probabilities each, this takes a millisecond or two."""
 
 
 class RequestState:
-    """One request on its way: deltas in, outputs out. What is not fetched adds up in one next output, so a slow caller
-    costs the memory of its tokens, which max_model_len bounds."""
+    """One running request: turns the engine's deltas into outputs.
+
+    Deltas that the caller has not fetched are merged into one output, so a slow caller costs only the memory of its
+    tokens, which max_model_len bounds.
+    """
 
     def __init__(self, message: AddRequest | AddScoring, group: SequenceGroup, model: ModelConfig) -> None:
-        """Takes over `group`, as InputProcessor has made it, and what the engine is told of it."""
+        """Takes ownership of `group`, made by InputProcessor; `message` is what the engine received for it."""
         self.message = message
         self.group = group
         self.num_deaths = 0
-        """engines that died while it was with them"""
+        """Number of engines that died while they ran this request."""
         self._repeated: dict[int, list[int]] = {}
-        """of each sample, the tokens that an engine which has begun it again is still to bring again"""
+        """For each sample by index, the emitted tokens that an engine generating it again has not yet repeated."""
         self._eos_token_ids = model.eos_token_ids
         self._search = group.search if isinstance(group.search, BeamSearch) else None
-        group.search = None  # it goes on in the engine, and knows here how text is made
+        group.search = None  # the engine runs the search; here it is used only to make text
         self._beams: list[CompletionOutput] | None = None
         self._changed = asyncio.Event()
         self._failure: QuireError | None = None
         self.is_finished = False
-        """no more will come"""
+        """Whether the request has ended."""
 
     @property
     def finish_reason(self) -> str:
-        """Why, in one word, of the first output: stop, length, abort or error."""
+        """Why the first output ended: stop, length, abort or error."""
         reason = self._beams[0].finish_reason if self._beams else self.group.seqs[0].status.finish_reason
         failed = self._failure is not None or self.group.error is not None
         return "error" if failed or reason is None else reason
 
     async def next_output(self) -> RequestOutput:
-        """What is new, as soon as there is anything to tell. Raises what the request has failed with."""
+        """Wait for new tokens or the end, and return the next output. Raises the error if the request has failed."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -72,7 +75,7 @@ class RequestState:
                 return output
 
     async def _make_logprobs(self) -> None:
-        """A few rows at a time: other requests have their turn in between."""
+        """Convert log-probabilities a few rows at a time, and let other requests run in between."""
         scores = self.group.scores
         owners = (scores and scores.rows, *(seq.logprobs for seq in self.group.seqs))
         for rows in owners:
@@ -80,7 +83,7 @@ class RequestState:
                 await asyncio.sleep(0)
 
     def update(self, delta: RequestDelta) -> int:
-        """Take what the engine has sent. Returns the number of new tokens; any behind a stop string do not count."""
+        """Apply a delta of the engine. Returns the number of new tokens, without those after a stop string."""
         group = self.group
         group.num_cached_tokens, group.error = delta.num_cached_tokens, delta.error
         group.metrics = delta.metrics or group.metrics
@@ -96,15 +99,18 @@ class RequestState:
         if delta.finished:
             self._finish(SequenceStatus.FINISHED_ABORTED if delta.error else SequenceStatus.FINISHED_STOPPED)
         self.is_finished = group.is_finished
-        if self.is_finished and group.metrics.finished_time is None:  # with a stop string, which the engine never sees
+        if self.is_finished and group.metrics.finished_time is None:  # by a stop string, found here only
             group.metrics.finished_time = time.monotonic()
         if self.is_finished or (num_tokens and group.params.output_kind != "final_only"):
             self._changed.set()
         return num_tokens
 
     def replay(self) -> AddRequest | AddScoring:
-        """What to tell another engine, for what came so far to go on. A single sample goes on behind its last token.
-        Several begin again, and so do beams and scores, of which nothing has been told."""
+        """Return the message with which another engine continues this request.
+
+        A single sample continues after its last token. Several samples start again from the prompt, and so do beam
+        searches and scores, which have emitted nothing yet.
+        """
         if isinstance(self.message, AddScoring):
             return self.message
         group, progress = self.group, Progress(self.group.metrics, self.group.num_cached_tokens)
@@ -116,24 +122,24 @@ class RequestState:
         return replace(self.message, progress=progress)
 
     def abort(self) -> None:
-        """The end; what has come so far is the last output."""
+        """End the request; the tokens so far are its last output."""
         self._finish(SequenceStatus.FINISHED_ABORTED)
         self.group.metrics.finished_time = time.monotonic()
         self._changed.set()
 
     def fail(self, error: QuireError) -> None:
-        """The end; this is what the caller is told."""
+        """End the request with an error, which `next_output` raises."""
         self._failure, self.is_finished = error, True
         self._changed.set()
 
     def _finish(self, status: SequenceStatus) -> None:
-        """End what has not ended."""
+        """Give the sequences that have not ended this status."""
         for seq in self.group.unfinished_seqs:
             seq.status = status
         self.is_finished = True
 
     def _fork_samples(self) -> None:
-        """As commit does, once the prompt is computed."""
+        """Fork the first sequence into all samples, as commit does in the engine once the prompt is computed."""
         group = self.group
         first, *others = group.seqs[0].draws
         group.seqs += [group.seqs[0].fork(place, draw) for place, draw in enumerate(others, start=1)]
@@ -156,14 +162,16 @@ class RequestState:
         return len(delta.token_ids) - num_repeated
 
     def _num_repeated(self, delta: SequenceDelta) -> int:
-        """How many of these tokens were told before, by an engine that has died. Raises EngineDeadError if that told
-        others."""
+        """Return how many tokens of the delta repeat those emitted before an engine died.
+
+        Raises EngineDeadError if the tokens differ from those emitted before.
+        """
         repeated = self._repeated.get(delta.index)
         if not repeated:
             return 0
         count = min(len(repeated), len(delta.token_ids))
         if repeated[:count] != delta.token_ids[:count]:
-            raise EngineDeadError("another engine goes on differently")
+            raise EngineDeadError("the new engine generated different tokens than the one that died")
         del repeated[:count]
         return count
 
