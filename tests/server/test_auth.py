@@ -116,6 +116,10 @@ def test_requests_for_other_hosts_are_refused(allowed, host, expected):
     assert raised.value.status == 403
 
 
+def test_http_1_0_may_leave_the_host_out():
+    assert call(AllowedHosts(app, ())) is not None
+
+
 def test_hosts_are_checked_where_every_program_here_may_call():
     assert checks_hosts(ServerArgs(), has_keys=False)
     assert not checks_hosts(ServerArgs(), has_keys=True)

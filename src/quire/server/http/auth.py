@@ -116,9 +116,11 @@ class AllowedHosts:
         await self._app(scope, receive, send)
 
     def _allows(self, scope: Scope) -> bool:
-        given = [value.decode("latin-1").lower() for name, value in scope["headers"] if name == b"host"]
-        hosts = [re.sub(r":\d*$", "", host) for host in given]
-        return all(host in self._hosts if self._hosts else is_loopback(host) for host in hosts)
+        given = next((value for name, value in scope["headers"] if name == b"host"), None)
+        if given is None:  # only HTTP/1.0 allows this, which no browser speaks; the protocol refuses more than one
+            return True
+        host = re.sub(r":\d*$", "", given.decode("latin-1").lower())
+        return host in self._hosts if self._hosts else is_loopback(host)
 
 
 def checks_hosts(args: ServerArgs, has_keys: bool) -> bool:

@@ -14,7 +14,7 @@ from quire.common.memory import IDLE_S
 from quire.server.http.errors import ANTHROPIC_PATH, ApiError
 from quire.server.http.sse import frame
 from quire.server.http.state import context_of
-from quire.server.operations.admission import MAX_RETRY_AFTER_S, Admission
+from quire.server.operations.admission import MAX_RETRY_AFTER_S, Admission, tenant_of_address
 from quire.server.operations.request_log import current_record
 
 PROBES = frozenset(["/health", "/ready", "/metrics"])
@@ -169,7 +169,7 @@ class Admitting:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Hand on. Raises ApiError: 429, with `Retry-After`."""
         context = context_of(scope)
-        tenant = context.tenant or (scope.get("client") or ("local",))[0]
+        tenant = context.tenant or tenant_of_address((scope.get("client") or ("local",))[0])
         refusal = self._admission.enter(tenant)
         if refusal is not None:
             headers = {"retry-after": str(refusal.retry_after_s)}
