@@ -71,7 +71,7 @@ def test_the_head_of_a_stream_has_an_end(reciting):
     answer = asyncio.run(asyncio.wait_for(reciting.request("HEAD", "/debug/cache/events"), 60))
     assert answer.is_complete
     assert (answer.status, answer.body) == (200, b"")
-    assert reciting.state.parts["cache_watchers"] == 0
+    assert reciting.state.num_cache_watchers == 0
 
 
 def test_others_go_on_when_one_vanishes(reciting):

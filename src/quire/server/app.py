@@ -21,9 +21,9 @@ from quire.server.http import openapi
 from quire.server.http.bodies import warning
 from quire.server.http.endpoint import Endpoint
 from quire.server.http.errors import ANTHROPIC_PATH, ApiError, status_error
-from quire.server.http.state import ServerState, add_context
+from quire.server.http.state import ServerState, begin_request
 from quire.server.operations import debug, health
-from quire.server.page import static_page
+from quire.server.page import endpoint as page
 
 Wrap: TypeAlias = Callable[[ASGIApp, Endpoint], ASGIApp]
 """puts something around one endpoint, such as its guard"""
@@ -37,7 +37,7 @@ ROUTES: tuple[Endpoint, ...] = (
     *tokens.ENDPOINTS,
     *health.ENDPOINTS,
     *debug.ENDPOINTS,
-    *static_page.ENDPOINTS,
+    *page.ENDPOINTS,
 )
 """what is served, but for /openapi.json, which describes it"""
 
@@ -82,7 +82,7 @@ class Application:
             await self._router(scope, receive, send)
             return
         scope["app"] = self
-        context, has_begun = add_context(scope), False
+        context, has_begun = begin_request(scope), False
 
         async def send_with_context(message: Message) -> None:
             nonlocal has_begun

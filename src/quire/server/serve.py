@@ -28,17 +28,16 @@ from quire.config.args import EngineArgs
 from quire.config.model import EMBEDDED_CHECKPOINTS
 from quire.interfaces.async_llm.async_llm import AsyncLLM
 from quire.server.api.responses import endpoint as responses
-from quire.server.api.responses.run import Shelf
 from quire.server.app import ROUTES, make_app
 from quire.server.config import ServerArgs, describe_args
 from quire.server.http.auth import AllowedHosts, ApiKeys, Authentication, checks_hosts
 from quire.server.http.endpoint import Endpoint
 from quire.server.http.protocol import limited_protocol
-from quire.server.http.state import ServerState
+from quire.server.http.state import RequestContext, ServerState
 from quire.server.operations.admission import Admission
-from quire.server.operations.lifecycle import Admitting, Front, Gate
+from quire.server.operations.lifecycle import AdmissionControl, DrainGate, LoadingApp
 from quire.server.operations.metrics import METRICS_ENDPOINT, Metrics
-from quire.server.operations.request_log import NamedRoute, Observer, RecordListener, RequestRecord, log_request
+from quire.server.operations.request_log import EngineListener, NamedRoute, Observer, log_request
 from quire.server.operations.tracing import Tracer
 
 _NUM_FILES = 65_536
@@ -74,8 +73,8 @@ class _Service:
         self._args = args
         self._engine_args = engine_args
         self._keys = keys
-        self._front = Front()
-        self._http = _Server(_uvicorn_config(self._front, args))
+        self._loading_app = LoadingApp()
+        self._http = _Server(_uvicorn_config(self._loading_app, args))
         self._stop = asyncio.Event()
         self._draining: asyncio.Task[None] | None = None
         self._exit_status = 0
@@ -129,14 +128,14 @@ class _Service:
         args = self._args
         names = args.served_model_name or (self._engine_args.model or EMBEDDED_CHECKPOINTS[0],)
         state = ServerState(llm=llm, args=args, model_names=names)
-        responses.shelf_of(state)  # a store that is wrong stops the server before anybody asks for it
-        gate = Gate(
+        responses.stored_responses(state)  # a store that cannot be opened stops the server before its first request
+        gate = DrainGate(
             request_timeout_s=args.request_timeout_s,
             drain_timeout_s=args.drain_timeout_s,
             on_idle=give_back_memory,
         )
         with _tracer(args, names[0]) as tracer:
-            self._front.app = build_app(state, gate, self._keys, [tracer] if tracer is not None else [])
+            self._loading_app.app = build_app(state, gate, self._keys, [tracer] if tracer is not None else [])
             gc.collect()
             gc.freeze()  # as in the engine process
             logger.info(
@@ -148,20 +147,19 @@ class _Service:
             await asyncio.wait({self._draining})
 
 
-async def finish(state: ServerState, gate: Gate) -> None:
+async def finish(state: ServerState, gate: DrainGate) -> None:
     """First what somebody waits for, then in what time is left what runs in the background. Cancelling this, once, ends
     the waiting, not the cleaning up."""
     ends_s, task = time.monotonic() + state.args.drain_timeout_s, asyncio.current_task()
     await gate.drain()
-    shelf: Shelf | None = state.parts.get(responses.PART)
-    if shelf is not None:
+    if state.responses is not None:
         hurries = task is not None and task.cancelling()
-        await shelf.shutdown(0.0 if hurries else max(0.0, ends_s - time.monotonic()))
+        await state.responses.shutdown(0.0 if hurries else max(0.0, ends_s - time.monotonic()))
     gate.close()
 
 
 def build_app(
-    state: ServerState, gate: Gate, keys: ApiKeys, sinks: Sequence[Callable[[RequestRecord], None]] = ()
+    state: ServerState, gate: DrainGate, keys: ApiKeys, sinks: Sequence[Callable[[RequestContext], None]] = ()
 ) -> ASGIApp:
     """The application with all that operating it takes: records, metrics, keys, limits, deadlines."""
     args, llm = state.args, state.llm
@@ -178,14 +176,14 @@ def build_app(
         cache=llm.config.cache,
         engine_pid=lambda: llm.engine_pid,
     )
-    state.parts["metrics"] = metrics
-    for listener in (metrics, RecordListener()):
+    state.metrics = metrics
+    for listener in (metrics, EngineListener()):
         llm.add_listener(listener)
     is_guarded = {"api": True, "page": False, "metrics": args.guard_metrics, "health": args.guard_health}
 
     def wrap(app: ASGIApp, endpoint: Endpoint) -> ASGIApp:
         if endpoint.generates:
-            app = Admitting(app, admission)
+            app = AdmissionControl(app, admission)
         if keys and is_guarded[endpoint.kind]:
             app = Authentication(app, keys)
         if endpoint.kind in ("api", "page"):
@@ -205,7 +203,7 @@ def build_app(
             expose_headers=["x-request-id", "x-quire-warning", "retry-after"],
         )
     logs = [log_request] if args.log_requests else []
-    return Observer(app, [metrics.on_record, *logs, *sinks], keep_bodies=args.log_prompts)
+    return Observer(app, [metrics.on_http_response, *logs, *sinks], keep_bodies=args.log_prompts)
 
 
 @contextlib.contextmanager

@@ -1,5 +1,5 @@
-"""uvicorn's HTTP protocol with more limits: the size of headers, the number of pipelined requests, and the time a client
-may take to send headers and to read responses."""
+"""uvicorn's HTTP protocol with more limits: the size of headers, the number of pipelined requests, and the time that a
+client may take to send headers and to read responses."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._wait_idle()
 
     def _parse(self, data: bytes) -> None:
-        """Offers to upgrade to another protocol, as Java's HTTP client makes for HTTP/2, are ignored: the request is parsed
-        again without the offer."""
+        """Offers to upgrade to another protocol, as Java's HTTP client makes for HTTP/2, are ignored: the request is
+        parsed again without the offer."""
         try:
             self.parser.feed_data(data)
         except HttpParserUpgrade as offer:

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from quire.server.http.errors import ApiError
-from quire.server.http.state import context_of, state_of
+from quire.server.http.state import CLIENT_CLOSED_REQUEST, context_of, state_of
 
 T = TypeVar("T")
 Events = AsyncGenerator[bytes, None]
@@ -21,8 +21,6 @@ KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 PEEK_S = 1.0
 """so long the answer's status waits for the first event: what fails before is told by the status"""
-CLIENT_CLOSED_REQUEST = 499
-"""nobody reads it; logs show it (nginx's number)"""
 _HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),

@@ -94,7 +94,7 @@ class Admission:
         self._max_num_seqs = max_num_seqs
         self._num_waiting = num_waiting
         self._clock = clock
-        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()  # the one that was granted or examined longest ago comes first
+        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()  # the first was granted or examined longest ago
         self._last_leave: float | None = None
         self._interval_s = 1.0  # smoothed time between the ends of two requests
         self.num_running = 0
@@ -173,7 +173,7 @@ class Admission:
         return None
 
     def _queue_refusal(self) -> Refusal | None:
-        """The engine's number counts each prompt of a request; ours is never out of date. Both must be within bounds."""
+        """The engine's number counts each prompt of a request, ours is never out of date. Both must be in bounds."""
         args, num_waiting = self._args, self._num_waiting()
         max_running = self._max_num_seqs + args.max_waiting
         if self.num_running < max_running and (num_waiting == 0 or num_waiting < args.max_waiting):

@@ -24,8 +24,7 @@ from starlette.responses import Response
 from quire.common.outputs import EngineStats, RequestMetrics
 from quire.config.cache import CacheConfig
 from quire.server.http.endpoint import Endpoint
-from quire.server.http.state import state_of
-from quire.server.operations.request_log import RequestRecord
+from quire.server.http.state import RequestContext, state_of
 
 _LATENCIES = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0,
@@ -196,9 +195,9 @@ class Metrics:
         if first is not None and end is not None:
             self._observe("request_decode_time_seconds", end - first)
 
-    def on_record(self, record: RequestRecord) -> None:
+    def on_http_response(self, context: RequestContext) -> None:
         """An HTTP request was answered."""
-        self._http[record.route, record.method, str(record.status)] += 1
+        self._http[context.route, context.method, str(context.status)] += 1
 
     def _observe(self, name: str, value: float) -> None:
         self.histograms[name].observe(max(0.0, value))
@@ -297,7 +296,8 @@ def _cache_info(cache: CacheConfig, num_blocks: int) -> dict[str, str]:
 
 
 async def _get_metrics(request: Request) -> Response:
-    metrics: Metrics = state_of(request).parts["metrics"]
+    metrics = state_of(request).metrics
+    assert metrics is not None  # this endpoint is only served where metrics are collected
     body, content_type = metrics.render(request.headers.get("accept"))
     return Response(body, headers={"content-type": content_type})
 

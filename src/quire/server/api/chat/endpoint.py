@@ -44,7 +44,8 @@ async def create_chat_completion(request: Request) -> ASGIApp:
     context.field_names["prompt"] = "messages"
     body = await read_struct(request, ChatCompletionRequest)
     context.adopt_id(body.request_id)
-    answer_id, model = f"chatcmpl-{context.request_id}", state.check_model(body.model)
+    context.model = model = state.check_model(body.model)
+    answer_id = f"chatcmpl-{context.request_id}"
     events = run_chat(state, body, answer_id, request)
     if body.stream:
         frames = _frames(events, body, answer_id, model)

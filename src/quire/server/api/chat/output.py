@@ -47,8 +47,8 @@ class ChatPlan:
         parallel = request.parallel_tool_calls is not False
         self.shows_tools = bool(tools) and choice != "none"
         self.forced = forced_tools(tools, choice)
-        self.structured_outputs = tool_choice_structure(tools, choice, parallel)
         form = structure(request)
+        self.structured_outputs = tool_choice_structure(tools, choice, parallel) or form
         if self.forced is not None and form is not None:
             raise invalid("a form of the answer does not go with a tool_choice that forces calls", "tool_choice")
         self.is_named = self.forced is not None and self.forced.name is not None

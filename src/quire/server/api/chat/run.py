@@ -48,7 +48,6 @@ async def run_chat(
     Closing the generator aborts the request. `request_id` need not be unique.
     """
     context = context_of(http_request)
-    context.facts["model"] = state.check_model(request.model)
     _name_fields(context.field_names, request)
     check_request(state, request)
     plan = ChatPlan(state, request)
@@ -63,7 +62,7 @@ async def run_chat(
     )
     if plan.shows_special_tokens and isinstance(params, SamplingParams):
         params = replace(params, skip_special_tokens=False)
-    counts, choices = TokenCounts(context), ChatChoices(plan, request, prompt["prompt"])
+    counts, choices = TokenCounts(), ChatChoices(plan, request, prompt["prompt"])
     timings: Timings | None = None
     async with aclosing(generate(state, [prompt], params, request_id)) as outputs:
         async for _, output in outputs:

@@ -21,7 +21,7 @@ from quire.engine.requests.input_processor import Prompt
 from quire.server.api.completions.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from quire.server.api.shared.fields import Prompts, Timings
 from quire.server.api.shared.generation import TokenCounts, beside, finite, generate, prompt_logprobs, token_text
-from quire.server.api.shared.sampling import check_request, make_params, name_fields, num_choices
+from quire.server.api.shared.sampling import check_request, make_params, name_fields, num_choices, structure
 from quire.server.http import sse
 from quire.server.http.bodies import read_struct
 from quire.server.http.endpoint import Endpoint, choices_response
@@ -48,7 +48,7 @@ async def complete(
     state: ServerState, context: RequestContext, request: CompletionRequest, answer_id: str
 ) -> AsyncGenerator[Completion, None]:
     """The chunks of an answer; the last has the usage, no choices and the timings. Raises RequestError or ApiError."""
-    context.facts["model"] = model = state.check_model(request.model)
+    context.model = model = state.check_model(request.model)
     prompts = _listed(request.prompt)
     check_request(state, request, len(prompts))
     name_fields(context.field_names, request)
@@ -57,7 +57,7 @@ async def complete(
     if request.add_special_tokens is False:
         prompts = [await _plainly_encoded(state, prompt) for prompt in prompts]
     choices = _Choices(state, request)
-    counts, created = TokenCounts(context), int(time.time())
+    counts, created = TokenCounts(), int(time.time())
     num_unfinished, timings = len(prompts), None
     async with aclosing(generate(state, prompts, params, answer_id)) as outputs:
         async for place, output in outputs:
@@ -127,7 +127,9 @@ def _params(
         raise invalid("max_tokens=0 generates nothing: set echo to true to have the prompt scored", "max_tokens")
     default = state.llm.default_sampling_params().max_tokens
     max_tokens = default if request.max_tokens is None else request.max_tokens or 1
-    params = make_params(state, context, request, max_tokens=max_tokens, logprobs=request.logprobs)
+    params = make_params(
+        state, context, request, max_tokens=max_tokens, logprobs=request.logprobs, structured_outputs=structure(request)
+    )
     if request.echo and request.logprobs is not None and isinstance(params, SamplingParams):
         wanted = {request.logprobs, request.prompt_logprobs or 0}
         params = replace(params, prompt_logprobs=ALL_LOGPROBS if ALL_LOGPROBS in wanted else max(wanted))

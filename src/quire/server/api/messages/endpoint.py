@@ -35,7 +35,7 @@ async def create(request: Request) -> ASGIApp:
     """Answer a conversation."""
     context_of(request).field_names |= _FIELD_NAMES
     body = await read_struct(request, MessagesRequest)
-    model = state_of(request).check_model(body.model)
+    context_of(request).model = model = state_of(request).check_model(body.model)
     chat = msgspec.convert(chat_request(body), ChatCompletionRequest)
     events = _events(request, chat, model)
     if body.stream:  # the first event tells how long the prompt is

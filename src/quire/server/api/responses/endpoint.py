@@ -22,7 +22,7 @@ from quire.server.api.responses.protocol import (
     ResponsesRequest,
     TextConfig,
 )
-from quire.server.api.responses.run import BackgroundRun, Run, Shelf, event_frame, stored
+from quire.server.api.responses.run import BackgroundRun, Run, StoredResponses, event_frame, stored
 from quire.server.api.responses.store import StoredResponse
 from quire.server.api.responses.stream import ResponseBuilder
 from quire.server.http.bodies import read_struct
@@ -31,8 +31,6 @@ from quire.server.http.errors import ApiError, invalid
 from quire.server.http.sse import event_stream, frame, unless_disconnected
 from quire.server.http.state import ServerState, context_of, state_of
 
-PART = "responses"
-"""where the shelf is among the server's parts"""
 MAX_LISTED = 100
 _QUICK_ITEMS = 256
 """so many are read at once, more in a thread beside the event loop"""
@@ -44,12 +42,11 @@ _SAME_NAMES = ("previous_response_id", "instructions", "max_output_tokens", "max
                "safety_identifier", "prompt_cache_key")  # fmt: skip
 
 
-def shelf_of(state: ServerState) -> Shelf:
-    """What is kept between requests; opened with the first call. Raises ConfigError if the store cannot be opened."""
-    if PART not in state.parts:
-        state.parts[PART] = Shelf(state.args)
-    shelf: Shelf = state.parts[PART]
-    return shelf
+def stored_responses(state: ServerState) -> StoredResponses:
+    """The responses kept between requests; the first call opens the store. Raises ConfigError if that fails."""
+    if state.responses is None:
+        state.responses = StoredResponses(state.args)
+    return state.responses
 
 
 async def create(request: Request) -> ASGIApp:
@@ -57,13 +54,13 @@ async def create(request: Request) -> ASGIApp:
     context_of(request).field_names |= _FIELD_NAMES
     body = await read_struct(request, ResponsesRequest)
     state, owner = state_of(request), context_of(request).tenant
-    shelf = shelf_of(state)
+    responses = stored_responses(state)
     if body.background:
-        shelf.check_room(owner)
-    run = await _make_run(request, body, shelf, owner)
+        responses.check_limits(owner)
+    run = await _make_run(request, body, responses, owner)
     await unless_disconnected(request, run.begin())
     if body.background:
-        background = shelf.start(run, owner, keeps_frames=bool(body.stream))
+        background = responses.start(run, owner, keeps_frames=bool(body.stream))
         context_of(request).background = background.task
         return await _stream(request, background.frames()) if body.stream else json_response(run.builder.response)
     if body.stream:
@@ -104,8 +101,8 @@ async def delete(request: Request) -> ASGIApp:
     if background is not None:
         await background.cancel("cancelled")
         background.keeps_frames = False
-        shelf_of(state_of(request)).forget(background)
-    await stored(shelf_of(state_of(request)).store.delete(context_of(request).tenant, found.id))
+        stored_responses(state_of(request)).forget(background)
+    await stored(stored_responses(state_of(request)).store.delete(context_of(request).tenant, found.id))
     return json_response(DeletedResponse(found.id))
 
 
@@ -129,11 +126,11 @@ async def input_items(request: Request) -> ASGIApp:
     return json_response(ItemList(page, ids[0], ids[-1], has_more=len(items) > limit))
 
 
-async def _make_run(request: Request, body: ResponsesRequest, shelf: Shelf, owner: str) -> Run:
+async def _make_run(request: Request, body: ResponsesRequest, responses: StoredResponses, owner: str) -> Run:
     state = state_of(request)
-    model = state.check_model(body.model)
+    context_of(request).model = model = state.check_model(body.model)
     check_request(body)
-    earlier = await _history(shelf, owner, body.previous_response_id, state.args.max_body)
+    earlier = await _history(responses, owner, body.previous_response_id, state.args.max_body)
 
     def read() -> tuple[ChatCompletionRequest, bytes]:
         own = own_items(body)
@@ -148,7 +145,7 @@ async def _make_run(request: Request, body: ResponsesRequest, shelf: Shelf, owne
         now = run.builder.response
         raw = msgspec.json.encode(now)
         row = StoredResponse(now.id, now.previous_response_id, now.status == "in_progress", raw, encoded)
-        await stored(shelf.store.add(owner, row) if is_new else shelf.store.update(owner, row))
+        await stored(responses.store.add(owner, row) if is_new else responses.store.update(owner, row))
 
     async def count_tokens(text: str) -> int:
         return len(await state.llm.encode(text, False))
@@ -162,14 +159,16 @@ async def _make_run(request: Request, body: ResponsesRequest, shelf: Shelf, owne
     )
 
 
-async def _history(shelf: Shelf, owner: str, previous_id: str | None, max_bytes: int) -> list[dict[str, Any]]:
+async def _history(
+    responses: StoredResponses, owner: str, previous_id: str | None, max_bytes: int
+) -> list[dict[str, Any]]:
     """The items of the conversation up to a response. A call that was cut off is left out: nobody can answer it."""
     if previous_id is None:
         return []
     try:
         if not is_response_id(previous_id):
             raise KeyError(previous_id)
-        chain = await stored(shelf.store.chain(owner, previous_id, max_bytes))
+        chain = await stored(responses.store.chain(owner, previous_id, max_bytes))
     except KeyError as error:
         missing = str(error.args[0])
         message = f"previous_response_id: there is no response {missing[:100]!r}; it may have been deleted"
@@ -231,7 +230,7 @@ async def _find(request: Request) -> StoredResponse:
     response_id = request.path_params["response_id"]
     found = None
     if is_response_id(response_id):
-        store = shelf_of(state_of(request)).store
+        store = stored_responses(state_of(request)).store
         found = await stored(store.get(context_of(request).tenant, response_id))
     if found is None:
         message = f"there is no response {response_id[:100]!r}; it may have been deleted, or made with another key"
@@ -240,7 +239,7 @@ async def _find(request: Request) -> StoredResponse:
 
 
 def _background(request: Request, found: StoredResponse) -> BackgroundRun | None:
-    return shelf_of(state_of(request)).background(context_of(request).tenant, found.id)
+    return stored_responses(state_of(request)).background(context_of(request).tenant, found.id)
 
 
 def _raw(found: StoredResponse) -> HttpResponse:

@@ -185,7 +185,7 @@ class BackgroundRun:
         changed.set()
 
 
-class Shelf:
+class StoredResponses:
     """Owns the store and the responses in the background: what `/v1/responses` keeps between requests."""
 
     def __init__(self, args: ServerArgs) -> None:
@@ -207,7 +207,7 @@ class Shelf:
         background.task = asyncio.create_task(self._drive(background))
         return background
 
-    def check_room(self, owner: str) -> None:
+    def check_limits(self, owner: str) -> None:
         """Raise ApiError 429 if no more may run in the background, in all or for this owner."""
         running = [each.owner for each in self._background.values() if not each.is_over]
         if len(running) >= MAX_BACKGROUND or running.count(owner) >= self._max_per_owner:

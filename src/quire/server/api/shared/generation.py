@@ -14,7 +14,7 @@ from quire.common.params.sampling import ALL_LOGPROBS
 from quire.engine.requests.input_processor import Prompt
 from quire.server.api.shared.fields import PromptLogprob, PromptLogprobs, TokenLogprob, TopLogprob, Usage
 from quire.server.http.errors import ApiError
-from quire.server.http.state import RequestContext, ServerState, engine_id
+from quire.server.http.state import ServerState, engine_id
 
 T = TypeVar("T")
 _QUICK_LOGPROBS = 2000
@@ -93,10 +93,9 @@ async def beside(output: RequestOutput, make: Callable[[], T]) -> T:
 
 
 class TokenCounts:
-    """Tokens of a request so far, over all its prompts; also for the log, whenever the request ends."""
+    """Tokens of a request so far, over all its prompts."""
 
-    def __init__(self, context: RequestContext) -> None:
-        self._facts = context.facts
+    def __init__(self) -> None:
         self._prompts: dict[int, tuple[int, int]] = {}
         self.prompt_tokens = 0
         self.completion_tokens = 0
@@ -111,9 +110,6 @@ class TokenCounts:
                 sum(column) for column in zip(*self._prompts.values(), strict=True)
             )
         self.completion_tokens += sum(len(choice.token_ids) for choice in output.outputs)
-        self._facts["prompt_tokens"] = self.prompt_tokens
-        self._facts["completion_tokens"] = self.completion_tokens
-        self._facts["cached_tokens"] = self.cached_tokens
 
     def usage(self) -> Usage:
         """As answers tell it."""

@@ -33,14 +33,13 @@ def make_params(
     *,
     max_tokens: int | None,
     logprobs: int | None,
-    structured_outputs: StructuredOutputsParams | None = None,
+    structured_outputs: StructuredOutputsParams | None,
 ) -> SamplingParams | BeamSearchParams:
     """The params of a request, over what the checkpoint recommends.
 
     `max_tokens` None: what the context has room for. `structured_outputs`: a form that something else than the fields
     for it demands, instead of theirs. Raises RequestError or ApiError for what is wrong or cannot go together.
     """
-    structured_outputs = structured_outputs or structure(request)
     tenant = "/".join(filter(None, (context.tenant, request.user)))  # nobody poses as another key's tenant
     if request.use_beam_search:
         return _beam_search(state, request, max_tokens, logprobs, structured_outputs, tenant)
