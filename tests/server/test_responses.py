@@ -355,7 +355,7 @@ def test_a_response_in_the_background_goes_on_alone(say: Say) -> None:
             response = await ask(server, "POST", URL, input="Hi", background=True)
             assert (response["status"], response["output"], response["background"]) == ("in_progress", [], True)
             refused = await ask(server, "POST", URL, input="Hi", previous_response_id=response["id"])
-            assert "has not ended" in refused["error"]["message"]
+            assert "is still in progress" in refused["error"]["message"]
             gate.set()
             done = await until_over(server, f"{URL}/{response['id']}")
             assert done["status"] == "completed"

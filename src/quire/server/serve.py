@@ -84,7 +84,7 @@ class _Service:
         self._catch_signals()
         http = asyncio.create_task(self._http.serve(sockets=[sock]))
         llm, url = None, _url(self._args, sock)
-        logger.info("loading the model; %s answers that it is not ready yet", url)
+        logger.info("loading the model; meanwhile %s answers 503", url)
         try:
             llm = await self._load()
             if llm is not None:
@@ -240,9 +240,7 @@ def _uvicorn_config(app: ASGIApp, args: ServerArgs) -> uvicorn.Config:
     try:
         config.load()
     except (OSError, ssl.SSLError) as error:
-        raise ConfigError(
-            f"ssl_certfile={args.ssl_certfile!r}, or the key that belongs to it, cannot be used: {error}"
-        ) from error
+        raise ConfigError(f"ssl_certfile={args.ssl_certfile!r} or its private key cannot be used: {error}") from error
     return config
 
 
@@ -265,16 +263,16 @@ def _bind_port(host: str, port: int) -> socket.socket:
         )[0]
         sock = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise ConfigError(f"host={host!r} is no address of this machine: {error}") from error
+        raise ConfigError(f"host={host!r} is not an address of this machine: {error}") from error
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind(address)
         sock.listen(_BACKLOG)
     except OSError as error:
         sock.close()
-        what = "in use by another program" if error.errno == errno.EADDRINUSE else f"not to be had: {error.strerror}"
+        what = "in use by another program" if error.errno == errno.EADDRINUSE else f"unavailable: {error.strerror}"
         raise ConfigError(
-            f"port {port} of {host} is {what}; choose another with --port, 0 for any that is free"
+            f"port {port} of {host} is {what}; choose another one with --port, or 0 for any free port"
         ) from error
     return sock
 
@@ -292,7 +290,7 @@ def _bind_path(path: Path) -> socket.socket:
         sock.listen(_BACKLOG)
     except OSError as error:
         sock.close()
-        raise ConfigError(f"uds={str(path)!r} cannot be made: {error}") from error
+        raise ConfigError(f"uds={str(path)!r} cannot be created: {error}") from error
     except ConfigError:
         sock.close()
         raise

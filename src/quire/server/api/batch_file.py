@@ -126,18 +126,18 @@ class BatchRun:
     async def _result(self, line: bytes | None, is_duplicate: bool) -> BatchResult:
         result = BatchResult(id=f"batch_req_{secrets.token_hex(12)}", custom_id=None)
         if line is None:
-            message = f"the line is longer than {self.max_body_bytes:,} bytes, the most that a body may have"
+            message = f"the line is longer than {self.max_body_bytes:,} bytes, the maximum size of a body"
             result.error = BatchError("line_too_long", message)
             return result
         result.custom_id = _custom_id(line)
         try:
             request = msgspec.json.decode(line, type=BatchRequest)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            result.error = BatchError("invalid_line", f"the line is no request: {error}")
+            result.error = BatchError("invalid_line", f"the line is not a valid request: {error}")
             return result
         result.error = self._refusal(request)
         if is_duplicate:
-            message = f"custom_id={request.custom_id[:100]!r} is that of an earlier line: give each its own"
+            message = f"custom_id={request.custom_id[:100]!r} was used by an earlier line; it must be unique"
             result.error = BatchError("duplicate_custom_id", message)
         if result.error is None:
             status, headers, body = await call(self.app, request.url, bytes(request.body))
@@ -154,7 +154,7 @@ class BatchRun:
             streams = bool(msgspec.json.decode(request.body, type=_Body).stream)
         except (msgspec.DecodeError, RecursionError):
             streams = False  # the endpoint says what is wrong with the body
-        return BatchError("invalid_body", "stream: a batch has no streams, leave it out") if streams else None
+        return BatchError("invalid_body", "stream: not supported in batch files") if streams else None
 
 
 def _numbered(lines: Iterable[bytes | None]) -> Iterator[tuple[int, bytes | None, bool]]:
@@ -216,7 +216,9 @@ class PartialFile:
         try:
             self._file: BinaryIO = self.path.open("r+b" if resume and self.path.exists() else "x+b", buffering=0)
         except FileExistsError:
-            raise ConfigError(f"{self.path} holds a run that did not end: go on with --resume, or delete it") from None
+            raise ConfigError(
+                f"{self.path} belongs to a run that was interrupted: continue with --resume, or delete it"
+            ) from None
         except OSError as error:
             raise ConfigError(f"the output cannot be written: {error}") from error
         self._size = self._file.seek(0, os.SEEK_END)
@@ -275,14 +277,16 @@ class PartialFile:
         try:
             yield
         except OSError as error:
-            raise QuireError(f"the answers cannot be written: {error}; make room, then go on with --resume") from error
+            raise QuireError(
+                f"the responses cannot be written: {error}; free disk space and continue with --resume"
+            ) from error
 
     def _find_answers(self, head: bytes) -> None:
         """A line cut off at the end is taken away."""
         with self.path.open("rb") as file:
             if file.readline() != head:
                 self.close()
-                raise ConfigError(f"{self.path} holds answers to another input: delete it, or give that input")
+                raise ConfigError(f"{self.path} belongs to another input file: delete it, or use that file")
             self._size = file.tell()
             while (line := file.readline()).endswith(b"\n"):
                 self._offsets[int(line.partition(b" ")[0])] = self._size

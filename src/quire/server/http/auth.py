@@ -36,9 +36,9 @@ class ApiKeys:
         owners: dict[str, str] = {}
         for name, key in named:
             if not key.strip() or key != key.strip():
-                raise ConfigError(f"the API key named {name!r} is empty or has blanks around it")
+                raise ConfigError(f"the API key named {name!r} is empty or has white space around it")
             if owners.setdefault(key, name) != name:
-                raise ConfigError(f"one API key is given under two names, {owners[key]!r} and {name!r}")
+                raise ConfigError(f"the same API key has two names, {owners[key]!r} and {name!r}")
         return cls(tuple((name, sha256(key.encode()).digest()) for name, key in named))
 
     def __bool__(self) -> bool:
@@ -65,7 +65,7 @@ def _read_key_file(path: Path) -> Iterator[tuple[str, str]]:
         name, colon, key = line.partition(":")
         if not colon or not _KEY_NAME.fullmatch(name):
             raise ConfigError(
-                f"api_key_file={str(path)!r}, line {number}: write name:key, the name of letters, digits, '.', '_', '-'"
+                f"api_key_file={str(path)!r}, line {number}: must be name:key; names have letters, digits, '.', '_', '-'"
             )
         yield name, key.strip()
 
@@ -84,7 +84,7 @@ class Authentication:
         if not names:
             raise ApiError(
                 401,
-                "this server needs an API key: send `Authorization: Bearer KEY` or `x-api-key: KEY`",
+                "this server requires an API key: send `Authorization: Bearer KEY` or `x-api-key: KEY`",
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
@@ -112,7 +112,9 @@ class AllowedHosts:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Hand on. Raises ApiError (403)."""
         if scope["type"] == "http" and not self._allows(scope):
-            raise ApiError(403, "requests for this host are not served: name it in allowed_hosts", code="wrong_host")
+            raise ApiError(
+                403, "requests for this host are refused; the operator can add it to allowed_hosts", code="wrong_host"
+            )
         await self._app(scope, receive, send)
 
     def _allows(self, scope: Scope) -> bool:

@@ -136,13 +136,13 @@ def _api_error(error: BaseException, request_id: str) -> ApiError:
             return invalid("the request is nested too deeply", code="invalid_json")
         case QuireError() if not isinstance(error, RequestFailedError):
             logger.error("request %s: %s: %s", request_id, type(error).__name__, error)
-            message, retry_s = "the engine cannot serve this request now; try again later", None
+            message, retry_s = "the engine cannot serve this request at the moment; try again later", None
             if isinstance(error, EngineDeadError):
                 retry_s = error.retry_after_s
             headers = None if retry_s is None else {"retry-after": str(retry_s)}
             return ApiError(503, message, code="engine_unavailable", headers=headers)
     logger.error("request %s failed", request_id, exc_info=error)
-    return ApiError(500, f"internal error; it is logged under the request id {request_id}", code="internal_error")
+    return ApiError(500, f"internal error; see the server's log for request id {request_id}", code="internal_error")
 
 
 def _param(error: RequestError) -> str | None:
@@ -158,10 +158,8 @@ def status_error(status: int, method: str, path: str, headers: Mapping[str, str]
     """For a path or method that no endpoint has, and other refusals of the router."""
     match status:
         case 404:
-            return ApiError(
-                404, f"there is no {path[:200]!r} here; /openapi.json lists what there is", code="not_found"
-            )
+            return ApiError(404, f"unknown path {path[:200]!r}; /openapi.json lists all endpoints", code="not_found")
         case 405:
-            message = f"{method[:20]} is not what {path[:200]!r} takes"
+            message = f"{path[:200]!r} does not support the method {method[:20]}"
             return ApiError(405, message, code="method_not_allowed", headers=headers)
     return ApiError(status, HTTPStatus(status).phrase, headers=headers)

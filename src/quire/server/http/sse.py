@@ -67,7 +67,7 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) ->
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ApiError(CLIENT_CLOSED_REQUEST, "the client went away")
+            raise ApiError(CLIENT_CLOSED_REQUEST, "the client disconnected")
         return task.result()
     finally:
         await _cancel(task, watch)

@@ -22,7 +22,7 @@ async def cache_events(request: Request) -> ASGIApp:
     snapshot once it reads again. Raises ApiError (429) for one watcher too many."""
     state = state_of(request)
     if state.num_cache_watchers >= MAX_WATCHERS:
-        message = f"{MAX_WATCHERS} watch the cache already; close one of them"
+        message = f"too many open streams of the cache: at most {MAX_WATCHERS} are allowed"
         raise ApiError(429, message, code="too_many_watchers", headers={"retry-after": "5"})
     return await sse.event_stream(
         request, _events(state), error_event=lambda error: sse.frame(error.to_json(request.url.path))

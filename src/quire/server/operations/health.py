@@ -35,10 +35,23 @@ async def load(request: Request) -> ASGIApp:
 
 
 ENDPOINTS = (
-    Endpoint(path="/health", method="GET", handler=health, summary="Is it alive?", response=Status, kind="health"),
     Endpoint(
-        path="/ready", method="GET", handler=ready, summary="Does it take requests?", response=Status, kind="health"
+        path="/health", method="GET", handler=health, summary="Whether the engine runs", response=Status, kind="health"
     ),
-    Endpoint(path="/version", method="GET", handler=version, summary="Tell the version", response=Version),
-    Endpoint(path="/load", method="GET", handler=load, summary="Count requests in flight", response=Load),
+    Endpoint(
+        path="/ready",
+        method="GET",
+        handler=ready,
+        summary="Whether the server accepts requests",
+        response=Status,
+        kind="health",
+    ),
+    Endpoint(path="/version", method="GET", handler=version, summary="Version of the server", response=Version),
+    Endpoint(
+        path="/load",
+        method="GET",
+        handler=load,
+        summary="Number of requests that generate at the moment",
+        response=Load,
+    ),
 )

@@ -36,35 +36,38 @@ _COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000,
 _STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 _HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
-    "time_to_first_token_seconds": ("From a request's arrival to its first token", _LATENCIES),
-    "inter_token_latency_seconds": ("Between two tokens of a request, as they reach the server", _LATENCIES),
-    "time_per_output_token_seconds": ("The same, under vLLM's older name", _LATENCIES),
-    "request_time_per_output_token_seconds": ("Mean time per token after the first, by request", _LATENCIES),
-    "e2e_request_latency_seconds": ("From a request's arrival to its end", _DURATIONS),
-    "request_queue_time_seconds": ("From a request's arrival in the engine to its first step", _DURATIONS),
-    "request_prefill_time_seconds": ("From a request's first step to its first token", _DURATIONS),
-    "request_decode_time_seconds": ("From a request's first token to its end", _DURATIONS),
-    "request_inference_time_seconds": ("From a request's first step to its end", _DURATIONS),
-    "request_prompt_tokens": ("Tokens of a request's prompt", _COUNTS),
-    "request_generation_tokens": ("Tokens generated for a request", _COUNTS),
-    "request_params_n": ("Samples a request asks for", (1, 2, 5, 10, 20, 50, 100)),
-    "request_params_max_tokens": ("Tokens a request allows for each sample", _COUNTS),
+    "time_to_first_token_seconds": ("Time from a request's arrival to its first token", _LATENCIES),
+    "inter_token_latency_seconds": (
+        "Time between two tokens of a request, as they reach the server process",
+        _LATENCIES,
+    ),
+    "time_per_output_token_seconds": ("vllm:inter_token_latency_seconds under vLLM's older name", _LATENCIES),
+    "request_time_per_output_token_seconds": ("Mean time per token of a request, after its first token", _LATENCIES),
+    "e2e_request_latency_seconds": ("Time from a request's arrival to its end", _DURATIONS),
+    "request_queue_time_seconds": ("Time from a request's arrival in the engine to its first step", _DURATIONS),
+    "request_prefill_time_seconds": ("Time from a request's first step to its first token", _DURATIONS),
+    "request_decode_time_seconds": ("Time from a request's first token to its end", _DURATIONS),
+    "request_inference_time_seconds": ("Time from a request's first step to its end", _DURATIONS),
+    "request_prompt_tokens": ("Number of prompt tokens of a request", _COUNTS),
+    "request_generation_tokens": ("Number of tokens generated for a request", _COUNTS),
+    "request_params_n": ("Number of samples (n) of a request", (1, 2, 5, 10, 20, 50, 100)),
+    "request_params_max_tokens": ("Limit on the tokens of each sample (max_tokens) of a request", _COUNTS),
     "iteration_tokens_total": (
-        "Tokens that a step brought: of prompts whose prefill it ended, and generated",
+        "Tokens of a step: prompt tokens of completed prefills and generated tokens",
         _STEP_TOKENS,
     ),
 }
 _GAUGES: Mapping[str, tuple[str, Callable[[EngineStats], float]]] = {
-    "num_requests_running": ("Requests being computed", lambda s: s.num_running),
-    "num_requests_waiting": ("Requests in the queue", lambda s: s.num_waiting),
-    "num_requests_swapped": ("Requests whose blocks are in the host tier", lambda s: s.num_swapped),
-    "kv_cache_usage_perc": ("Share of KV cache blocks that requests hold, 0 to 1", lambda s: s.kv_cache_usage),
+    "num_requests_running": ("Number of requests that are running", lambda s: s.num_running),
+    "num_requests_waiting": ("Number of requests in the queue", lambda s: s.num_waiting),
+    "num_requests_swapped": ("Number of requests that are swapped out to the host tier", lambda s: s.num_swapped),
+    "kv_cache_usage_perc": ("Fraction of KV cache blocks that requests own, 0 to 1", lambda s: s.kv_cache_usage),
 }
 _COUNTERS: Mapping[str, tuple[str, Callable[[EngineStats], float]]] = {
-    "num_preemptions": ("Requests put back for want of blocks", lambda s: s.num_preemptions),
+    "num_preemptions": ("Preemptions of requests because no blocks were free", lambda s: s.num_preemptions),
     "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache", lambda s: s.num_prefix_queried_tokens),
-    "prefix_cache_hits": ("Of those, found", lambda s: s.num_prefix_hit_tokens),
-    "prompt_tokens": ("Prompt tokens, cached ones included", lambda s: s.num_prompt_tokens),
+    "prefix_cache_hits": ("Prompt tokens found in the prefix cache", lambda s: s.num_prefix_hit_tokens),
+    "prompt_tokens": ("Prompt tokens, including cached ones", lambda s: s.num_prompt_tokens),
     "generation_tokens": ("Tokens generated", lambda s: s.num_generated_tokens),
 }
 FINISHED_REASONS = ("stop", "length", "abort", "error")
@@ -209,7 +212,7 @@ class Metrics:
             for name, (text, value) in table.items():
                 yield self._single(family, f"vllm:{name}", text, value(stats))
         finished = [({"finished_reason": reason}, count) for reason, count in self._finished.items()]
-        yield self._family(CounterMetricFamily, "vllm:request_success", "Requests ended, by why", finished)
+        yield self._family(CounterMetricFamily, "vllm:request_success", "Finished requests, by reason", finished)
         for name, (text, _) in _HISTOGRAMS.items():
             histogram = self._between_tokens if name == "time_per_output_token_seconds" else self.histograms[name]
             metric = HistogramMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
@@ -217,7 +220,9 @@ class Metrics:
             yield metric
         if self._cache is not None:
             info = _cache_info(self._cache, stats.num_blocks)
-            yield self._family(GaugeMetricFamily, "vllm:cache_config_info", "How the KV cache is set up", [(info, 1)])
+            yield self._family(
+                GaugeMetricFamily, "vllm:cache_config_info", "Configuration of the KV cache", [(info, 1)]
+            )
         yield from self._collect_cache(stats)
         yield from self._collect_server()
 
@@ -229,12 +234,19 @@ class Metrics:
         }
         yield self._gauge("quire:kv_cache_blocks", "KV cache blocks, by state", "state", blocks)
         yield self._single(
-            GaugeMetricFamily, "quire:kv_cache_pinned_blocks", "Of them, pinned", stats.num_pinned_blocks
+            GaugeMetricFamily,
+            "quire:kv_cache_pinned_blocks",
+            "KV cache blocks that are pinned",
+            stats.num_pinned_blocks,
         )
         counters = (
-            ("quire:engine_steps", "Steps of the engine", stats.num_steps),
-            ("quire:swapped_blocks", "Blocks copied to the host tier or back", stats.num_swapped_blocks),
-            ("quire:prefix_cache_evicted_tokens", "Cached tokens given up for room", stats.prefix_cache["evicted"]),
+            ("quire:engine_steps", "Number of engine steps", stats.num_steps),
+            ("quire:swapped_blocks", "Blocks copied to or from the host tier", stats.num_swapped_blocks),
+            (
+                "quire:prefix_cache_evicted_tokens",
+                "Cached tokens evicted because no blocks were free",
+                stats.prefix_cache["evicted"],
+            ),
             (
                 "quire:prefix_cache_spilled_tokens",
                 "Cached tokens moved to the host tier",
@@ -243,25 +255,29 @@ class Metrics:
         )
         for name, text, value in counters:
             yield self._single(CounterMetricFamily, name, text, value)
-        for kind, label, text in (("hit", "source", "found, by where"), ("missed", "reason", "not found, by why")):
+        for kind, label, text in (("hit", "source", "found, by source"), ("missed", "reason", "not found, by reason")):
             found = {n.removeprefix(f"{kind}_"): v for n, v in stats.prefix_cache.items() if n.startswith(f"{kind}_")}
             rows = [({label: name}, value) for name, value in found.items()]
             name = f"quire:prefix_cache_{kind}_tokens"
-            yield self._family(CounterMetricFamily, name, f"Looked-up tokens {text}", rows)
+            yield self._family(CounterMetricFamily, name, f"Tokens looked up in the prefix cache and {text}", rows)
 
     def _collect_server(self) -> Iterator[Metric]:
         is_running = self._is_running()
-        yield self._single(GaugeMetricFamily, "quire:engine_up", "Whether the engine process runs", int(is_running))
+        yield self._single(
+            GaugeMetricFamily, "quire:engine_up", "1 if the engine process runs, else 0", int(is_running)
+        )
         names = {
             "engine_restarts": "Engine processes started after the first",
-            "requests_replayed": "Requests that went on in another engine process",
+            "requests_replayed": "Requests continued in another engine process",
         }
         for (name, text), count in zip(names.items(), self._recoveries(), strict=True):
             yield self._single(CounterMetricFamily, f"quire:{name}", text, count)
         rows = [({"route": r, "method": m, "status": s}, count) for (r, m, s), count in self._http.items()]
         yield self._family(CounterMetricFamily, "quire:http_requests", "HTTP requests answered", rows)
         refused = [({"reason": reason}, count) for reason, count in self._refused().items()]
-        yield self._family(CounterMetricFamily, "quire:requests_refused", "Requests turned away, by why", refused)
+        yield self._family(
+            CounterMetricFamily, "quire:requests_refused", "Requests refused with status 429, by reason", refused
+        )
         pid = self._engine_pid()
         pids = {"server": "self"} | ({} if pid is None else {"engine": str(pid)})
         memory = {name: size for name, pid in pids.items() if (size := _resident_bytes(pid)) is not None}

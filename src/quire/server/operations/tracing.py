@@ -28,7 +28,7 @@ class Tracer:
         or if OpenTelemetry is not installed. `exporter` takes the spans instead, at once."""
         url = urlsplit(endpoint)
         if url.scheme not in ("http", "https") or not url.netloc:
-            raise ConfigError(f"otlp_endpoint={endpoint!r}: must be a URL, as in http://localhost:4318")
+            raise ConfigError(f"otlp_endpoint={endpoint!r}: must be a URL such as http://localhost:4318")
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
@@ -37,7 +37,7 @@ class Tracer:
             from opentelemetry.trace import SpanKind
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError as error:
-            raise ConfigError("otlp_endpoint needs OpenTelemetry: pip install 'quire[tracing]'") from error
+            raise ConfigError("otlp_endpoint requires OpenTelemetry: pip install 'quire[tracing]'") from error
         self._model_name = model_name
         self._kind = SpanKind.SERVER
         self._propagator = TraceContextTextMapPropagator()

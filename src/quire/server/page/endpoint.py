@@ -44,7 +44,7 @@ def _endpoints() -> tuple[Endpoint, ...]:
         if media_type is not None:
             path = "/" if file.name == "index.html" else f"/page/{file.name}"
             handler = _handler(file.read_bytes(), media_type)
-            summary = f"The page: {file.name}"
+            summary = f"Web page: {file.name}"
             rows.append(
                 Endpoint(path=path, method="GET", handler=handler, summary=summary, media_type=media_type, kind="page")
             )

@@ -50,7 +50,10 @@ class ChatPlan:
         form = structure(request)
         self.structured_outputs = tool_choice_structure(tools, choice, parallel) or form
         if self.forced is not None and form is not None:
-            raise invalid("a form of the answer does not go with a tool_choice that forces calls", "tool_choice")
+            raise invalid(
+                "a tool_choice that forces calls cannot be combined with another constraint on the output",
+                "tool_choice",
+            )
         self.is_named = self.forced is not None and self.forced.name is not None
         self.max_calls = None if parallel else 1
         is_free = form is None and self.forced is None  # a grammar leaves no room for tags

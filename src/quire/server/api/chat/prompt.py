@@ -41,7 +41,10 @@ async def chat_prompt(
     """The prompt of a conversation. Raises ApiError or RequestError for messages, tools or a template that are wrong,
     TokenizerError where there is no template."""
     if chat_template is not None and not state.args.allow_client_chat_template:
-        raise invalid("chat_template is not taken from requests by this server", "chat_template")
+        raise invalid(
+            "chat_template is not allowed in requests; the operator can enable allow_client_chat_template",
+            "chat_template",
+        )
     for name in _RESERVED:
         if name in (variables or {}):
             raise invalid(f"chat_template_kwargs cannot set {name!r}", "chat_template_kwargs")
@@ -91,7 +94,7 @@ def content_text(content: str | list[ContentPart] | None, where: str = "content"
     for i, part in enumerate(content):
         if part.type != "text" or part.text is None:
             kind = part.type[:40]
-            message = f"{where}[{i}] has the type {kind!r}: only text parts, {{'type': 'text', 'text': ...}}, are taken"
+            message = f"{where}[{i}] has the type {kind!r}; only {{'type': 'text', 'text': ...}} is supported"
             raise invalid(message, f"{where}[{i}]", "unsupported_content")
     return "\n".join(part.text or "" for part in content)
 
@@ -102,5 +105,5 @@ def _arguments(text: str, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        raise InvalidPromptError(f"{where}.function.arguments must be a JSON object, as text")
+        raise InvalidPromptError(f"{where}.function.arguments must be a string that contains a JSON object")
     return arguments

@@ -186,5 +186,5 @@ def _num_logprobs(request: ChatCompletionRequest) -> int | None:
     if request.logprobs:
         return request.top_logprobs or 0
     if request.top_logprobs:
-        raise invalid("top_logprobs need logprobs: set logprobs to true", "top_logprobs")
+        raise invalid("top_logprobs requires logprobs=true", "top_logprobs")
     return None

@@ -102,8 +102,10 @@ def _check_copies(num_prompts: int, params: SamplingParams | BeamSearchParams) -
     """The engine gets the params with each prompt. Raises ApiError (400)."""
     num_bytes = num_prompts * len(msgspec.json.encode(params)) if num_prompts > 1 else 0
     if num_bytes > MAX_COPIED_BYTES:
-        message = f"{num_prompts:,} prompts with these params are {num_bytes:,} bytes; at most {MAX_COPIED_BYTES:,} are"
-        raise invalid(f"{message} allowed: send fewer prompts at once", "prompt")
+        message = (
+            f"{num_prompts:,} prompts with these parameters have {num_bytes:,} bytes; at most {MAX_COPIED_BYTES:,} are"
+        )
+        raise invalid(f"{message} allowed; send fewer prompts per request", "prompt")
 
 
 def _listed(prompt: Prompts) -> list[Prompt]:
@@ -114,7 +116,9 @@ def _listed(prompt: Prompts) -> list[Prompt]:
         return [[item for item in prompt if isinstance(item, int)]]
     listed: list[Prompt] = [item for item in prompt if not isinstance(item, int)]
     if not listed or len(listed) < len(prompt):
-        raise InvalidPromptError("the prompt must be a text, token ids, or a list of either, and not empty")
+        raise InvalidPromptError(
+            "the prompt must be a string, a list of token ids, or a list of either, and must not be empty"
+        )
     return listed
 
 
@@ -122,9 +126,9 @@ def _params(
     state: ServerState, context: RequestContext, request: CompletionRequest
 ) -> SamplingParams | BeamSearchParams:
     if request.suffix:
-        raise invalid("suffix is not supported: write the prompt so that the model's continuation fits", "suffix")
+        raise invalid("suffix is not supported; leave it out", "suffix")
     if request.max_tokens == 0 and not request.echo:
-        raise invalid("max_tokens=0 generates nothing: set echo to true to have the prompt scored", "max_tokens")
+        raise invalid("max_tokens=0 requires echo=true, which returns the scored prompt", "max_tokens")
     default = state.llm.default_sampling_params().max_tokens
     max_tokens = default if request.max_tokens is None else request.max_tokens or 1
     params = make_params(
@@ -233,7 +237,7 @@ ENDPOINTS = (
         path="/v1/completions",
         method="POST",
         handler=create_completion,
-        summary="Continue prompts",
+        summary="Complete prompts",
         request=CompletionRequest,
         response=Completion,
         chunk=Completion,

@@ -83,11 +83,11 @@ def _error_frame(error: ApiError) -> bytes:
 
 ENDPOINTS = (
     Endpoint(
-        path="/v1/messages", method="POST", handler=create, summary="Answer, in Anthropic's protocol",
+        path="/v1/messages", method="POST", handler=create, summary="Answer a conversation, in Anthropic's protocol",
         request=MessagesRequest, response=Message, chunk=dict[str, Any], generates=True,
     ),
     Endpoint(
-        path="/v1/messages/count_tokens", method="POST", handler=count_tokens, summary="Tokens of a conversation",
-        request=CountTokensRequest, response=TokenCount,
+        path="/v1/messages/count_tokens", method="POST", handler=count_tokens, request=CountTokensRequest,
+        response=TokenCount, summary="Count the tokens of a conversation",
     ),
 )  # fmt: skip

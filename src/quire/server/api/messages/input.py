@@ -17,7 +17,7 @@ def chat_request(request: api.MessagesRequest) -> dict[str, Any]:
     """Body of a chat request with the same meaning. Raises ApiError 400 for what is well-formed but not served."""
     for name in ("container", "mcp_servers"):
         if getattr(request, name):
-            raise refused(name, "not supported: tools run where the client is")
+            raise refused(name, "not supported: this server runs no tools")
     output = request.output_config or api.OutputConfig()
     body: dict[str, Any] = {
         "max_completion_tokens": request.max_tokens,
@@ -39,7 +39,7 @@ def prompt_request(request: api.CountTokensRequest) -> dict[str, Any]:
     body: dict[str, Any] = {"messages": messages, "model": request.model}
     if messages[-1]["role"] == "assistant":
         if messages[-1].get("tool_calls"):
-            raise refused("messages", "ends with a call of a tool: its 'tool_result' must follow")
+            raise refused("messages", "ends with a tool call; its 'tool_result' must follow")
         body |= {"continue_final_message": True, "add_generation_prompt": False}
     if request.tools:
         body["tools"] = [_chat_tool(tool) for tool in request.tools]
@@ -119,7 +119,7 @@ def _user_messages(blocks: Sequence[api.Block], names: dict[str, str], where: st
 def _tool_message(block: api.ToolResultBlock, names: dict[str, str], place: str) -> dict[str, Any]:
     name = names.get(block.tool_use_id)
     if name is None:
-        raise refused(f"{place}.tool_use_id", f"no 'tool_use' before it has the id {block.tool_use_id[:100]!r}")
+        raise refused(f"{place}.tool_use_id", f"no preceding 'tool_use' has the id {block.tool_use_id[:100]!r}")
     content = block.content or ""
     text = content if isinstance(content, str) else _joined(content, f"{place}.content")
     return {"role": "tool", "tool_call_id": block.tool_use_id, "name": name, "content": text}
@@ -135,8 +135,8 @@ def _joined(blocks: Sequence[api.TextBlock | api.ImageBlock | api.DocumentBlock]
 def _misplaced(block: api.Block, place: str, role: str) -> ApiError:
     kind = block.__struct_config__.tag
     if isinstance(block, api.ImageBlock | api.DocumentBlock):
-        return refused(place, f"the model reads text only: no block of type {kind!r}")
-    return refused(place, f"a block of type {kind!r} does not belong into a message of the {role}")
+        return refused(place, f"blocks of type {kind!r} are not supported: the model reads text only")
+    return refused(place, f"a block of type {kind!r} is not allowed in a message of role {role!r}")
 
 
 def _chat_tool(tool: api.Tool) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def _tool_choice(choice: api.ToolChoice) -> dict[str, Any]:
     body: dict[str, Any] = {}
     if choice.type == "tool":
         if choice.name is None:
-            raise refused("tool_choice.name", "is missing: type 'tool' needs the name of one of the tools")
+            raise refused("tool_choice.name", "is missing: type 'tool' requires the name of a tool")
         body["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
     else:
         body["tool_choice"] = _CHOICES[choice.type]

@@ -77,7 +77,9 @@ async def retrieve(request: Request) -> ASGIApp:
     background = _background(request, found)
     if _choice(request, "stream", "false", "true") == "true":
         if background is None or not background.keeps_frames:
-            raise invalid("only a response made lately with 'background' and 'stream' can be streamed again", "stream")
+            raise invalid(
+                "only recent responses created with 'background' and 'stream' can be streamed again", "stream"
+            )
         return await _stream(request, background.frames(_int(request, "starting_after", -1)))
     return json_response(background.run.builder.response) if background is not None else _raw(found)
 
@@ -90,7 +92,9 @@ async def cancel(request: Request) -> ASGIApp:
         await background.cancel("cancelled")
         return json_response(background.run.builder.response)
     if not msgspec.json.decode(found.response, type=Response).background:
-        raise invalid("only a response made with 'background' can be cancelled; to end another, close its connection")
+        raise invalid(
+            "only responses created with 'background' can be cancelled; to abort another one, close its connection"
+        )
     return _raw(found)
 
 
@@ -171,12 +175,12 @@ async def _history(
         chain = await stored(responses.store.chain(owner, previous_id, max_bytes))
     except KeyError as error:
         missing = str(error.args[0])
-        message = f"previous_response_id: there is no response {missing[:100]!r}; it may have been deleted"
+        message = f"previous_response_id: no response {missing[:100]!r} was found; it may have been deleted"
         raise ApiError(404, message, param="previous_response_id", code="previous_response_not_found") from None
     items: list[dict[str, Any]] = []
     for link in chain:
         if link.running:
-            raise invalid(f"previous_response_id: {link.id!r} has not ended yet", "previous_response_id")
+            raise invalid(f"previous_response_id: {link.id!r} is still in progress", "previous_response_id")
         output = msgspec.json.decode(link.response)["output"]
         items += msgspec.json.decode(link.input_items)
         items += [item for item in output if item["type"] != "function_call" or item["status"] == "completed"]
@@ -233,7 +237,9 @@ async def _find(request: Request) -> StoredResponse:
         store = stored_responses(state_of(request)).store
         found = await stored(store.get(context_of(request).tenant, response_id))
     if found is None:
-        message = f"there is no response {response_id[:100]!r}; it may have been deleted, or made with another key"
+        message = (
+            f"no response {response_id[:100]!r} was found; it may have been deleted, or created with another API key"
+        )
         raise ApiError(404, message, param="response_id", code="response_not_found")
     return found
 
@@ -259,29 +265,29 @@ def _int(request: Request, name: str, default: int) -> int:
     if text is None:
         return default
     if len(text) > 18 or not text.isascii() or not text.isdigit():
-        raise invalid(f"{name}={text[:100]!r}: must be a whole number, 0 or more", name)
+        raise invalid(f"{name}={text[:100]!r}: must be an integer, at least 0", name)
     return int(text)
 
 
 ENDPOINTS = (
     Endpoint(
-        path="/v1/responses", method="POST", handler=create, summary="Answer, and keep the answer",
+        path="/v1/responses", method="POST", handler=create, summary="Create a response",
         request=ResponsesRequest, response=Response, chunk=dict[str, Any], generates=True,
     ),
     Endpoint(
-        path="/v1/responses/{response_id}", method="GET", handler=retrieve, summary="A response that was kept",
+        path="/v1/responses/{response_id}", method="GET", handler=retrieve, summary="Retrieve a stored response",
         response=Response, chunk=dict[str, Any],
     ),
     Endpoint(
-        path="/v1/responses/{response_id}", method="DELETE", handler=delete, summary="Forget a response",
+        path="/v1/responses/{response_id}", method="DELETE", handler=delete, summary="Delete a stored response",
         response=DeletedResponse,
     ),
     Endpoint(
         path="/v1/responses/{response_id}/cancel", method="POST", handler=cancel, response=Response,
-        summary="End a response that runs in the background",
+        summary="Cancel a response that runs in the background",
     ),
     Endpoint(
         path="/v1/responses/{response_id}/input_items", method="GET", handler=input_items, response=ItemList,
-        summary="What a response was asked",
+        summary="List the input items of a response",
     ),
 )  # fmt: skip

@@ -35,14 +35,14 @@ def check_request(request: api.ResponsesRequest) -> None:
         if getattr(request, name) is not None:
             raise refused(name, "not supported: send the items in 'input', or set 'previous_response_id'")
     if request.truncation == "auto":
-        raise refused("truncation", "'auto' is not supported: no item is dropped unasked; use 'disabled'")
+        raise refused("truncation", "'auto' is not supported; use 'disabled'")
     if request.background and request.store is False:
-        raise refused("background", "needs 'store': the response is fetched from the store")
+        raise refused("background", "requires store=true, because the response is fetched from the store")
     for name in request.include or ():
         if name not in _INCLUDED:
-            raise refused("include", f"{name!r} is not one of {', '.join(_INCLUDED)}")
+            raise refused("include", f"{name!r} is not supported; use {', '.join(_INCLUDED)}")
     if request.top_logprobs and LOGPROBS not in (request.include or ()):
-        raise refused("top_logprobs", f"needs {LOGPROBS!r} in 'include'")
+        raise refused("top_logprobs", f"requires {LOGPROBS!r} in 'include'")
 
 
 def own_items(request: api.ResponsesRequest) -> list[dict[str, Any]]:
@@ -72,7 +72,7 @@ def chat_request(request: api.ResponsesRequest, items: Sequence[Mapping[str, Any
     body: dict[str, Any] = {name: getattr(request, name) for name in _SAME_NAMES}
     body["messages"] = chat_messages(msgspec.convert(items, list[api.InputItem]), request.instructions)
     if not body["messages"]:
-        raise refused("input", "holds nothing to answer")
+        raise refused("input", "contains no messages")
     body["max_completion_tokens"] = request.max_output_tokens
     body["response_format"] = _response_format(request.text)
     if request.tools:
@@ -137,7 +137,7 @@ def _chat_call(item: api.InputItem) -> dict[str, Any]:
 def _tool_message(item: api.InputItem, names: Mapping[str, str]) -> dict[str, Any]:
     name = names.get(item.call_id or "")
     if name is None:
-        raise refused("input", f"holds an output for the call {item.call_id!r}, but no such call before it")
+        raise refused("input", f"contains an output of the call {item.call_id!r}, but no such call precedes it")
     return {"role": "tool", "tool_call_id": item.call_id, "name": name, "content": _text(item.output)}
 
 
@@ -156,15 +156,15 @@ def _check_item(item: api.InputItem, where: str) -> None:
     }[item.type]
     for name in needed:
         if getattr(item, name) is None:
-            raise refused(f"{where}.{name}", f"is missing: an item of type {item.type!r} needs it")
+            raise refused(f"{where}.{name}", f"is missing: items of type {item.type!r} require it")
     readable = (api.InputText, api.OutputText, api.Refusal) if item.type != "reasoning" else (api.ReasoningText,)
     for name in ("content", "output"):
         parts = getattr(item, name)
         for i, part in enumerate(parts if isinstance(parts, list) else ()):
             if isinstance(part, api.InputImage | api.InputFile):
-                raise refused(f"{where}.{name}[{i}]", "the model reads text only: no images and no files")
+                raise refused(f"{where}.{name}[{i}]", "images and files are not supported: the model reads text only")
             if not isinstance(part, readable):
-                raise refused(f"{where}.{name}[{i}]", f"does not belong into an item of type {item.type!r}")
+                raise refused(f"{where}.{name}[{i}]", f"is not allowed in an item of type {item.type!r}")
 
 
 def _chat_tool(tool: api.FunctionTool) -> dict[str, Any]:

@@ -211,7 +211,7 @@ class StoredResponses:
         """Raise ApiError 429 if no more may run in the background, in all or for this owner."""
         running = [each.owner for each in self._background.values() if not each.is_over]
         if len(running) >= MAX_BACKGROUND or running.count(owner) >= self._max_per_owner:
-            message = f"{len(running)} responses are running in the background, and no more are allowed at once"
+            message = f"{len(running)} responses are running in the background, and the limit is reached"
             raise ApiError(429, message, headers={"retry-after": "10"})
 
     def background(self, owner: str, response_id: str) -> BackgroundRun | None:
@@ -231,7 +231,7 @@ class StoredResponses:
         self.store.close()
 
     async def _drive(self, background: BackgroundRun) -> None:
-        error = ResponseError("request_timeout", f"the response was not done within {self._timeout_s} s")
+        error = ResponseError("request_timeout", f"the response was not complete within {self._timeout_s} s")
         timer = None
         if self._timeout_s is not None:
             loop = asyncio.get_running_loop()

@@ -132,8 +132,8 @@ def _translated(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return call(*args, **kwargs)
     except (sqlite3.Error, OSError) as error:
         if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
-            raise StoreError("there is no room on the disk to store the response") from error
-        raise StoreError(f"the store of responses does not work: {error}") from error
+            raise StoreError("the disk is full: the response cannot be stored") from error
+        raise StoreError(f"the response store failed: {error}") from error
 
 
 def _open(path: Path | None, fail: Callable[[bytes, str], bytes]) -> sqlite3.Connection:
@@ -150,7 +150,7 @@ def _open(path: Path | None, fail: Callable[[bytes, str], bytes]) -> sqlite3.Con
             path.chmod(0o600)
     except (OSError, sqlite3.Error, msgspec.MsgspecError, UnicodeDecodeError, TypeError) as error:
         connection.close()
-        raise ConfigError(f"response store {path}: {error}; is another server using it, or is it damaged?") from error
+        raise ConfigError(f"response store {path}: {error}; it may be damaged, or in use by another server") from error
     except ConfigError:
         connection.close()
         raise
@@ -165,12 +165,16 @@ def _check_ours(connection: sqlite3.Connection, path: Path | None) -> None:
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if application != APPLICATION_ID:
-        raise ConfigError(f"response store {path}: a database of another program; name a file that does not exist yet")
+        raise ConfigError(
+            f"response store {path}: this database belongs to another program; choose a file that does not exist yet"
+        )
     if version != SCHEMA_VERSION:
-        raise ConfigError(f"response store {path}: has version {version}, this server reads {SCHEMA_VERSION}")
+        raise ConfigError(
+            f"response store {path}: has schema version {version}, but this server requires {SCHEMA_VERSION}"
+        )
     (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
     if verdict != "ok":
-        raise ConfigError(f"response store {path}: the file is damaged ({verdict}); move it away")
+        raise ConfigError(f"response store {path}: the file is damaged ({verdict}); remove or rename it")
 
 
 def _prepare(connection: sqlite3.Connection, fail: Callable[[bytes, str], bytes]) -> None:
@@ -233,7 +237,8 @@ def _evict(connection: sqlite3.Connection, kept_id: str, max_responses: int, max
         row = connection.execute(oldest, (kept_id,)).fetchone()
         if row is None:
             raise ResponseTooLargeError(
-                f"a response and its input have {total} bytes, the store holds {max_bytes}: set store to false"
+                f"the response and its input have {total} bytes, but the response store holds at most {max_bytes}; "
+                "set store=false"
             )
         connection.execute("DELETE FROM responses WHERE id = ?", (row[0],))
         number, total = number - 1, total - row[1]

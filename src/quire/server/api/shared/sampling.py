@@ -71,7 +71,9 @@ def structure(request: SamplingFields) -> StructuredOutputsParams | None:
         if request.response_format.type == "json_object":
             found["response_format"] = StructuredOutputsParams(json_object=True)
         elif schema is None:
-            raise invalid("response_format of type json_schema needs json_schema", "response_format.json_schema")
+            raise invalid(
+                "response_format of type json_schema requires the field json_schema", "response_format.json_schema"
+            )
         else:
             found["response_format"] = StructuredOutputsParams(json=schema.schema)
     if request.structured_outputs is not None:
@@ -80,7 +82,7 @@ def structure(request: SamplingFields) -> StructuredOutputsParams | None:
         if (value := getattr(request, name)) is not None:
             found[name] = StructuredOutputsParams(**{field: value})
     if len(found) > 1:
-        raise invalid(f"{' and '.join(found)} each ask for a form of the answer: give one", next(iter(found)))
+        raise invalid(f"{' and '.join(found)} each constrain the output; set only one of them", next(iter(found)))
     return next(iter(found.values()), None)
 
 
@@ -94,7 +96,7 @@ def check_request(state: ServerState, request: SamplingFields, num_prompts: int 
     args, num_samples = state.args, max(num_choices(request), request.best_of or 1)
     if num_prompts > args.max_prompts_per_request:
         limit = args.max_prompts_per_request
-        raise invalid(f"prompt has {num_prompts:,} prompts; at most {limit:,} are allowed", "prompt")
+        raise invalid(f"prompt contains {num_prompts:,} prompts; at most {limit:,} are allowed", "prompt")
     if num_prompts * num_samples > args.max_choices_per_request:
         raise invalid(
             f"{num_prompts:,} prompts times n={num_samples:,} are {num_prompts * num_samples:,} choices; at most "
@@ -104,9 +106,9 @@ def check_request(state: ServerState, request: SamplingFields, num_prompts: int 
     vocab_size = state.llm.model_config.vocab_size
     for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):  # to look at each takes its time
         if (num_ids := len(getattr(request, name) or ())) > vocab_size:
-            raise invalid(f"{name} has {num_ids:,} token ids; this model has {vocab_size:,}", name)
+            raise invalid(f"{name} contains {num_ids:,} token ids, but this model has only {vocab_size:,}", name)
     if request.stream_options is not None and not request.stream:
-        raise invalid("stream_options are only for streams: set stream to true", "stream_options")
+        raise invalid("stream_options requires stream=true", "stream_options")
 
 
 def _beam_search(
@@ -119,9 +121,9 @@ def _beam_search(
 ) -> BeamSearchParams:
     for name in _NOT_WITH_BEAMS:
         if getattr(request, name) is not None:
-            raise invalid(f"{name} does not go with use_beam_search", name)
+            raise invalid(f"{name} cannot be combined with use_beam_search", name)
     if logprobs is not None:
-        raise invalid("logprobs do not go with use_beam_search", "logprobs")
+        raise invalid("logprobs cannot be combined with use_beam_search", "logprobs")
     n = num_choices(request)
     others = ("ignore_eos", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "priority")
     names = ("temperature", "length_penalty", "early_stopping", *others)

@@ -36,7 +36,9 @@ def check_tools(tools: Any, tool_choice: Any = None) -> None:
         for i, tool in enumerate(tools):
             name = _check_tool(tool, f"tools[{i}]")
             if names.setdefault(name, i) != i:
-                raise InvalidParamsError(f"tools[{i}].function.name: tools[{names[name]}] has the name {name!r} too")
+                raise InvalidParamsError(
+                    f"tools[{i}].function.name: {name!r} is already the name of tools[{names[name]}]"
+                )
         _check_size(tools)
     _check_choice(tool_choice, [tool["function"]["name"] for tool in tools or ()])
 
@@ -86,7 +88,7 @@ def _check_tool(tool: Any, where: str) -> str:
     parameters = function.get("parameters") or {}
     if parameters.get("type", "object") != "object":
         raise InvalidParamsError(
-            f"{where}.function.parameters.type={parameters['type']!r}: must be 'object', since arguments have names"
+            f"{where}.function.parameters.type={parameters['type']!r}: must be 'object': arguments are passed by name"
         )
     _check_depth(function, f"{where}.function")
     return name
@@ -98,7 +100,7 @@ def _field(parent: Any, key: str, kind: type, where: str) -> Any:
     if key not in parent:
         raise InvalidParamsError(f"{where}.{key} is missing")
     if not isinstance(parent[key], kind):
-        wanted = "an object" if kind is dict else "a text"
+        wanted = "an object" if kind is dict else "a string"
         raise InvalidParamsError(f"{where}.{key} must be {wanted}, not {_kind(parent[key])}")
     return parent[key]
 
@@ -125,7 +127,7 @@ def _check_size(tools: Any) -> None:
     try:
         num_bytes = len(msgspec.json.encode(tools))
     except (TypeError, ValueError) as error:  # UnicodeEncodeError too
-        raise InvalidParamsError(f"tools cannot be written as JSON: {error}") from None
+        raise InvalidParamsError(f"tools cannot be encoded as JSON: {error}") from None
     if num_bytes > MAX_TOOLS_BYTES:
         raise InvalidParamsError(f"tools has {num_bytes:,} bytes as JSON: at most {MAX_TOOLS_BYTES:,} are allowed")
 
@@ -140,19 +142,21 @@ def _check_choice(choice: Any, names: Sequence[str]) -> None:
                 f"tool_choice={choice[:64]!r}: must be {', '.join(_CHOICES)} or a named function{near}"
             )
         if choice == "required" and not names:
-            raise InvalidParamsError("tool_choice='required', but tools is empty: give the functions to choose from")
+            raise InvalidParamsError(
+                "tool_choice='required', but tools is empty: it must contain at least one function"
+            )
         return
     if isinstance(choice, dict) and choice.get("type", "function") != "function":
         raise InvalidParamsError(f"tool_choice.type={choice['type']!r}: only 'function' is supported")
     name = _field(_field(choice, "function", dict, "tool_choice"), "name", str, "tool_choice.function")
     if name not in names:
         raise InvalidParamsError(
-            f"tool_choice.function.name={name[:64]!r} is none of the tools{nearest_name(name[:128], names)}"
+            f"tool_choice.function.name={name[:64]!r} is not one of the tools{nearest_name(name[:128], names)}"
         )
 
 
 def _kind(value: Any) -> str:
-    kinds = {dict: "an object", list: "a list", str: "a text", bool: "a boolean", int: "a number", float: "a number"}
+    kinds = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
     return "null" if value is None else kinds.get(type(value), type(value).__name__)
 
 

@@ -185,9 +185,7 @@ class ReasoningFormat:
 
     def __post_init__(self) -> None:
         if not self.start.strip() or not self.end.strip() or self.start == self.end:
-            raise ConfigError(
-                f"the reasoning tags {self.start!r} and {self.end!r} must be two different texts that are not blank"
-            )
+            raise ConfigError(f"the reasoning tags {self.start!r} and {self.end!r} must be different and not blank")
 
     def after(self, prompt: str) -> ReasoningFormat:
         """The format for an answer to `prompt`, of which the last few words are enough."""
@@ -235,7 +233,7 @@ def choose_reasoning_format(choice: str, chat_template: str | None) -> Reasoning
     start, dots, end = choice.partition("...")
     if not dots:
         raise ConfigError(
-            f"reasoning_format={choice!r}: must be auto, none, {', '.join(REASONING_FORMATS)} or two tags, START...END"
+            f"reasoning_format={choice!r}: must be auto, none, {', '.join(REASONING_FORMATS)} or START...END"
         )
     return ReasoningFormat(start, end)
 
