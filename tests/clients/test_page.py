@@ -141,10 +141,10 @@ def test_blocks_are_allocated_shared_and_given_back(page: Page, served: Served) 
     note = page.locator("#block-note")
     expect(note).to_have_text(re.compile("^Block 0: "))
     for _ in range(700):
-        if "3 holders" in note.inner_text():
+        if "3 references" in note.inner_text():
             break
         page.keyboard.press("ArrowRight")
-    expect(note).to_have_text(re.compile("owned · 3 holders .*16 of 16 tokens"))
+    expect(note).to_have_text(re.compile("owned · 3 references .*16 of 16 tokens"))
     expect(blocks).to_have_text(re.compile(r", [1-9]\d* owned"))  # as it was when it was paused
     page.locator("#pause").click()
     expect(blocks).to_have_text(re.compile(", 0 owned"))

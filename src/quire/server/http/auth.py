@@ -65,7 +65,7 @@ def _read_key_file(path: Path) -> Iterator[tuple[str, str]]:
         name, colon, key = line.partition(":")
         if not colon or not _KEY_NAME.fullmatch(name):
             raise ConfigError(
-                f"api_key_file={str(path)!r}, line {number}: must be name:key; names have letters, digits, '.', '_', '-'"
+                f"api_key_file={str(path)!r}, line {number}: must be name:key; names: letters, digits, '.', '_', '-'"
             )
         yield name, key.strip()
 
