@@ -1,4 +1,4 @@
-"""The application: one table of endpoints, from which requests are routed and /openapi.json is made."""
+"""The ASGI application: one table of endpoints, from which routes and /openapi.json are made."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from quire.server.operations import debug, health
 from quire.server.page import endpoint as page
 
 Wrap: TypeAlias = Callable[[ASGIApp, Endpoint], ASGIApp]
-"""puts something around one endpoint, such as its guard"""
+"""Wraps one endpoint in middleware, such as authentication."""
 
 ROUTES: tuple[Endpoint, ...] = (
     *completions.ENDPOINTS,
@@ -39,7 +39,7 @@ ROUTES: tuple[Endpoint, ...] = (
     *debug.ENDPOINTS,
     *page.ENDPOINTS,
 )
-"""what is served, but for /openapi.json, which describes it"""
+"""All endpoints except /openapi.json, which describes them."""
 
 
 def make_app(
@@ -100,11 +100,11 @@ class Application:
             await self._router(scope, receive, send_with_context)
         except Exception as error:
             answer = context.api_error(self._refusal(scope, error) if isinstance(error, HTTPException) else error)
-            if not has_begun:  # else it is cut off: there is no way to say more
+            if not has_begun:  # otherwise the response is truncated: HTTP has no way to report an error now
                 await answer.to_response(scope["path"])(scope, receive, send_with_context)
 
     def _refusal(self, scope: Scope, error: HTTPException) -> ApiError:
-        """No such path, or no such method there: then all that the path has are named."""
+        """The response for an unknown path or method; for a method it lists those of the path."""
         headers = dict(error.headers or {})
         if error.status_code == 405:
             matching = [r for r in self._router.routes if r.matches(scope)[0] is not Match.NONE]

@@ -1,4 +1,4 @@
-"""`quire serve`: listen, load the model, serve until a signal, finish what runs, stop."""
+"""`quire serve`: listen, load the model, serve until a signal, drain, stop."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class _Service:
         self._exit_status = 0
 
     async def run(self, sock: socket.socket, began: float) -> int:
-        """All of it."""
+        """Load the model, serve until a signal, and stop. Returns the exit status."""
         self._catch_signals()
         http = asyncio.create_task(self._http.serve(sockets=[sock]))
         llm, url = None, _url(self._args, sock)
@@ -97,7 +97,7 @@ class _Service:
         return self._exit_status
 
     def _catch_signals(self) -> None:
-        """The first asks to stop, the second does not wait for what runs."""
+        """Install signal handlers: the first signal drains the server, the second aborts running requests."""
         loop = asyncio.get_running_loop()
 
         def on_signal(number: int) -> None:
@@ -112,7 +112,7 @@ class _Service:
             loop.add_signal_handler(number, on_signal, number)
 
     async def _load(self) -> AsyncLLM | None:
-        """None if a signal came before the model was there."""
+        """Load the model; None if a signal arrived before it was loaded."""
         made = AsyncLLM.from_args(self._engine_args, hang_timeout_s=self._args.hang_timeout_s)
         loading = asyncio.create_task(made)
         stopped = asyncio.create_task(self._stop.wait())
@@ -148,8 +148,8 @@ class _Service:
 
 
 async def finish(state: ServerState, gate: DrainGate) -> None:
-    """First what somebody waits for, then in what time is left what runs in the background. Cancelling this, once, ends
-    the waiting, not the cleaning up."""
+    """Drain requests whose clients wait, then background responses in the remaining time. Cancelling this call once
+    ends the waiting; cleaning up continues."""
     ends_s, task = time.monotonic() + state.args.drain_timeout_s, asyncio.current_task()
     await gate.drain()
     if state.responses is not None:
@@ -161,7 +161,7 @@ async def finish(state: ServerState, gate: DrainGate) -> None:
 def build_app(
     state: ServerState, gate: DrainGate, keys: ApiKeys, sinks: Sequence[Callable[[RequestContext], None]] = ()
 ) -> ASGIApp:
-    """The application with all that operating it takes: records, metrics, keys, limits, deadlines."""
+    """The application with its middleware for operation: logs, metrics, keys, limits and deadlines."""
     args, llm = state.args, state.llm
     scheduler = llm.config.scheduler
     admission = Admission(
@@ -246,7 +246,7 @@ def _uvicorn_config(app: ASGIApp, args: ServerArgs) -> uvicorn.Config:
 
 @contextlib.contextmanager
 def _listening(args: ServerArgs) -> Iterator[socket.socket]:
-    """A bound socket, closed in the end. Raises ConfigError if it cannot be had."""
+    """A bound socket, closed in the end. Raises ConfigError if it is unavailable."""
     sock = _bind_path(Path(args.uds)) if args.uds is not None else _bind_port(args.host, args.port)
     with sock:
         try:
@@ -278,7 +278,7 @@ def _bind_port(host: str, port: int) -> socket.socket:
 
 
 def _bind_path(path: Path) -> socket.socket:
-    """What a server that was killed has left behind is taken away first."""
+    """Bind a Unix socket, after removing one that a killed server left behind."""
     sock = socket.socket(socket.AF_UNIX)
     try:
         if path.is_socket():
@@ -305,7 +305,7 @@ def _url(args: ServerArgs, sock: socket.socket) -> str:
 
 
 def _allow_many_connections() -> None:
-    """Each is a file to the system, which gives a process 1,024 unless it asks for more."""
+    """Raise the limit on open files, since each connection is one and the default is 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _NUM_FILES if hard == resource.RLIM_INFINITY else min(_NUM_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

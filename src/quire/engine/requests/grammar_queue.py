@@ -63,8 +63,8 @@ class GrammarQueue:
     def _begin(self) -> None:
         """Start the compilations for which there is memory, always from the tenants with the least in use."""
         in_use: Counter[str] = Counter()
-        for group, num_bytes in self._in_use.items():
-            in_use[group.params.tenant] += num_bytes
+        for user, num_bytes in self._in_use.items():
+            in_use[user.params.tenant] += num_bytes
         while (group := self._next(in_use)) is not None:
             params, num_bytes = group.params, self._held.pop(group)
             assert params.structured_outputs is not None

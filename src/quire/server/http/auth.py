@@ -1,4 +1,4 @@
-"""Who may call: API keys, and the host names that requests are for."""
+"""Access control: API keys, and checks of the Host header."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KEY_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class ApiKeys:
-    """Names of keys, and the keys as hashes: neither lengths nor contents show in the time a comparison takes."""
+    """Names of keys, and the keys as hashes, so that the time of a comparison reveals nothing about a key."""
 
     _digests: tuple[tuple[str, bytes], ...]
 
@@ -45,7 +45,7 @@ class ApiKeys:
         return bool(self._digests)
 
     def name_of(self, key: bytes) -> str | None:
-        """Whose key it is; None if nobody's. Takes as long whichever it is."""
+        """The name of a key, or None if it is unknown. The time does not depend on the key."""
         digest, found = sha256(key).digest(), None
         for name, known in self._digests:
             if hmac.compare_digest(digest, known):
@@ -54,7 +54,7 @@ class ApiKeys:
 
 
 def _read_key_file(path: Path) -> Iterator[tuple[str, str]]:
-    """`name:key` on each line; empty lines and those that begin with # are left out. No message quotes a line."""
+    """Parse `name:key` lines, ignoring empty lines and lines that begin with #. Error messages never quote a line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -79,7 +79,7 @@ class Authentication:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Hand on. Raises ApiError (401)."""
+        """Call the endpoint if the key is valid. Raises ApiError (401)."""
         names = [name for key in _given_keys(scope) if (name := self._keys.name_of(key)) is not None]
         if not names:
             raise ApiError(
@@ -105,12 +105,12 @@ class AllowedHosts:
     give its own name this machine's address, and then read what a server without keys answers (DNS rebinding)."""
 
     def __init__(self, app: ASGIApp, hosts: tuple[str, ...]) -> None:
-        """`hosts` without ports; none: names of this machine itself."""
+        """`hosts` are names without ports; if empty, names of this machine are allowed."""
         self._app = app
         self._hosts = frozenset(host.lower() for host in hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Hand on. Raises ApiError (403)."""
+        """Call the application if the host is allowed. Raises ApiError (403)."""
         if scope["type"] == "http" and not self._allows(scope):
             raise ApiError(
                 403, "requests for this host are refused; the operator can add it to allowed_hosts", code="wrong_host"
@@ -126,7 +126,7 @@ class AllowedHosts:
 
 
 def checks_hosts(args: ServerArgs, has_keys: bool) -> bool:
-    """Whether to check; by default, where every program on this machine may call."""
+    """Whether to check hosts: by default, if any program on this machine may call the server."""
     if args.allowed_hosts:
         return "*" not in args.allowed_hosts
     return not has_keys and args.is_local and args.uds is None

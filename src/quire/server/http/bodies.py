@@ -1,4 +1,4 @@
-"""Bodies of requests: read under a limit, decoded strictly, their unknown fields named."""
+"""Request bodies: received within limits, decoded strictly, with their unknown fields reported."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from quire.server.http.state import ServerState, context_of, state_of
 T = TypeVar("T", bound=msgspec.Struct)
 MAX_NAMED_FIELDS = 10
 MAX_MARKS = {b",": 1_000_000, b":": 200_000, b"[": 200_000, b"{": 200_000}
-"""in a body, also in its texts: decoding that takes less than half a second, in which nothing else runs"""
+"""Limits on characters in a body, strings included, so that decoding takes less than half a second."""
 _TO_ZERO = bytes.maketrans(b"123456789", b"000000000")
 _LONG_NUMBER = b"0" * 19
 _QUICK_BYTES = 64 * 1024
-"""bodies up to here are decoded at once, others in a thread beside the event loop"""
+"""Bodies up to this size are decoded at once, larger ones in a thread."""
 MAX_BODIES = 16
-"""of the longest that is allowed: so much is held of all together"""
+"""Limit on all bodies that are being received, as a multiple of the largest allowed body."""
 _SMALL_BYTES = 1024**2
-"""bodies up to here are always taken"""
+"""Bodies up to this size are always accepted."""
 _PLACE = re.compile(r"(?P<what>.*?)(?: - at `(?:key in )?\$\.?(?P<where>.*)`)?", re.DOTALL)
 _MISSING = re.compile(r"missing required field `(\w+)`")
 
@@ -49,7 +49,7 @@ async def read_struct(request: Request, kind: type[T]) -> T:
 
 
 def decode(raw: bytes | bytearray, kind: type[T]) -> tuple[T, list[str]]:
-    """JSON as a struct, and the names of fields that it has not. Raises ApiError, 400 or 413."""
+    """Decode JSON to a struct; also returns the names of unknown fields. Raises ApiError (400 or 413)."""
     for mark, limit in MAX_MARKS.items():
         if (count := raw.count(mark)) > limit:
             message = (
@@ -87,7 +87,7 @@ def _check_media_type(request: Request) -> None:
 
 
 async def _read(request: Request, state: ServerState, body: bytearray) -> None:
-    """Nothing beyond the limit is kept, and of a body that says it is longer nothing is read."""
+    """Receive a body up to the limit. A body whose content-length exceeds it is not read at all."""
     limit, timeout_s = state.args.max_body, state.args.body_timeout_s
     stated = request.headers.get("content-length", "")
     if stated.isdigit() and (len(stated) > 18 or int(stated) > limit):
@@ -125,14 +125,14 @@ def _check_int(digits: str) -> None:
 
 
 def _check_keys(pairs: list[tuple[str, Any]]) -> None:
-    """Two readers of a body might choose differently between fields of one name."""
+    """Refuse duplicate fields, between which two parsers might choose differently."""
     if len(dict(pairs)) < len(pairs):
         ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
         raise invalid(f"the field {key[:100]!r} occurs twice", key[:100], "duplicate_field")
 
 
 def _wrong_field(message: str) -> ApiError:
-    """From the decoder's words: "Expected `int`, got `str` - at `$.max_tokens`"."""
+    """Convert the decoder's message: "Expected `int`, got `str` - at `$.max_tokens`"."""
     found = _PLACE.fullmatch(message)
     where = (found and found.group("where")) or ""
     what = found.group("what") if found else message
@@ -145,7 +145,7 @@ def _wrong_field(message: str) -> ApiError:
 
 
 def _unknown_fields(data: Any, made: Any, where: str) -> Iterator[str]:
-    """Places in the data that the struct made of it knows nothing of."""
+    """Paths of fields in the data that the struct does not have."""
     if isinstance(made, msgspec.Struct) and isinstance(data, dict):
         names = dict(zip(made.__struct_encode_fields__, made.__struct_fields__, strict=True))
         for key, value in data.items():

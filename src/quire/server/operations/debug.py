@@ -18,8 +18,8 @@ MAX_WATCHERS = 16
 
 
 async def cache_events(request: Request) -> ASGIApp:
-    """A stream of CacheUpdates: first a snapshot, then what changes. A watcher that is too slow for them gets a new
-    snapshot once it reads again. Raises ApiError (429) for one watcher too many."""
+    """A stream of CacheUpdates: first a snapshot, then changes. A watcher that is too slow gets a new snapshot when it
+    reads again. Raises ApiError (429) for one watcher too many."""
     state = state_of(request)
     if state.num_cache_watchers >= MAX_WATCHERS:
         message = f"too many open streams of the cache: at most {MAX_WATCHERS} are allowed"
@@ -32,7 +32,7 @@ async def cache_events(request: Request) -> ASGIApp:
 async def _events(state: ServerState) -> AsyncGenerator[bytes, None]:
     state.num_cache_watchers += 1
     try:
-        while True:  # the engine's door ends the frames of a watcher that does not keep up
+        while True:  # the engine's interface ends the frames of a watcher that is too slow
             async with aclosing(state.llm.watch_cache()) as frames:
                 async for data in frames:
                     yield sse.frame(data)

@@ -74,7 +74,7 @@ FINISHED_REASONS = ("stop", "length", "abort", "error")
 
 
 class Histogram:
-    """Counts by bucket. For one thread, and so without a lock."""
+    """Counts by bucket. Used by one thread only, so it needs no lock."""
 
     __slots__ = ("_bounds", "counts", "sum")
 
@@ -99,7 +99,7 @@ class Histogram:
 
 @dataclass(slots=True)
 class _Live:
-    """A request that runs."""
+    """A request that is running."""
 
     start: float
     last: float
@@ -109,7 +109,7 @@ class _Live:
 
 
 class Metrics:
-    """What has happened since the server began. A RequestListener: all calls come from the event loop's thread."""
+    """All metrics since the server started. A RequestListener, called only in the event loop's thread."""
 
     def __init__(
         self,
@@ -149,14 +149,14 @@ class Metrics:
         return encoder(self.registry), content_type
 
     def on_step(self, stats: EngineStats) -> None:
-        """The engine has made a step."""
+        """The engine has completed a step."""
         total = stats.num_prompt_tokens + stats.num_generated_tokens
         if self._step_tokens is not None and total > self._step_tokens:
             self.histograms["iteration_tokens_total"].observe(total - self._step_tokens)
         self._step_tokens = total
 
     def on_request_start(self, request_id: str, num_prompt_tokens: int, params: Any) -> None:
-        """A request goes to the engine."""
+        """A request is sent to the engine."""
         now = self._clock()
         self._live[request_id] = _Live(now, now, num_prompt_tokens)
         self.histograms["request_params_n"].observe(getattr(params, "n", 1))
@@ -164,7 +164,7 @@ class Metrics:
             self.histograms["request_params_max_tokens"].observe(max_tokens)
 
     def on_tokens(self, request_id: str, num_tokens: int, now: float) -> None:
-        """A step brought a request tokens. Of several samples, or of tokens known in advance, the step counts once."""
+        """A step generated tokens of a request. It counts as one interval, also for several samples or tokens."""
         live = self._live.get(request_id)
         if live is None:
             return
@@ -177,7 +177,7 @@ class Metrics:
         live.num_tokens += num_tokens
 
     def on_request_end(self, request_id: str, metrics: RequestMetrics, num_cached_tokens: int, reason: str) -> None:
-        """A request has ended, well or not."""
+        """A request has ended, successfully or not."""
         live = self._live.pop(request_id, None)
         if live is None:
             return
@@ -199,14 +199,14 @@ class Metrics:
             self._observe("request_decode_time_seconds", end - first)
 
     def on_http_response(self, context: RequestContext) -> None:
-        """An HTTP request was answered."""
+        """The response to an HTTP request is complete."""
         self._http[context.route, context.method, str(context.status)] += 1
 
     def _observe(self, name: str, value: float) -> None:
         self.histograms[name].observe(max(0.0, value))
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics as they are now; prometheus-client calls it."""
+        """The current metrics; called by prometheus-client."""
         stats = self._stats()
         for family, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
             for name, (text, value) in table.items():
@@ -290,7 +290,7 @@ class Metrics:
         return self._family(kind, name, text, [({}, value)])
 
     def _family(self, kind: Any, name: str, text: str, rows: Sequence[tuple[Mapping[str, str], float]]) -> Metric:
-        """A family with a row for each set of labels beside the model's."""
+        """A metric family with one row for each set of additional labels."""
         extra = list(rows[0][0]) if rows else []
         metric: Metric = kind(name, text, labels=[*self._labels, *extra])
         for labels, value in rows:
@@ -329,7 +329,7 @@ METRICS_ENDPOINT = Endpoint(
 
 
 def _resident_bytes(pid: str) -> int | None:
-    """None where the system does not say, or the process is gone."""
+    """Resident memory of a process, or None if it is unknown."""
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
     except (OSError, IndexError, ValueError):

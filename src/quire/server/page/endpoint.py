@@ -1,4 +1,4 @@
-"""The page at /: a handful of files that come with the package, read once. Nothing else can be asked for."""
+"""Endpoints for the web page's files, which are part of the package and read once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascrip
 
 
 def _handler(content: bytes, media_type: str) -> Handler:
-    """Answers with this content, or with 304 to those who have it."""
+    """A handler that answers with this content, or with 304 if the client has it already."""
     headers = {
         "etag": f'"{blake2b(content, digest_size=12).hexdigest()}"',
         "cache-control": "no-cache",

@@ -1,4 +1,4 @@
-"""Conversations as prompts: messages checked and written down by the chat template."""
+"""Converts conversations to prompts: checks the messages and applies the chat template."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from quire.server.http.state import ServerState
 _RESERVED = ("self", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tools")
 _QUICK_MESSAGES = 32
 _QUICK_CHARS = 16_384
-"""conversations up to here are written down at once, others in a thread beside the event loop"""
+"""Shorter conversations are rendered at once, longer ones in a thread, so that the event loop is not blocked."""
 
 
 class ChatPrompt(TypedDict):
-    """As the engine's door takes it."""
+    """A prompt in the format of the engine's interface."""
 
     prompt: str
     prompt_token_ids: list[int]
@@ -70,7 +70,7 @@ async def chat_prompt(
 
 
 def _num_chars(message: ChatMessage) -> int:
-    """Of all that a template may write down, about."""
+    """Approximate size of the text that a template may render."""
     parts = message.content if isinstance(message.content, list) else [ContentPart(text=message.content)]
     calls = [call.function.arguments for call in message.tool_calls or ()]
     texts = [*(part.text for part in parts), message.reasoning_content, message.reasoning, message.refusal, *calls]
@@ -78,7 +78,7 @@ def _num_chars(message: ChatMessage) -> int:
 
 
 def _plain_message(message: ChatMessage, where: str) -> dict[str, Any]:
-    """As templates know it: content always a text, arguments of calls as objects."""
+    """The message as templates expect it: content as a string, arguments of calls as objects."""
     plain: dict[str, Any] = msgspec.to_builtins(message)
     plain["content"] = content_text(message.content, f"{where}.content")
     if message.tool_calls is not None:
@@ -88,7 +88,7 @@ def _plain_message(message: ChatMessage, where: str) -> dict[str, Any]:
 
 
 def content_text(content: str | list[ContentPart] | None, where: str = "content") -> str:
-    """The text of a message's content. Raises ApiError for parts that are no text."""
+    """The text of a message's content. Raises ApiError for parts that are not text."""
     if not isinstance(content, list):
         return content or ""
     for i, part in enumerate(content):

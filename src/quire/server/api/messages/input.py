@@ -1,4 +1,4 @@
-"""What `/v1/messages` is asked, as a chat request: blocks become messages, fields get the names of chat."""
+"""Converts a request of `/v1/messages` to a chat request: blocks become messages, fields get chat's names."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -34,7 +34,7 @@ def chat_request(request: api.MessagesRequest) -> dict[str, Any]:
 
 
 def prompt_request(request: api.CountTokensRequest) -> dict[str, Any]:
-    """The part of the chat request that makes the prompt. A last message of the assistant is gone on with."""
+    """The fields of the chat request that determine the prompt. A last message of the assistant is continued."""
     messages = chat_messages(request.messages, request.system)
     body: dict[str, Any] = {"messages": messages, "model": request.model}
     if messages[-1]["role"] == "assistant":

@@ -1,4 +1,4 @@
-"""`/v1/responses`: answers that are kept, gone on with, and made in the background."""
+"""`/v1/responses`: responses that are stored, continued, and generated in the background."""
 
 import asyncio
 import time
@@ -33,7 +33,7 @@ from quire.server.http.state import ServerState, context_of, state_of
 
 MAX_LISTED = 100
 _QUICK_ITEMS = 256
-"""so many are read at once, more in a thread beside the event loop"""
+"""Number of items that are converted at once; more are converted in a thread."""
 _FIELD_NAMES = {
     "prompt": "input", "messages": "input", "max_tokens": "max_output_tokens", "response_format": "text",
     "structured_outputs": "text",
@@ -50,7 +50,7 @@ def stored_responses(state: ServerState) -> StoredResponses:
 
 
 async def create(request: Request) -> ASGIApp:
-    """Answer, wait for the answer, or promise it."""
+    """Create a response: whole, as a stream, or in the background."""
     context_of(request).field_names |= _FIELD_NAMES
     body = await read_struct(request, ResponsesRequest)
     state, owner = state_of(request), context_of(request).tenant
@@ -72,7 +72,7 @@ async def create(request: Request) -> ASGIApp:
 
 
 async def retrieve(request: Request) -> ASGIApp:
-    """The response as it stands, or the rest of its stream."""
+    """The current state of a response, or the rest of its stream."""
     found = await _find(request)
     background = _background(request, found)
     if _choice(request, "stream", "false", "true") == "true":
@@ -85,7 +85,7 @@ async def retrieve(request: Request) -> ASGIApp:
 
 
 async def cancel(request: Request) -> ASGIApp:
-    """End a response that runs in the background; one that has ended stays as it is."""
+    """Cancel a response that runs in the background; a finished one is returned unchanged."""
     found = await _find(request)
     background = _background(request, found)
     if background is not None:
@@ -99,7 +99,7 @@ async def cancel(request: Request) -> ASGIApp:
 
 
 async def delete(request: Request) -> ASGIApp:
-    """Forget a response, and end it if it runs in the background."""
+    """Delete a response, and cancel it if it runs in the background."""
     found = await _find(request)
     background = _background(request, found)
     if background is not None:
@@ -111,7 +111,7 @@ async def delete(request: Request) -> ASGIApp:
 
 
 async def input_items(request: Request) -> ASGIApp:
-    """What was asked, item by item, the last one first unless `order` says otherwise."""
+    """The input items of a response, the last one first by default."""
     found = await _find(request)
     items: list[dict[str, Any]] = msgspec.json.decode(found.input_items)
     if _choice(request, "order", "desc", "asc") == "desc":
@@ -166,7 +166,7 @@ async def _make_run(request: Request, body: ResponsesRequest, responses: StoredR
 async def _history(
     responses: StoredResponses, owner: str, previous_id: str | None, max_bytes: int
 ) -> list[dict[str, Any]]:
-    """The items of the conversation up to a response. A call that was cut off is left out: nobody can answer it."""
+    """The items of the conversation up to a response, without truncated calls, which cannot have results."""
     if previous_id is None:
         return []
     try:
@@ -253,7 +253,7 @@ def _raw(found: StoredResponse) -> HttpResponse:
 
 
 def _choice(request: Request, name: str, *allowed: str) -> str:
-    """The first is what nothing said means."""
+    """The value of a query parameter; the first allowed value is the default."""
     found = request.query_params.get(name, allowed[0]).lower()
     if found not in allowed:
         raise invalid(f"{name}={found[:100]!r}: must be one of {', '.join(allowed)}", name)

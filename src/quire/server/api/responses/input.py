@@ -1,4 +1,4 @@
-"""What `/v1/responses` is asked, as a chat request: items become messages, fields get the names of chat."""
+"""Converts a request of `/v1/responses` to a chat request: items become messages, fields get chat's names."""
 
 import re
 import secrets
@@ -13,14 +13,14 @@ from quire.server.http.errors import ApiError
 
 LOGPROBS = "message.output_text.logprobs"
 _INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
-"""what `include` may name; thoughts are never encrypted here, so there is nothing to add for the second"""
+"""Allowed values of `include`. The second has no effect, because reasoning is never encrypted."""
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 _RESPONSE_ID = re.compile(r"resp_[0-9a-f]{32}")
 _SAME_NAMES = ("model", "temperature", "top_p", "parallel_tool_calls", "user")
 
 
 def new_id(prefix: str) -> str:
-    """`prefix_` and 128 random bits: an id that nobody can guess."""
+    """A new id: `prefix_` and 128 random bits, so that it cannot be guessed."""
     return f"{prefix}_{secrets.token_hex(16)}"
 
 
@@ -122,7 +122,7 @@ def chat_messages(items: Sequence[api.InputItem], instructions: str | None) -> l
 
 
 def _assistant(messages: list[dict[str, Any]], thoughts: list[str]) -> dict[str, Any]:
-    """The assistant's message that is being put together; thoughts open a new one."""
+    """The assistant's message that is being assembled; reasoning begins a new one."""
     if not messages or messages[-1]["role"] != "assistant" or thoughts:
         messages.append({"role": "assistant", "content": None})
         if thoughts:

@@ -1,4 +1,4 @@
-"""The tools a request gives, and what its `tool_choice` leaves the model to write."""
+"""Checks the tools of a request, and derives the grammar that its `tool_choice` requires."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.server.api.tools.output_parser import ForcedTools
 
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 192 * 1024
-"""of all tools as JSON"""
+"""Limit on the size of all tools as JSON."""
 MAX_SCHEMA_DEPTH = 64
 _WHITESPACE = " ?"
 """between JSON's tokens: a small model can write spaces without end where they are free"""
@@ -113,7 +113,7 @@ def _check_name(name: str, where: str) -> None:
 
 
 def _check_depth(value: Any, where: str) -> None:
-    """Without recursion: what is too deep for it shall be found."""
+    """Check the nesting without recursion, which would fail on the schemas that must be refused."""
     level = [value]
     for _ in range(MAX_SCHEMA_DEPTH):
         children = [v.values() if isinstance(v, dict) else v for v in level if isinstance(v, dict | list)]
@@ -174,7 +174,7 @@ def _call_schema(name: str, index: int) -> dict[str, Any]:
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """The schema with its references to itself, `#...`, right for where it will stand."""
+    """The schema with its references to itself, `#...`, adjusted to its new place."""
     if isinstance(schema, list):
         return [_moved(item, place) for item in schema]
     if not isinstance(schema, dict):
