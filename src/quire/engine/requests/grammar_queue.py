@@ -21,7 +21,7 @@ COMPILE_LIMIT_S = 20.0
 one guards against bugs in it."""
 
 MAX_BYTES_IN_USE = 8 * 1024**2
-"""Limit on the source text of all grammars in use. A compiled grammar takes up to fifty times the memory of its source."""
+"""Limit on the source text of all grammars in use. A compiled grammar takes up to fifty times the size of its source."""
 
 
 class GrammarQueue:
@@ -77,8 +77,8 @@ class GrammarQueue:
             self._waiting[group] = self.compiler.submit(params.structured_outputs, params.tenant, jumps=jumps)
 
     def _next(self, in_use: Counter[str]) -> SequenceGroup | None:
-        """The first request, of the tenants that use the least memory, whose grammar fits into what is left. Of two such
-        tenants the one comes first that was served longer ago.
+        """The first request, of the tenants that use the least memory, whose grammar fits into what is left. Of two
+        such tenants the one comes first that was served longer ago.
 
         Where none of them fits, tenants that use more wait too: they would take the memory that is becoming free.
         """
@@ -103,7 +103,7 @@ class GrammarQueue:
         return self._discard(group)
 
     def _discard(self, group: SequenceGroup) -> bool:
-        """Remove a waiting request; its compilation is cancelled if no thread has begun it. False if it does not wait."""
+        """Remove a waiting request, and cancel its compilation if no thread has begun it. False if it is not waiting."""
         compilation = self._waiting.pop(group, None)
         self._deadlines.pop(group, None)
         if compilation is not None:
