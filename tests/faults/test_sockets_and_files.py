@@ -22,7 +22,7 @@ from quire.text.grammar.trial import TrialProcess, TrialSettings
 from tests.async_llm.door import Door
 from tests.async_llm.local_engine import local_llm
 from tests.scripted_engine import scripted_llm
-from tests.server.door import Server, serve
+from tests.server.in_process import Server, serve
 from tests.server.test_operations import ListenedLLM
 from tests.server.test_run_batch import Batch, line
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from quire.server.api.messages.protocol import MessagesRequest
 from quire.server.api.responses.protocol import ResponsesRequest
-from tests.server.door import Answer, Server, saying
+from tests.server.in_process import Answer, Server, saying
 
 TYPES = [
     "message", "function_call", "function_call_output", "reasoning", "input_text", "output_text", "text", "tool_use",

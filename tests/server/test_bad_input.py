@@ -7,7 +7,7 @@ import pytest
 
 from quire.server.config import ServerArgs
 from quire.server.http.errors import status_error
-from tests.server.door import saying
+from tests.server.in_process import saying
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "Hello"}]

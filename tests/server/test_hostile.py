@@ -16,7 +16,7 @@ from quire.server.api.responses.protocol import ResponsesRequest
 from quire.server.api.shared.generation import _merged
 from quire.server.api.tokens.protocol import DetokenizeRequest, TokenizeRequest
 from quire.server.http import bodies
-from tests.server.door import Answer, Server, saying, serve
+from tests.server.in_process import Answer, Server, saying, serve
 
 COMPLETIONS, CHAT, RESPONSES, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
 COUNT, TOKENIZE, DETOKENIZE = "/v1/messages/count_tokens", "/tokenize", "/detokenize"

@@ -12,7 +12,7 @@ from quire.server.http.auth import ApiKeys
 from quire.server.operations.lifecycle import DrainGate
 from quire.server.serve import build_app
 from tests.scripted_engine import scripted_llm
-from tests.server.door import InProcessLLM, Server, serve
+from tests.server.in_process import InProcessLLM, Server, serve
 
 KEY = {"authorization": "Bearer sk-1"}
 PROMPT = {"prompt": "hello", "max_tokens": 2}

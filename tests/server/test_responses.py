@@ -18,7 +18,7 @@ from quire.server.config import ServerArgs
 from quire.server.http.state import RequestContext, context_of
 from quire.server.operations.lifecycle import DrainGate
 from quire.server.serve import finish
-from tests.server.door import Answer, Server, saying
+from tests.server.in_process import Answer, Server, saying
 
 Say = Callable[..., Server]
 URL = "/v1/responses"

@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from quire.server.api.tools import REASONING_FORMATS, TOOL_FORMATS
-from tests.server.door import Server, saying
+from tests.server.in_process import Server, saying
 
 openai = pytest.importorskip("openai")
 anthropic = pytest.importorskip("anthropic")

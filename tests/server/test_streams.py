@@ -13,7 +13,7 @@ from quire.server.app import Application
 from quire.server.config import ServerArgs
 from quire.server.http import sse
 from tests.scripted_engine import scripted_llm
-from tests.server.door import saying, serve
+from tests.server.in_process import saying, serve
 
 COMPLETIONS, CHAT, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/messages"
 LONG = {

@@ -51,8 +51,8 @@ def make_app(
 ) -> Application:
     """The ASGI application.
 
-    `around` stands around everything, paths that nobody knows too, the first outermost; `wrap` around each endpoint.
-    Both find the request's context (`context_of(scope)`), and may raise ApiError before an answer begins.
+    `around` is middleware for all requests, including unknown paths, the first outermost; `wrap` adds middleware to
+    each endpoint. Both can use the request's context (`context_of(scope)`) and raise ApiError before a response begins.
     """
     routes = (*routes, openapi.endpoint(routes))
     return Application(

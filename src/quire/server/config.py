@@ -35,14 +35,10 @@ class ServerArgs:
     host: str = arg("127.0.0.1", "address to listen on; one that other machines can reach requires an API key")
     port: int = arg(8000, "port to listen on; 0: any free port")
     uds: str | None = arg(None, "listen on this Unix socket instead of host and port")
-    served_model_name: tuple[str, ...] = arg(
-        (), "names under which the model is served; responses use the first; none: the model's own name"
-    )
+    served_model_name: tuple[str, ...] = arg((), "names of the model for clients; responses use the first")
     page: bool = arg(True, "serve the web page with the playground and the live view at /")
 
-    api_key: tuple[str, ...] = arg(
-        (), "API keys, of which clients must send one; other users of the machine can see them"
-    )
+    api_key: tuple[str, ...] = arg((), "API keys; other users of this machine can see them")
     api_key_file: str | None = arg(None, "file of API keys, name:key on each line; the name becomes the tenant")
     allow_unauthenticated: bool = arg(False, "allow other machines to connect without an API key")
     guard_metrics: bool = arg(False, "require an API key for /metrics too")
@@ -53,9 +49,7 @@ class ServerArgs:
     trusted_proxies: tuple[str, ...] = arg(
         (), "addresses or networks of proxies whose X-Forwarded-For and X-Forwarded-Proto are used, * for any"
     )
-    allowed_origins: tuple[str, ...] = arg(
-        (), "origins of other web sites whose pages may call this server (CORS), * for any"
-    )
+    allowed_origins: tuple[str, ...] = arg((), "origins of web sites that may call this server (CORS), * for any")
     allow_credentials: bool = arg(False, "calls from those pages may carry cookies and credentials")
     ssl_certfile: str | None = arg(None, "TLS: file with the certificate chain, in PEM")
     ssl_keyfile: str | None = arg(None, "TLS: file with the private key, if it is not in the certificate's file")
@@ -72,22 +66,14 @@ class ServerArgs:
     hang_timeout_s: float | None = arg(
         8.0, "seconds (at least 3) after which an engine that is busy but makes no progress is replaced; none: never"
     )
-    keep_alive_s: float = arg(
-        15.0, "seconds without a token after which a stream sends a comment to keep the connection open"
-    )
+    keep_alive_s: float = arg(15.0, "seconds without a token after which a stream sends a comment")
     max_prompts_per_request: int = arg(1024, "maximum number of prompts in one request")
     max_choices_per_request: int = arg(1024, "maximum of prompts times n, or times best_of, in one request")
 
     max_waiting: int = arg(1024, "maximum number of requests in the queue; further ones are refused (429)")
-    max_concurrent_per_tenant: int | None = arg(
-        None, "maximum number of simultaneous requests of one API key or, without keys, one address"
-    )
-    requests_per_minute: int | None = arg(
-        None, "maximum number of requests per minute of one API key or, without keys, one address"
-    )
-    tokens_per_minute: int | None = arg(
-        None, "maximum number of tokens (prompts and outputs) per minute of one API key or, without keys, one address"
-    )
+    max_concurrent_per_tenant: int | None = arg(None, "maximum number of simultaneous requests of one tenant")
+    requests_per_minute: int | None = arg(None, "requests per minute of one tenant: an API key or an address")
+    tokens_per_minute: int | None = arg(None, "tokens, of prompts and outputs, per minute of one tenant")
     drain_timeout_s: float = arg(30.0, "seconds that running requests may take to finish when the server stops")
 
     allow_client_chat_template: bool = arg(False, "let requests contain their own chat template")
@@ -95,9 +81,7 @@ class ServerArgs:
     reasoning_parser: str = arg(
         "auto", "tags around the model's reasoning: auto, none, think, mistral, or two tags written START...END"
     )
-    response_store: str | None = arg(
-        None, "file in which responses of /v1/responses are stored; none: in memory, until the server stops"
-    )
+    response_store: str | None = arg(None, "file for stored responses; none: kept in memory")
     response_store_max: int = arg(10_000, "maximum number of stored responses; the oldest are deleted first")
     response_store_max_bytes: int | str = arg("256MiB", "maximum size of all stored responses with their inputs")
 
@@ -129,9 +113,7 @@ class ServerArgs:
             raise ConfigError("ssl_keyfile and ssl_ca_certs require ssl_certfile, the server's certificate")
         for proxy in self.trusted_proxies:
             if proxy != "*" and not _is_network(proxy):
-                raise ConfigError(
-                    f"trusted_proxies has {proxy!r}: must be addresses, networks such as 10.0.0.0/8, or *"
-                )
+                raise ConfigError(f"trusted_proxies has {proxy!r}: must be addresses, networks (10.0.0.0/8) or *")
         if self.log_prompts and not self.log_requests:
             raise ConfigError("log_prompts requires log_requests: enable both or neither")
         if not self.allow_unauthenticated and not self.is_local and not self.has_api_key:

@@ -21,7 +21,7 @@ COMPILE_LIMIT_S = 20.0
 one guards against bugs in it."""
 
 MAX_BYTES_IN_USE = 8 * 1024**2
-"""Limit on the source text of all grammars in use. A compiled grammar takes up to fifty times the size of its source."""
+"""Limit on the source text of all grammars in use. A compiled grammar takes up to fifty times its source's size."""
 
 
 class GrammarQueue:
@@ -103,7 +103,7 @@ class GrammarQueue:
         return self._discard(group)
 
     def _discard(self, group: SequenceGroup) -> bool:
-        """Remove a waiting request, and cancel its compilation if no thread has begun it. False if it is not waiting."""
+        """Remove a waiting request; cancels its compilation unless it has begun. Returns False if it is not waiting."""
         compilation = self._waiting.pop(group, None)
         self._deadlines.pop(group, None)
         if compilation is not None:

@@ -35,23 +35,10 @@ async def load(request: Request) -> ASGIApp:
 
 
 ENDPOINTS = (
+    Endpoint(path="/health", method="GET", handler=health, summary="Is the engine up?", response=Status, kind="health"),
     Endpoint(
-        path="/health", method="GET", handler=health, summary="Whether the engine runs", response=Status, kind="health"
+        path="/ready", method="GET", handler=ready, summary="Is the server ready?", response=Status, kind="health"
     ),
-    Endpoint(
-        path="/ready",
-        method="GET",
-        handler=ready,
-        summary="Whether the server accepts requests",
-        response=Status,
-        kind="health",
-    ),
-    Endpoint(path="/version", method="GET", handler=version, summary="Version of the server", response=Version),
-    Endpoint(
-        path="/load",
-        method="GET",
-        handler=load,
-        summary="Number of requests that generate at the moment",
-        response=Load,
-    ),
+    Endpoint(path="/version", method="GET", handler=version, summary="Show the version", response=Version),
+    Endpoint(path="/load", method="GET", handler=load, summary="Count running requests", response=Load),
 )

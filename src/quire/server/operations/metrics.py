@@ -37,11 +37,8 @@ _STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 _HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
     "time_to_first_token_seconds": ("Time from a request's arrival to its first token", _LATENCIES),
-    "inter_token_latency_seconds": (
-        "Time between two tokens of a request, as they reach the server process",
-        _LATENCIES,
-    ),
-    "time_per_output_token_seconds": ("vllm:inter_token_latency_seconds under vLLM's older name", _LATENCIES),
+    "inter_token_latency_seconds": ("Time between two tokens of a request, as received by the server", _LATENCIES),
+    "time_per_output_token_seconds": ("Older name of vllm:inter_token_latency_seconds", _LATENCIES),
     "request_time_per_output_token_seconds": ("Mean time per token of a request, after its first token", _LATENCIES),
     "e2e_request_latency_seconds": ("Time from a request's arrival to its end", _DURATIONS),
     "request_queue_time_seconds": ("Time from a request's arrival in the engine to its first step", _DURATIONS),
@@ -51,20 +48,17 @@ _HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
     "request_prompt_tokens": ("Number of prompt tokens of a request", _COUNTS),
     "request_generation_tokens": ("Number of tokens generated for a request", _COUNTS),
     "request_params_n": ("Number of samples (n) of a request", (1, 2, 5, 10, 20, 50, 100)),
-    "request_params_max_tokens": ("Limit on the tokens of each sample (max_tokens) of a request", _COUNTS),
-    "iteration_tokens_total": (
-        "Tokens of a step: prompt tokens of completed prefills and generated tokens",
-        _STEP_TOKENS,
-    ),
+    "request_params_max_tokens": ("max_tokens of a request", _COUNTS),
+    "iteration_tokens_total": ("Tokens of a step: of completed prefills, and generated", _STEP_TOKENS),
 }
 _GAUGES: Mapping[str, tuple[str, Callable[[EngineStats], float]]] = {
     "num_requests_running": ("Number of requests that are running", lambda s: s.num_running),
     "num_requests_waiting": ("Number of requests in the queue", lambda s: s.num_waiting),
-    "num_requests_swapped": ("Number of requests that are swapped out to the host tier", lambda s: s.num_swapped),
-    "kv_cache_usage_perc": ("Fraction of KV cache blocks that requests own, 0 to 1", lambda s: s.kv_cache_usage),
+    "num_requests_swapped": ("Number of requests that are swapped out", lambda s: s.num_swapped),
+    "kv_cache_usage_perc": ("Fraction of KV cache blocks in use, 0 to 1", lambda s: s.kv_cache_usage),
 }
 _COUNTERS: Mapping[str, tuple[str, Callable[[EngineStats], float]]] = {
-    "num_preemptions": ("Preemptions of requests because no blocks were free", lambda s: s.num_preemptions),
+    "num_preemptions": ("Preempted requests", lambda s: s.num_preemptions),
     "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache", lambda s: s.num_prefix_queried_tokens),
     "prefix_cache_hits": ("Prompt tokens found in the prefix cache", lambda s: s.num_prefix_hit_tokens),
     "prompt_tokens": ("Prompt tokens, including cached ones", lambda s: s.num_prompt_tokens),
@@ -242,11 +236,7 @@ class Metrics:
         counters = (
             ("quire:engine_steps", "Number of engine steps", stats.num_steps),
             ("quire:swapped_blocks", "Blocks copied to or from the host tier", stats.num_swapped_blocks),
-            (
-                "quire:prefix_cache_evicted_tokens",
-                "Cached tokens evicted because no blocks were free",
-                stats.prefix_cache["evicted"],
-            ),
+            ("quire:prefix_cache_evicted_tokens", "Cached tokens evicted", stats.prefix_cache["evicted"]),
             (
                 "quire:prefix_cache_spilled_tokens",
                 "Cached tokens moved to the host tier",
@@ -263,9 +253,7 @@ class Metrics:
 
     def _collect_server(self) -> Iterator[Metric]:
         is_running = self._is_running()
-        yield self._single(
-            GaugeMetricFamily, "quire:engine_up", "1 if the engine process runs, else 0", int(is_running)
-        )
+        yield self._single(GaugeMetricFamily, "quire:engine_up", "1 if the engine process runs", int(is_running))
         names = {
             "engine_restarts": "Engine processes started after the first",
             "requests_replayed": "Requests continued in another engine process",

@@ -69,13 +69,13 @@ def chat_messages(
 
 
 def _assistant_message(blocks: Sequence[api.Block], names: dict[str, str], where: str) -> dict[str, Any]:
-    texts, thoughts, calls = [], [], []
+    texts, reasoning, calls = [], [], []
     for i, block in enumerate(blocks):
         match block:
             case api.TextBlock():
                 texts.append(block.text)
             case api.ThinkingBlock():
-                thoughts.append(block.thinking)
+                reasoning.append(block.thinking)
             case api.ToolUseBlock():
                 names[block.id] = block.name
                 arguments = msgspec.json.encode(block.input).decode()
@@ -84,8 +84,8 @@ def _assistant_message(blocks: Sequence[api.Block], names: dict[str, str], where
             case api.ToolResultBlock() | api.ImageBlock() | api.DocumentBlock():
                 raise _misplaced(block, f"{where}.content[{i}]", "assistant")
     message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
-    if thoughts:
-        message["reasoning_content"] = "".join(thoughts)
+    if reasoning:
+        message["reasoning_content"] = "".join(reasoning)
     if calls:
         message["tool_calls"] = calls
     return message

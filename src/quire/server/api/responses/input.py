@@ -94,39 +94,39 @@ def chat_messages(items: Sequence[api.InputItem], instructions: str | None) -> l
     """The conversation as chat messages.
 
     `instructions` and the system and developer messages that open the conversation become one system message, since
-    most templates take one. Calls and thoughts become part of the assistant's message beside them.
+    most templates take one. Calls and reasoning become part of the assistant's message beside them.
     """
     opening, messages = ([instructions] if instructions else []), list[dict[str, Any]]()
-    thoughts: list[str] = []
+    reasoning: list[str] = []
     names: dict[str, str] = {}
     for item in items:
         if item.type == "reasoning":
-            thoughts.append(_text(item.content) or "\n".join(part.text for part in item.summary or ()))
+            reasoning.append(_text(item.content) or "\n".join(part.text for part in item.summary or ()))
         elif item.type == "function_call":
             names[item.call_id or ""] = item.name or ""
-            _assistant(messages, thoughts).setdefault("tool_calls", []).append(_chat_call(item))
+            _assistant(messages, reasoning).setdefault("tool_calls", []).append(_chat_call(item))
         elif item.type == "function_call_output":
             messages.append(_tool_message(item, names))
         elif item.role == "assistant":
-            message = _assistant(messages, thoughts)
+            message = _assistant(messages, reasoning)
             message["content"] = (message["content"] or "") + _text(item.content)
         elif item.role == "user" or messages:
             messages.append({"role": "user" if item.role == "user" else "system", "content": _text(item.content)})
         else:
             opening.append(_text(item.content))
         if item.type != "reasoning":
-            thoughts.clear()
+            reasoning.clear()
     if opening:
         messages.insert(0, {"role": "system", "content": "\n\n".join(opening)})
     return messages
 
 
-def _assistant(messages: list[dict[str, Any]], thoughts: list[str]) -> dict[str, Any]:
+def _assistant(messages: list[dict[str, Any]], reasoning: list[str]) -> dict[str, Any]:
     """The assistant's message that is being assembled; reasoning begins a new one."""
-    if not messages or messages[-1]["role"] != "assistant" or thoughts:
+    if not messages or messages[-1]["role"] != "assistant" or reasoning:
         messages.append({"role": "assistant", "content": None})
-        if thoughts:
-            messages[-1]["reasoning_content"] = "\n".join(thoughts)
+        if reasoning:
+            messages[-1]["reasoning_content"] = "\n".join(reasoning)
     return messages[-1]
 
 

@@ -130,7 +130,7 @@ def chat_logprobs(
     token_ids: Iterable[int], rows: Iterable[dict[int, Logprob]], num_top: int, as_ids: bool
 ) -> list[TokenLogprob]:
     """Log-probabilities in the format of chats: each token's own, and those of the `num_top` most likely."""
-    told = []
+    entries_of_tokens = []
     for token_id, row in zip(token_ids, rows, strict=True):
         entries = [
             TopLogprob(text, finite(entry.logprob), tuple(text.encode()))
@@ -142,8 +142,8 @@ def chat_logprobs(
             entries = [entry for lp, entry in zip(row.values(), entries, strict=True) if (lp.rank or 0) <= num_top]
         entries.sort(key=lambda entry: -entry.logprob)
         text = token_text(token_id, own, as_ids)
-        told.append(TokenLogprob(text, finite(own.logprob), tuple(text.encode()), entries))
-    return told
+        entries_of_tokens.append(TokenLogprob(text, finite(own.logprob), tuple(text.encode()), entries))
+    return entries_of_tokens
 
 
 def prompt_logprobs(rows: list[dict[int, Logprob] | None] | None) -> PromptLogprobs | None:

@@ -33,7 +33,7 @@ def make_parser(
 ) -> "OutputParser":
     """A parser for one sample's output.
 
-    With `forced` the other formats do not count: the grammar leaves them no room. Calls beyond `max_calls` are left
+    With `forced` the other formats are ignored, because the grammar excludes them. Calls beyond `max_calls` are left
     out. Without any format all text is content, and goes through as it is.
     """
     return OutputParser(reasoning, tools, forced, ParsedList(new_id, max_calls))

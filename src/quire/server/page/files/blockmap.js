@@ -102,12 +102,12 @@ export function fillLegend(list) {
   );
 }
 
-// One tier's cells. `tell(text)` is called with a description of the block under the pointer or the cursor.
+// One tier's cells. `describe(text)` is called with a description of the block under the pointer or the cursor.
 export class BlockMap {
-  constructor(name, title, tell) {
+  constructor(name, title, describe) {
     this.name = name;
     this.title = title;
-    this.tell = tell;
+    this.describe = describe;
     this.heading = element("h3");
     this.canvas = element("canvas", {
       tabindex: "0",
@@ -231,6 +231,6 @@ export class BlockMap {
       said.push(`depth ${tier.depth[id]}`, `${tier.filled[id]} of ${this.mirror.setup.block_size} tokens`);
       said.push(tier.hash[id] || tier.parent[id] ? plural(tier.hits[id], "hit") : "not in the prefix tree");
     }
-    this.tell(said.join(" · "));
+    this.describe(said.join(" · "));
   }
 }

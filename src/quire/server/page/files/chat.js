@@ -264,11 +264,11 @@ class Answer {
 
   #think(text) {
     this.reasoning += text;
-    if (!this.thoughts) {
-      this.thoughts = element("p");
-      this.turn.text.before(element("details", { class: "reasoning" }, element("summary", {}, "Reasoning"), this.thoughts));
+    if (!this.reasoningNode) {
+      this.reasoningNode = element("p");
+      this.turn.text.before(element("details", { class: "reasoning" }, element("summary", {}, "Reasoning"), this.reasoningNode));
     }
-    this.thoughts.append(text);
+    this.reasoningNode.append(text);
   }
 
   #call(delta) {
