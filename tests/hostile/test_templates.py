@@ -14,7 +14,7 @@ from quire.common.errors import RequestError, TokenizerError
 from quire.server.api.tools import REASONING_FORMATS, TOOL_FORMATS
 from tests.clients.served import quire_serve
 from tests.hostile.target import CHAT, COMPLETIONS, MESSAGES, PATIENCE, Target
-from tests.server.door import saying
+from tests.server.in_process import saying
 from tests.tokenizer.hostile_templates import ENDLESS, ESCAPES
 
 USER = [{"role": "user", "content": "Hi"}]

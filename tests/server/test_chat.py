@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from quire.server.api.tools import REASONING_FORMATS, TOOL_FORMATS
 from quire.server.config import ServerArgs
 from tests.scripted_engine import recital
-from tests.server.door import saying, tokenizer_of
+from tests.server.in_process import saying, tokenizer_of
 
 PATH = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}

@@ -10,7 +10,7 @@ from quire import SamplingParams
 from quire.common.outputs import RequestMetrics
 from quire.server.api.shared.fields import Timings
 from tests.scripted_engine import recital, scripted_llm
-from tests.server.door import saying, serve, tokenizer_of
+from tests.server.in_process import saying, serve, tokenizer_of
 
 PATH = "/v1/completions"
 GREEDY = {"temperature": 0, "max_tokens": 8}
