@@ -20,12 +20,13 @@ import tokenizers
 from quire.cli import generate
 from quire.common import faults as fault_table
 from quire.common.errors import CheckpointError, ConfigError, InvalidPromptError, TokenizerError
+from quire.config.checkpoint.formats import open_checkpoint
+from quire.config.checkpoint.safetensors import INDEX_FILE, read_header
 from quire.config.model import ModelConfig, rope_config
-from quire.config.safetensors_header import read_header
 from quire.interfaces.simulate.trace import read_trace
 from quire.kernels.backend import native
 from quire.models.registry import model_class
-from quire.models.weights.checkpoint import INDEX_FILE, Checkpoint
+from quire.models.weights.loader import reading
 from quire.server.api.batch_file import BatchRun, read_lines
 from quire.server.api.responses.protocol import Reasoning, Response, TextConfig
 from quire.server.api.responses.run import _failed_json
@@ -110,11 +111,12 @@ def index(data: bytes) -> str:
     (place / "a.safetensors").write_bytes(_safetensors_corpus()[2])
     (place / INDEX_FILE).write_bytes(data)
     try:
-        checkpoint = Checkpoint(place)
+        checkpoint = open_checkpoint(place)
     except CheckpointError as error:
         return refusal(error)
     for name in checkpoint.tensors:
-        assert checkpoint.mapped(name).numel() == 2
+        with reading(checkpoint, name) as tensor:
+            assert tensor.numel() == 2
     return ""
 
 

@@ -16,8 +16,7 @@ from quire.config.args import EngineArgs
 from quire.config.model import ModelConfig
 from quire.kernels.backend import native
 from quire.models.layers.embedding import Embedding
-from quire.models.weights.checkpoint import weight_bytes
-from quire.models.weights.loader import assignments, load_model
+from quire.models.weights.loader import assignments, load_model, weight_bytes
 from quire.runner.memory_plan import plan_memory
 
 from ..engine.test_batch_invariance import make_prompts, mixed_params, run
@@ -52,7 +51,7 @@ def test_every_family_is_near_itself_unquantized_and_the_same_when_saved(
     saved = tmp_path / "new" / "saved"
     assert main(["quantize", str(folder), str(saved), "--quantization", quantization]) == 0
     config = ModelConfig.resolve(saved)
-    assert (config.quantization, config.quantized_weights) == (quantization, True)
+    assert (config.quantization, config.quant_method) == (quantization, "quire")
     assert torch.equal(logits_of(config, paged_run), quantized)
     assert [path.name for path in saved.parent.iterdir()] == ["saved"]
 
@@ -151,7 +150,7 @@ def test_damaged_quantized_folders_are_refused(saved: Path) -> None:
     with pytest.raises(CheckpointError, match=rf"wrong shape: {name} \[\d+\] instead of"):
         load_model(ModelConfig.resolve(saved))
     safetensors.torch.save_file(tensors | {name: tensors[name].float()}, file)
-    with pytest.raises(CheckpointError, match=f"packed that should not be, or the reverse: {name}"):
+    with pytest.raises(CheckpointError, match=f"of a wrong dtype: {name} float32"):
         load_model(ModelConfig.resolve(saved))
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="truncated"):

@@ -7,7 +7,7 @@ from quire.common.params import LogprobsMode
 from quire.config.kv_cache import KVCacheConfig
 from quire.config.model import ModelConfig
 from quire.config.parallel import ParallelConfig
-from quire.models.weights.loader import load_model
+from quire.models.weights.loader import load_causal_lm
 from quire.runner.cache_engine import CacheEngine
 from quire.runner.model_runner import ModelRunner
 
@@ -26,7 +26,7 @@ class Worker:
             kernels.set_num_threads(num_threads, parallel.cpus)
         self.cache_engine = CacheEngine(kv_cache)
         self.runner = ModelRunner(
-            load_model(model), self.cache_engine.layers, kv_cache.block_size, model.max_model_len, logprobs_mode
+            load_causal_lm(model), self.cache_engine.layers, kv_cache.block_size, model.max_model_len, logprobs_mode
         )
 
     def execute(self, batch: Batch) -> StepResult:
