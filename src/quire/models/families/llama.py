@@ -118,7 +118,7 @@ class LlamaForCausalLM(CausalLM):
         normed = qkv if shape.qk_norm else 0
         attention = qkv + normed + query + shape.hidden_size
         mlp = max(3 * shape.intermediate_size, shape.intermediate_size + shape.hidden_size)
-        return 2 * shape.hidden_size + max(attention, mlp)
+        return 3 * shape.hidden_size + max(attention, mlp)
 
     @classmethod
     def ties_embeddings(cls, config: ModelConfig) -> bool:

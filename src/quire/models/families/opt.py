@@ -106,7 +106,7 @@ class OPTForCausalLM(CausalLM):
     @classmethod
     def activation_width(cls, config: ModelConfig) -> int:
         shape = OPTShape.read(config)
-        return 2 * shape.hidden_size + max(5 * shape.hidden_size, 2 * shape.ffn_dim, shape.ffn_dim + shape.hidden_size)
+        return 3 * shape.hidden_size + max(5 * shape.hidden_size, 2 * shape.ffn_dim, shape.ffn_dim + shape.hidden_size)
 
     @classmethod
     def ties_embeddings(cls, config: ModelConfig) -> bool:
