@@ -17,6 +17,7 @@ from unittest import mock
 import msgspec
 import tokenizers
 
+from quire import kernels
 from quire.cli import generate
 from quire.common import faults as fault_table
 from quire.common.errors import CheckpointError, ConfigError, InvalidPromptError, TokenizerError
@@ -24,7 +25,7 @@ from quire.config.checkpoint.formats import open_checkpoint
 from quire.config.checkpoint.safetensors import INDEX_FILE, read_header
 from quire.config.model import ModelConfig, rope_config
 from quire.interfaces.simulate.trace import read_trace
-from quire.kernels.backend import native
+from quire.kernels.backends.native_backend import NativeBackend
 from quire.models.registry import model_class
 from quire.models.weights.loader import reading
 from quire.server.api.batch_file import BatchRun, read_lines
@@ -258,7 +259,8 @@ def _prompts_corpus() -> list[bytes]:
 
 def quota(data: bytes) -> str:
     """The groups' files, however they are written: some CPUs, or no limit."""
-    if len(data) < 2 or native is None:
+    backend = kernels.backend_for("cpu")
+    if len(data) < 2 or not isinstance(backend, NativeBackend):
         return "too short"
     place = folder("quota")
     (place / "cpu").mkdir(exist_ok=True)
@@ -268,7 +270,7 @@ def quota(data: bytes) -> str:
     changed = ("groups", "cpu.max", "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")[data[0] % 4]
     (place / "groups").write_bytes(groups[data[0] % 4 >= 2])
     (place / changed).write_bytes(data[1:])
-    found = native.cpu_quota(str(place / "groups"), str(place))
+    found = backend.native.cpu_quota(str(place / "groups"), str(place))
     assert found >= 0
     return "" if found > 0 else "no limit"
 

@@ -272,7 +272,7 @@ def bench_swap_bandwidth() -> Iterator[Row]:
     """Scattered blocks of Qwen2-0.5B's layout to the host tier and back, against a copy of large buffers."""
     config = cache_config(SWAP_TIER_BLOCKS, SWAP_TIER_BLOCKS, QWEN2_05B)
     bytes_per_block = config.total_bytes // config.num_blocks
-    engine, rng = CacheEngine(config), random.Random("swap")
+    engine, rng = CacheEngine(config, kernels.backend_for("cpu")), random.Random("swap")
     for tier in (engine.blocks, engine.host_blocks):
         tier.fill_(1)  # takes the pages
     copy, swaps = MemoryCopy(kernels.num_threads(), 2**28), {"swap_out": engine.swap_out, "swap_in": engine.swap_in}

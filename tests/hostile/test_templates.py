@@ -18,7 +18,7 @@ from tests.server.door import saying
 from tests.tokenizer.hostile_templates import ENDLESS, ESCAPES
 
 USER = [{"role": "user", "content": "Hi"}]
-TINY = Path(quire.__file__).parent / "checkpoints" / "quire-tiny"
+TINY = Path(quire.__file__).parent / "models" / "embedded" / "quire-tiny"
 RUNS_ON = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
 

@@ -9,12 +9,11 @@ import pytest
 import safetensors.torch
 import torch
 
-from quire import LLM, SamplingParams
+from quire import LLM, SamplingParams, kernels
 from quire.cli import main
 from quire.common.errors import CheckpointError, ConfigError, UnsupportedModelError
 from quire.config.args import EngineArgs
 from quire.config.model import ModelConfig
-from quire.kernels.backend import native
 from quire.models.layers.embedding import Embedding
 from quire.models.weights.loader import assignments, load_model, weight_bytes
 from quire.runner.memory_plan import plan_memory
@@ -26,7 +25,9 @@ FORMATS = ["int8", "int4"]
 TOLERANCE = {"int8": 0.1, "int4": 0.7}
 """of the norm of all logits, for random weights that nothing averages out; unrelated logits are 1.4 off"""
 
-needs_native = pytest.mark.skipif(native is None, reason="saved weights are in the native kernels' layout")
+needs_native = pytest.mark.skipif(
+    kernels.isa() == "reference", reason="saved weights are in the native kernels' layout"
+)
 
 
 def logits_of(config: ModelConfig, paged_run: Any) -> torch.Tensor:
@@ -110,7 +111,7 @@ def test_saving_takes_a_new_folder_and_weights_that_are_not_quantized(saved: Pat
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     """The smaller embedded checkpoint in int4."""
-    if native is None:
+    if kernels.isa() == "reference":
         pytest.skip("saved weights are in the native kernels' layout")
     assert main(["quantize", "quire-draft", str(tmp_path / "saved")]) == 0
     return tmp_path / "saved"

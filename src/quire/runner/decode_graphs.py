@@ -53,7 +53,7 @@ class DecodeGraphs:
     def take(sequences: Sequence[ScheduledSequence]) -> bool:
         """Whether these make a decode step."""
         return (
-            kernels.isa() != "reference"
+            kernels.backend_for("cpu").can_record
             and len(sequences) <= MAX_SEQS
             and all(len(s.token_ids) == 1 and len(s.draws) == 1 and s.scored is None for s in sequences)
         )
@@ -87,7 +87,7 @@ class DecodeGraphs:
 
     def _record(self, num_seqs: int) -> _Recorded:
         """Run the step, and keep what it ran."""
-        graph = kernels.KernelGraph()
+        graph = kernels.backend_of(self._kv[0].k).graph()
         with self._workspace.recording(), graph.record():
             hidden = self._model(self._tensors(num_seqs), self._kv)  # [num_seqs, hidden]
             logits = self._model.compute_logits(hidden)

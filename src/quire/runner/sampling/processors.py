@@ -4,9 +4,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire import kernels
 from quire.common.batch import ScheduledSequence
 from quire.common.errors import InvalidParamsError
-from quire.kernels.workspace import empty
 from quire.runner.sampling.draw_tensors import DrawTensors, past_of
 
 
@@ -19,7 +19,7 @@ def run_processors(
     A processor sees its row as mask and bad words leave it. What it allows again stays forbidden.
     """
     errors: dict[int, str] = {}
-    changed = empty(logits.shape, torch.float32)
+    changed = kernels.backend_of(logits).empty(logits.shape, torch.float32)
     changed.copy_(logits)
     vocab = logits.shape[1]
     for row in draws.processed_rows:
