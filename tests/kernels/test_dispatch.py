@@ -1,7 +1,5 @@
 """The wrappers choose a backend by the device of their tensors."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -25,11 +23,10 @@ class MetaBackend(ReferenceBackend):
 
 
 @pytest.fixture
-def meta() -> Iterator[MetaBackend]:
+def meta(monkeypatch: pytest.MonkeyPatch) -> MetaBackend:
     backend = MetaBackend()
-    kernels.register_backend("meta", backend)
-    yield backend
-    _backends.pop(torch.device("meta"))
+    monkeypatch.setitem(_backends, torch.device("meta"), backend)
+    return backend
 
 
 def test_a_second_backend_serves_the_tensors_of_its_device(meta: MetaBackend) -> None:
@@ -56,6 +53,7 @@ def test_tensors_of_two_devices_are_refused(meta: MetaBackend) -> None:
         kernels.add(torch.zeros(3, 4), torch.zeros(3, 4, device="meta"))
 
 
-def test_tensors_of_a_device_without_kernels_are_refused() -> None:
+def test_tensors_of_a_device_without_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(_backends, torch.device("meta"))
     with pytest.raises(KernelError, match="no kernels for tensors on meta, only for those on cpu"):
         kernels.activation(torch.zeros(3, device="meta"), "relu")

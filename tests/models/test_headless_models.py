@@ -35,10 +35,6 @@ class GridEncoder(Model):
     def kv_cache_specs(cls, config: ModelConfig) -> list[KVCacheSpec]:
         return []
 
-    @classmethod
-    def activation_width(cls, config: ModelConfig) -> int:
-        return 96
-
     def forward(self, batch: BatchTensors, kv: Any) -> torch.Tensor:
         row, column = batch.positions
         hidden: torch.Tensor = self.proj(self.embed(batch) + self.embed_tokens(row) + self.embed_tokens(column), batch)

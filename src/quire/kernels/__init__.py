@@ -5,6 +5,7 @@ from quire.kernels.attention import paged_attention
 from quire.kernels.backends import backend_for, backend_of, isa, num_threads, register_backend, set_num_threads
 from quire.kernels.backends.base import Backend
 from quire.kernels.backends.recording import KernelGraph
+from quire.kernels.backends.shapes import Meter
 from quire.kernels.backends.workspace import Workspace, borrowed
 from quire.kernels.embedding import embedding
 from quire.kernels.kv_cache import copy_blocks, copy_slots, gather_kv, make_layer_cache, write_kv
@@ -21,6 +22,7 @@ __all__ = [
     "Backend",
     "KernelGraph",
     "LogitChanges",
+    "Meter",
     "PackedWeight",
     "QuantizedWeight",
     "SamplingTensors",

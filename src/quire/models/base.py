@@ -40,11 +40,6 @@ class Model(nn.Module, ABC):
         """What each layer keeps per token, one spec per layer. Raises CheckpointError if the config is malformed."""
 
     @classmethod
-    @abstractmethod
-    def activation_width(cls, config: ModelConfig) -> int:
-        """Elements (of config.dtype) alive per token at the widest moment of a layer."""
-
-    @classmethod
     def copies(cls, config: ModelConfig) -> Mapping[str, str]:
         """Names of tensors that a checkpoint may hold although another weight serves, and the name of that weight."""
         return {}

@@ -13,6 +13,7 @@ from quire.common import errors, faults
 from quire.kernels.backends.base import Backend
 from quire.kernels.backends.native_backend import NativeBackend
 from quire.kernels.backends.reference_backend import ReferenceBackend
+from quire.kernels.backends.shapes import ShapesBackend
 
 ISAS = ("portable", "avx2", "avx512", "avx512_bf16", "reference")
 
@@ -81,6 +82,7 @@ def backend_of(tensor: Tensor) -> Backend:
 
 
 register_backend("cpu", choose_cpu_backend(os.environ.get("QUIRE_ISA")))
+register_backend("meta", ShapesBackend(backend_for("cpu")))
 
 
 def isa() -> str:

@@ -111,16 +111,6 @@ class LlamaForCausalLM(CausalLM):
         ]
 
     @classmethod
-    def activation_width(cls, config: ModelConfig) -> int:
-        shape = cls.shape(config)
-        query = shape.num_heads * shape.head_dim
-        qkv = query + 2 * shape.num_kv_heads * shape.head_dim
-        normed = qkv if shape.qk_norm else 0
-        attention = qkv + normed + query + shape.hidden_size
-        mlp = max(3 * shape.intermediate_size, shape.intermediate_size + shape.hidden_size)
-        return 3 * shape.hidden_size + max(attention, mlp)
-
-    @classmethod
     def ties_embeddings(cls, config: ModelConfig) -> bool:
         return cls.shape(config).tied
 

@@ -104,11 +104,6 @@ class OPTForCausalLM(CausalLM):
         return [KVCacheSpec(shape.num_heads, shape.hidden_size // shape.num_heads, config.dtype)] * shape.num_layers
 
     @classmethod
-    def activation_width(cls, config: ModelConfig) -> int:
-        shape = OPTShape.read(config)
-        return 3 * shape.hidden_size + max(5 * shape.hidden_size, 2 * shape.ffn_dim, shape.ffn_dim + shape.hidden_size)
-
-    @classmethod
     def ties_embeddings(cls, config: ModelConfig) -> bool:
         return OPTShape.read(config).tied
 
