@@ -39,14 +39,10 @@ def _batch(model: Model, num_tokens: int) -> BatchTensors:
     """One sequence."""
     rows = model.num_position_rows
     tokens = _meta((num_tokens,), torch.int64)
-    return BatchTensors(
-        token_ids=tokens,
-        positions=tokens if rows == 1 else _meta((rows, num_tokens), torch.int64),
-        query_start=_meta((2,), torch.int32),
-        seq_lens=_meta((1,), torch.int32),
-        groups=(GroupTensors(tokens, _meta((1, -(-num_tokens // _BLOCK_SIZE)), torch.int32)),),
-        logit_rows=_meta((0,), torch.int64),
-    )
+    positions = tokens if rows == 1 else _meta((rows, num_tokens), torch.int64)
+    group = GroupTensors(tokens, _meta((1, -(-num_tokens // _BLOCK_SIZE)), torch.int32))
+    query_start, seq_lens = _meta((2,), torch.int32), _meta((1,), torch.int32)
+    return BatchTensors(tokens, positions, query_start, seq_lens, (group,), logit_rows=_meta((0,), torch.int64))
 
 
 def _caches(model: Model, config: ModelConfig) -> list[LayerKVCache]:
