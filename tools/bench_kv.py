@@ -277,7 +277,7 @@ def bench_swap_bandwidth() -> Iterator[Row]:
     """Measure swapping scattered blocks of Qwen2-0.5B's layout, compared with a copy of large buffers."""
     config = cache_config(SWAP_TIER_BLOCKS, SWAP_TIER_BLOCKS, QWEN2_05B)
     bytes_per_block = config.total_bytes // config.num_blocks
-    engine, rng = CacheEngine(config), random.Random("swap")
+    engine, rng = CacheEngine(config, kernels.backend_for("cpu")), random.Random("swap")
     for tier in (engine.blocks, engine.host_blocks):
         tier.fill_(1)  # touches every page
     copy, swaps = MemoryCopy(kernels.num_threads(), 2**28), {"swap_out": engine.swap_out, "swap_in": engine.swap_in}

@@ -19,7 +19,7 @@ CHECKPOINT_FILES = (
 PACKAGE = (
     "quire/py.typed",
     "quire/common/version.py",
-    "quire/kernels/reference.py",
+    "quire/kernels/backends/reference.py",
     "quire/server/page/files/index.html",
     "quire/server/page/files/app.js",
     "quire/server/page/files/style.css",

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from quire import kernels
 from quire.common.errors import KernelError
-from quire.kernels import reference
-from quire.kernels.activation import ACTIVATIONS
+from quire.kernels.backends import reference
+from quire.kernels.checks import ACTIVATIONS
 
 from .isas import ISAS, needs_native, using
 from .tolerances import assert_close

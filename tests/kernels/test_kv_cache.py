@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from quire import kernels
 from quire.common.errors import KernelError
-from quire.kernels import reference
+from quire.kernels.backends import reference
 
 DTYPES = [torch.float32, torch.bfloat16]
 

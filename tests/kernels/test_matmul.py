@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from quire import kernels
 from quire.common.errors import KernelError
-from quire.kernels import reference
+from quire.kernels.backends import reference
 
 from .isas import ISAS, needs_native, using
 from .tolerances import assert_close
@@ -89,6 +89,22 @@ def test_what_follows_an_odd_row_does_not_leak_into_it(dtype):
     x = torch.full((3, 6), torch.nan).to(dtype)
     x[:, :5] = 1
     assert kernels.matmul(x[:, :5], packed).isfinite().all()
+
+
+@needs_native
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [1, 5, 33, 1023, 2051])
+def test_what_earlier_products_left_in_memory_does_not_leak_into_an_odd_row(isa, dtype, k):
+    """A product of NaNs fills the scratch memory with them. Padding of odd rows must be written before it is read."""
+    poison, weight = torch.full((192, 1031), torch.nan), make_weight(256, k, dtype)
+    poisonous = torch.full((256, 1031), torch.nan)
+    with using(isa, num_threads=1):
+        packed, packed_poison = kernels.pack_weight(weight), kernels.pack_weight(poisonous)
+        for rows in (1, 7, 13, 100):
+            x = randn(rows, k, seed=rows).to(dtype)
+            assert kernels.matmul(poison, packed_poison).isnan().all()
+            assert_close("matmul", kernels.matmul(x, packed), reference.matmul(x, weight, None, dtype))
 
 
 @given(

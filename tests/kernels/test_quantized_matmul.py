@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from quire import kernels
 from quire.common.errors import KernelError
-from quire.kernels import reference
+from quire.kernels.backends import reference
 
 from .isas import ISAS, needs_native, using
 from .test_matmul import DTYPES, make_weight, randn
@@ -35,6 +35,22 @@ def test_products_have_the_references_bits_for_any_number_of_rows(isa, format, d
                 for out_dtype in DTYPES:
                     actual = kernels.matmul(x[:rows], packed, given_bias, out_dtype)
                     assert torch.equal(actual, expected[:rows].to(out_dtype)), rows
+
+
+@needs_native
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [1, 7, 33, 129])
+def test_what_lies_in_a_workspace_does_not_leak_into_padding(isa, format, dtype, k):
+    weight, x = make_weight(40, k, dtype), randn(13, k).to(dtype)
+    expected = reference.quantized_matmul(x, *reference.quantize_weight(weight, format), None, torch.float32)
+    backend = kernels.backend_for("cpu")
+    workspace = backend.workspace()
+    with using(isa), workspace.recording():
+        packed = kernels.quantize_weight(weight, format)
+        backend.empty((2**20,), torch.uint8).fill_(255)  # NaN, given back at once
+        assert torch.equal(kernels.matmul(x, packed, None, torch.float32), expected)
 
 
 @pytest.mark.parametrize("isa", ISAS)

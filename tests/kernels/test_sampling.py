@@ -12,7 +12,7 @@ from torch import Tensor
 from quire import kernels
 from quire.common.errors import KernelError
 from quire.kernels import LogitChanges, SamplingTensors, TokenLists
-from quire.kernels import reference_sampling as reference
+from quire.kernels.backends import reference_sampling as reference
 from tests.kernels.isas import ISAS, using
 from tests.kernels.tolerances import assert_close
 

@@ -7,7 +7,8 @@ checkpoint with --quantization gives the same weights, but quantizes them at eve
 import argparse
 from pathlib import Path
 
-from quire.config.model import QUANTIZATIONS, ModelConfig
+from quire.config.model import ModelConfig
+from quire.config.quantization import QUANTIZATIONS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Write the folder and print the size of its weights."""
     from quire.config.sizes import format_bytes
-    from quire.models.weights.checkpoint import weight_bytes  # loads torch
+    from quire.models.weights.loader import weight_bytes  # loads torch
     from quire.models.weights.saving import save_quantized
 
     config = ModelConfig.resolve(

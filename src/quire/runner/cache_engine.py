@@ -1,4 +1,4 @@
-"""Owns the memory of the KV cache and moves blocks and tokens in it."""
+"""The memory of the KV cache, and the moves of blocks and tokens in it."""
 
 from collections.abc import Sequence
 
@@ -8,29 +8,26 @@ from torch import Tensor
 
 from quire import kernels
 from quire.common.batch import BlockPairs, SlotCopy
-from quire.common.errors import OutOfMemoryError
 from quire.common.faults import fault_point
 from quire.config.kv_cache import KVCacheConfig
 from quire.models.layers.batch_tensors import LayerKVCache
 
-_ALIGNMENT = 64
-
 
 class CacheEngine:
-    """The blocks of each tier as rows of bytes, allocated up front; layer i of every group is a view of part i of each.
+    """Owns the blocks of each tier: rows of bytes, allocated at the start by the backends of their devices.
 
-    So a block lies in one piece, and is swapped in one.
+    Layer i of every group is a view of part i of each row. So a block lies in one piece, and is swapped in one piece.
     """
 
-    def __init__(self, config: KVCacheConfig) -> None:
+    def __init__(self, config: KVCacheConfig, backend: kernels.Backend) -> None:
         self.config = config
         row_bytes = config.num_tensors * config.block_bytes
-        self.blocks = _zeros(config.num_blocks, row_bytes)
-        self.host_blocks = _zeros(config.num_host_blocks, row_bytes)
+        self.blocks = backend.zeroed_blocks(config.num_blocks, row_bytes)
+        self.host_blocks = kernels.backend_for("cpu").zeroed_blocks(config.num_host_blocks, row_bytes)
         self.layers = self._layer_views()
 
     def _layer_views(self) -> list[LayerKVCache]:
-        """Layer i of the model finds its cache at index i."""
+        """The caches of the model's layers: that of layer i at index i."""
         views: dict[int, LayerKVCache] = {}
         for group_id, group in enumerate(self.config.groups):
             spec = group.spec
@@ -59,7 +56,7 @@ class CacheEngine:
             kernels.copy_blocks(self.host_blocks, self.blocks, torch.tensor(pairs, dtype=torch.int64))
 
     def copy_slots(self, copies: Sequence[SlotCopy]) -> None:
-        """Carry out a step's copies, each in all layers of its group."""
+        """Copy the slots that a step needs copied, in all layers of each copy's group."""
         for group in sorted({copy.group for copy in copies}):
             fault_point("cache.copy")
             src, dst = self._slots([copy for copy in copies if copy.group == group])
@@ -76,16 +73,3 @@ class CacheEngine:
             for blocks in ([copy.src_block for copy in copies], [copy.dst_block for copy in copies])
         )
         return torch.from_numpy(src), torch.from_numpy(dst)
-
-
-def _zeros(num_rows: int, row_bytes: int) -> Tensor:
-    """Zeroed rows, from a kernel's alignment on; the pages are taken from the machine only when first written."""
-    num_bytes = num_rows * row_bytes
-    try:
-        memory = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
-    except MemoryError as error:
-        raise OutOfMemoryError(
-            f"the machine refused {num_bytes} bytes for the KV cache: give a smaller kv_cache_memory"
-        ) from error
-    start = -memory.ctypes.data % _ALIGNMENT
-    return torch.from_numpy(memory[start : start + num_bytes]).view(num_rows, row_bytes)

@@ -9,13 +9,14 @@ from typing import Any
 from quire.common.errors import ConfigError, OutOfMemoryError
 from quire.config.args import EngineArgs, EngineConfig
 from quire.config.cache import CacheConfig
-from quire.config.kv_cache import DTYPE_BYTES, KVCacheConfig, KVCacheSpec
+from quire.config.kv_cache import KVCacheConfig, KVCacheSpec
 from quire.config.kv_layout import group_layers, kv_cache_config
 from quire.config.machine import MachineMemory, machine_memory
 from quire.config.sizes import format_bytes
-from quire.models.base import CausalLM
+from quire.models.activations import activation_bytes
+from quire.models.base import Model
 from quire.models.registry import model_class
-from quire.models.weights.checkpoint import weight_bytes
+from quire.models.weights.loader import weight_bytes
 from quire.runner.sampling.sampler import MAX_LOGITS_ROWS
 
 DEFAULT_KV_CACHE_LIMIT = 4 * 1024**3
@@ -98,7 +99,7 @@ def plan_memory(args: EngineArgs) -> MemoryPlan:
     model = model_class(config.model.architecture)
     machine = machine_memory()
     weights = weight_bytes(config.model)
-    activations = _activation_bytes(model, config)
+    activations = _activation_bytes(config)
     cache = _kv_cache(model, config, machine, weights + activations)
     if cache.max_tokens < config.model.max_model_len:
         if not args.fits_model_len:
@@ -110,17 +111,16 @@ def plan_memory(args: EngineArgs) -> MemoryPlan:
     return MemoryPlan(config, cache, machine, weights, activations)
 
 
-def _activation_bytes(model: type[CausalLM], config: EngineConfig) -> int:
-    """The peak of a step: the widest moment of a layer for all tokens, and float32 logits for all sequences and for a
-    chunk of those whose log-probabilities are wanted."""
-    num_tokens = config.scheduler.max_num_batched_tokens
+def _activation_bytes(config: EngineConfig) -> int:
+    """The peak of a step: a forward pass of all tokens, and float32 logits for all sequences and for a chunk of those
+    whose log-probabilities are wanted."""
     # One for each sample, also where one token of a prompt has several.
     num_logits = config.scheduler.max_num_seqs + MAX_LOGITS_ROWS
-    per_token = model.activation_width(config.model) * DTYPE_BYTES[config.model.dtype]
-    return num_tokens * per_token + num_logits * config.model.vocab_size * 4
+    forward = activation_bytes(config.model, config.scheduler.max_num_batched_tokens)
+    return forward + num_logits * config.model.vocab_size * 4
 
 
-def _kv_cache(model: type[CausalLM], config: EngineConfig, machine: MachineMemory, others: int) -> KVCacheConfig:
+def _kv_cache(model: type[Model], config: EngineConfig, machine: MachineMemory, others: int) -> KVCacheConfig:
     cache, specs = config.cache, _kv_cache_specs(model, config)
     if cache.swap_bytes + others > machine.limit_bytes:
         raise OutOfMemoryError(
@@ -148,7 +148,7 @@ def _kv_cache(model: type[CausalLM], config: EngineConfig, machine: MachineMemor
     return result
 
 
-def _kv_cache_specs(model: type[CausalLM], config: EngineConfig) -> list[KVCacheSpec]:
+def _kv_cache_specs(model: type[Model], config: EngineConfig) -> list[KVCacheSpec]:
     """The model's, in the dtype that the user wants."""
     specs = model.kv_cache_specs(config.model)
     if config.cache.dtype == "auto":
@@ -165,7 +165,7 @@ def _bytes_left(cache: CacheConfig, machine: MachineMemory) -> int:
     return min(int(machine.limit_bytes * cache.memory_utilization), machine.available_bytes)
 
 
-def _largest_useful(model: type[CausalLM], config: EngineConfig) -> int:
+def _largest_useful(model: type[Model], config: EngineConfig) -> int:
     """Bytes for max_num_seqs sequences of max_model_len tokens: more could never be filled."""
     specs = _kv_cache_specs(model, config)
     groups = group_layers(specs)

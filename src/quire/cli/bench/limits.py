@@ -15,7 +15,7 @@ import torch
 
 from quire import kernels
 from quire.common.errors import ConfigError
-from quire.kernels import backend
+from quire.kernels.backends.native_backend import DTYPE_CODES, NativeBackend
 from quire.models.layers.embedding import Embedding
 from quire.models.layers.linear import LmHead
 from quire.models.registry import model_class
@@ -44,15 +44,13 @@ class Limits:
 
     @classmethod
     def measure(cls, dtype: str, repeats: int = 5) -> "Limits":
-        """Return the best of several measurements; `dtype` may also be a format of quantized weights.
-
-        Raises ConfigError if the native kernels are missing.
-        """
-        native, bytes_code = backend.native, len(backend.DTYPE_CODES)
+        """The best of a few tries; `dtype` may be a format of quantized weights. ConfigError without native kernels."""
+        backend, bytes_code = kernels.backend_for("cpu"), len(DTYPE_CODES)
+        if not isinstance(backend, NativeBackend):
+            raise ConfigError("the machine's limits are measured by the native kernels: install Quire with them")
+        native = backend.native
         quantized = dtype in kernels.QUANTIZED_FORMATS
-        code = bytes_code if quantized else backend.DTYPE_CODES[getattr(torch, dtype)]
-        if native is None:
-            raise ConfigError("measuring the machine's limits needs the native kernels: install Quire with them")
+        code = bytes_code if quantized else DTYPE_CODES[getattr(torch, dtype)]
         memory = _cold_memory()
         flops = native.multiply_in_registers(code, 1) * kernels.num_threads() * _PEAK_ROUNDS
         read_s = min(seconds(lambda: native.read_memory(memory.ctypes.data, memory.nbytes)) for _ in range(repeats))

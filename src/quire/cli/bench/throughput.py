@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
+from quire import kernels
 from quire.cli.bench.limits import Limits, WeightCosts
 from quire.cli.options import load_llm
 from quire.common.errors import RequestError
 from quire.common.params import SamplingParams
-from quire.kernels import backend
 
 if TYPE_CHECKING:
     from quire.interfaces.llm import LLM
@@ -101,10 +101,12 @@ def _result(options: argparse.Namespace, llm: LLM, elapsed_s: float, load_s: flo
 
 
 def _limit(options: argparse.Namespace, llm: LLM, elapsed_s: float) -> dict[str, float | None]:
-    if backend.native is None:
+    if kernels.isa() == "reference":
         return dict.fromkeys(("limit_s", "read_gb_per_s", "gflop_per_s", "fraction_of_limit"))
     plan, config = llm.engine.plan, llm.engine.model_config
-    limits = Limits.measure(config.quantization or config.dtype)
+    parallel = plan.config.parallel
+    with kernels.backend_for("cpu").threads(parallel.num_threads, parallel.cpus):
+        limits = Limits.measure(config.quantization or config.dtype)
     limit_s = WeightCosts.of(plan).generation_s(
         limits,
         num_prompts=options.num_prompts,

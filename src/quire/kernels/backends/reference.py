@@ -1,8 +1,8 @@
-"""What every kernel computes, in plain torch: the living definition the native kernels are tested against.
+"""The definition of what every kernel computes, in plain torch. The native kernels are tested against it.
 
-Readable before fast. Also serves, slowly, where the native extension could not be built or loaded. Arithmetic is in
-float32 whatever the storage dtype; results are rounded once, on the way out. The reference does not promise the bitwise
-batch invariance of the native kernels: torch may choose another reduction order for another batch size.
+It is written to be read, and works on any torch device; it serves, slowly, where the native extension could not be
+built or loaded. Arithmetic is in float32 whatever the storage dtype; results are rounded once, at the end. The bits of
+a row may depend on the batch here, since torch may choose another order of summation for another batch size.
 """
 
 from collections.abc import Callable
@@ -89,8 +89,8 @@ class _Rounding(NamedTuple):
 
 
 def _sum_in_order(terms: Tensor) -> Tensor:
-    """Over the last dimension, one after another: near ties must fall as in the native kernels."""
-    total = torch.zeros(terms.shape[:-1])
+    """The sum over the last dimension, term by term: near ties must fall as in the native kernels."""
+    total = terms.new_zeros(terms.shape[:-1])
     for term in terms.unbind(-1):
         total = total + term
     return total
@@ -105,7 +105,7 @@ def quantized_matmul(
     order. A row with an infinity or a NaN gives NaNs.
     """
     x_integers, x_scales = quantize_rows(x, integers.shape[2])
-    out = torch.zeros(x.shape[0], integers.shape[0])
+    out = scales.new_zeros(x.shape[0], integers.shape[0])
     for group in range(integers.shape[1]):
         exact = x_integers[:, group].double() @ integers[:, group].double().T
         out = out + exact.float() * (x_scales[:, group, None] * scales[:, group])
@@ -232,12 +232,12 @@ def paged_attention(
     h // (num_heads / num_kv_heads). With a sliding window, position p sees the keys p - sliding_window + 1 to p.
     Returns [num_tokens, num_heads, head_dim].
     """
-    out = torch.empty(query.shape, dtype=query.dtype)
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
     group = query.shape[1] // k_cache.shape[1]
     block_size = k_cache.shape[3]
     for s, seq_len in enumerate(seq_lens.tolist()):
         rows = slice(int(query_start[s]), int(query_start[s + 1]))
-        positions = torch.arange(seq_len)
+        positions = torch.arange(seq_len, device=query.device)
         slots = block_tables[s].long()[positions // block_size] * block_size + positions % block_size
         key, value = (t.float().repeat_interleave(group, dim=1) for t in gather_kv(k_cache, v_cache, slots))
         scores = torch.einsum("qhd,khd->hqk", query[rows].float(), key) * scale  # [num_heads, query_len, seq_len]

@@ -1,4 +1,4 @@
-"""What the sampling kernels compute, in plain torch: the definition the native ones are tested against.
+"""The definition of what the sampling kernels compute, in plain torch. The native ones are tested against it.
 
 Changes of the logits are float32, as the logits are; probabilities are float64.
 """
@@ -31,13 +31,13 @@ def sample(logits: Tensor, how: SamplingTensors) -> Tensor:
             cumulative = probs.cumsum(0)
             index = int(torch.searchsorted(cumulative, how.uniform[row] * cumulative[-1], right=True))
             tokens.append(int(ids[min(index, len(ids) - 1)]))
-    return torch.tensor(tokens, dtype=torch.int64)
+    return torch.tensor(tokens, dtype=torch.int64, device=logits.device)
 
 
 def processed_logits(logits: Tensor, how: SamplingTensors, rows: Tensor) -> Tensor:
     """For each of `rows`: the changed logits, divided (in float64) by the temperature, -inf for tokens that are cut.
     Temperature 0 divides and cuts nothing."""
-    out = torch.full((len(rows), logits.shape[1]), -torch.inf)
+    out = logits.new_full((len(rows), logits.shape[1]), -torch.inf)
     for i, row in enumerate(rows.tolist()):
         scores = changed_logits(logits, how.changes, row)
         if how.temperature[row] == 0 or scores.max() == -torch.inf:
@@ -113,7 +113,11 @@ def _allowed(changes: LogitChanges, row: int, vocab: int) -> Tensor | None:
     mask = int(changes.mask_of[row])
     if mask < 0:
         return None
-    return (changes.masks[mask][:, None] >> torch.arange(32, dtype=torch.int32) & 1).bool().flatten()[:vocab]
+    return (
+        (changes.masks[mask][:, None] >> torch.arange(32, dtype=torch.int32, device=changes.masks.device) & 1)
+        .bool()
+        .flatten()[:vocab]
+    )
 
 
 def _penalized(x: Tensor, changes: LogitChanges, row: int) -> Tensor:
@@ -121,7 +125,7 @@ def _penalized(x: Tensor, changes: LogitChanges, row: int) -> Tensor:
     token_ids = changes.histories[history].long()
     counts = token_ids[int(changes.num_prompt_tokens[history]) :].bincount(minlength=len(x))
     repetition, frequency, presence = changes.penalties[row]
-    seen = torch.zeros(len(x), dtype=torch.bool)
+    seen = torch.zeros_like(x, dtype=torch.bool)
     seen[token_ids] = True
     x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
     x = torch.where(counts > 0, x - frequency * counts.float(), x)
