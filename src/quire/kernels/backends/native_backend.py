@@ -70,7 +70,7 @@ class NativeBackend:
     def matmul(self, x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
         n, k, rows = packed.n, packed.k, x.shape[0]
         out = empty((rows, n), out_dtype)
-        x_stride = k if x.is_contiguous() else x.stride(0)  # asking for a stride costs more than whether it is needed
+        x_stride = k if x.is_contiguous() else x.stride(0)  # asking for a stride costs more than is_contiguous
         code, out_code = DTYPE_CODES[packed.dtype], DTYPE_CODES[out_dtype]
         bias_at, to = 0 if bias is None else bias.data_ptr(), out.data_ptr()
         self.native.matmul(code, x.data_ptr(), x_stride, rows, packed.address, n, k, bias_at, to, out_code)
@@ -116,11 +116,9 @@ class NativeBackend:
         return out
 
     def gather_quantized(self, token_ids: Tensor, table: QuantizedWeight) -> Tensor:
-        count, codes = token_ids.numel(), (_FORMAT_CODES[table.format], DTYPE_CODES[table.dtype])
-        out = empty((count, table.k), table.dtype)
-        self.native.gather_quantized(
-            *codes, token_ids.data_ptr(), count, table.address, table.n, table.k, out.data_ptr()
-        )
+        n, k, count = table.n, table.k, token_ids.numel()
+        out, codes = empty((count, k), table.dtype), (_FORMAT_CODES[table.format], DTYPE_CODES[table.dtype])
+        self.native.gather_quantized(*codes, token_ids.data_ptr(), count, table.address, n, k, out.data_ptr())
         return out
 
     def add(self, x: Tensor, residual: Tensor) -> None:

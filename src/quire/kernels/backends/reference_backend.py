@@ -53,8 +53,7 @@ class ReferenceBackend:
         return zeroed_blocks(num_blocks, block_bytes).to(self._device)
 
     def pack_weight(self, weight: Tensor) -> PackedWeight:
-        data = weight.detach().clone(memory_format=torch.contiguous_format)
-        n, k = weight.shape
+        (n, k), data = weight.shape, weight.detach().clone(memory_format=torch.contiguous_format)
         return PackedWeight(n, k, weight.dtype, data, data.data_ptr())
 
     def unpack_weight(self, packed: PackedWeight) -> Tensor:
