@@ -308,7 +308,7 @@ def test_logprobs_are_those_of_the_reference(isa, vocab, spread, step, num_top, 
         alone = kernels.top_logprobs(logits[:1].contiguous(), token_ids[1:2], num_top, normalized=normalized)
     for result, single in zip(results, alone, strict=True):
         assert torch.equal(result[1:2], single)
-    ids, logprobs, ranks = reference.top_logprobs(logits[rows], token_ids, num_top, normalized)
+    ids, logprobs, ranks = reference.top_logprobs(logits, token_ids, num_top, rows, normalized)
     assert torch.equal(results[0], ids)
     assert torch.equal(results[2], ranks)
     assert_close("top_logprobs", results[1], logprobs)

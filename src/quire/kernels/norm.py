@@ -76,9 +76,8 @@ def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, ep
 
 
 def _is_vector(backend: Backend, weight: Tensor, width: int) -> bool:
-    return (
-        weight.dtype is torch.float32 and weight.shape == (width,) and weight.is_contiguous() and backend.holds(weight)
-    )
+    is_float32 = weight.dtype is torch.float32
+    return is_float32 and weight.shape == (width,) and weight.is_contiguous() and backend.holds(weight)
 
 
 def _are_rows(backend: Backend, shape: torch.Size, x: Tensor, residual: Tensor) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.common.errors import KernelError
 from quire.kernels.backends import backend_for, backend_of
-from quire.kernels.checks import DTYPES, refusal
+from quire.kernels.checks import DTYPES, describe, refusal
 from quire.kernels.weights import QUANTIZED_FORMATS, QuantizedWeight
 
 _MAX_K = 65536
@@ -52,6 +52,7 @@ def quantize_weight(weight: Tensor, format: str) -> QuantizedWeight:
         raise refusal("quantize_weight", takes, weight=weight, format=format)
     quantized = backend_of(weight).quantize_weight(weight, format)
     if quantized is None:
-        shape = list(weight.shape)
-        raise KernelError(f"quantize_weight takes finite weights; this one {shape} holds infinities or NaNs")
+        raise KernelError(
+            f"quantize_weight takes finite weights; this one holds infinities or NaNs: {describe(weight)}"
+        )
     return quantized

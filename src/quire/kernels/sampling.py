@@ -6,7 +6,7 @@ from torch import Tensor
 from quire.kernels.backends import backend_of
 from quire.kernels.backends.base import Backend
 from quire.kernels.checks import describe, kernel_errors, refusal
-from quire.kernels.sampling_tensors import LogitChanges, SamplingTensors, TokenLists
+from quire.kernels.sampling_tensors import SamplingTensors
 
 
 def sample(logits: Tensor, how: SamplingTensors) -> Tensor:
@@ -84,5 +84,3 @@ def _is_ids(backend: Backend, ids: Tensor) -> bool:
 
 
 _LOGITS = "float32 logits [num_rows, vocab] with stride 1 in a row"
-
-__all__ = ["LogitChanges", "SamplingTensors", "TokenLists", "processed_logits", "sample", "top_logprobs"]

@@ -27,10 +27,8 @@ class TokenLists:
 
     def fits(self, holds: Holds) -> bool:
         """Whether shapes, strides, dtypes and devices are as stated."""
-        starts, ids = self.starts, self.ids
-        return _is(starts, (max(1, starts.numel()),), torch.int64, holds) and _is(
-            ids, (ids.numel(),), torch.int32, holds
-        )
+        starts, ids = (self.starts, (max(1, self.starts.numel()),)), (self.ids, (self.ids.numel(),))
+        return _is(*starts, torch.int64, holds) and _is(*ids, torch.int32, holds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,12 +45,11 @@ class Limits:
     @classmethod
     def measure(cls, dtype: str, repeats: int = 5) -> "Limits":
         """The best of a few tries; `dtype` may be a format of quantized weights. ConfigError without native kernels."""
-        backend, bytes_code = kernels.backend_for("cpu"), len(DTYPE_CODES)
+        backend = kernels.backend_for("cpu")
         if not isinstance(backend, NativeBackend):
             raise ConfigError("the machine's limits are measured by the native kernels: install Quire with them")
-        native = backend.native
-        quantized = dtype in kernels.QUANTIZED_FORMATS
-        code = bytes_code if quantized else DTYPE_CODES[getattr(torch, dtype)]
+        native, quantized = backend.native, dtype in kernels.QUANTIZED_FORMATS
+        code = len(DTYPE_CODES) if quantized else DTYPE_CODES[getattr(torch, dtype)]
         memory = _cold_memory()
         flops = native.multiply_in_registers(code, 1) * kernels.num_threads() * _PEAK_ROUNDS
         read_s = min(seconds(lambda: native.read_memory(memory.ctypes.data, memory.nbytes)) for _ in range(repeats))

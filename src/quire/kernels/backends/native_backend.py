@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.kernels.backends import key_layout, reference
 from quire.kernels.backends.recording import KernelGraph
 from quire.kernels.backends.workspace import Workspace, empty, zeroed_blocks
-from quire.kernels.checks import ACTIVATIONS, DTYPES, check_range
+from quire.kernels.checks import ACTIVATIONS, DTYPES
 from quire.kernels.sampling_tensors import SamplingTensors
 from quire.kernels.weights import QUANTIZED_FORMATS, PackedWeight, QuantizedWeight
 
@@ -70,18 +70,10 @@ class NativeBackend:
     def matmul(self, x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
         n, k, rows = packed.n, packed.k, x.shape[0]
         out = empty((rows, n), out_dtype)
-        self.native.matmul(
-            DTYPE_CODES[packed.dtype],
-            x.data_ptr(),
-            k if x.is_contiguous() else x.stride(0),  # asking for a stride costs more than asking whether it is needed
-            rows,
-            packed.address,
-            n,
-            k,
-            0 if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            DTYPE_CODES[out_dtype],
-        )
+        x_stride = k if x.is_contiguous() else x.stride(0)  # asking for a stride costs more than is_contiguous
+        code, out_code = DTYPE_CODES[packed.dtype], DTYPE_CODES[out_dtype]
+        bias_at, to = 0 if bias is None else bias.data_ptr(), out.data_ptr()
+        self.native.matmul(code, x.data_ptr(), x_stride, rows, packed.address, n, k, bias_at, to, out_code)
         return out
 
     def quantized_bytes(self, n: int, k: int, format: str) -> int:
@@ -100,24 +92,14 @@ class NativeBackend:
     def quantized_matmul(
         self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out_dtype: torch.dtype
     ) -> Tensor:
-        n, k, rows = weight.n, weight.k, x.shape[0]
-        format_code = _FORMAT_CODES[weight.format]
+        n, k, rows, format_code = weight.n, weight.k, x.shape[0], _FORMAT_CODES[weight.format]
         out = empty((rows, n), out_dtype)
-        quantized_rows = empty((self.native.quantized_rows_bytes(format_code, rows, k),), torch.uint8)
-        self.native.quantized_matmul(
-            format_code,
-            DTYPE_CODES[weight.dtype],
-            x.data_ptr(),
-            k if x.is_contiguous() else x.stride(0),
-            rows,
-            weight.address,
-            n,
-            k,
-            0 if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            DTYPE_CODES[out_dtype],
-            quantized_rows.data_ptr(),
-        )
+        work = empty((self.native.quantized_rows_bytes(format_code, rows, k),), torch.uint8)
+        x_stride = k if x.is_contiguous() else x.stride(0)
+        code, out_code = DTYPE_CODES[weight.dtype], DTYPE_CODES[out_dtype]
+        bias_at, to = 0 if bias is None else bias.data_ptr(), out.data_ptr()
+        given = x.data_ptr(), x_stride, rows, weight.address, n, k, bias_at
+        self.native.quantized_matmul(format_code, code, *given, to, out_code, work.data_ptr())
         return out
 
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
@@ -134,11 +116,9 @@ class NativeBackend:
         return out
 
     def gather_quantized(self, token_ids: Tensor, table: QuantizedWeight) -> Tensor:
-        count, codes = token_ids.numel(), (_FORMAT_CODES[table.format], DTYPE_CODES[table.dtype])
-        out = empty((count, table.k), table.dtype)
-        self.native.gather_quantized(
-            *codes, token_ids.data_ptr(), count, table.address, table.n, table.k, out.data_ptr()
-        )
+        n, k, count = table.n, table.k, token_ids.numel()
+        out, codes = empty((count, k), table.dtype), (_FORMAT_CODES[table.format], DTYPE_CODES[table.dtype])
+        self.native.gather_quantized(*codes, token_ids.data_ptr(), count, table.address, n, k, out.data_ptr())
         return out
 
     def add(self, x: Tensor, residual: Tensor) -> None:
@@ -155,17 +135,9 @@ class NativeBackend:
             rows, inner, width = shape
             outer_stride, inner_stride, _ = x.stride()
         out = empty(shape, dtype)
+        code, to = DTYPE_CODES[dtype], out.data_ptr()
         self.native.rms_norm(
-            DTYPE_CODES[dtype],
-            x.data_ptr(),
-            weight.data_ptr(),
-            eps,
-            out.data_ptr(),
-            rows,
-            inner,
-            outer_stride,
-            inner_stride,
-            width,
+            code, x.data_ptr(), weight.data_ptr(), eps, to, rows, inner, outer_stride, inner_stride, width
         )
         return out
 
@@ -199,16 +171,10 @@ class NativeBackend:
 
     def rotary_embedding(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
         (tokens, heads, _), (token_stride, head_stride, _) = x.shape, x.stride()
+        code, at, table = DTYPE_CODES[x.dtype], positions.data_ptr(), cos_sin.data_ptr()
+        max_positions, rotary_dim = cos_sin.shape
         self.native.rotary(
-            DTYPE_CODES[x.dtype],
-            x.data_ptr(),
-            tokens,
-            heads,
-            token_stride,
-            head_stride,
-            positions.data_ptr(),
-            cos_sin.data_ptr(),
-            *cos_sin.shape,
+            code, x.data_ptr(), tokens, heads, token_stride, head_stride, at, table, max_positions, rotary_dim
         )
 
     def activation(self, x: Tensor, kind: str) -> Tensor:
@@ -238,9 +204,8 @@ class NativeBackend:
             self.native.write_kv(cache, k, k_stride * item, v, v_stride * item, to, count)
 
     def gather_kv(self, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        _, num_kv_heads, block_size, head_dim = v_cache.shape
+        _, num_kv_heads, _, head_dim = v_cache.shape
         if v_cache.dtype is torch.int8:  # rarely read back, so there is no native kernel
-            check_range("gather_kv: slot", slots, v_cache.shape[0] * block_size)
             return reference.gather_kv(k_cache, v_cache, slots)
         key = torch.empty((slots.shape[0], num_kv_heads, head_dim), dtype=v_cache.dtype)
         value = torch.empty_like(key)
@@ -270,30 +235,19 @@ class NativeBackend:
         num_tokens, num_heads, head_dim = query.shape
         num_blocks, num_kv_heads, block_size, _ = v_cache.shape
         out = empty((num_tokens, num_heads, head_dim), query.dtype)
-        self.native.paged_attention(
-            DTYPE_CODES[query.dtype],
-            query.data_ptr(),
-            query.stride(0),
+        cache = (
             v_cache.dtype is torch.int8,
             k_cache.data_ptr(),
             v_cache.data_ptr(),
             k_cache.stride(0),
             v_cache.stride(0),
-            query_start.data_ptr(),
-            seq_lens.data_ptr(),
-            block_tables.data_ptr(),
-            block_tables.stride(0),
-            block_tables.shape[1],
-            num_tokens,
-            seq_lens.shape[0],
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            num_blocks,
-            block_size,
-            _SEES_ALL if sliding_window is None else sliding_window,
-            scale,
-            out.data_ptr(),
+        )
+        tables = query_start.data_ptr(), seq_lens.data_ptr(), block_tables.data_ptr(), block_tables.stride(0)
+        sizes = block_tables.shape[1], num_tokens, seq_lens.shape[0], num_heads, num_kv_heads, head_dim
+        window = _SEES_ALL if sliding_window is None else sliding_window
+        code, at, stride, to = DTYPE_CODES[query.dtype], query.data_ptr(), query.stride(0), out.data_ptr()
+        self.native.paged_attention(
+            code, at, stride, *cache, *tables, *sizes, num_blocks, block_size, window, scale, to
         )
         return out
 
@@ -322,17 +276,9 @@ class NativeBackend:
     def _cache(self, k_cache: Tensor, v_cache: Tensor) -> Any:
         num_blocks, num_kv_heads, block_size, head_dim = v_cache.shape
         item = v_cache.element_size()
-        return self.native.kv_cache(
-            k_cache.data_ptr(),
-            v_cache.data_ptr(),
-            k_cache.stride(0) * item,
-            v_cache.stride(0) * item,
-            num_blocks,
-            num_kv_heads,
-            k_cache.shape[2] * key_layout.LANE_BYTES,
-            head_dim * item,
-            block_size,
-        )
+        k_block_bytes, v_block_bytes = k_cache.stride(0) * item, v_cache.stride(0) * item
+        sizes = num_blocks, num_kv_heads, k_cache.shape[2] * key_layout.LANE_BYTES, head_dim * item, block_size
+        return self.native.kv_cache(k_cache.data_ptr(), v_cache.data_ptr(), k_block_bytes, v_block_bytes, *sizes)
 
     def _sample_args(self, logits: Tensor, how: SamplingTensors) -> Any:
         """native.SampleArgs: addresses, so the tensors must outlive it. Raises where values are out of range."""
