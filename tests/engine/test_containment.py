@@ -13,6 +13,7 @@ from quire.common.errors import EngineBrokenError, RequestFailedError
 from quire.common.faults import Fault, inject
 from quire.engine.step.containment import MAX_IN_VAIN, Suspects
 from quire.text.tokenizer.detokenizer import IncrementalDetokenizer
+from tests.effort import examples
 
 from .failing import add, add_beams, check_nothing_is_held, fail_with, make_engine, requests_of, run, token_ids
 
@@ -79,6 +80,7 @@ def scene(request: pytest.FixtureRequest) -> tuple[Callable[[LLMEngine], None], 
     return make
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("from_step", [0, 4])
 @pytest.mark.parametrize("bad", [("0",), ("3",), ("1", "2")])
@@ -98,6 +100,7 @@ def test_who_makes_steps_fail_ends_and_the_others_do_not_notice(scene, bad, from
     assert engine.executor.num_failures > 0
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("every", [2, 3, 5])
 def test_a_failure_that_goes_away_ends_nobody(scene, every, step):
@@ -136,7 +139,8 @@ def test_the_one_is_found_in_few_steps_while_the_others_wait():
     assert all(output.error is None for output in run(engine).values())
 
 
-@settings(max_examples=300, deadline=None)
+@pytest.mark.essential
+@settings(max_examples=examples(300), deadline=None)
 @given(num=st.integers(1, 40), bad=st.sets(st.integers(0, 39)), flaky=st.sets(st.integers(0, 60), max_size=20))
 def test_suspects_are_cleared_or_found(num, bad, flaky):
     """Steps fail with a bad request in them, or by chance. All bad ones are ended, others only by chance that strikes
@@ -316,6 +320,7 @@ def test_llm_tells_what_failed_and_raises_only_for_a_broken_engine():
 # Planning
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("point", ["blocks.allocate", "blocks.append", "blocks.swap_out", "blocks.swap_in"])
 @pytest.mark.parametrize("after", range(4))
@@ -372,6 +377,7 @@ def test_who_failed_in_a_plan_made_ahead_can_be_aborted_once():
 # Commit and outputs
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("after", [0, 3, 7])
 def test_a_request_whose_tokens_cannot_be_taken_ends(scene, after, step):
