@@ -47,6 +47,7 @@ def planted_forgets(self):
     self.blocks.settle()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("owner", "method", "planted"),
     [
