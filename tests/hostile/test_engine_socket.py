@@ -84,7 +84,6 @@ def test_an_engine_that_is_told_nonsense_ends(name: str):
     assert "Exception in thread" not in end(process)
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", NONSENSE)
 def test_a_server_that_is_told_nonsense_gives_its_engine_up(name: str):
     """It reads no more, and ends the process; then all that waits is told, or another engine has it."""
