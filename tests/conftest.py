@@ -7,15 +7,12 @@ libraries take seconds to import, so where they do not run, their files are not 
 
 import os
 import signal
-import zlib
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-from tests.effort import register_profiles
-
-CLIENTS = Path(__file__).parent / "clients"
+from tests.effort import CLIENTS, mark_slow, register_profiles
 
 # Two test processes share two cores: a second thread of torch's in each would only wait for the other's.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -32,20 +29,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is slow by its folder or as a case of a sampled test, before pytest selects by markers."""
-    cases: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if CLIENTS in item.path.parents:
-            item.add_marker("slow")
-        if item.get_closest_marker("sampled"):
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for group in cases.values():
-        # By a hash of the name, so that each value of every parameter has its chance, and the choice never changes.
-        group.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
-        marker = group[0].get_closest_marker("sampled")
-        assert marker is not None
-        for item in group[-(-len(group) // marker.args[0]) :]:
-            item.add_marker("slow")
+    """Mark what is slow before pytest selects by markers."""
+    mark_slow(items)
 
 
 @pytest.fixture(autouse=True)
