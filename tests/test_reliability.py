@@ -31,6 +31,7 @@ def soak(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=ROOT, timeout=120)
 
 
+@pytest.mark.slow
 def test_a_short_soak_leaves_nothing() -> None:
     done = soak("--fault-probability", "0.001")
     row = json.loads(done.stdout)
@@ -40,6 +41,7 @@ def test_a_short_soak_leaves_nothing() -> None:
     assert row["num_failed_steps"] + row["num_failed_requests"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "found"), [("files", "files more"), ("blocks", "blocks are in use")])
 def test_a_planted_leak_is_found(kind: str, found: str) -> None:
     done = soak("--plant-leak", kind, "--fault-probability", "0")
@@ -47,6 +49,7 @@ def test_a_planted_leak_is_found(kind: str, found: str) -> None:
     assert any(found in wrong for wrong in json.loads(done.stdout)["wrong"])
 
 
+@pytest.mark.slow
 def test_killing_each_kind_of_process_loses_nothing() -> None:
     command = [sys.executable, "-m", "reliability.kills", "--count", "3", "--slack-s", "60"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
@@ -74,6 +77,7 @@ def test_an_answer_that_was_cut_off_must_be_the_beginning_of_the_right_one(
     assert Answer(texts, error=error).is_part_of(Answer({0: "abc", 1: "de"})) == is_part
 
 
+@pytest.mark.slow
 def test_ten_times_the_rate_refuses_and_does_not_break() -> None:
     short = ["--seconds", "1", "--rounds", "1", "--seqs", "2", "--output-len", "32"]
     command = [sys.executable, "-m", "reliability.overload", *short]

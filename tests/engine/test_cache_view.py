@@ -12,6 +12,7 @@ from quire.engine.view import cache_view
 from quire.engine.view.cache_frame import CACHED, OWNED, PINNED, CacheMirror, CacheUpdate
 from quire.engine.view.cache_view import CacheView
 from quire.kv.content_hash import NO_KEY, ContentKey
+from tests.effort import examples
 
 from .fake import Harness
 from .test_schedule import requests
@@ -59,7 +60,7 @@ class Watch:
         return [(event.kind, event.request_id, event.reason) for frame in self.frames for event in frame.events]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     requests=requests,
     num_blocks=st.integers(15, 30),

@@ -14,6 +14,7 @@ from quire.common.errors import EngineBrokenError, RequestFailedError
 from quire.common.faults import Fault, inject
 from quire.engine.step.containment import MAX_CONSECUTIVE_FAILURES, FailureIsolator
 from quire.text.tokenizer.detokenizer import IncrementalDetokenizer
+from tests.effort import examples
 
 from .failing import add, add_beams, check_nothing_is_held, fail_with, make_engine, requests_of, run, token_ids
 
@@ -79,6 +80,7 @@ def scene(request: pytest.FixtureRequest) -> tuple[Callable[[LLMEngine], None], 
     return make
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("from_step", [0, 4])
 @pytest.mark.parametrize("bad", [("0",), ("3",), ("1", "2")])
 def test_who_makes_steps_fail_ends_and_the_others_do_not_notice(scene, bad, from_step):
@@ -97,6 +99,7 @@ def test_who_makes_steps_fail_ends_and_the_others_do_not_notice(scene, bad, from
     assert engine.executor.num_failures > 0
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("every", [2, 3, 5])
 def test_a_failure_that_goes_away_ends_nobody(scene, every):
     """Each second, third or fifth step fails: never the same one twice."""
@@ -134,9 +137,10 @@ def test_the_one_is_found_in_few_steps_while_the_others_wait():
     assert all(output.error is None for output in run(engine).values())
 
 
-@settings(max_examples=300, deadline=None)
+@pytest.mark.essential
+@settings(max_examples=examples(300), deadline=None)
 @given(num=st.integers(1, 40), bad=st.sets(st.integers(0, 39)), flaky=st.sets(st.integers(0, 60), max_size=20))
-def test_isolator_are_cleared_or_found(num, bad, flaky):
+def test_candidates_are_cleared_or_found(num, bad, flaky):
     """Steps fail with a bad request in them, or by chance. All bad ones are ended, others only by chance that strikes
     them alone twice, and nobody waits for ever."""
 
@@ -312,6 +316,7 @@ def test_llm_tells_what_failed_and_raises_only_for_a_broken_engine():
 # Planning
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("point", ["blocks.allocate", "blocks.append", "blocks.swap_out", "blocks.swap_in"])
 @pytest.mark.parametrize("after", range(4))
 def test_a_request_that_cannot_be_planned_ends(scene, point, after):
@@ -356,6 +361,7 @@ def test_a_request_that_ends_in_planning_is_returned():
 # Commit and outputs
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("after", [0, 3, 7])
 def test_a_request_whose_tokens_cannot_be_taken_ends(scene, after):
     expected = run(scene())

@@ -16,6 +16,7 @@ def fail(harness: Harness) -> None:
         harness.step()
 
 
+@pytest.mark.essential
 def test_what_ended_in_the_plan_of_failed_steps_is_reported_once_by_the_next():
     harness = Harness(num_blocks=3)
     first = harness.add([1] * 13)

@@ -11,6 +11,7 @@ from quire.common.outputs import Logprob
 from quire.common.params import SamplingParams
 from quire.engine.requests.logprobs import LogprobRows, PromptScores
 from quire.engine.requests.sequence import Sequence, SequenceGroup
+from tests.effort import examples
 from tests.scripted_engine import logprobs
 
 from .fake import Harness, expected_logprobs, joined, token_logprobs
@@ -70,7 +71,8 @@ def check(group: SequenceGroup, windows: tuple[int | None, ...] = (None,)) -> No
         assert output.prompt_logprobs is None
 
 
-@settings(max_examples=200, deadline=None)
+@pytest.mark.essential
+@settings(max_examples=examples(200), deadline=None)
 @given(
     requests=requests,
     num_blocks=st.integers(16, 30),

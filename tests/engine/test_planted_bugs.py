@@ -25,6 +25,7 @@ from .checks import check_everything
 from .fake import FakeExecutor
 
 
+@pytest.mark.essential
 def test_without_a_planted_bug_everything_passes():
     check_everything()
 

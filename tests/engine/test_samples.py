@@ -13,6 +13,7 @@ def tables(harness: Harness, group) -> list[list[int]]:
     return [harness.blocks.block_tables(seq.seq_id)[0].tolist() for seq in group.unfinished_seqs]
 
 
+@pytest.mark.essential
 def test_samples_share_the_prompt_until_they_diverge():
     harness = Harness(num_blocks=20)
     group = harness.add(PROMPT, 8, n=3)
@@ -107,6 +108,7 @@ def test_samples_are_preempted_in_both_ways(mode, windows):
         harness.check_output(group)
 
 
+@pytest.mark.essential
 def test_shared_blocks_are_swapped_once():
     harness = Harness(num_blocks=20, num_host_blocks=20, preemption_mode="swap")
     group = harness.add(PROMPT, 8, n=3)

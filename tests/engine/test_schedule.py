@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from quire.config.scheduler import POLICIES
 from quire.engine.requests.sequence import SequenceStage, SequenceStatus
 from quire.kv.content_hash import NO_KEY, ContentKey
+from tests.effort import examples
 
 from .fake import Harness, expected_output
 
@@ -25,7 +26,8 @@ requests = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@pytest.mark.essential
+@settings(max_examples=examples(300), deadline=None)
 @given(
     requests=requests,
     num_blocks=st.integers(15, 30),
@@ -118,6 +120,7 @@ def test_removing_a_swapped_out_request_returns_its_host_blocks():
     harness.run()
 
 
+@pytest.mark.essential
 def test_the_oldest_request_is_never_preempted():
     harness = Harness(num_blocks=6)
     groups = [harness.add([i] * 5, 14) for i in range(5)]
@@ -126,6 +129,7 @@ def test_the_oldest_request_is_never_preempted():
     assert [g.metrics.finished_time for g in groups] == sorted(g.metrics.finished_time for g in groups)
 
 
+@pytest.mark.essential
 def test_a_long_prompt_is_computed_in_chunks_beside_running_decodes():
     harness = Harness(num_blocks=16, max_num_batched_tokens=5)
     harness.add([1, 2], 12)
@@ -187,6 +191,7 @@ def test_a_prompt_that_never_fits_is_ignored_with_a_reason_and_the_others_run():
     assert len(harness.output(fine)) == 2
 
 
+@pytest.mark.essential
 def test_a_failed_step_loses_nothing():
     harness = Harness()
     groups = [harness.add([i] * 6, 6) for i in range(3)]

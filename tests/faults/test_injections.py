@@ -20,6 +20,7 @@ NOTICED_WITHIN = 60
 pytestmark = needs_native  # other kernels do not promise the same bits in any batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", range(3))
 def test_only_who_is_hit_ends(share):
     report = injections.inject_all(range(share * SHARE, (share + 1) * SHARE), seed=0, num_workloads=4)
@@ -46,6 +47,7 @@ def planted_forgets(self):
     self.blocks.settle()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("owner", "method", "planted"),
     [

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from quire import kernels
 from quire.common.errors import KernelError
 from quire.kernels.backends import reference
+from tests.effort import examples
 from tests.kernels.isas import ISAS, native, needs_native, using
 from tests.kernels.paged import Heads, PagedBatch, Stream, attend_alone, make_stream, same_bits
 from tests.kernels.tolerances import assert_close
@@ -92,9 +93,10 @@ def schedules(draw: st.DrawFn) -> tuple[list[int], list[list[int]]]:
     return lens, steps
 
 
+@pytest.mark.essential
 @needs_native
 @pytest.mark.parametrize("isa", ISAS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     schedule=schedules(),
     heads=st.builds(
@@ -142,7 +144,7 @@ def families(draw: st.DrawFn) -> list[tuple[int, int, int, int]]:
 
 @needs_native
 @pytest.mark.parametrize("isa", ISAS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     family=families(),
     group=st.sampled_from([1, 3, 7]),
@@ -249,6 +251,7 @@ def test_keys_outside_the_window_and_their_blocks_are_never_read(isa, cache_dtyp
         assert torch.equal(batch.attend([(299, 300)], sliding_window=20)[0], expected[-1:])
 
 
+@pytest.mark.essential
 @needs_native
 @pytest.mark.parametrize("isa", ISAS)
 def test_large_scores_neither_overflow_nor_lose_the_maximum(isa):

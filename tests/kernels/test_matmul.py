@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from quire import kernels
 from quire.common.errors import KernelError
 from quire.kernels.backends import reference
+from tests.effort import examples
 
 from .isas import ISAS, needs_native, using
 from .tolerances import assert_close
@@ -38,11 +39,12 @@ def test_products_are_the_references_for_any_number_of_rows(isa, dtype, n, k):
                     assert_close("matmul", actual, expected.to(out_dtype))
 
 
+@pytest.mark.essential
 @needs_native
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(data=st.data())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_a_row_alone_has_the_bits_it_has_in_any_batch_on_any_number_of_threads(isa, dtype, data):
     n = data.draw(st.integers(1, 300), "n")
     k = data.draw(st.sampled_from([1, 3, 64, 515, 1024, 2500]), "k")  # one and several blocks of k
@@ -114,7 +116,7 @@ def test_what_earlier_products_left_in_memory_does_not_leak_into_an_odd_row(isa,
     offset=st.integers(0, 3),
     gap=st.integers(0, 3),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_packing_is_undone_by_unpacking_whatever_the_alignment_and_stride(n, k, dtype, offset, gap):
     size = dtype.itemsize
     raw = torch.randint(0, 256, (offset + n * (k + gap) * size,), dtype=torch.uint8)

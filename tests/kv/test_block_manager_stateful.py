@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -17,6 +18,7 @@ from quire.config.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from quire.kv.block_space_manager import AllocStatus, BlockSpaceManager
 from quire.kv.content_hash import NO_KEY, ContentKey
 from quire.kv.pins import PinnedPrefix
+from tests.effort import examples
 
 SPEC = KVCacheSpec(1, 2, "float32")
 KEYS = [
@@ -362,6 +364,6 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
 
 BlockManagerMachine.TestCase.settings = settings(
-    max_examples=200, stateful_step_count=60, deadline=None, report_multiple_bugs=False
+    max_examples=examples(200), stateful_step_count=60, deadline=None, report_multiple_bugs=False
 )
-TestBlockManager = BlockManagerMachine.TestCase
+TestBlockManager = pytest.mark.essential(BlockManagerMachine.TestCase)

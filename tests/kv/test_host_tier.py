@@ -1,5 +1,7 @@
 """Blocks evicted from the device tier wait in the host tier: found there, copied back, forgotten if the step failed."""
 
+import pytest
+
 from quire.kv.block_space_manager import AllocStatus
 from quire.kv.stats import HitSource, MissReason
 from tests.engine.fake import Harness, expected_output
@@ -9,6 +11,7 @@ from .managers import end, make_manager, run
 FIRST, SECOND = [1] * 16, [2] * 16
 
 
+@pytest.mark.essential
 def test_what_was_spilled_is_hit_with_the_right_content():
     harness = Harness(num_blocks=6, num_host_blocks=8, max_num_batched_tokens=32)
     for prompt in ([1] * 17, [2] * 17):
@@ -73,6 +76,7 @@ def test_nothing_spilled_is_found_after_a_failed_step():
     assert manager.host.num_free_blocks == 4
 
 
+@pytest.mark.essential
 def test_a_host_block_is_not_given_to_others_while_the_step_reads_it():
     manager = make_manager(4, num_host_blocks=4)
     run(manager, 0, FIRST)

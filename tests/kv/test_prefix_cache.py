@@ -35,6 +35,7 @@ def test_a_repeated_prompt_costs_one_token(length):
     assert run(manager, 1, tokens) == length - 1
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize("num_groups", [1, 2])
 def test_the_longest_common_run_inside_the_next_block_is_copied(num_groups):
     manager = make_manager(24, (None,) * num_groups)
@@ -158,6 +159,7 @@ def test_the_hit_rate_is_the_share_of_what_was_looked_up():
     assert manager.stats.hit_rate == 0.5
 
 
+@pytest.mark.essential
 def test_can_allocate_counts_what_others_hold_already():
     manager = make_manager(4)
     run(manager, 0, list(range(9)))  # 3 blocks of 4
@@ -166,6 +168,7 @@ def test_can_allocate_counts_what_others_hold_already():
     assert manager.can_allocate(manager.look_up(3, [7] * 17)) is AllocStatus.NEVER
 
 
+@pytest.mark.essential
 def test_hash_collisions_are_caught_by_the_tokens(monkeypatch):
     monkeypatch.setattr(ContentHasher, "child", lambda self, parent, tokens: b"same")
     manager = make_manager()

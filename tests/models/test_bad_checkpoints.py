@@ -19,6 +19,7 @@ from quire.config.checkpoint.safetensors import read_header
 from quire.config.model import ModelConfig
 from quire.models.registry import model_class, supported_architectures
 from quire.models.weights.loader import load_model, reading, weight_bytes
+from tests.effort import examples
 
 FIELDS = {
     "architectures": ["LlamaForCausalLM"],
@@ -233,7 +234,7 @@ CONFIG_KEYS += ["sliding_window", "use_sliding_window", "layer_types", "max_wind
 
 
 @pytest.mark.parametrize("architecture", supported_architectures())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changes=st.dictionaries(st.sampled_from(CONFIG_KEYS), json_values, min_size=1, max_size=3))
 def test_no_config_raises_anything_else(architecture: str, tmp_path: Path, changes: dict[str, Any]) -> None:
     fields = FIELDS | {"architectures": [architecture], "use_sliding_window": True, "ffn_dim": 8} | changes
@@ -404,7 +405,7 @@ def test_every_truncation_is_noticed(folder: Path) -> None:
             load(folder)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(edits=st.lists(st.tuples(st.integers(0, 1199), st.integers(0, 255)), min_size=1, max_size=4))
 def test_a_damaged_header_never_reads_outside_the_file(folder: Path, edits: list[tuple[int, int]]) -> None:
     path = folder / "damaged.safetensors"

@@ -19,6 +19,7 @@ from quire.runner.sampling.draw_tensors import DrawTensors
 from quire.runner.sampling.named_processor import NamedProcessor
 from quire.runner.sampling.random import random_key
 from quire.runner.sampling.sampler import Sampler
+from tests.effort import examples
 from tests.kernels.isas import ISAS, using
 from tests.sampling.plain import Mask, changed, probabilities, sequence
 
@@ -75,8 +76,9 @@ def bits(logprobs: TokenLogprobs) -> tuple:
     return tuple(a.tobytes() for a in (logprobs.token_ids, logprobs.logprobs, logprobs.ranks))
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize("isa", ISAS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(seed=st.integers(0, 2**32), num_seqs=st.integers(1, 12), mode=st.sampled_from(LOGPROBS_MODES))
 def test_a_row_in_a_batch_is_what_it_is_alone(isa, seed, num_seqs, mode):
     rng = random.Random(seed)
@@ -103,7 +105,8 @@ def test_a_row_in_a_batch_is_what_it_is_alone(isa, seed, num_seqs, mode):
     assert len(token_ids) == num_rows
 
 
-@settings(max_examples=150, deadline=None)
+@pytest.mark.essential
+@settings(max_examples=examples(150), deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_processed_logits_are_those_of_the_plain_definition(seed):
     rng = random.Random(seed)

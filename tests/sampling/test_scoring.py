@@ -83,6 +83,7 @@ def test_scores_are_the_log_softmax_of_all_logits(model, monkeypatch):
     assert scored.ranks.tolist() == (1 + (logits > logits.gather(1, targets[:, None])).sum(1)).tolist()
 
 
+@pytest.mark.essential
 @needs_native
 def test_bits_are_the_same_in_any_chunking_and_company(model):
     expected = [bits([whole(model, seq)]) for seq in range(3)]

@@ -42,6 +42,7 @@ def admission(clock, engine):
     return make
 
 
+@pytest.mark.essential
 def test_the_queue_is_bounded(admission):
     gate = admission(max_num_seqs=2, max_waiting=3)
     assert [gate.enter("a") for _ in range(5)] == [None] * 5
@@ -104,6 +105,7 @@ def test_requests_per_minute(admission, clock):
     assert gate.enter("a") is not None
 
 
+@pytest.mark.essential
 def test_tokens_per_minute_are_paid_back(admission, clock):
     gate = admission(tokens_per_minute=60)
     assert gate.enter("a") is None

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from quire.server.api.messages.protocol import MessagesRequest
 from quire.server.api.responses.protocol import ResponsesRequest
+from tests.effort import examples
 from tests.server.in_process import Answer, Server, saying
 
 TYPES = [
@@ -50,7 +51,9 @@ def check(answer: Answer, body: Any) -> None:
 
 
 def quick(test: Any) -> Any:
-    return settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])(test)
+    return settings(
+        max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    )(test)
 
 
 @quick

@@ -70,6 +70,7 @@ def test_no_other_bytes_are_a_key(key):
     assert (keys.name_of(key) is not None) == (key in (b"sk-a", b"sk-b"))
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize(
     "headers",
     [[(b"authorization", b"Bearer sk-b")], [(b"authorization", b"bearer  sk-b ")], [(b"x-api-key", b"sk-b")],
@@ -81,6 +82,7 @@ def test_a_key_opens_and_names_the_tenant(headers):
     assert context.tenant == "key-2"
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize(
     "headers",
     [[], [(b"authorization", b"Bearer wrong")], [(b"authorization", b"sk-a")], [(b"authorization", b"Basic sk-a")],

@@ -157,6 +157,7 @@ def test_what_is_not_the_right_json_is_a_400(reciting, body):
     assert answer.error["type"] == "invalid_request_error"
 
 
+@pytest.mark.essential
 def test_every_field_refuses_a_wrong_type(reciting):
     """An object of no meaning fits no field but those that take any object."""
     described = reciting.get("/openapi.json").json["components"]["schemas"]
@@ -232,6 +233,7 @@ def test_bodies_of_other_kinds(reciting, headers):
     assert reciting.post(COMPLETIONS, {"prompt": "a"}, headers=headers).status == 415
 
 
+@pytest.mark.essential
 def test_a_body_beyond_the_limit_is_not_read(reciting):
     limit = reciting.state.args.max_body
     answer = reciting.post(COMPLETIONS, b"", headers={"content-length": str(limit + 1)})

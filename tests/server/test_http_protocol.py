@@ -261,6 +261,7 @@ def test_empty_lines_do_not_keep_a_connection():
     asyncio.run(main())
 
 
+@pytest.mark.essential
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 80), max_size=20))
 def test_however_a_request_is_cut_up_it_is_answered(cuts):

@@ -74,6 +74,7 @@ def test_the_head_of_a_stream_has_an_end(reciting):
     assert reciting.state.num_cache_watchers == 0
 
 
+@pytest.mark.essential
 def test_others_go_on_when_one_vanishes(reciting):
     body = json.dumps(LONG[CHAT] | {"stream": True}).encode()
 
