@@ -204,7 +204,7 @@ class Pool:
     """An empty pool, and a manager over one whose every block is cached content, each of a given size."""
 
     def __init__(self, num_blocks: int) -> None:
-        self.empty = PrefixCachingBlockAllocator(num_blocks, 1, lambda block_id, content: None)
+        self.empty = PrefixCachingBlockAllocator(num_blocks, 1, lambda *_: None, lambda *_: None)
         self.full = BlockSpaceManager(cache_config(num_blocks), enable_prefix_caching=True, watermark=0)
         self._seq_ids, self._tokens = count(), count()
         while self.full.pool.num_free_blocks and self.full.stats.num_evicted_tokens == 0:

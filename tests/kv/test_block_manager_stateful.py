@@ -321,6 +321,14 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 assert held == stream.past(group, position), f"{stream} reads {held} at {position} in group {group}"
 
     @invariant()
+    def remembered_hit_lengths_are_those_of_a_lookup(self):
+        for stream in self.streams:
+            if stream.state == "waiting":
+                asked = stream.seq_id, stream.token_ids, stream.key
+                num_cached = self.manager.num_cached_tokens(*asked)
+                assert num_cached == self.manager.look_up(*asked).num_blocks * self.config.block_size
+
+    @invariant()
     def sequences_keep_their_past(self):
         for stream in [] if self.is_planning else self.streams:
             if stream.state != "waiting" and not self.manager.copies([stream.seq_id]):

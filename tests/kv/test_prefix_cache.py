@@ -5,9 +5,9 @@ import pytest
 from quire.common.batch import SlotCopy
 from quire.kv.allocator import NaiveBlockAllocator
 from quire.kv.block_space_manager import AllocStatus
-from quire.kv.content_hash import ContentHasher, HashChain
+from quire.kv.content_hash import ContentHasher, HashChain, token_bytes
 from quire.kv.evictor import LRUEvictor
-from quire.kv.prefix_cache import PrefixCachingBlockAllocator
+from quire.kv.prefix_cache import MAX_TAIL_CANDIDATES, BlockContent, PrefixCachingBlockAllocator
 
 from .managers import compute, end, make_manager, run
 
@@ -33,6 +33,24 @@ def test_a_repeated_prompt_costs_one_token(length):
     tokens = list(range(length))
     run(manager, 0, tokens)
     assert run(manager, 1, tokens) == length - 1
+
+
+def test_only_the_newest_blocks_behind_a_prefix_are_looked_at_for_a_tail():
+    class Counted(dict):
+        num_read = 0
+
+        def __reversed__(self):
+            for key in super().__reversed__():
+                self.num_read += 1
+                yield key
+
+    tracker = caching_pool(200).tracker
+    for block_id in range(200):
+        tracker.add(block_id, BlockContent(0, b"parent", token_bytes([block_id, 7]), 1, None))
+    children = tracker._children[0][b"parent"] = Counted(tracker._children[0][b"parent"])
+    assert tracker.find_tail(0, b"parent", token_bytes([150, 9])) == (150, 1)
+    assert tracker.find_tail(0, b"parent", token_bytes([100, 7])) is None, "too old"
+    assert children.num_read <= 2 * MAX_TAIL_CANDIDATES
 
 
 @pytest.mark.parametrize("num_groups", [1, 2])
@@ -249,7 +267,11 @@ def test_copy_on_write_needs_a_block_to_spare():
 # Integrity
 
 
-@pytest.mark.parametrize("pool", [NaiveBlockAllocator(2), PrefixCachingBlockAllocator(2, 1, lambda *_: None)])
+def caching_pool(num_blocks):
+    return PrefixCachingBlockAllocator(num_blocks, 1, lambda *_: None, lambda *_: None)
+
+
+@pytest.mark.parametrize("pool", [NaiveBlockAllocator(2), caching_pool(2)])
 def test_a_double_free_is_refused(pool):
     block = pool.allocate()
     pool.free(block)

@@ -10,6 +10,7 @@ from quire.common.faults import fault_point
 from quire.config.kv_cache import KVCacheConfig
 from quire.kv.block_table import BlockTable
 from quire.kv.content_hash import NO_KEY, ContentKey, HashChain
+from quire.kv.hit_lengths import HitLengths
 from quire.kv.pins import PinnedPrefix, Pins
 from quire.kv.prefix_cache import BlockContent, PrefixCachingBlockAllocator
 from quire.kv.prefix_lookup import PrefixHit, PrefixLookup
@@ -71,7 +72,8 @@ class BlockSpaceManager:
         self._chains: dict[int, HashChain] = {}
         self._copies: dict[int, list[SlotCopy]] = {}  # by sequence, until its next tokens are computed
         self._copy_sources: Counter[int] = Counter()  # their sources, which are held so long
-        self.tiers = Tiers(config, caching=enable_prefix_caching, stats=self.stats)
+        self.hit_lengths = HitLengths()
+        self.tiers = Tiers(config, caching=enable_prefix_caching, stats=self.stats, on_change=self.hit_lengths.changed)
         self.pool, self.host = self.tiers.pool, self.tiers.host
         self.cache: PrefixCachingBlockAllocator | None = None
         lookup = None
@@ -97,6 +99,19 @@ class BlockSpaceManager:
             chain = self._chains[seq_id] = self.lookup.chain(token_ids, key)
         chain.extend(len(token_ids) // self.block_size, token_ids)
         return self.lookup.find(seq_id, chain, token_ids, max_tokens)
+
+    def num_cached_tokens(
+        self, seq_id: int, token_ids: Sequence[int], key: ContentKey = NO_KEY, max_tokens: int | None = None
+    ) -> int:
+        """The tokens in whole blocks that `look_up` finds; O(1) while nothing that this depends on has changed."""
+        limit = len(token_ids) - 1 if max_tokens is None else min(max_tokens, len(token_ids) - 1)
+        num_blocks = self.hit_lengths.get(seq_id, limit)
+        if num_blocks is None:
+            hit = self.look_up(seq_id, token_ids, key, max_tokens)
+            num_blocks = hit.num_blocks
+            if hit.is_settled and self.cache is not None:
+                self.hit_lengths.remember(seq_id, self._chains[seq_id], limit, num_blocks)
+        return num_blocks * self.block_size
 
     def can_allocate(self, hit: PrefixHit) -> AllocStatus:
         """Whether the sequence has room for all its tokens, besides a reserve for those that run."""
@@ -135,6 +150,8 @@ class BlockSpaceManager:
         num_cached_tokens = hit.num_blocks * self.block_size + num_tail_tokens
         self._count(hit, num_tail_tokens)
         chain, blocks.num_registered = self._chains[seq_id], num_tokens // self.block_size
+        if hit.num_ready_blocks < blocks.num_registered:  # other sequences with one of these blocks have the first too
+            self.hit_lengths.changed(hit.num_ready_blocks, chain.block(hit.num_ready_blocks)[0])
         for index in range(hit.num_ready_blocks, blocks.num_registered):
             self.lookup.computing.setdefault(chain.block(index)[0], seq_id)
         return num_cached_tokens
@@ -410,6 +427,7 @@ class BlockSpaceManager:
     def forget(self, seq_id: int) -> None:
         """The sequence will not come again."""
         self._chains.pop(seq_id, None)
+        self.hit_lengths.forget(seq_id)
 
     def advance(self) -> None:
         """A step begins: blocks released from here on count as used later than those before."""

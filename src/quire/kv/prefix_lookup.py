@@ -1,7 +1,7 @@
 """The longest prefix of a sequence that need not be computed, and why it is not longer."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quire.config.kv_cache import KVCacheConfig
 from quire.kv.content_hash import BlockHash, ContentHasher, ContentKey, HashChain
@@ -29,6 +29,8 @@ class PrefixHit:
     places: tuple[list[int], ...] = ()
     """by group, from `first` on: a device block, or ~(host block)"""
     num_by_source: dict[HitSource, int] | None = None
+    is_settled: bool = True
+    """nothing that decided its length is being computed: it stays so until content is cached, evicted or announced"""
     is_awaited: bool = False
     """the next block is being computed by another sequence: a step or more later there is more to be found"""
 
@@ -70,24 +72,23 @@ class PrefixLookup:
 
         Groups of full attention need every block of it, a group with a window the last ones, as far as it reaches back.
         """
-        groups, max_blocks = range(len(self._windows)), max_tokens // self._config.block_size
-        places: list[dict[int, int]] = [{} for _ in groups]
-        unready: dict[int, HitSource] = {}
+        max_blocks = max_tokens // self._config.block_size
+        search = _Search(chain, [{} for _ in self._windows])
         num_blocks = max_blocks
-        for group in groups:
-            if self._windows[group] is None:
-                num_blocks = self._run(group, chain, range(num_blocks), places[group], unready)
+        for group, window in enumerate(self._windows):
+            if window is None:
+                num_blocks = self._run(search, group, range(num_blocks))
         num_before = num_blocks + 1
         while num_blocks < num_before:  # a prefix whose window has a hole is too long: it ends at the hole, and so on
             num_before = num_blocks
-            for group in groups:
-                if self._windows[group] is not None:
+            for group, window in enumerate(self._windows):
+                if window is not None:
                     indices = range(num_blocks - 1, self.first_needed(num_blocks)[group] - 1, -1)
-                    num_found = self._run(group, chain, indices, places[group], unready)
+                    num_found = self._run(search, group, indices)
                     if num_found < len(indices):
                         num_blocks = indices[num_found]
         first = self.first_needed(num_blocks)
-        unready = {index: source for index, source in unready.items() if index < num_blocks}
+        unready = {index: source for index, source in search.unready.items() if index < num_blocks}
         counts = {s: sum(source is s for source in unready.values()) for s in (HitSource.HOST, HitSource.JOINED)}
         return PrefixHit(
             seq_id,
@@ -96,16 +97,15 @@ class PrefixLookup:
             num_blocks,
             num_ready_blocks=min(unready, default=num_blocks),
             first=first,
-            places=tuple([places[g][i] for i in range(first[g], num_blocks)] for g in groups),
+            places=tuple([places[i] for i in range(first[g], num_blocks)] for g, places in enumerate(search.places)),
             num_by_source={HitSource.DEVICE: num_blocks - len(unready), **counts},
+            is_settled=search.is_settled,
             is_awaited=num_blocks < max_blocks and chain.block(num_blocks)[0] in self.computing,
         )
 
-    def _run(
-        self, group: int, chain: HashChain, indices: range, places: dict[int, int], unready: dict[int, HitSource]
-    ) -> int:
-        """Find the blocks of `indices` one after another, as many as are there; returns how many."""
-        find = self._device.find
+    def _run(self, search: "_Search", group: int, indices: range) -> int:
+        """Find the blocks of `indices` one after another until one is missing; returns how many there are."""
+        find, chain, places = self._device.find, search.chain, search.places[group]
         for count, index in enumerate(indices):
             block_hash, tokens = chain.block(index)
             place = find(group, block_hash, tokens)
@@ -113,12 +113,13 @@ class PrefixLookup:
                 owner = self.computing.get(block_hash)
                 place, source = None, HitSource.JOINED
                 if owner is not None:
+                    search.is_settled = False
                     place = self._join(owner, group, index)
                 elif (host_block := self._host.find(group, block_hash, tokens)) is not None:
                     place, source = ~host_block, HitSource.HOST
                 if place is None:
                     return count
-                unready[index] = source
+                search.unready[index] = source
             places[index] = place
         return len(indices)
 
@@ -166,3 +167,16 @@ class PrefixLookup:
                 break
             count += 1
         return count
+
+
+@dataclass(slots=True)
+class _Search:
+    """One lookup under way."""
+
+    chain: HashChain
+    places: list[dict[int, int]]
+    """by group and block index, what was found"""
+    unready: dict[int, HitSource] = field(default_factory=dict)
+    """by block index, what is not in the device tier yet"""
+    is_settled: bool = True
+    """no block that was looked for is being computed"""

@@ -1,11 +1,12 @@
 """The pools of blocks on the device and on the host, and what moves between them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from quire.common.batch import BlockPairs
 from quire.config.kv_cache import KVCacheConfig
 from quire.kv.allocator import BlockAllocator, NaiveBlockAllocator
 from quire.kv.block_table import BlockTable
+from quire.kv.content_hash import BlockHash
 from quire.kv.prefix_cache import BlockContent, EvictedHashes, PrefixCachingBlockAllocator
 from quire.kv.stats import PrefixCacheStats
 
@@ -18,14 +19,21 @@ class Tiers:
     there is room, and dropped there in turn when room is needed.
     """
 
-    def __init__(self, config: KVCacheConfig, *, caching: bool, stats: PrefixCacheStats) -> None:
+    def __init__(
+        self,
+        config: KVCacheConfig,
+        *,
+        caching: bool,
+        stats: PrefixCacheStats,
+        on_change: Callable[[int, BlockHash], None],
+    ) -> None:
         self.pool: BlockAllocator = NaiveBlockAllocator(config.num_blocks)
         self.host: BlockAllocator = NaiveBlockAllocator(config.num_host_blocks)
         self.caches: tuple[PrefixCachingBlockAllocator, PrefixCachingBlockAllocator] | None = None
         if caching:
             num_groups = len(config.groups)
-            self.pool = device = PrefixCachingBlockAllocator(config.num_blocks, num_groups, self._evicted)
-            self.host = host = PrefixCachingBlockAllocator(config.num_host_blocks, num_groups, self._dropped)
+            self.pool = device = PrefixCachingBlockAllocator(config.num_blocks, num_groups, self._evicted, on_change)
+            self.host = host = PrefixCachingBlockAllocator(config.num_host_blocks, num_groups, self._dropped, on_change)
             self.caches = device, host
         self.evicted = EvictedHashes()
         self.held: list[int] = []

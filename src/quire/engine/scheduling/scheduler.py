@@ -135,7 +135,9 @@ class Scheduler:
 
     def _num_cached_tokens(self, group: SequenceGroup) -> int:
         self.in_hand = group
-        return self._look_up(group, group.unfinished_seqs[0]).num_blocks * self.blocks.block_size
+        seq = group.unfinished_seqs[0]
+        max_tokens = None if seq.scores is None else seq.scores.max_cached_tokens
+        return self.blocks.num_cached_tokens(seq.seq_id, seq.token_ids, group.content_key, max_tokens)
 
     def _look_up(self, group: SequenceGroup, seq: Sequence) -> PrefixHit:
         """The longest prefix in the cache that leaves to compute what is to be scored."""
