@@ -60,6 +60,16 @@ def test_the_plan_of_the_embedded_checkpoint_adds_up():
         assert word in str(plan)
 
 
+def test_a_model_of_windows_alone_is_planned_by_the_blocks_that_a_sequence_holds(monkeypatch):
+    monkeypatch.setattr(LlamaForCausalLM, "kv_cache_specs", lambda _: [WINDOW, WINDOW])
+    plan = plan_memory(EngineArgs(kv_cache_memory="12MiB", max_num_batched_tokens=64))
+    # (128 - 1 + 64) // 16 + 3 = 14 blocks of 2 layers of 8 KiB
+    assert plan.kv_cache.num_blocks == 12 * MIB // (2 * 16 * 512) == 768
+    assert "768 blocks of 16, in bfloat16; a sequence holds at most 14, however long it is" in str(plan)
+    assert f"2048 tokens, {768 / 14:.1f} such sequences at once" in str(plan)
+    assert plan.to_dict()["kv_cache_tokens"] is None
+
+
 def test_an_int8_cache_holds_nearly_twice_the_tokens():
     plans = {
         dtype: plan_memory(EngineArgs(kv_cache_memory="12MiB", kv_cache_dtype=dtype)) for dtype in ("auto", "int8")

@@ -79,6 +79,11 @@ class KVCacheConfig:
         return (window - 1 + self.max_chunk) // self.block_size + 3
 
     @property
+    def is_length_bounded(self) -> bool:
+        """Whether the number of blocks limits how long a sequence may be; False if every layer forgets old tokens."""
+        return self.max_tokens < MAX_BLOCKS_PER_SEQ * self.block_size
+
+    @property
     def max_tokens(self) -> int:
         """Tokens one sequence alone could keep, with a block table in every group."""
         counts = range(MAX_BLOCKS_PER_SEQ + 1)

@@ -39,8 +39,8 @@ class MemoryPlan:
 
     @property
     def max_concurrency(self) -> float:
-        """Sequences of max_model_len tokens the cache holds at once."""
-        return self.kv_cache.max_tokens / self.max_model_len
+        """Sequences of max_model_len tokens that the cache holds at once."""
+        return self.kv_cache.num_blocks / self.kv_cache.blocks_to_hold(self.max_model_len)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -58,7 +58,7 @@ class MemoryPlan:
             "swap_bytes": self.kv_cache.host_bytes,
             "num_blocks": self.kv_cache.num_blocks,
             "block_size": self.kv_cache.block_size,
-            "kv_cache_tokens": self.kv_cache.max_tokens,
+            "kv_cache_tokens": self.kv_cache.max_tokens if self.kv_cache.is_length_bounded else None,
             "max_model_len": self.max_model_len,
             "max_concurrency": round(self.max_concurrency, 2),
         }
@@ -66,6 +66,10 @@ class MemoryPlan:
     def __str__(self) -> str:
         model, cache = self.config.model, self.kv_cache
         kinds = [model.architecture, model.dtype, *([f"{model.quantization} weights"] if model.quantization else [])]
+        capacity = f"{cache.max_tokens} tokens in {cache.groups[0].spec.dtype}"
+        if not cache.is_length_bounded:
+            most = cache.blocks_to_hold(self.max_model_len)
+            capacity = f"in {cache.groups[0].spec.dtype}; a sequence holds at most {most}, however long it is"
         rows = [
             ("model", f"{model.model} ({', '.join(kinds)})"),
             (
@@ -76,8 +80,7 @@ class MemoryPlan:
             ("activations", f"{format_bytes(self.activation_bytes)} at most"),
             (
                 "KV cache",
-                f"{format_bytes(cache.total_bytes)} = {cache.num_blocks} blocks of {cache.block_size}, "
-                f"{cache.max_tokens} tokens in {cache.groups[0].spec.dtype}",
+                f"{format_bytes(cache.total_bytes)} = {cache.num_blocks} blocks of {cache.block_size}, {capacity}",
             ),
             *(
                 [("swap space", f"{format_bytes(cache.host_bytes)} = {cache.num_host_blocks} blocks")]
