@@ -1,6 +1,9 @@
 """The programs that try to break the server: that they see what they look for, and find nothing in a short time."""
 
+import dataclasses
 import json
+import logging
+import math
 import os
 import runpy
 import shutil
@@ -12,7 +15,7 @@ import coverage
 import pytest
 
 import quire
-from reliability import sanitized_site
+from reliability import digest, sanitized_site
 from reliability.coverage import gaps, wanted_files
 from reliability.kills import Answer
 from reliability.overload import Load
@@ -178,3 +181,44 @@ def test_no_line_can_be_exempted_from_coverage(tmp_path: Path) -> None:
     measured.json_report(outfile=str(report))
     ((name, _),) = (found := json.loads(report.read_text()))["files"].items()
     assert list(gaps(found, [name])) == [f"{name}: 5, 2->4, 4->5"]
+
+
+def test_the_digest_of_a_group_is_reproducible_and_a_section_that_differs_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    group = digest.Group("quick", {"model": "quire-draft", "dtype": "bfloat16"}, (("fcfs", "recompute"),), seed=1)
+    monkeypatch.setattr(digest, "groups", lambda: [group])
+    monkeypatch.setattr(logging.root.manager, "disable", logging.NOTSET)  # restored at the end
+    before = tmp_path / "before.json"
+
+    def run(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["digest", *arguments])
+        return digest.main()
+
+    assert run("--output", str(before)) == 0
+    report = json.loads(before.read_text())
+    ((name, section),) = report["sections"].items()
+    assert len(section["requests"]) > 40
+    assert section["counters"]["num_preemptions"] > 0
+    section["digest"] = section["requests"]["beams"] = "0"
+    changed = tmp_path / "changed.json"
+    changed.write_text(json.dumps(report))
+    after = ("--output", str(tmp_path / "after.json"))
+    assert run(*after, "--compare", str(changed)) == 1
+    assert f"{name}: 1 of {len(section['requests'])} requests differ: beams\n" in capsys.readouterr().err
+    first, second = (json.loads(path.read_text()) for path in (before, tmp_path / "after.json"))
+    assert second["digest"] == first["digest"]
+    assert list(digest.differences(first, second)) == []
+
+
+def test_one_bit_of_one_log_probability_changes_the_digest_and_a_missing_section_counts() -> None:
+    rows = {"a": digest.encoded([[1, 2], -0.5]), "b": digest.encoded([[3], math.nextafter(-0.5, 0)])}
+    section = dataclasses.asdict(digest.section_of(rows, {"num_steps": 3}))
+    changed = dataclasses.asdict(digest.section_of(rows | {"a": digest.encoded([[1, 2], math.nextafter(-0.5, 0)])}, {}))
+    old, new = {"sections": {"x": section, "y": section}}, {"sections": {"x": changed, "z": section}}
+    assert list(digest.differences(old, old)) == []
+    assert list(digest.differences(old, new)) == [
+        "x: 1 of 2 requests differ: a",
+        "y: only in the old report",
+        "z: only in the new report",
+    ]
