@@ -24,7 +24,7 @@ import torch
 
 from quire import LLM, SamplingParams, kernels
 from quire.common.batch import BlockPairs, Draw, StepResult
-from quire.config.kv_cache import KVCacheConfig, KVCacheSpec
+from quire.config.kv_cache import FullAttentionSpec, KVCacheConfig, KVCacheSpec
 from quire.config.kv_layout import kv_cache_config
 from quire.config.scheduler import SchedulerConfig
 from quire.engine.requests.sequence import Sequence as Sample
@@ -43,7 +43,7 @@ Row = dict[str, Any]
 
 BLOCK_SIZE = 16
 VOCAB_SIZE = 151_936
-TINY = KVCacheSpec(1, 2, "float32")  # accounting knows no tensors: any will do
+TINY = FullAttentionSpec(1, 2, "float32")  # accounting knows no tensors: any will do
 
 NUM_SEQS = 256
 DECODE_STEPS = 256
@@ -57,7 +57,7 @@ POOLS = (1_000, 10_000, 100_000, 1_000_000)
 POOL_ROUNDS = 60
 BLOCKS_PER_ROUND = 512
 
-QWEN2_05B = (KVCacheSpec(2, 64, "bfloat16"),) * 24
+QWEN2_05B = (FullAttentionSpec(2, 64, "bfloat16"),) * 24
 SWAPPED_BLOCKS = (128, 1024)
 """2,000 and 16,000 tokens"""
 SWAP_TIER_BLOCKS = 4096

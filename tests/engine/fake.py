@@ -2,14 +2,13 @@
 
 from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
 from hashlib import blake2b
 
 import numpy as np
 
 from quire.common.batch import Batch, Draw, ScheduledSequence, StepResult, TokenLogprobs
 from quire.common.params import SamplingParams
-from quire.config.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec
+from quire.config.kv_cache import KVCacheConfig, KVCacheGroup, attention_spec
 from quire.config.scheduler import SchedulerConfig
 from quire.engine.requests.logprobs import LogprobRows, PromptScores
 from quire.engine.requests.sequence import Sequence, SequenceGroup
@@ -19,7 +18,6 @@ from quire.kv.block_space_manager import BlockSpaceManager
 from quire.kv.content_hash import NO_KEY, ContentKey
 
 VOCAB_SIZE = 50
-SPEC = KVCacheSpec(num_kv_heads=1, head_dim=2, dtype="float32")
 
 
 def state_after(previous: int, token_id: int) -> int:
@@ -67,7 +65,7 @@ class FakeExecutor:
 
     def __init__(self, config: KVCacheConfig) -> None:
         self.config = config
-        self.windows = [group.spec.sliding_window for group in config.groups]
+        self.windows = [getattr(group.spec, "sliding_window", None) for group in config.groups]
         self.slots = np.full((len(config.groups), config.num_blocks, config.block_size), -1)
         self.host_slots = np.full((len(config.groups), config.num_host_blocks, config.block_size), -1)
         self.fail_next = False
@@ -155,8 +153,8 @@ class Harness:
         **scheduling: object,
     ) -> None:
         self.windows = tuple(windows or (None,) * num_groups)
-        groups = tuple(KVCacheGroup((i,), replace(SPEC, sliding_window=w)) for i, w in enumerate(self.windows))
-        config = KVCacheConfig(block_size, num_blocks, 1, groups, num_host_blocks, max_num_batched_tokens)
+        groups = tuple(KVCacheGroup((i,), attention_spec(1, 2, "float32", w)) for i, w in enumerate(self.windows))
+        config = KVCacheConfig(block_size, num_blocks, groups, num_host_blocks, max_num_batched_tokens)
         self.executor = FakeExecutor(config)
         self.blocks = BlockSpaceManager(
             config, enable_prefix_caching=caching, watermark=watermark, pinned_fraction=pinned_fraction

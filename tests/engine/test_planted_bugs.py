@@ -15,6 +15,7 @@ from quire.kv.block_space_manager import AllocStatus, BlockSpaceManager
 from quire.kv.block_table import BlockTable
 from quire.kv.content_hash import ContentHasher, ContentKey, HashChain, token_bytes
 from quire.kv.evictor import LRUEvictor
+from quire.kv.managers.attention import SlidingWindowManager
 from quire.kv.pins import Pins
 from quire.kv.prefix_cache import BlockTracker, PrefixCachingBlockAllocator
 from quire.kv.prefix_lookup import PrefixLookup
@@ -189,15 +190,14 @@ def copy_in_before_out(original, self, batch):
     original(self, replace(batch, swap_in=()))
 
 
-def shorten_windows(original, self, config, **options):
-    original(self, config, **options)
-    self._windows = [window and window - 1 for window in self._windows]
+def free_one_token_too_early(original, self, num_tokens):
+    return original(self, num_tokens + 1)
 
 
 def need_one_block_less(original, self, num_blocks):
     return tuple(
-        min(first + (window is not None), num_blocks)
-        for first, window in zip(original(self, num_blocks), self._windows, strict=True)
+        min(first + (not manager.is_prefix_closed), num_blocks)
+        for first, manager in zip(original(self, num_blocks), self._managers, strict=True)
     )
 
 
@@ -332,7 +332,9 @@ BUGS = {
         wrap(BlockTable, "replace", lambda original, self, index, block: original(self, max(0, index - 1), block)),
         COUNTS,
     ),
-    "blocks slide out one token too early": Bug(wrap(BLOCKS, "__init__", shorten_windows), OUTPUT),
+    "blocks slide out one token too early": Bug(
+        wrap(SlidingWindowManager, "first_needed", free_one_token_too_early), OUTPUT
+    ),
     "blocks never slide out": Bug(skip(BlockTable, "slide", ()), "behind the window are held"),
     "a hit is one block short of the window": Bug(
         wrap(PrefixLookup, "first_needed", need_one_block_less), "states == seen"

@@ -1,21 +1,18 @@
 """A block manager over a small cache, and the steps of a sequence's life in it."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-from quire.config.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec
+from quire.config.kv_cache import KVCacheConfig, KVCacheGroup, attention_spec
 from quire.kv.block_space_manager import BlockSpaceManager
 from quire.kv.content_hash import NO_KEY, ContentKey
-
-SPEC = KVCacheSpec(1, 2, "float32")
 
 
 def make_config(
     num_blocks: int, windows: Sequence[int | None] = (None,), num_host_blocks: int = 0, max_chunk: int | None = None
 ) -> KVCacheConfig:
     """Blocks of four slots; one group for each window."""
-    groups = tuple(KVCacheGroup((i,), replace(SPEC, sliding_window=window)) for i, window in enumerate(windows))
-    return KVCacheConfig(4, num_blocks, 1, groups, num_host_blocks, max_chunk)
+    groups = tuple(KVCacheGroup((i,), attention_spec(1, 2, "float32", window)) for i, window in enumerate(windows))
+    return KVCacheConfig(4, num_blocks, groups, num_host_blocks, max_chunk)
 
 
 def make_manager(

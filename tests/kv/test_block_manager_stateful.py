@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from quire.common.errors import RequestError
-from quire.config.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec
+from quire.config.kv_cache import KVCacheConfig, KVCacheGroup, attention_spec
 from quire.kv.block_space_manager import AllocStatus, BlockSpaceManager
 from quire.kv.content_hash import NO_KEY, ContentKey
 from quire.kv.pins import PinnedPrefix
 
-SPEC = KVCacheSpec(1, 2, "float32")
 KEYS = [
     NO_KEY,
     ContentKey(cache_salt="salt"),
@@ -72,8 +71,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
         max_chunk=st.sampled_from([None, 4, 7]),
     )
     def set_up(self, block_size, num_blocks, num_host_blocks, windows, caching, watermark, max_chunk):
-        groups = tuple(KVCacheGroup((i,), replace(SPEC, sliding_window=w)) for i, w in enumerate(windows))
-        self.config = KVCacheConfig(block_size, num_blocks, 1, groups, num_host_blocks, max_chunk)
+        groups = tuple(KVCacheGroup((i,), attention_spec(1, 2, "float32", w)) for i, w in enumerate(windows))
+        self.config = KVCacheConfig(block_size, num_blocks, groups, num_host_blocks, max_chunk)
         self.manager = BlockSpaceManager(
             self.config, enable_prefix_caching=caching, watermark=watermark, pinned_fraction=0.4
         )

@@ -11,6 +11,7 @@ from quire.config.kv_cache import KVCacheConfig
 from quire.kv.block_table import BlockTable
 from quire.kv.content_hash import NO_KEY, ContentKey, HashChain
 from quire.kv.hit_lengths import HitLengths
+from quire.kv.managers import make_managers
 from quire.kv.pins import PinnedPrefix, Pins
 from quire.kv.prefix_cache import BlockContent, PrefixCachingBlockAllocator
 from quire.kv.prefix_lookup import PrefixHit, PrefixLookup
@@ -67,19 +68,27 @@ class BlockSpaceManager:
         self.watermark_blocks = int(watermark * config.num_blocks)
         self.stats = PrefixCacheStats()
         self.step = 0
-        self._windows = [group.spec.sliding_window for group in config.groups]
+        self.managers = make_managers(config)
+        self._token_groups = [group for group, manager in enumerate(self.managers) if manager.holds_tokens]
         self._sequences: dict[int, _SequenceBlocks] = {}
         self._chains: dict[int, HashChain] = {}
         self._copies: dict[int, list[SlotCopy]] = {}  # by sequence, until its next tokens are computed
         self._copy_sources: Counter[int] = Counter()  # their sources, which are held so long
         self.hit_lengths = HitLengths()
-        self.tiers = Tiers(config, caching=enable_prefix_caching, stats=self.stats, on_change=self.hit_lengths.changed)
+        self.tiers = Tiers(
+            config,
+            caching=enable_prefix_caching and bool(self._token_groups),
+            stats=self.stats,
+            on_change=self.hit_lengths.changed,
+        )
         self.pool, self.host = self.tiers.pool, self.tiers.host
         self.cache: PrefixCachingBlockAllocator | None = None
         lookup = None
         if self.tiers.caches is not None:
             self.cache, host = self.tiers.caches
-            lookup = PrefixLookup(config, self.cache.tracker, host.tracker, self.tiers.evicted, self._join)
+            lookup = PrefixLookup(
+                config, self.managers, self.cache.tracker, host.tracker, self.tiers.evicted, self._join
+            )
             self.lookup = lookup
         self.pins = Pins(config, int(pinned_fraction * config.num_blocks), self.cache, lookup)
 
@@ -181,14 +190,15 @@ class BlockSpaceManager:
         wanted = chain.content(start, min(start + self.block_size, hit.max_tokens), hit.token_ids)
         sources = self.lookup.find_tails(chain, hit.num_blocks, wanted)
         missing = self.config.blocks_to_hold(num_tokens) - sum(len(table.ids()) for table in blocks.tables)
-        unheld = sum(self.pool.ref_counts[block_id] == 0 for block_id, _ in sources)
+        unheld = sum(self.pool.ref_counts[block_id] == 0 for _, block_id, _ in sources)
         if not sources or missing + unheld > self.pool.num_free_blocks:
             return 0
-        num_copied = min(n for _, n in sources)
-        self.cache.tracker.count_hits([block_id for block_id, _ in sources])
-        for block_id, _ in sources:
+        num_copied = min(n for _, _, n in sources)
+        self.cache.tracker.count_hits([block_id for _, block_id, _ in sources])
+        for _, block_id, _ in sources:
             self.cache.acquire(block_id)
-        for group, (table, (block_id, _)) in enumerate(zip(blocks.tables, sources, strict=True)):
+        for group, block_id, _ in sources:
+            table = blocks.tables[group]
             table.append(self.pool.allocate())
             self._copy(hit.seq_id, SlotCopy(group, block_id, table[hit.num_blocks], num_copied))
         return num_copied
@@ -216,8 +226,7 @@ class BlockSpaceManager:
     def can_append(self, seq_id: int, num_computed_tokens: int, num_tokens: int) -> bool:
         """Whether the sequence can hold `num_tokens` tokens in all and write those that are not computed yet."""
         blocks = self._sequences[seq_id]
-        wanted = -(-num_tokens // self.block_size)
-        needed = sum(max(0, wanted - table.num_blocks) for table in blocks.tables)
+        needed = self._num_missing(blocks, num_tokens)
         needed += len(self._shared_write_groups(blocks, num_computed_tokens, num_tokens))
         return needed <= self.pool.num_free_blocks
 
@@ -234,11 +243,17 @@ class BlockSpaceManager:
             source = table[index]
             table.replace(index, self.pool.allocate())  # the hold on the source passes to the copy
             self._copy(seq_id, SlotCopy(group, source, table[index], num_computed_tokens % self.block_size))
-        for table in blocks.tables:
-            while table.num_blocks * self.block_size < num_tokens:
+        pairs = list(zip(blocks.tables, self.managers, strict=True))
+        for table, manager in pairs:
+            for _ in range(manager.num_blocks(num_tokens) - table.num_blocks):
                 table.append(self.pool.allocate())
-        blocks.num_writable = min(table.num_blocks for table in blocks.tables) * self.block_size
+        blocks.num_writable = min([manager.max_tokens(table.num_blocks) for table, manager in pairs])
         blocks.num_scheduled, blocks.scheduled_step = num_tokens, self.step
+
+    def _num_missing(self, blocks: _SequenceBlocks, num_tokens: int) -> int:
+        """Blocks that the tables lack for `num_tokens` tokens."""
+        pairs = zip(blocks.tables, self.managers, strict=True)
+        return sum([max(0, manager.num_blocks(num_tokens) - table.num_blocks) for table, manager in pairs])
 
     def _shared_write_groups(self, blocks: _SequenceBlocks, num_computed: int, num_tokens: int) -> list[int]:
         """The groups whose partly computed block the next tokens would write into while others hold it.
@@ -249,7 +264,8 @@ class BlockSpaceManager:
         if num_computed % self.block_size == 0 or num_tokens == num_computed:
             return []
         counts, sources = self.pool.ref_counts, self._copy_sources
-        last = [(g, table[index]) for g, table in enumerate(blocks.tables) if index < table.num_blocks]
+        tables = blocks.tables
+        last = [(g, tables[g][index]) for g in self._token_groups if index < tables[g].num_blocks]
         return [g for g, block_id in last if counts[block_id] - sources[block_id] > 1]
 
     def _copy(self, seq_id: int, copy: SlotCopy) -> None:
@@ -287,16 +303,17 @@ class BlockSpaceManager:
                 block_hash, tokens = chain.block(index)
                 self._unregister(seq_id, blocks, index, index + 1)
                 self.tiers.evicted.discard(block_hash)
-                for group, table in enumerate(blocks.tables):
+                for group in self._token_groups:
+                    table = blocks.tables[group]
                     if index >= table.first:
                         content = BlockContent(group, chain.parent(index), tokens, index, block_hash)
                         content.salt = chain.key.cache_salt
                         self._publish(table, content)
         blocks.num_full = num_full
-        for table, window in zip(blocks.tables, self._windows, strict=True):
-            if window is not None:
-                for block_id in table.slide(max(0, num_computed_tokens - window + 1) // self.block_size):
-                    self.pool.free(block_id)
+        for table, manager in zip(blocks.tables, self.managers, strict=True):
+            first = manager.first_needed(num_computed_tokens)
+            for block_id in table.slide(first) if first > table.first else ():
+                self.pool.free(block_id)
 
     def _publish(self, table: BlockTable, content: BlockContent) -> None:
         assert self.cache is not None
@@ -320,8 +337,10 @@ class BlockSpaceManager:
         chain = self._chains[seq_id]
         assert num_computed_tokens < start + self.block_size, f"sequence {seq_id} has a full block not published"
         content = chain.content(start, num_computed_tokens, token_ids)
-        for group, table in enumerate(blocks.tables):
-            self._publish(table, BlockContent(group, chain.parent(blocks.num_full), content, blocks.num_full, None))
+        for group in self._token_groups:
+            self._publish(
+                blocks.tables[group], BlockContent(group, chain.parent(blocks.num_full), content, blocks.num_full, None)
+            )
 
     def _unregister(self, seq_id: int, blocks: _SequenceBlocks, start: int, end: int) -> None:
         """Blocks `start` to `end` are not being computed by this sequence any more."""
@@ -368,9 +387,9 @@ class BlockSpaceManager:
         own, besides a reserve, as far as there can be one."""
         sequences = [self._sequences[seq_id] for seq_id in seq_ids]
         tables = [table for blocks in sequences for table in blocks.tables]
-        wanted = -(-num_tokens // self.block_size)
-        needed = len(self._holds(sequences)) + sum(max(0, wanted - table.num_blocks) for table in tables)
-        needed += len(tables) - len({table[table.num_blocks - 1] for table in tables})
+        last_blocks = [table[table.num_blocks - 1] for table in tables if table.num_blocks]
+        needed = len(self._holds(sequences)) + sum(self._num_missing(blocks, num_tokens) for blocks in sequences)
+        needed += len(last_blocks) - len(set(last_blocks))
         available, free = self.pool.num_blocks - self.pins.num_blocks, self.pool.num_free_blocks
         return needed <= free and min(needed + len(tables) + self._reserve, available) <= free
 

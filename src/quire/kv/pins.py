@@ -65,14 +65,14 @@ class Pins:
         start = hit.num_blocks * self._config.block_size
         wanted = chain.content(start, min(start + self._config.block_size, len(token_ids)), token_ids)
         tails = lookup.find_tails(chain, hit.num_blocks, wanted)
-        block_ids = [place for places in hit.places for place in places] + [block_id for block_id, _ in tails]
+        block_ids = [place for places in hit.places for place in places] + [block_id for _, block_id, _ in tails]
         self._check(max(num_new_blocks, len(set(block_ids) - self._counts.keys())))
         for block_id in block_ids:
             self._cache.acquire(block_id)
         pin_id, self._next_id = self._next_id, self._next_id + 1
         self.block_ids[pin_id] = block_ids
         self._counts.update(block_ids)
-        return PinnedPrefix(pin_id, start + min((n for _, n in tails), default=0), len(block_ids))
+        return PinnedPrefix(pin_id, start + min((n for _, _, n in tails), default=0), len(block_ids))
 
     def unpin(self, pin_id: int) -> None:
         """Let a prefix go. Raises RequestError for an unknown pin."""
@@ -93,9 +93,7 @@ class Pins:
 
     def _num_new_blocks(self, token_ids: Sequence[int], lookup: PrefixLookup, hit: PrefixHit) -> int:
         """All blocks of the prefix, once it is computed, but for those that are pinned already."""
-        num_blocks = -(-len(token_ids) // self._config.block_size)
-        first = lookup.first_needed(len(token_ids) // self._config.block_size)
-        return sum(num_blocks - start for start in first) - sum(p in self for places in hit.places for p in places)
+        return lookup.num_kept(len(token_ids)) - sum(p in self for places in hit.places for p in places)
 
     def _check(self, num_new_blocks: int) -> None:
         if self.num_blocks + num_new_blocks > self.max_blocks:

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from quire.config.kv_cache import KVCacheConfig
 from quire.kv.content_hash import BlockHash, ContentHasher, ContentKey, HashChain
+from quire.kv.managers.base import GroupManager
 from quire.kv.prefix_cache import BlockTracker, EvictedHashes
 from quire.kv.stats import HitSource, MissReason
 
@@ -46,13 +48,16 @@ class PrefixLookup:
     def __init__(
         self,
         config: KVCacheConfig,
+        managers: Sequence[GroupManager],
         device: BlockTracker,
         host: BlockTracker,
         evicted: EvictedHashes,
         join: Join,
     ) -> None:
         self._config = config
-        self._windows = [group.spec.sliding_window for group in config.groups]
+        self._managers = managers
+        self._closed = [group for group, manager in enumerate(managers) if manager.is_prefix_closed]
+        self._open = [group for group, manager in enumerate(managers) if not manager.is_prefix_closed]
         self.hasher = ContentHasher()
         self._device = device
         self._host = host
@@ -68,25 +73,20 @@ class PrefixLookup:
         return chain
 
     def find(self, seq_id: int, chain: HashChain, token_ids: Sequence[int], max_tokens: int) -> PrefixHit:
-        """The longest prefix of whole blocks within `max_tokens` tokens, all of them hashed in `chain`.
+        """The longest prefix of whole blocks within `max_tokens` tokens that every group accepts.
 
-        Groups of full attention need every block of it, a group with a window the last ones, as far as it reaches back.
+        All full blocks of those tokens are hashed in `chain`.
         """
         max_blocks = max_tokens // self._config.block_size
-        search = _Search(chain, [{} for _ in self._windows])
+        search = _Search(chain, [{} for _ in self._managers])
         num_blocks = max_blocks
-        for group, window in enumerate(self._windows):
-            if window is None:
-                num_blocks = self._run(search, group, range(num_blocks))
+        for group in self._closed:
+            num_blocks = self._managers[group].longest_prefix(num_blocks, partial(self._run, search, group))
         num_before = num_blocks + 1
-        while num_blocks < num_before:  # a prefix whose window has a hole is too long: it ends at the hole, and so on
+        while num_blocks < num_before:  # one group's prefix may be too short for another
             num_before = num_blocks
-            for group, window in enumerate(self._windows):
-                if window is not None:
-                    indices = range(num_blocks - 1, self.first_needed(num_blocks)[group] - 1, -1)
-                    num_found = self._run(search, group, indices)
-                    if num_found < len(indices):
-                        num_blocks = indices[num_found]
+            for group in self._open:
+                num_blocks = self._managers[group].longest_prefix(num_blocks, partial(self._run, search, group))
         first = self.first_needed(num_blocks)
         unready = {index: source for index, source in search.unready.items() if index < num_blocks}
         counts = {s: sum(source is s for source in unready.values()) for s in (HitSource.HOST, HitSource.JOINED)}
@@ -97,7 +97,10 @@ class PrefixLookup:
             num_blocks,
             num_ready_blocks=min(unready, default=num_blocks),
             first=first,
-            places=tuple([places[i] for i in range(first[g], num_blocks)] for g, places in enumerate(search.places)),
+            places=tuple(
+                [places[i] for i in range(start, num_blocks)] if manager.holds_tokens else []
+                for manager, places, start in zip(self._managers, search.places, first, strict=True)
+            ),
             num_by_source={HitSource.DEVICE: num_blocks - len(unready), **counts},
             is_settled=search.is_settled,
             is_awaited=num_blocks < max_blocks and chain.block(num_blocks)[0] in self.computing,
@@ -124,15 +127,27 @@ class PrefixLookup:
         return len(indices)
 
     def first_needed(self, num_blocks: int) -> tuple[int, ...]:
-        """By group, the first block that the token behind `num_blocks` blocks still sees."""
-        size = self._config.block_size
-        return tuple([0 if w is None else max(0, num_blocks * size - w + 1) // size for w in self._windows])
+        """By group, the first block that the token behind `num_blocks` blocks still reads."""
+        num_tokens = num_blocks * self._config.block_size
+        return tuple([manager.first_needed(num_tokens) for manager in self._managers])
 
-    def find_tails(self, chain: HashChain, index: int, wanted: bytes) -> list[tuple[int, int]]:
-        """For every group the block behind `index` blocks that begins with the most of `wanted`, and how many tokens
-        that is; an empty list if a group has none."""
-        found = [self._device.find_tail(group, chain.parent(index), wanted) for group in range(len(self._windows))]
-        return [] if None in found else [tail for tail in found if tail is not None]
+    def num_kept(self, num_tokens: int) -> int:
+        """Blocks, in all groups together, that a sequence of `num_tokens` computed tokens still needs."""
+        first = self.first_needed(num_tokens // self._config.block_size)
+        kept = zip(self._managers, first, strict=True)
+        return sum(manager.num_blocks(num_tokens) - start for manager, start in kept)
+
+    def find_tails(self, chain: HashChain, index: int, wanted: bytes) -> list[tuple[int, int, int]]:
+        """For every group that holds tokens: its number, the block behind `index` blocks that begins with the most of
+        `wanted`, and how many tokens that is. An empty list if a group has no such block."""
+        tails = []
+        for group, manager in enumerate(self._managers):
+            if manager.holds_tokens:
+                found = self._device.find_tail(group, chain.parent(index), wanted)
+                if found is None:
+                    return []
+                tails.append((group, *found))
+        return tails
 
     def explain(self, chain: HashChain, num_cached: int, num_tokens: int) -> dict[MissReason, int]:
         """Why the tokens from num_cached to num_tokens were not found. `chain` has all full blocks of them."""

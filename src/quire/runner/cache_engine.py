@@ -10,23 +10,22 @@ from quire import kernels
 from quire.common.batch import BlockPairs, SlotCopy
 from quire.common.errors import OutOfMemoryError
 from quire.common.faults import fault_point
-from quire.config.kv_cache import KVCacheConfig
+from quire.config.kv_cache import AttentionSpec, KVCacheConfig
 from quire.models.layers.batch_tensors import LayerKVCache
 
 _ALIGNMENT = 64
 
 
 class CacheEngine:
-    """The blocks of each tier as rows of bytes, allocated up front; layer i of every group is a view of part i of each.
+    """The blocks of each tier as rows of bytes, allocated up front; a group's layers are views of successive parts.
 
     So a block lies in one piece, and is swapped in one.
     """
 
     def __init__(self, config: KVCacheConfig) -> None:
         self.config = config
-        row_bytes = config.num_tensors * config.block_bytes
-        self.blocks = _zeros(config.num_blocks, row_bytes)
-        self.host_blocks = _zeros(config.num_host_blocks, row_bytes)
+        self.blocks = _zeros(config.num_blocks, config.block_bytes)
+        self.host_blocks = _zeros(config.num_host_blocks, config.block_bytes)
         self.layers = self._layer_views()
 
     def _layer_views(self) -> list[LayerKVCache]:
@@ -34,9 +33,11 @@ class CacheEngine:
         views: dict[int, LayerKVCache] = {}
         for group_id, group in enumerate(self.config.groups):
             spec = group.spec
+            assert isinstance(spec, AttentionSpec), f"no view of a cache of {type(spec).__name__} is known"
+            part_bytes = spec.block_bytes(self.config.block_size)
             for part, layer_id in enumerate(group.layer_ids):
                 k, v = kernels.make_layer_cache(
-                    self.blocks[:, part * self.config.block_bytes : (part + 1) * self.config.block_bytes],
+                    self.blocks[:, part * part_bytes : (part + 1) * part_bytes],
                     self.config.num_blocks,
                     self.config.block_size,
                     spec.num_kv_heads,
