@@ -47,7 +47,7 @@ OWN = {
 }
 """points in a request's own work: whoever is hit there ends"""
 COMMON = {
-    *("step.start", "step.execute", "step.run", "step.commit", "step.end", "cache.swap_out", "cache.swap_in"),
+    *("step.start", "step.execute", "step.run", "step.commit", "step.end", "cache.transfer"),
     *("cache.copy", "memory.workspace", "memory.native", "sampler.draw", "scoring.rows"),
 }
 """points in what all do together: nobody ends for a failure or two"""
@@ -227,9 +227,12 @@ def check_nothing_is_held(engine: LLMEngine) -> None:
     """After the last request."""
     engine.scheduler.check_integrity()
     assert engine.blocks.num_used_blocks == 0, f"{engine.blocks.num_used_blocks} blocks are held by nobody"
-    assert engine.blocks.host.num_free_blocks == engine.blocks.host.num_blocks, "host blocks are held by nobody"
+    host = engine.blocks.tiers.pools[1]
+    assert host.num_free_blocks == host.num_blocks, "blocks of the host tier are still held"
     left: list[Sized] = [engine.scheduler._owners, engine.scheduler.running, engine.scheduler.policy]
-    left += [engine.blocks._chains, engine._groups, engine._changed, engine.grammars]
+    left += [engine._groups, engine._changed, engine.grammars]
+    if engine.blocks.prefixes is not None:
+        left.append(engine.blocks.prefixes.chains)
     assert not any(len(kept) for kept in left), "a request is kept"
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from quire import LLM, SamplingParams, kernels
-from quire.common.batch import BlockPairs, Draw, StepResult
+from quire.common.batch import BlockPairs, Draw, StepResult, Transfer
 from quire.config.kv_cache import FullAttentionSpec, KVCacheConfig, KVCacheSpec
 from quire.config.kv_layout import kv_cache_config
 from quire.config.scheduler import SchedulerConfig
@@ -273,9 +273,9 @@ def bench_swap_bandwidth() -> Iterator[Row]:
     config = cache_config(SWAP_TIER_BLOCKS, SWAP_TIER_BLOCKS, QWEN2_05B)
     bytes_per_block = config.total_bytes // config.num_blocks
     engine, rng = CacheEngine(config), random.Random("swap")
-    for tier in (engine.blocks, engine.host_blocks):
+    for tier in engine.tiers:
         tier.fill_(1)  # takes the pages
-    copy, swaps = MemoryCopy(kernels.num_threads(), 2**28), {"swap_out": engine.swap_out, "swap_in": engine.swap_in}
+    copy, swaps = MemoryCopy(kernels.num_threads(), 2**28), {"swap_out": (0, 1), "swap_in": (1, 0)}
 
     def pairs(num_blocks: int) -> BlockPairs:
         ids = range(SWAP_TIER_BLOCKS)
@@ -286,9 +286,9 @@ def bench_swap_bandwidth() -> Iterator[Row]:
         for _ in range(SWAP_ROUNDS):
             for way, speed in copy.bytes_per_s().items():
                 speeds[way].append(speed)
-            for name, swap in swaps.items():
-                moved = pairs(num_blocks)
-                speeds[name].append(num_blocks * bytes_per_block / seconds(partial(swap, moved)))
+            for name, tiers in swaps.items():
+                moved = (Transfer(*tiers, pairs(num_blocks)),)
+                speeds[name].append(num_blocks * bytes_per_block / seconds(partial(engine.transfer, moved)))
         medians = {name: statistics.median(values) for name, values in speeds.items()}
         copy_speed = max(speed for name, speed in medians.items() if name not in swaps)
         for name in swaps:

@@ -111,10 +111,10 @@ class FakeExecutor:
         )
 
     def _move_blocks(self, batch: Batch) -> None:
-        for device, host in batch.swap_out:
-            self.host_slots[:, host] = self.slots[:, device]
-        for host, device in batch.swap_in:
-            self.slots[:, device] = self.host_slots[:, host]
+        tiers = self.slots, self.host_slots
+        for transfer in batch.transfers:
+            for source, target in transfer.pairs:
+                tiers[transfer.target_tier][:, target] = tiers[transfer.source_tier][:, source]
         for copy in batch.copies:
             slots = self.slots[copy.group]
             slots[copy.dst_block, : copy.num_slots] = slots[copy.src_block, : copy.num_slots]
@@ -215,7 +215,7 @@ class Harness:
                 self.blocks.check_integrity()
         assert not self.scheduler.has_unfinished, "livelock"
         assert self.blocks.num_used_blocks == 0
-        assert self.blocks.host.num_free_blocks == self.blocks.host.num_blocks
+        assert self.blocks.tiers.pools[1].num_free_blocks == self.blocks.config.num_host_blocks
 
     @staticmethod
     def output(group: SequenceGroup, sample: int = 0) -> list[int]:

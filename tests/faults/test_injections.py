@@ -8,7 +8,7 @@ from quire.common.faults import POINTS
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.scheduling.scheduler import Scheduler
 from quire.engine.step.containment import Suspects
-from quire.kv.block_space_manager import BlockSpaceManager
+from quire.kv.slot_copies import SlotCopies
 from reliability import injections
 from tests.kernels.isas import needs_native
 
@@ -43,7 +43,7 @@ def planted_keeps(self, group):
 def planted_forgets(self):
     """What was to be copied is taken to be there."""
     self._unsettled = []
-    self.blocks.settle()
+    self.blocks.settle(self.num_steps)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def planted_forgets(self):
         (Suspects, "failed", planted_early),
         (LLMEngine, "_abort", planted_keeps),
         (Scheduler, "revert", planted_forgets),
-        (BlockSpaceManager, "_release_copies", lambda self, seq_id: None),
+        (SlotCopies, "_release", lambda self, copies: None),
     ],
     ids=["early", "keeps", "forgets", "leaks"],
 )

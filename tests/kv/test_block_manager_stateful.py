@@ -199,11 +199,11 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     def operations(self) -> Iterator[Callable[[], None]]:
         """What the executor does, in its order."""
-        swap_out, swap_in = self.manager.take_transfers()
-        yield from (partial(self.copy, self.device, a, self.host, b) for a, b in swap_out)
-        yield from (partial(self.copy, self.host, a, self.device, b) for a, b in swap_in)
+        tiers = self.device, self.host
+        for source, target, pairs in self.manager.take_transfers(self.manager.step):
+            yield from (partial(self.copy, tiers[source], a, tiers[target], b) for a, b in pairs)
         planned = [stream for stream in self.streams if stream.end is not None]
-        for copy in self.manager.copies([stream.seq_id for stream in planned]):
+        for copy in self.manager.take_copies([stream.seq_id for stream in planned], self.manager.step):
             yield partial(self.copy, self.device, copy.src_block, self.device, copy.dst_block, copy.num_slots)
         yield from (partial(self.write, s, position) for s in planned for position in range(s.num_computed, s.end))
 
@@ -226,7 +226,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             self.check_slots(stream, stream.num_computed, stream.end)
         if aborted < len(self.streams):
             self.leave(self.streams[aborted])
-        self.manager.settle()
+        self.manager.settle(self.manager.step)
         for index, stream in enumerate(planned):
             if stream in self.streams:
                 stream.num_computed, stream.end = stream.end, None
@@ -251,7 +251,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         for stream in self.streams:
             if stream.is_unsettled and stream.state != "waiting":
                 self.stop(stream)
-        self.manager.revert()
+        self.manager.revert(self.manager.step)
         self.end_step()
 
     def end_step(self) -> None:
@@ -330,7 +330,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @invariant()
     def sequences_keep_their_past(self):
         for stream in [] if self.is_planning else self.streams:
-            if stream.state != "waiting" and not self.manager.copies([stream.seq_id]):
+            if stream.state != "waiting" and stream.seq_id not in self.manager._copies:
                 self.check_slots(stream, stream.num_computed, stream.num_computed)
 
     @invariant()
@@ -362,10 +362,10 @@ class BlockManagerMachine(RuleBasedStateMachine):
             self.leave(stream)
         for pin, _, _ in self.pins:
             self.manager.unpin(pin.pin_id)
-        self.manager.revert()
+        self.manager.revert(self.manager.step)
         self.manager.check_integrity()
         assert self.manager.num_used_blocks == 0
-        assert self.manager.host.num_free_blocks == self.manager.host.num_blocks
+        assert self.manager.tiers.pools[1].num_free_blocks == self.config.num_host_blocks
 
 
 BlockManagerMachine.TestCase.settings = settings(

@@ -14,8 +14,9 @@ def lookups(monkeypatch):
     found: list[int] = []
 
     def watch(manager):
-        find = manager.lookup.find
-        monkeypatch.setattr(manager.lookup, "find", lambda seq_id, *rest: found.append(seq_id) or find(seq_id, *rest))
+        lookup = manager.prefixes.lookup
+        find = lookup.find
+        monkeypatch.setattr(lookup, "find", lambda seq_id, *rest: found.append(seq_id) or find(seq_id, *rest))
 
         def take():
             taken = found.copy()

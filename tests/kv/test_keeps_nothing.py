@@ -9,7 +9,7 @@ from quire.kv.block_space_manager import BlockSpaceManager
 from quire.kv.managers import MANAGERS
 from quire.kv.managers.base import GroupManager
 
-from .managers import compute, end, run
+from .managers import compute, do_step, end, run
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,7 @@ def test_layers_that_keep_nothing_live_beside_full_attention(monkeypatch):
     compute(manager, 2, [*tokens, 91], 10, 11)
     assert [len(table) for table in manager.block_tables(2)] == [0, 3]
     manager.swap_out([0, 1])
-    manager.take_transfers()
-    manager.settle()
+    do_step(manager)
     assert manager.can_swap_in([0, 1], 12)
     manager.swap_in([0, 1])
     manager.check_integrity()

@@ -9,7 +9,7 @@ from quire.kv.content_hash import ContentHasher, HashChain, token_bytes
 from quire.kv.evictor import LRUEvictor
 from quire.kv.prefix_cache import MAX_TAIL_CANDIDATES, BlockContent, PrefixCachingBlockAllocator
 
-from .managers import compute, end, make_manager, run
+from .managers import compute, copies, do_step, end, make_manager, run
 
 
 @pytest.mark.parametrize("num_groups", [1, 2])
@@ -63,11 +63,12 @@ def test_the_longest_common_run_inside_the_next_block_is_copied(num_groups):
     assert manager.allocate(manager.look_up(2, tokens)) == 7
     manager.append(2, 7, len(tokens))
     source, copy = manager.block_tables(0)[0][1], manager.block_tables(2)[0][1]
-    assert manager.copies([2])[0] == SlotCopy(0, source, copy, 3)
-    assert len(manager.copies([2])) == num_groups
+    assert copies(manager, 2)[0] == SlotCopy(0, source, copy, 3)
+    assert len(copies(manager, 2)) == num_groups
     assert manager.pool.ref_counts[source] == 2  # held until the copy is done
+    do_step(manager, 2)
     manager.publish(2, tokens, 9)
-    assert manager.copies([2]) == ()
+    assert copies(manager, 2) == ()
     assert manager.pool.ref_counts[source] == 1
     manager.check_integrity()
 
@@ -91,7 +92,7 @@ def test_tokens_whose_copy_is_not_done_yet_are_offered_to_nobody():
     manager.publish_tail(1, [1, 2, 3, 4, 5, 6, 7], 6)
     manager.free(1)
     assert manager.allocate(manager.look_up(2, [1, 2, 3, 4, 5, 6, 8])) == 6
-    assert [copy.src_block for copy in manager.copies([2])] == [source]
+    assert [copy.src_block for copy in copies(manager, 2)] == [source]
     manager.check_integrity()
 
 
@@ -155,7 +156,7 @@ def test_a_block_given_back_for_an_equal_one_is_kept_until_it_is_copied():
     manager.allocate(manager.look_up(1, tokens))
     source = manager.block_tables(0)[0][1]
     assert manager.allocate(manager.look_up(2, [*tokens[:6], 99])) == 6
-    (copy,) = manager.copies([2])
+    (copy,) = copies(manager, 2)
     assert copy.src_block == source
     compute(manager, 1, tokens, 6, 8)
     compute(manager, 0, tokens, 6, 8)
@@ -232,13 +233,14 @@ def test_a_fork_shares_everything_and_copies_only_the_block_it_writes_into():
     shared, own = manager.block_tables(0)[0], manager.block_tables(1)[0]
     assert shared[0] == own[0]
     assert shared[1] != own[1]
-    assert manager.copies([1]) == (SlotCopy(0, shared[1], own[1], 2),)
+    assert copies(manager, 1) == (SlotCopy(0, shared[1], own[1], 2),)
     manager.append(1, 6, 7)  # done twice it changes nothing more
-    assert len(manager.copies([1])) == 1
+    assert len(copies(manager, 1)) == 1
     manager.check_integrity()
+    do_step(manager, 1)
     manager.publish(1, [1] * 7, 7)
     manager.append(0, 6, 7)  # nobody else holds it any more
-    assert manager.copies([0]) == ()
+    assert copies(manager, 0) == ()
     manager.check_integrity()
 
 
@@ -247,7 +249,7 @@ def test_a_fork_at_a_block_border_copies_nothing():
     run(manager, 0, [1] * 8)
     manager.fork(0, 1)
     manager.append(1, 8, 9)
-    assert manager.copies([1]) == ()
+    assert copies(manager, 1) == ()
     for seq_id in (0, 1):
         manager.free(seq_id)
     manager.check_integrity()

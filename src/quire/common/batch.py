@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -15,6 +15,14 @@ BlockIds = npt.NDArray[np.int32]
 
 BlockPairs = tuple[tuple[int, int], ...]
 """(source block, destination block), each in its own tier"""
+
+
+class Transfer(NamedTuple):
+    """Whole blocks copied from one tier to another. Tier 0 is the device's, 1 the host's."""
+
+    source_tier: int
+    target_tier: int
+    pairs: BlockPairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +148,9 @@ class Batch:
 
     step: int
     sequences: tuple[ScheduledSequence, ...]
-    swap_out: BlockPairs = ()
-    """from the device tier to the host's, before all else: the blocks may be written in this very step"""
-    swap_in: BlockPairs = ()
-    """from the host tier back"""
+    transfers: tuple[Transfer, ...] = ()
+    """To be done in this order, before all else. Those away from the device come first: the blocks that they read may
+    be written by those that follow, and by the step itself."""
     copies: tuple[SlotCopy, ...] = ()
     """copy-on-write and reused parts of blocks, before the forward pass"""
     ignored: tuple[str, ...] = ()

@@ -1,5 +1,6 @@
 """The longest prefix of a sequence that need not be computed, and why it is not longer."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -7,10 +8,14 @@ from functools import partial
 from quire.config.kv_cache import KVCacheConfig
 from quire.kv.content_hash import BlockHash, ContentHasher, ContentKey, HashChain
 from quire.kv.managers.base import GroupManager
+from quire.kv.place import DEVICE, Place
 from quire.kv.prefix_cache import BlockTracker, EvictedHashes
 from quire.kv.stats import HitSource, MissReason
 
-Join = Callable[[int, int, int], int | None]
+SOURCES = (HitSource.DEVICE, HitSource.HOST)
+"""by tier, as what a hit there is counted"""
+
+Join = Callable[[int, int, int], Place | None]
 """(sequence, group, block index) -> the block, if it will be computed in the step being planned"""
 
 
@@ -28,13 +33,18 @@ class PrefixHit:
     """of these, the ones at the beginning that are computed and in the device tier already"""
     first: tuple[int, ...] = ()
     """by group, the first block that the group's window still needs"""
-    places: tuple[list[int], ...] = ()
-    """by group, from `first` on: a device block, or ~(host block)"""
+    places: tuple[list[Place], ...] = ()
+    """by group, from `first` on, where the blocks are"""
     num_by_source: dict[HitSource, int] | None = None
     is_settled: bool = True
     """nothing that decided its length is being computed: it stays so until content is cached, evicted or announced"""
     is_awaited: bool = False
     """the next block is being computed by another sequence: a step or more later there is more to be found"""
+
+    @property
+    def device_blocks(self) -> list[int]:
+        """Those of its blocks that are in the device tier."""
+        return [place.block_id for places in self.places for place in places if place.tier == DEVICE]
 
     @property
     def needs_step(self) -> bool:
@@ -49,8 +59,7 @@ class PrefixLookup:
         self,
         config: KVCacheConfig,
         managers: Sequence[GroupManager],
-        device: BlockTracker,
-        host: BlockTracker,
+        trackers: Sequence[BlockTracker],
         evicted: EvictedHashes,
         join: Join,
     ) -> None:
@@ -59,8 +68,8 @@ class PrefixLookup:
         self._closed = [group for group, manager in enumerate(managers) if manager.is_prefix_closed]
         self._open = [group for group, manager in enumerate(managers) if not manager.is_prefix_closed]
         self.hasher = ContentHasher()
-        self._device = device
-        self._host = host
+        self._device, *others = trackers
+        self._further = list(zip(SOURCES[1:], others, strict=True))  # the other tiers, from the device outward
         self._evicted = evicted
         self._join = join
         self.computing: dict[BlockHash, int] = {}
@@ -89,7 +98,8 @@ class PrefixLookup:
                 num_blocks = self._managers[group].longest_prefix(num_blocks, partial(self._run, search, group))
         first = self.first_needed(num_blocks)
         unready = {index: source for index, source in search.unready.items() if index < num_blocks}
-        counts = {s: sum(source is s for source in unready.values()) for s in (HitSource.HOST, HitSource.JOINED)}
+        num_found = Counter(unready.values())
+        num_found[HitSource.DEVICE] = num_blocks - len(unready)
         return PrefixHit(
             seq_id,
             token_ids,
@@ -101,7 +111,7 @@ class PrefixLookup:
                 [places[i] for i in range(start, num_blocks)] if manager.holds_tokens else []
                 for manager, places, start in zip(self._managers, search.places, first, strict=True)
             ),
-            num_by_source={HitSource.DEVICE: num_blocks - len(unready), **counts},
+            num_by_source={source: num_found[source] for source in HitSource},
             is_settled=search.is_settled,
             is_awaited=num_blocks < max_blocks and chain.block(num_blocks)[0] in self.computing,
         )
@@ -114,17 +124,24 @@ class PrefixLookup:
             place = find(group, block_hash, tokens)
             if place is None:
                 owner = self.computing.get(block_hash)
-                place, source = None, HitSource.JOINED
                 if owner is not None:
                     search.is_settled = False
-                    place = self._join(owner, group, index)
-                elif (host_block := self._host.find(group, block_hash, tokens)) is not None:
-                    place, source = ~host_block, HitSource.HOST
+                    place, source = self._join(owner, group, index), HitSource.JOINED
+                else:
+                    place, source = self._find_further(group, block_hash, tokens)
                 if place is None:
                     return count
                 search.unready[index] = source
             places[index] = place
         return len(indices)
+
+    def _find_further(self, group: int, block_hash: BlockHash, tokens: bytes) -> tuple[Place | None, HitSource]:
+        """The block of this hash in the nearest tier, other than the device's, that has one."""
+        for source, tracker in self._further:
+            place = tracker.find(group, block_hash, tokens)
+            if place is not None:
+                return place, source
+        return None, HitSource.HOST
 
     def first_needed(self, num_blocks: int) -> tuple[int, ...]:
         """By group, the first block that the token behind `num_blocks` blocks still reads."""
@@ -189,7 +206,7 @@ class _Search:
     """One lookup under way."""
 
     chain: HashChain
-    places: list[dict[int, int]]
+    places: list[dict[int, Place]]
     """by group and block index, what was found"""
     unready: dict[int, HitSource] = field(default_factory=dict)
     """by block index, what is not in the device tier yet"""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire import kernels
-from quire.common.batch import BlockPairs, SlotCopy
+from quire.common.batch import SlotCopy, Transfer
 from quire.common.errors import OutOfMemoryError
 from quire.common.faults import fault_point
 from quire.config.kv_cache import AttentionSpec, KVCacheConfig
@@ -25,7 +25,7 @@ class CacheEngine:
     def __init__(self, config: KVCacheConfig) -> None:
         self.config = config
         self.blocks = _zeros(config.num_blocks, config.block_bytes)
-        self.host_blocks = _zeros(config.num_host_blocks, config.block_bytes)
+        self.tiers = [self.blocks, _zeros(config.num_host_blocks, config.block_bytes)]
         self.layers = self._layer_views()
 
     def _layer_views(self) -> list[LayerKVCache]:
@@ -47,17 +47,12 @@ class CacheEngine:
                 views[layer_id] = LayerKVCache(k, v, group_id)
         return [views[layer_id] for layer_id in range(len(views))]
 
-    def swap_out(self, pairs: BlockPairs) -> None:
-        """Copy blocks to the host tier: (device block, host block)."""
-        if pairs:
-            fault_point("cache.swap_out")
-            kernels.copy_blocks(self.blocks, self.host_blocks, torch.tensor(pairs, dtype=torch.int64))
-
-    def swap_in(self, pairs: BlockPairs) -> None:
-        """Copy blocks back from the host tier: (host block, device block)."""
-        if pairs:
-            fault_point("cache.swap_in")
-            kernels.copy_blocks(self.host_blocks, self.blocks, torch.tensor(pairs, dtype=torch.int64))
+    def transfer(self, transfers: Sequence[Transfer]) -> None:
+        """Copy whole blocks between the tiers, in this order."""
+        for transfer in transfers:
+            fault_point("cache.transfer")
+            source, target = self.tiers[transfer.source_tier], self.tiers[transfer.target_tier]
+            kernels.copy_blocks(source, target, torch.tensor(transfer.pairs, dtype=torch.int64))
 
     def copy_slots(self, copies: Sequence[SlotCopy]) -> None:
         """Carry out a step's copies, each in all layers of its group."""

@@ -160,14 +160,13 @@ class Scheduler:
             self._start_queued(plan)
         sequences = tuple([self._scheduled(seq, num_tokens) for seq, num_tokens in plan.scheduled])
         self.in_hand = None
-        swap_out, swap_in = self.blocks.take_transfers()
-        self.num_swapped_blocks += len(swap_out) + len(swap_in)
+        transfers = self.blocks.take_transfers(self.num_steps)
+        self.num_swapped_blocks += sum([len(transfer.pairs) for transfer in transfers])
         return Batch(
             self.num_steps,
             sequences,
-            swap_out=swap_out,
-            swap_in=swap_in,
-            copies=self.blocks.copies([seq.seq_id for seq, _ in plan.scheduled]),
+            transfers=transfers,
+            copies=self.blocks.take_copies([seq.seq_id for seq, _ in plan.scheduled], self.num_steps),
             ignored=tuple(self._ended),
         )
 
@@ -441,7 +440,7 @@ class Scheduler:
     def settle(self) -> None:
         """The batch planned last has been executed."""
         self._unsettled, self._ended = [], []
-        self.blocks.settle()
+        self.blocks.settle(self.num_steps)
 
     def revert(self) -> None:
         """The batch planned last failed: the sequences that rely on what it was to swap or to compute for another start
@@ -457,7 +456,7 @@ class Scheduler:
                 self.running.remove(group)
                 self.policy.add(group)
         self._unsettled = []
-        self.blocks.revert()
+        self.blocks.revert(self.num_steps)
 
     def check_integrity(self) -> None:
         """Whoever has blocks is known, whoever is known is unfinished, their requests run or are queued, and the blocks
