@@ -48,7 +48,7 @@ OWN = {
 }
 """Fault points in the work for one request, which a failure ends."""
 COMMON = {
-    *("step.start", "step.execute", "step.run", "step.commit", "step.end", "cache.swap_out", "cache.swap_in"),
+    *("step.start", "step.execute", "step.run", "step.commit", "step.end", "cache.transfer"),
     *("cache.copy", "memory.workspace", "memory.native", "sampler.draw", "scoring.rows"),
 }
 """Fault points in the common work of a step, where one or two failures end no request."""
@@ -228,9 +228,12 @@ def check_nothing_is_left(engine: LLMEngine) -> None:
     """Check that no blocks and no state are left after the last request."""
     engine.scheduler.check_integrity()
     assert engine.blocks.num_used_blocks == 0, f"{engine.blocks.num_used_blocks} blocks are left in use"
-    assert engine.blocks.host.num_free_blocks == engine.blocks.host.num_blocks, "host blocks are left in use"
+    host = engine.blocks.tiers.pools[1]
+    assert host.num_free_blocks == host.num_blocks, "host blocks are left in use"
     left: list[Sized] = [engine.scheduler._owners, engine.scheduler.running, engine.scheduler.policy]
-    left += [engine.blocks._chains, engine._groups, engine._changed, engine.grammars]
+    left += [engine._groups, engine._changed, engine.grammars]
+    if engine.blocks.prefixes is not None:
+        left.append(engine.blocks.prefixes.chains)
     assert not any(len(kept) for kept in left), "the state of a request is left"
 
 

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 
 from quire import LLM, SamplingParams, kernels
-from quire.common.batch import BlockPairs, Draw, StepResult
-from quire.config.kv_cache import KVCacheConfig, KVCacheSpec
+from quire.common.batch import BlockPairs, Draw, StepResult, Transfer
+from quire.config.kv_cache import FullAttentionSpec, KVCacheConfig, KVCacheSpec
 from quire.config.kv_layout import kv_cache_config
 from quire.config.scheduler import SchedulerConfig
 from quire.engine.requests.sequence import Sequence as Sample
@@ -43,7 +43,7 @@ Row = dict[str, Any]
 
 BLOCK_SIZE = 16
 VOCAB_SIZE = 151_936
-TINY = KVCacheSpec(1, 2, "float32")  # any: block accounting uses no tensors
+TINY = FullAttentionSpec(1, 2, "float32")  # any: block accounting uses no tensors
 
 NUM_SEQS = 256
 DECODE_STEPS = 256
@@ -57,7 +57,7 @@ POOLS = (1_000, 10_000, 100_000, 1_000_000)
 POOL_ROUNDS = 60
 BLOCKS_PER_ROUND = 512
 
-QWEN2_05B = (KVCacheSpec(2, 64, "bfloat16"),) * 24
+QWEN2_05B = (FullAttentionSpec(2, 64, "bfloat16"),) * 24
 SWAPPED_BLOCKS = (128, 1024)
 """Blocks of 2,000 and 16,000 tokens."""
 SWAP_TIER_BLOCKS = 4096
@@ -209,7 +209,7 @@ class Pool:
     """An empty pool of a given size, and a manager with a full pool whose blocks are all cached content."""
 
     def __init__(self, num_blocks: int) -> None:
-        self.empty = PrefixCachingBlockAllocator(num_blocks, 1, lambda block_id, content: None)
+        self.empty = PrefixCachingBlockAllocator(num_blocks, 1, lambda *_: None, lambda *_: None)
         self.full = BlockSpaceManager(cache_config(num_blocks), enable_prefix_caching=True, watermark=0)
         self._seq_ids, self._tokens = count(), count()
         while self.full.pool.num_free_blocks and self.full.stats.num_evicted_tokens == 0:
@@ -278,9 +278,9 @@ def bench_swap_bandwidth() -> Iterator[Row]:
     config = cache_config(SWAP_TIER_BLOCKS, SWAP_TIER_BLOCKS, QWEN2_05B)
     bytes_per_block = config.total_bytes // config.num_blocks
     engine, rng = CacheEngine(config, kernels.backend_for("cpu")), random.Random("swap")
-    for tier in (engine.blocks, engine.host_blocks):
+    for tier in engine.tiers:
         tier.fill_(1)  # touches every page
-    copy, swaps = MemoryCopy(kernels.num_threads(), 2**28), {"swap_out": engine.swap_out, "swap_in": engine.swap_in}
+    copy, swaps = MemoryCopy(kernels.num_threads(), 2**28), {"swap_out": (0, 1), "swap_in": (1, 0)}
 
     def pairs(num_blocks: int) -> BlockPairs:
         ids = range(SWAP_TIER_BLOCKS)
@@ -291,9 +291,9 @@ def bench_swap_bandwidth() -> Iterator[Row]:
         for _ in range(SWAP_ROUNDS):
             for way, speed in copy.bytes_per_s().items():
                 speeds[way].append(speed)
-            for name, swap in swaps.items():
-                moved = pairs(num_blocks)
-                speeds[name].append(num_blocks * bytes_per_block / seconds(partial(swap, moved)))
+            for name, tiers in swaps.items():
+                moved = (Transfer(*tiers, pairs(num_blocks)),)
+                speeds[name].append(num_blocks * bytes_per_block / seconds(partial(engine.transfer, moved)))
         medians = {name: statistics.median(values) for name, values in speeds.items()}
         copy_speed = max(speed for name, speed in medians.items() if name not in swaps)
         for name in swaps:

@@ -55,7 +55,7 @@ def load() -> Mapping[str, Handler]:
         """Time decode steps of the executor, without the scheduler."""
         batch = batch_of(num_seqs, 1, context)
         times = [timed(lambda: executor.execute(batch)) for _ in range(_WARM_UP_STEPS + num_steps)]
-        kv_bytes = num_seqs * context * plan.kv_cache.block_bytes * plan.kv_cache.num_tensors / block_size
+        kv_bytes = num_seqs * context * plan.kv_cache.block_bytes / block_size
         return {"step_s": statistics.median(times[_WARM_UP_STEPS:]), "kv_bytes": kv_bytes}
 
     def parts(num_seqs: int, num_tokens: int, context: int, num_steps: int) -> dict[str, Any]:

@@ -3,14 +3,13 @@
 from collections import deque
 from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
 from hashlib import blake2b
 
 import numpy as np
 
 from quire.common.batch import Batch, Draw, ScheduledSequence, StepResult, TokenLogprobs
 from quire.common.params import SamplingParams
-from quire.config.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec
+from quire.config.kv_cache import KVCacheConfig, KVCacheGroup, attention_spec
 from quire.config.scheduler import SchedulerConfig
 from quire.engine.requests.logprobs import LogprobRows, PromptScores
 from quire.engine.requests.sequence import Sequence, SequenceGroup
@@ -20,7 +19,6 @@ from quire.kv.block_space_manager import BlockSpaceManager
 from quire.kv.content_hash import NO_KEY, ContentKey
 
 VOCAB_SIZE = 50
-SPEC = KVCacheSpec(num_kv_heads=1, head_dim=2, dtype="float32")
 
 
 def state_after(previous: int, token_id: int) -> int:
@@ -68,7 +66,7 @@ class FakeExecutor:
 
     def __init__(self, config: KVCacheConfig) -> None:
         self.config = config
-        self.windows = [group.spec.sliding_window for group in config.groups]
+        self.windows = [getattr(group.spec, "sliding_window", None) for group in config.groups]
         self.slots = np.full((len(config.groups), config.num_blocks, config.block_size), -1)
         self.host_slots = np.full((len(config.groups), config.num_host_blocks, config.block_size), -1)
         self.fail_next = False
@@ -116,10 +114,10 @@ class FakeExecutor:
         )
 
     def _move_blocks(self, batch: Batch) -> None:
-        for device, host in batch.swap_out:
-            self.host_slots[:, host] = self.slots[:, device]
-        for host, device in batch.swap_in:
-            self.slots[:, device] = self.host_slots[:, host]
+        tiers = self.slots, self.host_slots
+        for transfer in batch.transfers:
+            for source, target in transfer.pairs:
+                tiers[transfer.target_tier][:, target] = tiers[transfer.source_tier][:, source]
         for copy in batch.copies:
             slots = self.slots[copy.group]
             slots[copy.dst_block, : copy.num_slots] = slots[copy.src_block, : copy.num_slots]
@@ -160,8 +158,8 @@ class Harness:
         **scheduling: object,
     ) -> None:
         self.windows = tuple(windows or (None,) * num_groups)
-        groups = tuple(KVCacheGroup((i,), replace(SPEC, sliding_window=w)) for i, w in enumerate(self.windows))
-        config = KVCacheConfig(block_size, num_blocks, 1, groups, num_host_blocks, max_num_batched_tokens)
+        groups = tuple(KVCacheGroup((i,), attention_spec(1, 2, "float32", w)) for i, w in enumerate(self.windows))
+        config = KVCacheConfig(block_size, num_blocks, groups, num_host_blocks, max_num_batched_tokens)
         self.executor = FakeExecutor(config)
         self.blocks = BlockSpaceManager(
             config, enable_prefix_caching=caching, watermark=watermark, pinned_fraction=pinned_fraction
@@ -226,7 +224,7 @@ class Harness:
                 self.blocks.check_integrity()
         assert not self.scheduler.has_unfinished, "livelock"
         assert self.blocks.num_used_blocks == 0
-        assert self.blocks.host.num_free_blocks == self.blocks.host.num_blocks
+        assert self.blocks.tiers.pools[1].num_free_blocks == self.blocks.config.num_host_blocks
 
     @staticmethod
     def output(group: SequenceGroup, sample: int = 0) -> list[int]:

@@ -54,13 +54,12 @@ def test_a_request_aborted_while_it_is_swapped_in_a_step_that_fails_is_gone():
     harness.step()
     harness.scheduler.preempt(group)
     batch = harness.scheduler.schedule()
-    assert batch.swap_out
-    assert batch.swap_in, "it is brought back at once"
+    assert [t.source_tier for t in batch.transfers] == [0, 1], "it is brought back at once"
     harness.scheduler.remove(group)
     harness.scheduler.revert(batch.step)
     harness.blocks.check_integrity()
     assert harness.blocks.num_used_blocks == 0
-    assert harness.blocks.host.num_free_blocks == 12
+    assert harness.blocks.tiers.pools[1].num_free_blocks == 12
 
 
 @pytest.mark.parametrize("n", [1, 2])

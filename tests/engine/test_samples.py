@@ -116,7 +116,7 @@ def test_shared_blocks_are_swapped_once():
         harness.step()
     harness.scheduler.preempt(group)
     batch = harness.step()  # brings it back at once
-    assert len(batch.swap_out) == len(batch.swap_in) == 2 + 3
+    assert [(t.source_tier, len(t.pairs)) for t in batch.transfers] == [(0, 2 + 3), (1, 2 + 3)]
     harness.run()
     harness.check_output(group)
 
@@ -128,7 +128,7 @@ def test_swapped_samples_that_come_back_share_what_a_step_may_compute():
         harness.step()
     harness.scheduler.preempt(group)
     batch = harness.step()
-    assert batch.swap_in
+    assert [t.target_tier for t in batch.transfers] == [1, 0]
     assert len(batch.sequences) == 2
     assert [seq.status for seq in group.seqs] == [SequenceStatus.RUNNING] * 3
     harness.run()

@@ -8,7 +8,7 @@ from quire.common.faults import POINTS
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.scheduling.scheduler import Scheduler
 from quire.engine.step.containment import FailureIsolator
-from quire.kv.block_space_manager import BlockSpaceManager
+from quire.kv.slot_copies import SlotCopies
 from reliability import injections
 from tests.kernels.isas import needs_native
 
@@ -41,10 +41,11 @@ def planted_keeps(self, group):
         seq.status = type(seq.status).FINISHED_ABORTED
 
 
-def planted_forgets(self):
+def planted_forgets(self, step=None):
     """What was to be copied is taken to be there."""
-    self._unsettled = []
-    self.blocks.settle()
+    self.is_planning = False
+    for step in list(self._in_flight):
+        self.settle(step)
 
 
 @pytest.mark.sampled(2)
@@ -54,7 +55,7 @@ def planted_forgets(self):
         (FailureIsolator, "failed", planted_early),
         (LLMEngine, "_abort", planted_keeps),
         (Scheduler, "revert", planted_forgets),
-        (BlockSpaceManager, "_release_copies", lambda self, seq_id: None),
+        (SlotCopies, "_release", lambda self, copies: None),
     ],
     ids=["early", "keeps", "forgets", "leaks"],
 )

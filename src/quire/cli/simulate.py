@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.cli.options import tenant_weights
 from quire.common.errors import ConfigError
-from quire.config.kv_cache import KVCacheSpec
+from quire.config.kv_cache import FullAttentionSpec
 from quire.config.kv_layout import kv_cache_config
 from quire.config.scheduler import SchedulerConfig
 
@@ -104,12 +104,12 @@ def _simulator(options: argparse.Namespace) -> Simulator:
 
     if options.block_size < 1 or options.num_host_blocks < 0:
         raise ConfigError("--block-size must be positive, --num-host-blocks not less than 0")
-    spec = KVCacheSpec(num_kv_heads=1, head_dim=2, dtype="float32")
+    spec = FullAttentionSpec(num_kv_heads=1, head_dim=2, dtype="float32")
     cache = kv_cache_config(
         [spec],
         options.block_size,
         num_blocks=options.num_blocks,
-        host_bytes=options.num_host_blocks * options.block_size * spec.bytes_per_token,
+        host_bytes=options.num_host_blocks * spec.block_bytes(options.block_size),
     )
     limits = SchedulerConfig(
         options.max_num_seqs,

@@ -55,7 +55,7 @@ class LLMEngine:
             watermark=config.cache.watermark,
             pinned_fraction=config.cache.pinned_fraction,
         )
-        block_copy_s = plan.kv_cache.block_bytes * plan.kv_cache.num_tensors / _COPY_BYTES_PER_S
+        block_copy_s = plan.kv_cache.block_bytes / _COPY_BYTES_PER_S
         self.scheduler = Scheduler(config.scheduler, self.blocks, block_copy_s=block_copy_s)
         self.committer = Committer(
             self.scheduler, max_model_len=config.model.max_model_len, eos_token_ids=config.model.eos_token_ids

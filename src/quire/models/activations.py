@@ -8,6 +8,7 @@ from torch import Tensor
 
 from quire import kernels
 from quire.config.checkpoint.formats import open_checkpoint
+from quire.config.kv_cache import AttentionSpec
 from quire.config.model import ModelConfig
 from quire.models.base import Model
 from quire.models.layers.batch_tensors import BatchTensors, GroupTensors, LayerKVCache
@@ -49,7 +50,8 @@ def _caches(model: Model, config: ModelConfig) -> list[LayerKVCache]:
     """A block for each layer."""
     caches = []
     for spec in model.kv_cache_specs(config):
-        buffer = _meta((_BLOCK_SIZE * spec.bytes_per_token,), torch.uint8)
+        assert isinstance(spec, AttentionSpec), f"no view of a cache of {type(spec).__name__} is known"
+        buffer = _meta((spec.block_bytes(_BLOCK_SIZE),), torch.uint8)
         sizes = (1, _BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
         caches.append(LayerKVCache(*kernels.make_layer_cache(buffer, *sizes, getattr(torch, spec.dtype)), 0))
     return caches

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from quire import kernels
-from quire.common.batch import BlockPairs, SlotCopy
+from quire.common.batch import SlotCopy, Transfer
 from quire.common.faults import fault_point
-from quire.config.kv_cache import KVCacheConfig
+from quire.config.kv_cache import AttentionSpec, KVCacheConfig
 from quire.models.layers.batch_tensors import LayerKVCache
 
 
@@ -21,9 +21,11 @@ class CacheEngine:
 
     def __init__(self, config: KVCacheConfig, backend: kernels.Backend) -> None:
         self.config = config
-        row_bytes = config.num_tensors * config.block_bytes
-        self.blocks = backend.zeroed_blocks(config.num_blocks, row_bytes)
-        self.host_blocks = kernels.backend_for("cpu").zeroed_blocks(config.num_host_blocks, row_bytes)
+        self.blocks = backend.zeroed_blocks(config.num_blocks, config.block_bytes)
+        self.tiers = [
+            self.blocks,
+            kernels.backend_for("cpu").zeroed_blocks(config.num_host_blocks, config.block_bytes),
+        ]
         self.layers = self._layer_views()
 
     def _layer_views(self) -> list[LayerKVCache]:
@@ -31,9 +33,11 @@ class CacheEngine:
         views: dict[int, LayerKVCache] = {}
         for group_id, group in enumerate(self.config.groups):
             spec = group.spec
+            assert isinstance(spec, AttentionSpec), f"no view of a cache of {type(spec).__name__} is known"
+            part_bytes = spec.block_bytes(self.config.block_size)
             for part, layer_id in enumerate(group.layer_ids):
                 k, v = kernels.make_layer_cache(
-                    self.blocks[:, part * self.config.block_bytes : (part + 1) * self.config.block_bytes],
+                    self.blocks[:, part * part_bytes : (part + 1) * part_bytes],
                     self.config.num_blocks,
                     self.config.block_size,
                     spec.num_kv_heads,
@@ -43,17 +47,12 @@ class CacheEngine:
                 views[layer_id] = LayerKVCache(k, v, group_id)
         return [views[layer_id] for layer_id in range(len(views))]
 
-    def swap_out(self, pairs: BlockPairs) -> None:
-        """Copy blocks to the host tier: (device block, host block)."""
-        if pairs:
-            fault_point("cache.swap_out")
-            kernels.copy_blocks(self.blocks, self.host_blocks, torch.tensor(pairs, dtype=torch.int64))
-
-    def swap_in(self, pairs: BlockPairs) -> None:
-        """Copy blocks back from the host tier: (host block, device block)."""
-        if pairs:
-            fault_point("cache.swap_in")
-            kernels.copy_blocks(self.host_blocks, self.blocks, torch.tensor(pairs, dtype=torch.int64))
+    def transfer(self, transfers: Sequence[Transfer]) -> None:
+        """Copy whole blocks between the tiers, in this order."""
+        for transfer in transfers:
+            fault_point("cache.transfer")
+            source, target = self.tiers[transfer.source_tier], self.tiers[transfer.target_tier]
+            kernels.copy_blocks(source, target, torch.tensor(transfer.pairs, dtype=torch.int64))
 
     def copy_slots(self, copies: Sequence[SlotCopy]) -> None:
         """Copy the slots that a step needs copied, in all layers of each copy's group."""

@@ -6,11 +6,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from quire.common.errors import ConfigError, OutOfMemoryError
+from quire.common.errors import OutOfMemoryError
 from quire.config.args import EngineArgs, EngineConfig
 from quire.config.cache import CacheConfig
-from quire.config.kv_cache import KVCacheConfig, KVCacheSpec
-from quire.config.kv_layout import group_layers, kv_cache_config
+from quire.config.kv_cache import MAX_BLOCKS_PER_SEQ, KVCacheConfig, KVCacheSpec
+from quire.config.kv_layout import kv_cache_config
 from quire.config.machine import MachineMemory, machine_memory
 from quire.config.sizes import format_bytes
 from quire.models.activations import activation_bytes
@@ -39,9 +39,15 @@ class MemoryPlan:
         return self.config.model.max_model_len
 
     @property
+    def kv_cache_dtype(self) -> str:
+        """The dtype of keys and values."""
+        wanted = self.config.cache.dtype
+        return self.config.model.dtype if wanted == "auto" else wanted
+
+    @property
     def max_concurrency(self) -> float:
-        """Sequences of max_model_len tokens the cache holds at once."""
-        return self.kv_cache.max_tokens / self.max_model_len
+        """Sequences of max_model_len tokens that the cache holds at once."""
+        return self.kv_cache.num_blocks / max(1, self.kv_cache.blocks_to_hold(self.max_model_len))
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -54,12 +60,12 @@ class MemoryPlan:
             "machine_available_bytes": self.machine.available_bytes,
             "weight_bytes": self.weight_bytes,
             "activation_bytes": self.activation_bytes,
-            "kv_cache_dtype": self.kv_cache.groups[0].spec.dtype,
+            "kv_cache_dtype": self.kv_cache_dtype,
             "kv_cache_bytes": self.kv_cache.total_bytes,
             "swap_bytes": self.kv_cache.host_bytes,
             "num_blocks": self.kv_cache.num_blocks,
             "block_size": self.kv_cache.block_size,
-            "kv_cache_tokens": self.kv_cache.max_tokens,
+            "kv_cache_tokens": self.kv_cache.max_tokens if self.kv_cache.is_length_bounded else None,
             "max_model_len": self.max_model_len,
             "max_concurrency": round(self.max_concurrency, 2),
         }
@@ -67,6 +73,10 @@ class MemoryPlan:
     def __str__(self) -> str:
         model, cache = self.config.model, self.kv_cache
         kinds = [model.architecture, model.dtype, *([f"{model.quantization} weights"] if model.quantization else [])]
+        capacity = f"{cache.max_tokens} tokens in {self.kv_cache_dtype}"
+        if not cache.is_length_bounded:
+            most = cache.blocks_to_hold(self.max_model_len)
+            capacity = f"in {self.kv_cache_dtype}; a sequence holds at most {most}, however long it is"
         rows = [
             ("model", f"{model.model} ({', '.join(kinds)})"),
             (
@@ -77,8 +87,7 @@ class MemoryPlan:
             ("activations", f"{format_bytes(self.activation_bytes)} at most"),
             (
                 "KV cache",
-                f"{format_bytes(cache.total_bytes)} = {cache.num_blocks} blocks of {cache.block_size}, "
-                f"{cache.max_tokens} tokens in {cache.groups[0].spec.dtype}",
+                f"{format_bytes(cache.total_bytes)} = {cache.num_blocks} blocks of {cache.block_size}, {capacity}",
             ),
             *(
                 [("swap space", f"{format_bytes(cache.host_bytes)} = {cache.num_host_blocks} blocks")]
@@ -151,14 +160,7 @@ def _kv_cache(model: type[Model], config: EngineConfig, machine: MachineMemory, 
 def _kv_cache_specs(model: type[Model], config: EngineConfig) -> list[KVCacheSpec]:
     """The model's, in the dtype that the user wants."""
     specs = model.kv_cache_specs(config.model)
-    if config.cache.dtype == "auto":
-        return specs
-    for head_dim in {spec.head_dim for spec in specs if spec.head_dim % 4}:
-        raise ConfigError(
-            f"kv_cache_dtype={config.cache.dtype!r}: this model's heads have {head_dim} dimensions, which must be a "
-            "multiple of 4; leave it at auto"
-        )
-    return [dataclasses.replace(spec, dtype=config.cache.dtype) for spec in specs]
+    return specs if config.cache.dtype == "auto" else [spec.with_dtype(config.cache.dtype) for spec in specs]
 
 
 def _bytes_left(cache: CacheConfig, machine: MachineMemory) -> int:
@@ -168,7 +170,5 @@ def _bytes_left(cache: CacheConfig, machine: MachineMemory) -> int:
 def _largest_useful(model: type[Model], config: EngineConfig) -> int:
     """Bytes for max_num_seqs sequences of max_model_len tokens: more could never be filled."""
     specs = _kv_cache_specs(model, config)
-    groups = group_layers(specs)
-    blocks_per_seq = -(-config.model.max_model_len // config.cache.block_size) * len(groups)
-    block_bytes = len(groups[0].layer_ids) * config.cache.block_size * specs[0].bytes_per_token
-    return config.scheduler.max_num_seqs * blocks_per_seq * block_bytes
+    cache = kv_cache_config(specs, config.cache.block_size, num_blocks=MAX_BLOCKS_PER_SEQ)
+    return config.scheduler.max_num_seqs * cache.blocks_to_hold(config.model.max_model_len) * cache.block_bytes

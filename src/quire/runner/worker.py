@@ -34,8 +34,7 @@ class Worker:
     def execute(self, batch: Batch) -> StepResult:
         """Move blocks, run the model, draw tokens."""
         with self._threads:
-            self.cache_engine.swap_out(batch.swap_out)
-            self.cache_engine.swap_in(batch.swap_in)
+            self.cache_engine.transfer(batch.transfers)
             self.cache_engine.copy_slots(batch.copies)
             fault_point("step.run")
             return self.runner.run(batch)

@@ -14,7 +14,7 @@ import torch
 
 from quire import kernels
 from quire.cli.bench.limits import COLD_BYTES, compare
-from quire.config.kv_cache import KVCacheSpec
+from quire.config.kv_cache import FullAttentionSpec
 
 _HEADS = ((14, 2, 64), (32, 8, 128), (12, 12, 64))
 """Each entry is (num_heads, num_kv_heads, head_dim)."""
@@ -35,7 +35,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     cases += [("prefill", heads, 1, context) for heads, context in product(_HEADS, options.context)]
     for (kind, heads, num_seqs, context), cache in product(cases, (options.dtype, "int8")):
         query_len = context if kind == "prefill" else 1
-        spec = KVCacheSpec(heads[1], heads[2], cache)
+        spec = FullAttentionSpec(heads[1], heads[2], cache)
         num_own = _BLOCK_SIZE if kind == "shared" else context
         num_bytes = spec.bytes_per_token * (context - num_own + num_own * num_seqs)
         if num_bytes <= _LARGEST_CACHE and query_len <= _LONGEST_PREFILL:
@@ -52,7 +52,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def _calls(
     num_heads: int,
-    spec: KVCacheSpec,
+    spec: FullAttentionSpec,
     context: int,
     query_len: int,
     num_seqs: int,

@@ -24,7 +24,7 @@ class CostModel:
     def seconds(self, batch: Batch) -> float:
         """Return the seconds that the batch takes."""
         context = sum(s.end for s in batch.sequences)
-        swapped = len(batch.swap_out) + len(batch.swap_in)
+        swapped = sum(len(transfer.pairs) for transfer in batch.transfers)
         return (
             self.step_s
             + self.token_s * max(0, batch.num_tokens - 32)

@@ -99,7 +99,7 @@ class Record:
                 num_waiting=scheduler.num_waiting,
                 num_swapped=len(scheduler.swapped),
                 num_used_blocks=blocks.num_used_blocks,
-                num_cached_blocks=len(blocks.cache.evictor) if blocks.cache else 0,
+                num_cached_blocks=blocks.pool.num_cached_blocks,
                 num_table_entries=int(np.frombuffer(blocks.pool.ref_counts, np.int64).sum()),
                 num_empty_slots=sum(empty.values()),
                 hit_rate=blocks.stats.hit_rate,

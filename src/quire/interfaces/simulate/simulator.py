@@ -111,8 +111,11 @@ class Simulator:
 
     def _note(self, batch: Batch, contended: bool) -> None:
         """Record the tokens that each tenant gets in this step, and the requests that run for the first time."""
-        self.record.num_swapped_out_blocks += len(batch.swap_out)
-        self.record.num_swapped_in_blocks += len(batch.swap_in)
+        for transfer in batch.transfers:
+            if transfer.source_tier < transfer.target_tier:
+                self.record.num_swapped_out_blocks += len(transfer.pairs)
+            else:
+                self.record.num_swapped_in_blocks += len(transfer.pairs)
         if not contended and not self._new:
             return
         for scheduled in batch.sequences:

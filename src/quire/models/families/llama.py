@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from quire import kernels
 from quire.common.errors import CheckpointError
-from quire.config.kv_cache import KVCacheSpec
+from quire.config.kv_cache import KVCacheSpec, attention_spec
 from quire.config.model import ModelConfig
 from quire.models.base import CausalLM
 from quire.models.layers.activation import activation_kind
@@ -107,7 +107,7 @@ class LlamaForCausalLM(CausalLM):
     def kv_cache_specs(cls, config: ModelConfig) -> list[KVCacheSpec]:
         shape = cls.shape(config)
         return [
-            KVCacheSpec(shape.num_kv_heads, shape.head_dim, config.dtype, window) for window in shape.sliding_windows
+            attention_spec(shape.num_kv_heads, shape.head_dim, config.dtype, window) for window in shape.sliding_windows
         ]
 
     @classmethod

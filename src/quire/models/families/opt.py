@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from quire import kernels
 from quire.common.errors import CheckpointError
-from quire.config.kv_cache import KVCacheSpec
+from quire.config.kv_cache import KVCacheSpec, attention_spec
 from quire.config.model import ModelConfig
 from quire.models.base import CausalLM
 from quire.models.layers.activation import activation_kind
@@ -101,7 +101,8 @@ class OPTForCausalLM(CausalLM):
     @classmethod
     def kv_cache_specs(cls, config: ModelConfig) -> list[KVCacheSpec]:
         shape = OPTShape.read(config)
-        return [KVCacheSpec(shape.num_heads, shape.hidden_size // shape.num_heads, config.dtype)] * shape.num_layers
+        head_dim = shape.hidden_size // shape.num_heads
+        return [attention_spec(shape.num_heads, head_dim, config.dtype) for _ in range(shape.num_layers)]
 
     @classmethod
     def ties_embeddings(cls, config: ModelConfig) -> bool:
