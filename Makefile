@@ -21,7 +21,7 @@ WERROR ?= $(if $(CI),ON,OFF)
 export QUIRE_REQUIRE_NATIVE ?= $(if $(CI),1,0)
 BUILD := --no-build-isolation --config-settings=cmake.define.QUIRE_WERROR=$(WERROR)
 
-.PHONY: help run demo test lint coverage soak hostile fuzz sanitize overload chaos injections kills format build wheel clean
+.PHONY: help run demo test lint coverage mutants soak hostile fuzz sanitize overload chaos injections kills format build wheel clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -44,6 +44,9 @@ lint: $(VENV)/.installed $(VENV)/.dev  ## style, types, C++ format, import floor
 
 coverage: $(VENV)/.installed $(VENV)/.dev  ## see that the tests take every branch of what decides (ARGS="--record")
 	$(BIN)/python -m reliability.coverage -n $(TEST_PROCESSES) $(ARGS)
+
+mutants: $(VENV)/.installed $(VENV)/.dev  ## see that the tests notice each small change of what decides (ARGS="policy --record")
+	$(BIN)/python -m reliability.mutants $(ARGS)
 
 soak: $(VENV)/.installed  ## serve mixed clients for 30 minutes, and see that nothing is left (ARGS="--minutes 5 --record")
 	$(BIN)/python -m reliability.soak $(ARGS)

@@ -78,14 +78,13 @@ def test_a_tenant_pays_nothing_for_what_is_in_the_prefix_cache():
 
 
 def test_computing_again_costs_the_tokens_at_the_measured_pace():
-    harness = running([1] * 7, [2] * 16)
+    harness = running([1] * 7, [2] * 15, [3] * 3)
     cost = cost_of(harness, block_copy_s=1.0)
-    small, large = (cost.estimate(group) for group in harness.groups)
-    assert not small.by_swap
-    assert not large.by_swap
-    assert small.cost_s == pytest.approx(8 * TOKEN_S)  # the first has decoded once meanwhile
-    assert large.cost_s == pytest.approx(16 * TOKEN_S)
-    assert (small.num_freed_blocks, large.num_freed_blocks) == (2, 4)
+    estimates = [cost.estimate(group) for group in harness.groups]
+    assert not any(estimate.by_swap for estimate in estimates)
+    num_tokens = [9, 16, 3]  # the first two have decoded meanwhile
+    assert [estimate.cost_s for estimate in estimates] == pytest.approx([n * TOKEN_S for n in num_tokens])
+    assert [estimate.num_freed_blocks for estimate in estimates] == [3, 4, 1]
 
 
 def test_only_the_share_of_blocks_that_no_other_request_holds_is_computed_again():
@@ -101,6 +100,18 @@ def test_swapping_costs_a_copy_out_and_back_of_each_block():
     assert estimate.by_swap
     assert estimate.cost_s == pytest.approx(2 * 4 * 0.001)
     assert estimate.group is harness.groups[0]
+
+
+def test_a_single_block_can_be_swapped():
+    harness = running([1] * 3)
+    assert cost_of(harness, block_copy_s=0.0).estimate(harness.groups[0]).by_swap
+
+
+def test_a_request_without_blocks_is_not_swapped():
+    harness = running()
+    waiting = harness.add([1] * 4, 4)
+    estimate = cost_of(harness, block_copy_s=0.0).estimate(waiting)
+    assert (estimate.by_swap, estimate.cost_s, estimate.num_freed_blocks) == (False, 0, 0)
 
 
 @pytest.mark.parametrize(("block_copy_s", "by_swap"), [(0.0199, True), (0.02, True), (0.0201, False)])
@@ -126,9 +137,11 @@ def test_swapping_is_taken_while_no_step_was_measured():
     assert cost.estimate(harness.groups[0]).by_swap
 
 
-def test_the_cheapest_is_the_one_that_costs_least_for_each_block_it_frees():
-    harness = running([1] * 7, [2] * 5, [3] * 14, caching=False)
-    assert cost_of(harness, 1.0, "recompute").cheapest(harness.groups).group is harness.groups[1]
+@pytest.mark.parametrize(("prompts", "cheapest"), [(([1] * 7, [2] * 5, [3] * 14), 1), (([1] * 3, [2] * 13), 1)])
+def test_the_cheapest_is_the_one_that_costs_least_for_each_block_it_frees(prompts, cheapest):
+    """Tokens and blocks are 9 in 3, 6 in 2 and 14 in 4; then 4 in 1 and 13 in 4."""
+    harness = running(*prompts, caching=False)
+    assert cost_of(harness, 1.0, "recompute").cheapest(harness.groups).group is harness.groups[cheapest]
 
 
 def test_of_equally_cheap_ones_the_newest_is_preempted():

@@ -1,0 +1,137 @@
+"""How a body becomes a struct: what is refused, with which status and field, and which fields are unknown."""
+
+import msgspec
+import pytest
+
+from quire.server.http import bodies
+from quire.server.http.bodies import MAX_NAMED_FIELDS, decode, warning
+from quire.server.http.errors import ApiError
+
+
+class Part(msgspec.Struct):
+    kind: str
+    more: "list[Part] | None" = None
+
+
+class Body(msgspec.Struct, kw_only=True):
+    name: str
+    count: int | None = None
+    part: Part | None = None
+    parts: list[Part] | None = None
+    anything: dict | None = None
+    renamed: Part | None = msgspec.field(default=None, name="schema")
+
+
+def refusal(raw: bytes) -> ApiError:
+    with pytest.raises(ApiError) as raised:
+        decode(raw, Body)
+    return raised.value
+
+
+def test_a_body_becomes_a_struct():
+    body, unknown = decode(b'{"name": "a", "count": -5, "part": {"kind": "b"}}', Body)
+    assert body == Body(name="a", count=-5, part=Part("b"))
+    assert unknown == []
+
+
+@pytest.mark.parametrize(
+    ("raw", "unknown"),
+    [
+        (b'{"name": "a", "nme": 1}', ["nme"]),
+        (b'{"name": "a", "part": {"kind": "b", "x": 1}}', ["part.x"]),
+        (
+            b'{"name": "a", "parts": [{"kind": "b"}, {"kind": "c", "x": 1, "y": {"z": 1}}]}',
+            ["parts[1].x", "parts[1].y"],
+        ),
+        (b'{"name": "a", "part": {"kind": "b", "more": [{"kind": "c", "x": 1}]}}', ["part.more[0].x"]),
+        (b'{"name": "a", "schema": {"kind": "b", "x": 1}, "renamed": 1}', ["schema.x", "renamed"]),
+        (b'{"name": "a", "anything": {"x": {"y": 1}}, "parts": []}', []),
+    ],
+)
+def test_unknown_fields_are_named_by_their_place(raw, unknown):
+    assert decode(raw, Body)[1] == unknown
+
+
+@pytest.mark.parametrize(
+    ("raw", "message", "param"),
+    [
+        (b'{"name": 5}', "name: expected str, got int", "name"),
+        (b'{"name": "a", "count": 1.5}', "count: expected int | null, got float", "count"),
+        (b'{"name": "a", "part": {"kind": 5}}', "part.kind: expected str, got int", "part.kind"),
+        (b'{"name": "a", "parts": [{"kind": 5}]}', "parts[0].kind: expected str, got int", "parts[0].kind"),
+        (b"{}", "name: object missing required field name", "name"),
+        (b'{"name": "a", "part": {}}', "part.kind: object missing required field kind", "part.kind"),
+        (b"[]", "the body is wrong: expected object, got array", None),
+    ],
+)
+def test_a_wrong_field_is_named_in_the_message_and_beside_it(raw, message, param):
+    error = refusal(raw)
+    assert (error.status, error.message, error.param, error.code) == (400, message, param, None)
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b'{"name": "\xff"}', b'{"name": "a"} x'])
+def test_what_is_no_json_is_called_that(raw):
+    error = refusal(raw)
+    assert (error.status, error.code, error.param) == (400, "invalid_json", None)
+    assert "not JSON in UTF-8: " in error.message
+
+
+def test_a_body_that_is_nested_too_deeply_is_refused():
+    error = refusal(b'{"name": ' + b"[" * 100_000)
+    assert (error.status, error.code) == (400, "invalid_json")
+    assert "nested too deeply" in error.message
+
+
+@pytest.mark.parametrize(("number", "is_taken"), [(2**63 - 1, True), (-(2**63), True), (2**63, False),
+                                                  (-(2**63) - 1, False), (10**40, False)])  # fmt: skip
+def test_numbers_have_at_most_64_bits(number, is_taken):
+    raw = f'{{"name": "a", "anything": {{"x": {number}}}}}'.encode()
+    if is_taken:
+        assert decode(raw, Body)[0].anything == {"x": number}
+    else:
+        error = refusal(raw)
+        assert (error.status, error.code) == (400, "invalid_json")
+        assert f"the number {str(number)[:40]} is" in error.message
+
+
+def test_a_long_number_in_a_text_is_a_text():
+    assert decode(b'{"name": "' + b"9" * 50 + b'"}', Body)[0].name == "9" * 50
+
+
+def test_a_field_that_is_given_twice_is_refused_wherever_it_is():
+    for raw in (b'{"name": "a", "name": "b"}', b'{"name": "a", "anything": {"x": 1, "name": 2, "name": 3}}'):
+        error = refusal(raw)
+        assert (error.status, error.param, error.code) == (400, "name", "duplicate_field")
+        assert error.message == "the field 'name' is given twice"
+    long = b"x" * 200
+    error = refusal(b'{"' + long + b'": 1, "' + long + b'": 2}')
+    assert error.param == "x" * 100
+    assert len(error.message) < 150
+
+
+@pytest.mark.parametrize(("mark", "num_others"), [(b",", 1), (b":", 3), (b"[", 0), (b"{", 2)])
+def test_a_body_with_too_many_values_is_refused_before_it_is_decoded(monkeypatch, mark, num_others):
+    limit = 4
+    monkeypatch.setattr(bodies, "MAX_MARKS", dict.fromkeys(bodies.MAX_MARKS, limit))
+    raw = b'{"name": "%s", "anything": {"x": 1}}'
+    most = mark * (limit - num_others)
+    assert decode(raw % most, Body)[0].name == most.decode()
+    error = refusal(raw % (most + mark))
+    assert (error.status, error.code) == (413, "request_too_large")
+    assert f"the body has 5 times the character {mark.decode()!r}; at most 4 are allowed" in error.message
+
+
+def test_at_most_ten_unknown_fields_are_named_in_the_warning():
+    assert warning(["a", "b.c[0]"]) == "unknown fields ignored: a, b.c[0]"
+    names = [f"f{number}" for number in range(MAX_NAMED_FIELDS)]
+    assert warning(names) == f"unknown fields ignored: {', '.join(names)}"
+    assert warning([*names, "x", "y"]) == f"unknown fields ignored: {', '.join(names)} and 2 more"
+
+
+def test_the_warning_is_printable_and_short():
+    assert warning(["a\r\nb", "é", "x" * 65]) == f"unknown fields ignored: a??b, ?, {'x' * 64}"
+
+
+def test_the_decoder_is_as_strict_as_the_field_says():
+    assert refusal(b'{"name": "a", "count": "5"}').param == "count"
+    assert refusal(b'{"name": "a", "count": true}').param == "count"
