@@ -11,6 +11,7 @@ limit by the clock is only for tests that wait for ever.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator
 
@@ -65,7 +66,8 @@ def report(path: str) -> Iterator[dict[str, object]]:
         function, owner = orig_function_and_class_names_from_key(name)
         lines = [line for line in get_diff_for_mutant(name, path=path).splitlines() if line[:3] not in ("---", "+++")]
         before, after = (
-            " ".join(line[1:].strip() for line in lines if line.startswith(sign) and line[1:].strip()) for sign in "-+"
+            " ".join(re.sub(r"  # .*", "", line[1:]).strip() for line in lines if line.startswith(sign)).strip()
+            for sign in "-+"
         )
         qualified = f"{owner}.{function}" if owner else function
         yield {"function": qualified, "line": before, "mutant": after, "status": status}

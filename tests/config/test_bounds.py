@@ -70,7 +70,7 @@ def test_the_ends_of_a_range_are_in_it(make, name, values):
         (scheduler, "prefix_max_delay_s", 1.1e6, "prefix_max_delay_s=1100000.0: must be a number from 0 to 1e.06"),
         (scheduler, "target_step_ms", 0, "target_step_ms=0: must be a number from 1e-06 to 1e.06"),
         (scheduler, "target_step_ms", 1.1e6, "target_step_ms=1100000.0: must be a number from 1e-06 to 1e.06"),
-        (scheduler, "tenant_weights", {"a": 1, "b": 0}, r"tenant_weights\['b'\]=0: must be a number from 1e-06 to 1e.06"),
+        (scheduler, "tenant_weights", {"a": 1, "b": 0}, r"tenant_weights\['b'\]=0: must be a number from 1e-06"),
         (scheduler, "tenant_weights", {"a": 2e6}, r"tenant_weights\['a'\]=2000000.0: must be a number from"),
         (parallel, "num_threads", 0, "num_threads=0: must be at least 1"),
         (parallel, "tensor_parallel_size", 2, "tensor_parallel_size=2: only 1 is supported"),
@@ -82,5 +82,5 @@ def test_what_is_beyond_is_refused_by_name(make, name, value, message):
 
 
 def test_the_number_of_threads_follows_from_the_cpus_if_they_are_given():
-    with pytest.raises(ConfigError, match="^num_threads and cpu_list both"):
+    with pytest.raises(ConfigError, match=r"^num_threads and cpu_list both"):
         parallel(num_threads=1, cpus=(0,))

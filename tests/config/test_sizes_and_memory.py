@@ -37,9 +37,9 @@ def test_wrong_sizes_are_refused_by_name(text):
 
 
 def test_the_error_names_what_was_given_and_what_is_allowed():
-    with pytest.raises(ConfigError, match="^x='2XB': must be a number of bytes, or text such as"):
+    with pytest.raises(ConfigError, match=r"^x='2XB': must be a number of bytes, or text such as"):
         parse_bytes("x", "2XB")
-    with pytest.raises(ConfigError, match="^x=0: must be more than 0 bytes$"):
+    with pytest.raises(ConfigError, match=r"^x=0: must be more than 0 bytes$"):
         parse_bytes("x", 0)
 
 

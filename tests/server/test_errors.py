@@ -1,4 +1,4 @@
-"""What clients read when something is wrong: the status, the type, the field and the text, in the shape of their SDK."""
+"""What clients read when something is wrong: the status, the type, the field and the text, in their SDK's shape."""
 
 import json
 
