@@ -1,11 +1,17 @@
 """How a body becomes a struct: what is refused, with which status and field, and which fields are unknown."""
 
+import asyncio
+import threading
+from types import SimpleNamespace
+
 import msgspec
 import pytest
+from starlette.requests import Request
 
 from quire.server.http import bodies
-from quire.server.http.bodies import MAX_NAMED_FIELDS, decode, warning
+from quire.server.http.bodies import MAX_NAMED_FIELDS, decode, read_struct, warning
 from quire.server.http.errors import ApiError
+from quire.server.http.state import add_context, context_of
 
 
 class Part(msgspec.Struct):
@@ -135,3 +141,117 @@ def test_the_warning_is_printable_and_short():
 def test_the_decoder_is_as_strict_as_the_field_says():
     assert refusal(b'{"name": "a", "count": "5"}').param == "count"
     assert refusal(b'{"name": "a", "count": true}').param == "count"
+
+
+LIMIT = 100
+
+
+class Sending:
+    """A client's request whose body comes in these pieces, to a server of which the limit is 100 bytes."""
+
+    def __init__(self, *pieces: bytes, headers: dict[str, str] | None = None, max_body: int = LIMIT) -> None:
+        self.state = SimpleNamespace(args=SimpleNamespace(max_body=max_body, body_timeout_s=60), num_body_bytes=0)
+        self.num_received = 0
+        self.held: list[int] = []
+        self._pieces = [
+            {"type": "http.request", "body": piece, "more_body": number < len(pieces)}
+            for number, piece in enumerate(pieces, start=1)
+        ]
+        self.scope = {
+            "type": "http",
+            "headers": [(name.encode(), value.encode()) for name, value in (headers or {}).items()],
+            "app": SimpleNamespace(state=self.state),
+        }
+        add_context(self.scope)
+
+    async def receive(self) -> dict:
+        self.held.append(self.state.num_body_bytes)
+        self.num_received += 1
+        return self._pieces[self.num_received - 1]
+
+    def read(self) -> Body:
+        try:
+            return asyncio.run(read_struct(Request(self.scope, self.receive), Body))
+        finally:
+            self.held.append(self.state.num_body_bytes)
+
+    def refusal(self) -> ApiError:
+        with pytest.raises(ApiError) as raised:
+            self.read()
+        return raised.value
+
+
+def padded(num_bytes: int) -> bytes:
+    return b'{"name": "a"}'.ljust(num_bytes)
+
+
+def test_what_a_body_holds_counts_while_it_is_read_and_no_longer():
+    sending = Sending(b'{"name":', b' "a", "nme": 1, ', b'"more": 2}')
+    sending.state.num_body_bytes = 7
+    assert sending.read() == Body(name="a")
+    assert sending.held == [7, 15, 31, 7]
+    assert context_of(sending.scope).unknown_fields == ["nme", "more"]
+
+
+def test_a_body_that_is_refused_holds_nothing():
+    for sending in (Sending(b"nonsense"), Sending(padded(60), padded(60))):
+        sending.refusal()
+        assert sending.state.num_body_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{}, {"content-type": ""}, {"content-type": "application/json"}, {"content-type": "Application/JSON; charset=x"},
+     {"content-type": "application/vnd.api+json"}, {"content-encoding": " Identity "}, {"content-length": "100"},
+     {"content-length": "many"}, {"content-length": "-1"}],
+)  # fmt: skip
+def test_bodies_of_json_are_read(headers):
+    assert Sending(padded(20), headers=headers).read().name == "a"
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "message"),
+    [({"content-type": "text/plain; charset=utf-8"}, 415, "content-type is 'text/plain': send application/json"),
+     ({"content-type": "json"}, 415, "content-type is 'json'"),
+     ({"content-type": "x" * 500}, 415, f"content-type is '{'x' * 100}'"),
+     ({"content-encoding": "GZip"}, 415, "content-encoding is 'gzip': send the body as it is"),
+     ({"content-encoding": "x" * 500}, 415, f"content-encoding is '{'x' * 100}'"),
+     ({"content-length": "101"}, 413, "the body is longer than 100 bytes"),
+     ({"content-length": "0" * 18 + "1"}, 413, "the body is longer than 100 bytes")],
+)  # fmt: skip
+def test_of_other_bodies_nothing_is_read(headers, status, message):
+    sending = Sending(padded(20), headers=headers)
+    error = sending.refusal()
+    assert (error.status, sending.num_received) == (status, 0)
+    assert message in error.message
+
+
+def test_a_body_may_be_as_long_as_the_limit_however_it_comes():
+    assert Sending(padded(LIMIT)).read().name == "a"
+    assert Sending(padded(60), b" " * 40).read().name == "a"
+    assert Sending(padded(20), headers={"content-length": "000000000000000020"}).read().name == "a"
+    for pieces in ([padded(LIMIT + 1)], [padded(60), b" " * 41]):
+        error = Sending(*pieces).refusal()
+        assert (error.status, error.code, error.headers) == (413, "request_too_large", {"connection": "close"})
+
+
+def test_large_bodies_wait_while_too_many_are_read_and_small_ones_do_not(monkeypatch):
+    monkeypatch.setattr(bodies, "_SMALL_BYTES", 50)
+    for held, num_bytes, is_taken in ((1540, 60, True), (1541, 60, False), (10**6, 50, True), (10**6, 51, False)):
+        sending = Sending(padded(num_bytes))
+        sending.state.num_body_bytes = held
+        if is_taken:
+            assert sending.read().name == "a"
+        else:
+            error = sending.refusal()
+            assert (error.status, error.code) == (429, "busy")
+            assert error.headers == {"connection": "close", "retry-after": "5"}
+        assert sending.state.num_body_bytes == held
+
+
+def test_a_long_body_is_decoded_beside_the_event_loop(monkeypatch):
+    threads = []
+    monkeypatch.setattr(bodies, "decode", lambda raw, kind: threads.append(threading.current_thread()) or ("done", []))
+    for num_bytes in (bodies._QUICK_BYTES, bodies._QUICK_BYTES + 1):
+        assert Sending(padded(num_bytes), max_body=10**6).read() == "done"
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
