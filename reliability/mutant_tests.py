@@ -36,7 +36,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "server/": ("server/test_config.py", "server/test_endpoints.py", *REQUESTS),
     "server/api/messages/": ("server/test_messages_translation.py", "server/test_messages.py"),
     "server/api/responses/": ("server/test_responses_translation.py", "server/test_responses.py"),
-    "server/api/shared/sampling.py": (*REQUESTS, "server/test_completions.py", "server/test_chat.py"),
+    "server/api/shared/sampling.py": ("server/test_request_params.py",),
     "server/http/auth.py": ("server/test_auth.py",),
     "server/http/bodies.py": ("server/test_bodies.py", *REQUESTS),
     "server/http/errors.py": ("server/test_errors.py", "server/test_auth.py"),
