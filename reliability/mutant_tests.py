@@ -9,7 +9,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "common/params/": PARAMS,
     "common/params/checks.py": ("config/test_param_checks.py", "config/test_params.py"),
     "common/params/beam_search.py": ("config/test_param_checks.py",),
-    "common/params/structured_outputs.py": (*PARAMS, "grammar/test_refused.py"),
+    "common/params/structured_outputs.py": ("config/test_structured_output_params.py",),
     "config/": ("config", "engine/test_memory_plan.py", "server/test_config.py"),
     "config/hf_config.py": CHECKPOINTS,
     "config/kv_cache.py": ("kv/test_windows.py", "engine/test_memory_plan.py"),
