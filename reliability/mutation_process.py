@@ -16,6 +16,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 sys.meta_path[:] = [finder for finder in sys.meta_path if not type(finder).__module__.startswith("_editable_")]
 
@@ -80,20 +81,26 @@ def main() -> None:
     if sys.argv[1] == "report":
         json.dump(list(report(sys.argv[2])), sys.stdout)
         return
-    kept = [(kind, change) for kind, change in mutators.mutation_operators if change is not mutators.operator_string]
-    mutators.mutation_operators[:] = [  # type: ignore[index]
-        *kept,
+    operators: Any = mutators.mutation_operators
+    operators[:] = [
+        *((kind, change) for kind, change in operators if change is not mutators.operator_string),
         (cst.BaseString, change_name),
         (cst.SimpleStatementLine, leave_out_call),
         (cst.If, negate_condition),
         (cst.CompIf, negate_condition),
     ]
-    arguments = PytestRunner._pytest_args_regular_run
-    PytestRunner._pytest_args_regular_run = lambda self, tests: arguments(self, fastest_first(tests))  # type: ignore
-    warm_up = PytestRunner.warm_up
-    PytestRunner.warm_up = lambda self: (warm_up(self), gc.freeze())  # type: ignore
-    register = isolation.register_timeout
-    isolation.register_timeout = lambda pid, timeout_s: register(pid, CLOCK_FACTOR * timeout_s)
+    runner: Any = PytestRunner
+    arguments, warm_up = runner._pytest_args_regular_run, runner.warm_up
+
+    def warm_up_and_freeze(self: PytestRunner) -> None:
+        warm_up(self)
+        gc.freeze()
+
+    runner._pytest_args_regular_run = lambda self, tests: arguments(self, fastest_first(tests))
+    runner.warm_up = warm_up_and_freeze
+    timeouts: Any = isolation
+    register = timeouts.register_timeout
+    timeouts.register_timeout = lambda pid, timeout_s: register(pid, CLOCK_FACTOR * timeout_s)
     cli()
 
 
