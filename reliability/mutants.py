@@ -144,7 +144,7 @@ def prepare(folder: Path, file: str) -> None:
         "do_not_mutate_patterns": list(IGNORED_LINES),
         "pytest_add_cli_args_test_selection": tests_of(file),
         "pytest_add_cli_args": ["-p", "no:cacheprovider", "-k", f"not ({' or '.join(LONG)})"],
-        "timeout_multiplier": 2.0,
+        "timeout_multiplier": 1.0,
         "timeout_constant": 1.0,
         "process_isolation": "forkserver",
         "use_git_change_detection": False,
