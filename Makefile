@@ -21,7 +21,7 @@ WERROR ?= $(if $(CI),ON,OFF)
 export QUIRE_REQUIRE_NATIVE ?= $(if $(CI),1,0)
 BUILD := --no-build-isolation --config-settings=cmake.define.QUIRE_WERROR=$(WERROR)
 
-.PHONY: help run demo test lint coverage mutants soak hostile fuzz sanitize overload chaos injections kills format build wheel clean
+.PHONY: help run demo test lint coverage mutants soak hostile fuzz sanitize overload chaos injections kills digest format build wheel clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -70,6 +70,9 @@ injections: $(VENV)/.installed  ## let 10,000 things fail in an engine, one afte
 
 kills: $(VENV)/.installed  ## kill the processes of a server 200 times under load (ARGS="--count 20 --record")
 	$(BIN)/python -m reliability.kills $(ARGS)
+
+digest: $(VENV)/.installed $(VENV)/.dev  ## digest tokens and log-probabilities of every storage (ARGS="--compare FILE")
+	$(BIN)/python -m reliability.digest $(ARGS)
 
 format: $(VENV)/.dev  ## rewrite Python and C++ sources in the house format
 	$(BIN)/ruff check --fix-only

@@ -22,7 +22,7 @@ from quire.cli.bench.limits import Limits, WeightCosts
 Row = dict[str, Any]
 
 _WARM_UP_TOKENS = 4
-TINY = ROOT / "src" / "quire" / "checkpoints" / "quire-tiny"
+TINY = ROOT / "src" / "quire" / "models" / "embedded" / "quire-tiny"
 
 
 @dataclass(frozen=True)

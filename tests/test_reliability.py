@@ -1,22 +1,23 @@
 """The programs that try to break the server: that they see what they look for, and find nothing in a short time."""
 
+import dataclasses
 import json
+import logging
+import math
 import os
 import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import coverage
 import pytest
 
 import quire
-from reliability import sanitized_site
+from reliability import digest, sanitized_site
 from reliability.coverage import gaps, wanted_files
 from reliability.kills import Answer
-from reliability.mutants import Mutant, equivalent_mutants, judge, mutated_files, recorded_rows, tests_of, undecorated
 from reliability.overload import Load
 from reliability.page import record, table
 from reliability.served import Exchange, Held
@@ -182,67 +183,42 @@ def test_no_line_can_be_exempted_from_coverage(tmp_path: Path) -> None:
     assert list(gaps(found, [name])) == [f"{name}: 5, 2->4, 4->5"]
 
 
-def test_every_file_whose_mutants_are_made_has_tests_and_those_listed_exist() -> None:
-    files = mutated_files()
-    assert {"src/quire/engine/scheduling/policy.py", "src/quire/runner/sampling/random.py"} <= set(files)
-    for file in files:
-        assert all((ROOT / test).exists() for test in tests_of(file)), file
-    with pytest.raises(KeyError, match="no tests are named"):
-        tests_of("src/quire/nowhere/at_all.py")
-    for mutant, reason in equivalent_mutants().items():
-        assert mutant.file in files, mutant
-        assert len(reason) > 10, mutant
+def test_the_digest_of_a_group_is_reproducible_and_a_section_that_differs_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    group = digest.Group("quick", {"model": "quire-draft", "dtype": "bfloat16"}, (("fcfs", "recompute"),), seed=1)
+    monkeypatch.setattr(digest, "groups", lambda: [group])
+    monkeypatch.setattr(logging.root.manager, "disable", logging.NOTSET)  # restored at the end
+    before = tmp_path / "before.json"
+
+    def run(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["digest", *arguments])
+        return digest.main()
+
+    assert run("--output", str(before)) == 0
+    report = json.loads(before.read_text())
+    ((name, section),) = report["sections"].items()
+    assert len(section["requests"]) > 40
+    assert section["counters"]["num_preemptions"] > 0
+    section["digest"] = section["requests"]["beams"] = "0"
+    changed = tmp_path / "changed.json"
+    changed.write_text(json.dumps(report))
+    after = ("--output", str(tmp_path / "after.json"))
+    assert run(*after, "--compare", str(changed)) == 1
+    assert f"{name}: 1 of {len(section['requests'])} requests differ: beams\n" in capsys.readouterr().err
+    first, second = (json.loads(path.read_text()) for path in (before, tmp_path / "after.json"))
+    assert second["digest"] == first["digest"]
+    assert list(digest.differences(first, second)) == []
 
 
-def test_mutants_are_counted_by_what_the_tests_said_of_them() -> None:
-    def reported(line: str, status: int) -> dict[str, object]:
-        return {"function": "f", "line": line, "mutant": "pass", "status": status}
-
-    equivalent = {Mutant("a.py", "f", line, "pass"): "a reason" for line in ("same", "noticed", "gone")}
-    equivalent[Mutant("b.py", "f", "other", "pass")] = "another file's"
-    score = judge("a.py", [reported("same", 0), reported("noticed", 1), reported("slow", -24), reported("new", 0),
-                           reported("untested", 33)], equivalent)  # fmt: skip
-    assert (score.killed, score.timeouts, len(score.equivalent)) == (1, 1, 1)
-    assert [mutant.line for mutant in score.survived] == ["new", "untested"]
-    assert [mutant.line for mutant in score.stale] == ["gone", "noticed"]
-    assert score.share == 0.5
-
-
-def test_decorated_functions_mean_the_same_without_their_decorators() -> None:
-    source = """
-class Box:
-    def __init__(self):
-        self.size = 2
-
-    @property
-    def double(self):
-        return 2 * self.size
-
-    @property
-    def both(self):
-        return self.size
-
-    @both.setter
-    def both(self, size):
-        self.size = size
-
-    @staticmethod
-    def one():
-        return 1
-"""
-    changed = undecorated(source)
-    assert "    double = property(double)\n" in changed
-    assert changed.count("@property") == changed.count("@both.setter") == changed.count("@staticmethod") == 1
-    scope: dict[str, Any] = {}
-    exec(changed, scope)
-    box = scope["Box"]()
-    box.both = 5
-    assert (box.double, box.one()) == (10, 1)
-
-
-def test_rows_of_files_that_were_not_run_again_are_kept(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("<!-- mutants: written by the command -->\n<!-- end of mutants -->\n")
-    rows = [judge(f"src/quire/{name}.py", [], {}).row for name in ("kept", "gone")]
-    record("mutants", "make mutants", table(rows), page)
-    assert list(recorded_rows(["src/quire/kept.py"], page)) == [{key: str(value) for key, value in rows[0].items()}]
+def test_one_bit_of_one_log_probability_changes_the_digest_and_a_missing_section_counts() -> None:
+    rows = {"a": digest.encoded([[1, 2], -0.5]), "b": digest.encoded([[3], math.nextafter(-0.5, 0)])}
+    section = dataclasses.asdict(digest.section_of(rows, {"num_steps": 3}))
+    changed = dataclasses.asdict(digest.section_of(rows | {"a": digest.encoded([[1, 2], math.nextafter(-0.5, 0)])}, {}))
+    old, new = {"sections": {"x": section, "y": section}}, {"sections": {"x": changed, "z": section}}
+    assert list(digest.differences(old, old)) == []
+    assert list(digest.differences(old, new)) == [
+        "x: 1 of 2 requests differ: a",
+        "y: only in the old report",
+        "z: only in the new report",
+    ]

@@ -18,7 +18,7 @@ from quire.common.params import StructuredOutputsParams
 from quire.text.grammar.compiler import GrammarCompiler
 from quire.text.tokenizer.tokenizer import Tokenizer
 
-CHECKPOINT = Path(__file__).parents[1] / "src" / "quire" / "checkpoints" / "quire-tiny"
+CHECKPOINT = Path(__file__).parents[1] / "src" / "quire" / "models" / "embedded" / "quire-tiny"
 NUM_WALKS = 20
 MAX_TOKENS = 200
 NUM_ROWS = 64

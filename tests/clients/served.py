@@ -20,7 +20,7 @@ from quire.server.api.tools import TOOL_FORMATS
 from tests.server.door import saying
 
 MODEL = "quire-tiny"
-CHECKPOINT = Path(quire.__file__).parent / "checkpoints" / MODEL
+CHECKPOINT = Path(quire.__file__).parent / "models" / "embedded" / MODEL
 KEY = "a-key-for-tests"
 MAX_NUM_SEQS = 32
 MAX_WAITING = 96
