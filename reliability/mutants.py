@@ -98,7 +98,7 @@ def mutated_files(root: Path = ROOT) -> list[str]:
     return [name for name in files if "def " in (root / name).read_text(encoding="utf-8")]
 
 
-def tests_of(file: str) -> list[str]:
+def selected_tests(file: str) -> list[str]:
     """The tests that concern a file: those of the longest prefix of its path that TESTS has."""
     name = file.removeprefix("src/quire/")
     prefixes = [prefix for prefix in TESTS if name.startswith(prefix)]
@@ -142,7 +142,7 @@ def prepare(folder: Path, file: str) -> None:
         "source_paths": ["src"],
         "only_mutate": [file],
         "do_not_mutate_patterns": list(IGNORED_LINES),
-        "pytest_add_cli_args_test_selection": tests_of(file),
+        "pytest_add_cli_args_test_selection": selected_tests(file),
         "pytest_add_cli_args": ["-p", "no:cacheprovider", "-k", f"not ({' or '.join(LONG)})"],
         "timeout_multiplier": 1.0,
         "timeout_constant": 1.0,

@@ -5,7 +5,15 @@ from typing import Any
 
 import pytest
 
-from reliability.mutants import Mutant, equivalent_mutants, judge, mutated_files, recorded_rows, tests_of, undecorated
+from reliability.mutants import (
+    Mutant,
+    equivalent_mutants,
+    judge,
+    mutated_files,
+    recorded_rows,
+    selected_tests,
+    undecorated,
+)
 from reliability.page import record, table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -15,9 +23,9 @@ def test_every_file_whose_mutants_are_made_has_tests_and_those_listed_exist() ->
     files = mutated_files()
     assert {"src/quire/engine/scheduling/policy.py", "src/quire/runner/sampling/random.py"} <= set(files)
     for file in files:
-        assert all((ROOT / test).exists() for test in tests_of(file)), file
+        assert all((ROOT / test).exists() for test in selected_tests(file)), file
     with pytest.raises(KeyError, match="no tests are named"):
-        tests_of("src/quire/nowhere/at_all.py")
+        selected_tests("src/quire/nowhere/at_all.py")
     for mutant, reason in equivalent_mutants().items():
         assert mutant.file in files, mutant
         assert len(reason) > 10, mutant
