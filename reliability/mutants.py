@@ -1,6 +1,6 @@
 """Change one thing in a file at a time, and see that a test fails: what no test notices is not tested.
 
-    python -m reliability.mutants [FILE ...] [--record] [--keep FOLDER]
+    python -m reliability.mutants [FILE ...] [--record] [--keep FOLDER [--again]]
 
 mutmut (mutation_process.py) makes the mutants of one file after another and runs, for each, the tests of TESTS that
 reach the changed function, until one fails; tests that take several times as long as they should count as failed. FILE:
@@ -33,7 +33,7 @@ from reliability.mutant_tests import TESTS
 from reliability.page import PAGE, record, table
 
 ROOT = Path(__file__).resolve().parents[1]
-PROCESS = ROOT / "reliability" / "mutation_process.py"
+PROCESS = (sys.executable, "-P", str(ROOT / "reliability" / "mutation_process.py"))
 EQUIVALENT = ROOT / "reliability" / "equivalent_mutants.toml"
 SECTION = "mutants"
 MIN_SCORE = 0.95
@@ -154,21 +154,26 @@ def prepare(folder: Path, file: str) -> None:
     (folder / "pyproject.toml").write_text(f"{project}\n[tool.mutmut]\n{own}\n", encoding="utf-8")
 
 
-def run(folder: Path, file: str) -> list[dict[str, object]]:
-    """Make the mutants of a file and run the tests on each."""
-    prepare(folder, file)
-    quick = {"PYTHONDONTWRITEBYTECODE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    environment = {"CI": "true"} | os.environ | quick
-    process = [sys.executable, "-P", str(PROCESS)]
+def run(folder: Path, file: str, *names: str) -> None:
+    """Run the tests on each mutant of a file, or on those of these names."""
     with (folder / "mutmut.log").open("w") as log:
-        ended = subprocess.run(
-            [*process, "run", "--max-children", "1"], cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT
-        )
+        command = [*PROCESS, "run", "--max-children", "1", *names]
+        ended = subprocess.run(command, cwd=folder, env=_environment(), stdout=log, stderr=subprocess.STDOUT)
     if ended.returncode:
         raise RuntimeError(f"mutmut failed on {file}:\n{(folder / 'mutmut.log').read_text()[-4000:]}")
-    done = subprocess.run([*process, "report", file], cwd=folder, env=environment, capture_output=True, check=True)
+
+
+def report(folder: Path, file: str) -> list[dict[str, object]]:
+    """What came of each mutant, as mutation_process.py says it."""
+    command = [*PROCESS, "report", file]
+    done = subprocess.run(command, cwd=folder, env=_environment(), capture_output=True, check=True)
     reported: list[dict[str, object]] = json.loads(done.stdout)
     return reported
+
+
+def _environment() -> dict[str, str]:
+    quick = {"PYTHONDONTWRITEBYTECODE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    return {"CI": "true"} | os.environ | quick
 
 
 def equivalent_mutants(path: Path = EQUIVALENT) -> dict[Mutant, str]:
@@ -195,17 +200,22 @@ def judge(file: str, reported: list[dict[str, object]], equivalent: dict[Mutant,
     return score
 
 
-def measure(file: str, equivalent: dict[Mutant, str], keep: Path | None) -> Score:
-    """One file."""
+def measure(file: str, equivalent: dict[Mutant, str], keep: Path, *, again: bool) -> Score:
+    """One file, in a folder of its own; with `again`, only what survived there the last time if the file is the same."""
     began = time.monotonic()
-    if keep is not None:
-        folder = keep / file.removeprefix("src/quire/").replace("/", ".")
-        shutil.rmtree(folder, ignore_errors=True)
-        reported = run(folder, file)
+    folder = keep / file.removeprefix("src/quire/").replace("/", ".")
+    source = undecorated((ROOT / file).read_text(encoding="utf-8"))
+    if again and (folder / "mutants").exists() and (folder / file).read_text(encoding="utf-8") == source:
+        shutil.copytree(ROOT / "tests", folder / "tests", dirs_exist_ok=True)
+        noticed = KILLED | TIMED_OUT
+        names = [str(each["name"]) for each in report(folder, file) if each["status"] not in noticed]
+        if names:
+            run(folder, file, *names)
     else:
-        with tempfile.TemporaryDirectory(prefix="quire-mutants-") as name:
-            reported = run(Path(name), file)
-    score = judge(file, reported, equivalent)
+        shutil.rmtree(folder, ignore_errors=True)
+        prepare(folder, file)
+        run(folder, file)
+    score = judge(file, report(folder, file), equivalent)
     score.seconds = round(time.monotonic() - began)
     return score
 
@@ -225,13 +235,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", metavar="FILE", help="part of a path")
     parser.add_argument("--record", action="store_true", help="write the result into docs/reliability.md")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="leave mutmut's folders here, for `mutmut show`")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="leave mutmut's folders here")
+    parser.add_argument("--again", action="store_true", help="run only what survived the last time in that folder")
     options = parser.parse_args()
+    if options.keep is not None:
+        return measure_all(options, options.keep)
+    with tempfile.TemporaryDirectory(prefix="quire-mutants-") as folder:
+        return measure_all(options, Path(folder))
+
+
+def measure_all(options: argparse.Namespace, keep: Path) -> int:
+    """Each file that is asked for."""
     every, equivalent = mutated_files(), equivalent_mutants()
     chosen = [file for file in every if not options.files or any(part in file for part in options.files)]
     scores = []
     for file in chosen:
-        score = measure(file, equivalent, options.keep)
+        score = measure(file, equivalent, keep, again=options.again)
         scores.append(score)
         for mutant in score.survived:
             print(f"survived: {mutant.function}\n  - {mutant.line}\n  + {mutant.mutant}")

@@ -73,7 +73,7 @@ def report(path: str) -> Iterator[dict[str, object]]:
             for sign in "-+"
         )
         qualified = f"{owner}.{function}" if owner else function
-        yield {"function": qualified, "line": before, "mutant": after, "status": status}
+        yield {"name": name, "function": qualified, "line": before, "mutant": after, "status": status}
 
 
 def main() -> None:

@@ -203,6 +203,8 @@ def test_what_was_used_comes_back_evenly_up_to_the_limit():
     assert bucket.wait_s(61, 10_000.0) == 1, "never more than a minute's"
     bucket.take(90, 10_000.0)
     assert bucket.wait_s(1, 10_000.0) == 31
+    bucket.take(60, 20_000.0)
+    assert bucket.wait_s(1, 20_000.0) == 1, "it had been full since long"
 
 
 def test_a_tenant_in_debt_is_not_forgotten(admission, clock):
