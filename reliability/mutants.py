@@ -201,7 +201,7 @@ def judge(file: str, reported: list[dict[str, object]], equivalent: dict[Mutant,
 
 
 def measure(file: str, equivalent: dict[Mutant, str], keep: Path, *, again: bool) -> Score:
-    """One file, in a folder of its own; with `again`, only what survived there the last time if the file is the same."""
+    """One file, in a folder of its own; with `again`, only what survived there before, if the file is the same."""
     began = time.monotonic()
     folder = keep / file.removeprefix("src/quire/").replace("/", ".")
     source = undecorated((ROOT / file).read_text(encoding="utf-8"))
