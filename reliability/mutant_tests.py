@@ -34,6 +34,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "runner/sampling/": ("sampling",),
     "runner/sampling/random.py": ("sampling/test_random.py",),
     "server/": ("server/test_config.py", "server/test_endpoints.py", *REQUESTS),
+    "server/api/": (*REQUESTS, "server/test_messages_translation.py", "server/test_responses_translation.py"),
     "server/api/messages/": ("server/test_messages_translation.py", "server/test_messages.py"),
     "server/api/responses/": ("server/test_responses_translation.py", "server/test_responses.py"),
     "server/api/shared/sampling.py": ("server/test_request_params.py",),
@@ -41,6 +42,5 @@ TESTS: dict[str, tuple[str, ...]] = {
     "server/http/bodies.py": ("server/test_bodies.py", *REQUESTS),
     "server/http/errors.py": ("server/test_errors.py", "server/test_auth.py"),
     "server/operations/admission.py": ("server/test_admission.py",),
-    "server/protocol/": (*REQUESTS, "server/test_messages_translation.py", "server/test_responses_translation.py"),
 }
 """by the beginning of a path under src/quire, the longest of which counts: paths under tests"""

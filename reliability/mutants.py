@@ -75,7 +75,7 @@ class Score:
     def share(self) -> float:
         """Noticed, of those that do not count as equivalent."""
         noticed = self.killed + self.timeouts
-        return noticed / max(1, noticed + len(self.survived))
+        return noticed / (noticed + len(self.survived)) if noticed or self.survived else 1.0
 
     @property
     def row(self) -> dict[str, object]:

@@ -1,5 +1,6 @@
 """How mutants are made and counted."""
 
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,12 @@ def test_every_file_whose_mutants_are_made_has_tests_and_those_listed_exist() ->
     for mutant, reason in equivalent_mutants().items():
         assert mutant.file in files, mutant
         assert len(reason) > 10, mutant
+
+
+def test_every_pattern_of_what_is_measured_names_a_file() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    for pattern in (*project["tool"]["coverage"]["run"]["include"], *MORE_FILES):
+        assert list(ROOT.glob(pattern)), pattern
 
 
 def test_mutants_are_counted_by_what_the_tests_said_of_them() -> None:
