@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from reliability.mutants import (
+    MORE_FILES,
     Mutant,
     equivalent_mutants,
     judge,
