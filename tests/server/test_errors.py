@@ -99,6 +99,8 @@ def test_each_exception_has_its_answer(error, status, param, code):
     assert (found.status, found.param, found.code, found.request_id) == (status, param, code, "the id")
     if status == 400 and not isinstance(error, RecursionError):
         assert found.message == str(error), "clients are told what they did wrong"
+    if isinstance(error, RecursionError):
+        assert found.message == "the request is nested too deeply"
     if status >= 500:
         assert "insides" not in found.message
         assert "killed" not in found.message
