@@ -22,6 +22,7 @@ class Part(msgspec.Struct):
 class Body(msgspec.Struct, kw_only=True):
     name: str
     count: int | None = None
+    a1: int | None = None
     part: Part | None = None
     parts: list[Part] | None = None
     anything: dict | None = None
@@ -65,6 +66,7 @@ def test_unknown_fields_are_named_by_their_place(raw, unknown):
         (b'{"name": "a", "count": 1.5}', "count: expected int | null, got float", "count"),
         (b'{"name": "a", "part": {"kind": 5}}', "part.kind: expected str, got int", "part.kind"),
         (b'{"name": "a", "parts": [{"kind": 5}]}', "parts[0].kind: expected str, got int", "parts[0].kind"),
+        (b'{"name": "a", "a1": 1.5}', "a1: expected int | null, got float", "a1"),
         (b"{}", "name: object missing required field name", "name"),
         (b'{"name": "a", "part": {}}', "part.kind: object missing required field kind", "part.kind"),
         (b"[]", "the body is wrong: expected object, got array", None),
@@ -112,7 +114,7 @@ def test_a_field_that_is_given_twice_is_refused_wherever_it_is():
     long = b"x" * 200
     error = refusal(b'{"' + long + b'": 1, "' + long + b'": 2}')
     assert error.param == "x" * 100
-    assert len(error.message) < 150
+    assert error.message == f"the field {'x' * 100!r} is given twice"
 
 
 @pytest.mark.parametrize(("mark", "num_others"), [(b",", 1), (b":", 3), (b"[", 0), (b"{", 2)])
@@ -230,9 +232,11 @@ def test_a_body_may_be_as_long_as_the_limit_however_it_comes():
     assert Sending(padded(LIMIT)).read().name == "a"
     assert Sending(padded(60), b" " * 40).read().name == "a"
     assert Sending(padded(20), headers={"content-length": "000000000000000020"}).read().name == "a"
-    for pieces in ([padded(LIMIT + 1)], [padded(60), b" " * 41]):
-        error = Sending(*pieces).refusal()
+    for num_read, pieces in enumerate(([padded(LIMIT + 1)], [padded(60), b" " * 41]), start=1):
+        sending = Sending(*pieces, b" " * 10)
+        error = sending.refusal()
         assert (error.status, error.code, error.headers) == (413, "request_too_large", {"connection": "close"})
+        assert sending.num_received == num_read, "nothing behind the limit is read"
 
 
 def test_large_bodies_wait_while_too_many_are_read_and_small_ones_do_not(monkeypatch):
@@ -246,6 +250,7 @@ def test_large_bodies_wait_while_too_many_are_read_and_small_ones_do_not(monkeyp
             error = sending.refusal()
             assert (error.status, error.code) == (429, "busy")
             assert error.headers == {"connection": "close", "retry-after": "5"}
+            assert "too many long bodies" in error.message
         assert sending.state.num_body_bytes == held
 
 
