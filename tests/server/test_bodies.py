@@ -190,9 +190,10 @@ def padded(num_bytes: int) -> bytes:
 def test_what_a_body_holds_counts_while_it_is_read_and_no_longer():
     sending = Sending(b'{"name":', b' "a", "nme": 1, ', b'"more": 2}')
     sending.state.num_body_bytes = 7
+    context_of(sending.scope).unknown_fields = ["before"]
     assert sending.read() == Body(name="a")
     assert sending.held == [7, 15, 31, 7]
-    assert context_of(sending.scope).unknown_fields == ["nme", "more"]
+    assert context_of(sending.scope).unknown_fields == ["before", "nme", "more"]
 
 
 def test_a_body_that_is_refused_holds_nothing():
@@ -255,8 +256,14 @@ def test_large_bodies_wait_while_too_many_are_read_and_small_ones_do_not(monkeyp
 
 
 def test_a_long_body_is_decoded_beside_the_event_loop(monkeypatch):
-    threads = []
-    monkeypatch.setattr(bodies, "decode", lambda raw, kind: threads.append(threading.current_thread()) or ("done", []))
-    for num_bytes in (bodies._QUICK_BYTES, bodies._QUICK_BYTES + 1):
+    seen = []
+
+    def note(raw: bytearray, kind: type) -> tuple[str, list[str]]:
+        seen.append((len(raw), kind, threading.current_thread() is threading.main_thread()))
+        return "done", []
+
+    monkeypatch.setattr(bodies, "decode", note)
+    quick = bodies._QUICK_BYTES
+    for num_bytes in (quick, quick + 1):
         assert Sending(padded(num_bytes), max_body=10**6).read() == "done"
-    assert [thread is threading.main_thread() for thread in threads] == [True, False]
+    assert seen == [(quick, Body, True), (quick + 1, Body, False)]
