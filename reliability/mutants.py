@@ -46,6 +46,8 @@ IGNORED_LINES = (r"^\s*logger\.", r"^\s*fault_point\(")
 KILLED = {1, 2, 3, -6, -11}
 """exit status of pytest: a test failed, or nothing could be collected; or a signal"""
 TIMED_OUT = {24, 36, 152, -9, -24}
+SURVIVED = {0, 5, 33}
+"""no test failed, or none reaches the function"""
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,8 @@ def judge(file: str, reported: list[dict[str, object]], equivalent: dict[Mutant,
             score.killed += 1
         elif status in TIMED_OUT:
             score.timeouts += 1
+        elif status not in SURVIVED:
+            raise RuntimeError(f"the tests of a mutant of {file} could not be run, status {status}: {mutant}")
         elif mutant in equivalent:
             score.equivalent.append(mutant)
             unused.discard(mutant)

@@ -51,6 +51,8 @@ def test_mutants_are_counted_by_what_the_tests_said_of_them() -> None:
     assert [mutant.line for mutant in score.survived] == ["new", "untested"]
     assert [mutant.line for mutant in score.stale] == ["gone", "noticed"]
     assert score.share == 0.5
+    with pytest.raises(RuntimeError, match="could not be run, status 255"):
+        judge("a.py", [reported("unknown test", 255)], {})
 
 
 def test_decorated_functions_mean_the_same_without_their_decorators() -> None:

@@ -54,13 +54,13 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("case", GOOD, ids=str)
+@pytest.mark.parametrize("case", GOOD, ids=range(len(GOOD)))
 def test_what_is_in_its_bounds_is_taken(case):
     check, *arguments = case
     check("field", *arguments)
 
 
-@pytest.mark.parametrize("case", BAD, ids=str)
+@pytest.mark.parametrize("case", BAD, ids=range(len(BAD)))
 def test_what_is_not_is_refused_with_the_field_the_value_and_the_bounds(case):
     check, value, *bounds = case
     arguments = bounds if check in (checks.check_number, checks.check_int) else bounds[:-1]
