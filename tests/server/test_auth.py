@@ -148,7 +148,7 @@ def test_middleware_hands_on_what_it_was_given():
 
     receive, send = object(), object()
     scope = {"type": "http", "headers": [(b"authorization", b"Bearer k"), (b"host", b"localhost")]}
-    add_context(scope)
+    begin_request(scope)
     keys = ApiKeys.load(ServerArgs(api_key=("k",)), {})
     asyncio.run(Authentication(inner, keys)(scope, receive, send))
     asyncio.run(AllowedHosts(inner, ())(scope, receive, send))
