@@ -77,7 +77,8 @@ class CacheView:
         self._rows: dict[int, RequestRow] = {}
         self._counters: dict[str, int] = {}
         pools = self._blocks.tiers.pools
-        trackers = [cache.tracker for cache in self._blocks.tiers.caches] or [None] * len(pools)
+        trackers: list[BlockTracker | None] = [cache.tracker for cache in self._blocks.tiers.caches]
+        trackers = trackers or [None] * len(pools)
         self._tiers = [_Tier(pool, tracker) for pool, tracker in zip(pools, trackers, strict=True)]
         self._scheduler.journal, self._blocks.tiers.journal = [], []
 
