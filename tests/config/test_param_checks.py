@@ -43,14 +43,14 @@ BAD = [
     (checks.check_texts, "ab", 2, 3, "a list of strings"),
     (checks.check_texts, b"ab", 2, 3, "a list of strings"),
     (checks.check_texts, {"ab"}, 2, 3, "a list of strings"),
-    (checks.check_texts, ["a", ""], 2, 3, "strings, none of them empty"),
+    (checks.check_texts, ["a", ""], 2, 3, "a list of non-empty strings"),
     (checks.check_texts, ["abcd"], 2, 3, "at most 3 characters"),
     (checks.check_texts, [5], 2, 3, "at most 3 characters"),
     (checks.check_ids, "12", 2, "a list of token ids"),
     (checks.check_ids, 5, 2, "a list of token ids"),
-    (checks.check_ids, [0, -1], 2, "token ids, integers from 0"),
-    (checks.check_ids, [0, True], 2, "token ids, integers from 0"),
-    (checks.check_ids, [1.0], 2, "token ids, integers from 0"),
+    (checks.check_ids, [0, -1], 2, "token ids, which are integers from 0"),
+    (checks.check_ids, [0, True], 2, "token ids, which are integers from 0"),
+    (checks.check_ids, [1.0], 2, "token ids, which are integers from 0"),
 ]
 
 
@@ -82,15 +82,15 @@ def test_long_lists_are_counted():
         checks.check_ids("x", [1, 2, 3], 2)
     with pytest.raises(InvalidParamsError, match="x has 3 strings; at most 2 are allowed"):
         checks.check_texts("x", ["a", "b", "c"], 2, 100)
-    with pytest.raises(InvalidParamsError, match="x has 7 characters in all; at most 5 are allowed"):
+    with pytest.raises(InvalidParamsError, match="x has 7 characters in total; at most 5 are allowed"):
         checks.check_texts("x", ["abc", "defg"], 2, 5)
 
 
 def test_of_a_list_the_wrong_item_is_named():
     for values, item in (([0, True], "True"), ([0, 3, -1], "-1"), ([0, 1.5], "1.5")):
-        with pytest.raises(InvalidParamsError, match=f"^x={item}: must be token ids"):
+        with pytest.raises(InvalidParamsError, match=f"^x={item}: must be a list of token ids, which"):
             checks.check_ids("x", values, 5)
-    with pytest.raises(InvalidParamsError, match=r"^x='': must be strings"):
+    with pytest.raises(InvalidParamsError, match=r"^x='': must be a list of non-empty strings"):
         checks.check_texts("x", ["a", ""], 5, 9)
 
 

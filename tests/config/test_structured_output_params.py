@@ -64,7 +64,9 @@ def test_options_go_with_json(structure, option):
 )
 def test_options_go_with_nothing_else(structure, option):
     (name,) = structure
-    with pytest.raises(InvalidParamsError, match=f"^{next(iter(option))} goes with .*not with {name}$"):
+    with pytest.raises(
+        InvalidParamsError, match=f"^{next(iter(option))} can be used with json or json_object, not with {name}$"
+    ):
         StructuredOutputsParams(**structure, **option)
     assert StructuredOutputsParams(**structure, disable_any_whitespace=False).structure == name
 
@@ -86,16 +88,16 @@ def test_an_option_of_the_wrong_kind_is_refused(option, value, kind):
     [
         ({}, "structured_outputs has no structure: give exactly one of json, regex, choice, grammar, json_object"),
         ({"regex": "a", "grammar": "b"}, "structured_outputs has regex and grammar: give exactly one of"),
-        ({"json": 5}, "json must be a str or dict that is not empty, not int"),
-        ({"json": ""}, "json must be a str or dict that is not empty, not str"),
-        ({"choice": []}, "choice must be a list that is not empty, not list"),
-        ({"choice": ["a", ""]}, "choice must be a list of strings, none of them empty"),
-        ({"choice": ["a", 5]}, "choice must be a list of strings, none of them empty"),
+        ({"json": 5}, "json=5: must be a non-empty string or a dict"),
+        ({"json": ""}, "json='': must be a non-empty string or a dict"),
+        ({"choice": []}, "choice=[]: must be a non-empty list"),
+        ({"choice": ["a", ""]}, "choice must be a list of non-empty strings"),
+        ({"choice": ["a", 5]}, "choice must be a list of non-empty strings"),
         ({"json": "[]"}, "json must be a JSON schema, an object, not list"),
         ({"json": "5"}, "json must be a JSON schema, an object, not int"),
         ({"json": "{"}, "json is not JSON: "),
         ({"json": {"a": object()}}, "json cannot be written as JSON: "),
-        ({"regex": "\ud800"}, "regex has characters that are no"),
+        ({"regex": "\ud800"}, "regex has surrogates, which are not valid Unicode text"),
         ({"json_object": True, "whitespace_pattern": "\u00fc" * 129}, "whitespace_pattern has 258 bytes: at most 256"),
         ({"json": {}, "whitespace_pattern": " ", "disable_any_whitespace": True}, "give disable_any_whitespace or"),
     ],

@@ -74,7 +74,9 @@ class BeamExecutor(FakeExecutor):
     """what a sequence holds that is scheduled"""
 
     def execute(self, batch: Batch) -> StepResult:
-        assert all(self.held(scheduled.seq_id) is None for scheduled in batch.sequences), "computed again for nothing"
+        assert all(self.beam_candidates(scheduled.seq_id) is None for scheduled in batch.sequences), (
+            "computed again for nothing"
+        )
         self.seen: dict[int, list[int]] = {}
         result = super().execute(batch)
         logprobs, place = {}, 0
@@ -103,7 +105,7 @@ class BeamHarness(Harness):
         super().__init__(**options)
         self.executor = BeamExecutor(self.executor.config)
         self.executor.grain = grain
-        self.executor.held = lambda seq_id: self.scheduler.owner(seq_id)[1].held
+        self.executor.beam_candidates = lambda seq_id: self.scheduler.owner(seq_id)[1].beam_candidates
         self.committer.max_model_len = 1000
 
     def add_beams(self, prompt: list[int], width: int, max_tokens: int = 8, **params: object) -> SequenceGroup:
