@@ -109,7 +109,7 @@ class GrammarQueue:
                 scheduler.add(group)
                 continue
             if not seq.status.is_finished:
-                seq.status = SequenceStatus.FINISHED_IGNORED
+                seq.finish(SequenceStatus.FINISHED_IGNORED)
             group.metrics.finished_time = self.clock()
             self._failed.append(group)
 
@@ -118,12 +118,12 @@ class GrammarQueue:
         """Whether the sequence has its grammar now, or else has failed."""
         try:
             seq.grammar = compilation.state
-            for token_id in seq.token_ids[seq.num_prompt_tokens :]:  # of its past in another engine
+            for token_id in seq.output.token_ids:  # of its past in another engine
                 seq.grammar.advance(token_id)
         except Exception as error:
             group.error = failure(group.request_id, "when its grammar was compiled", error)
             logger.error("%s", group.error, exc_info=error)
-            seq.status = SequenceStatus.FINISHED_ABORTED
+            seq.finish(SequenceStatus.FINISHED_ABORTED)
         return group.error is None
 
     def _is_late(self, group: SequenceGroup, compilation: Compilation) -> bool:
