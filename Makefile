@@ -9,6 +9,8 @@ TORCH_INDEX ?=
 # processes the tests run in, and further arguments: make test ARGS="tests/kv -k fork"
 TEST_PROCESSES ?= 2
 ARGS ?=
+# `worksteal` gives each process tests that lie together and share fixtures, and evens out what is left at the end
+PYTEST_ARGS := -n $(TEST_PROCESSES) --dist worksteal
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
@@ -19,19 +21,31 @@ SCRIPTS := .ci/run $(wildcard tools/*.sh)
 # must not stop an installation, and without a compiler the torch reference kernels serve.
 WERROR ?= $(if $(CI),ON,OFF)
 export QUIRE_REQUIRE_NATIVE ?= $(if $(CI),1,0)
+# Where this is set, as in many containers, each of the processes that the tests start compiles all of Quire again.
+export PYTHONDONTWRITEBYTECODE :=
 BUILD := --no-build-isolation --config-settings=cmake.define.QUIRE_WERROR=$(WERROR)
 
-.PHONY: help run demo test lint coverage soak hostile fuzz sanitize overload chaos injections kills digest format build wheel clean
+.PHONY: help run demo test test-all check essential lint coverage soak hostile fuzz sanitize overload chaos injections kills digest format build wheel clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
 run: $(VENV)/.installed  ## install into .venv and run a batch of prompts on the embedded checkpoint
 	$(BIN)/quire demo
 
-test: $(VENV)/.installed $(VENV)/.dev $(VENV)/.clients  ## install into .venv and run the tests
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) $(ARGS)
+check: $(VENV)/.installed $(VENV)/.dev  ## in a minute: lint, and beside it the fifty tests that find most
+	@$(MAKE) --no-print-directory -j2 lint essential
+
+test: $(VENV)/.installed $(VENV)/.dev  ## install into .venv and run the tests, without the slow ones
+	$(BIN)/python -m pytest $(PYTEST_ARGS) $(ARGS)
+
+test-all: $(VENV)/.installed $(VENV)/.dev $(VENV)/.clients  ## run all tests but those of `make hostile`
+	$(BIN)/python -m pytest $(PYTEST_ARGS) --hypothesis-profile=all -m 'not thorough' $(ARGS)
+
+# Only the files that have such a test are loaded: loading all of them would take longer than the tests.
+essential: $(VENV)/.installed $(VENV)/.dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m essential $$(grep -rl --include='test_*.py' mark.essential tests) $(ARGS)
 
 lint: $(VENV)/.installed $(VENV)/.dev  ## style, types, C++ format, import floors, line budget
 	$(BIN)/ruff check
@@ -42,8 +56,9 @@ lint: $(VENV)/.installed $(VENV)/.dev  ## style, types, C++ format, import floor
 	$(BIN)/python tools/line_budget.py
 	for script in $(SCRIPTS); do bash -n $$script || exit 1; done
 
-coverage: $(VENV)/.installed $(VENV)/.dev  ## see that the tests take every branch of what decides (ARGS="--record")
-	$(BIN)/python -m reliability.coverage -n $(TEST_PROCESSES) $(ARGS)
+# With ARGS=--all this runs what test-all runs, each test once, and needs the clients too.
+coverage: $(VENV)/.installed $(VENV)/.dev $(if $(filter --all,$(ARGS)),$(VENV)/.clients)  ## see that the tests take every branch of what decides (ARGS="--all --record")
+	$(BIN)/python -m reliability.coverage $(PYTEST_ARGS) $(ARGS)
 
 soak: $(VENV)/.installed  ## serve mixed clients for 30 minutes, and see that nothing is left (ARGS="--minutes 5 --record")
 	$(BIN)/python -m reliability.soak $(ARGS)

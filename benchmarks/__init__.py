@@ -1,2 +1,4 @@
-"""Every figure of docs/performance.md as one command; `python -m benchmarks --help`. Imports nothing of Quire: parts of
-it run in the environments of other engines."""
+"""Measures every figure of docs/performance.md; see `python -m benchmarks --help`.
+
+This module imports nothing of Quire, because parts of the package run in the environments of other engines.
+"""

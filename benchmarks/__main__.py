@@ -1,7 +1,7 @@
-"""Measure, and write the report: `python -m benchmarks all` does both, in about 20 minutes (`--quick`: 5).
+"""Measure and write the report: `python -m benchmarks all` does both, in about 35 minutes (with `--quick`: 10).
 
-Other engines are installed from their package registries into environments of their own in `--folder`, the first time
-(minutes each; llama.cpp is compiled). What cannot be installed, or refuses a precision, is left out with a note.
+The first run installs other engines from their package registries into environments in `--folder`, which takes minutes
+for each (llama.cpp is compiled). Engines that cannot be installed, or do not support a precision, are left out.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from benchmarks.report import write_report
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the figures named; rows are printed, and take the place of the same figure's earlier ones in the results."""
+    """Run the named figures; their rows are printed and replace earlier rows of the same figure in the results."""
     names = tuple(engine.name for engine in ENGINES)
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -27,12 +27,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         "figures", nargs="+", choices=(*FIGURES, "all", "report"), metavar="FIGURE", help=", ".join(FIGURES)
     )
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "benchmarks", help="environments and models")
-    parser.add_argument("--checkpoint", type=Path, help="Qwen2-0.5B's shape; made in the folder if there is none")
+    parser.add_argument("--checkpoint", type=Path, help="checkpoint of Qwen2-0.5B's shape (default: one is created)")
     parser.add_argument("--engines", nargs="+", choices=names, default=names, metavar="ENGINE", help=", ".join(names))
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
+    parser.add_argument("--quick", action="store_true", help="fewer cases and repetitions")
     parser.add_argument("--report", type=Path, default=ROOT / "docs" / "performance.md", help="Markdown file to write")
     options = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the engines are ended too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the engines too
     folder: Path = options.folder.resolve()
     checkpoint = (options.checkpoint or folder / "qwen2-0.5b").resolve()
     results = folder / "results.jsonl"
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _replace(results: Path, figure: str, rows: Sequence[Row]) -> None:
-    """One figure's rows in the results file."""
+    """Replace one figure's rows in the results file."""
     lines = results.read_text().splitlines() if results.exists() else []
     kept = [line for line in lines if json.loads(line)["figure"] != figure]
     results.write_text("\n".join([*kept, *map(json.dumps, rows)]) + "\n")

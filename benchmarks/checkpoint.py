@@ -1,4 +1,4 @@
-"""A checkpoint with random bfloat16 weights in Qwen2-0.5B's shape: what is measured does not depend on the weights."""
+"""A checkpoint with random bfloat16 weights in Qwen2-0.5B's shape; the measurements do not depend on the weights."""
 
 import json
 import sysconfig
@@ -35,7 +35,7 @@ _CONFIG = {
 
 
 def ensure_checkpoint(folder: Path) -> Path:
-    """Write it, unless it is there."""
+    """Write the checkpoint unless it exists."""
     if not (folder / "config.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         save_file(random_weights(), folder / "model.safetensors", metadata={"format": "pt"})
@@ -45,12 +45,12 @@ def ensure_checkpoint(folder: Path) -> Path:
         _write(folder / "tokenizer_config.json", settings | {"model_max_length": 32768})
         eos = {"eos_token_id": tokenizer.token_to_id(_EOS)}
         _write(folder / "generation_config.json", eos)
-        _write(folder / "config.json", _CONFIG | eos)  # last: it says that all is there
+        _write(folder / "config.json", _CONFIG | eos)  # last, because it marks the checkpoint as complete
     return folder
 
 
 def random_weights() -> dict[str, torch.Tensor]:
-    """By their names in the format of transformers; the head is tied to the token table."""
+    """Return random weights under transformers' names; the output head is tied to the token embeddings."""
     generator = torch.Generator().manual_seed(0)
     q, kv = HEADS * _HEAD_DIM, KV_HEADS * _HEAD_DIM
     matrices = {
@@ -79,7 +79,7 @@ def random_weights() -> dict[str, torch.Tensor]:
 
 
 def _tokenizer() -> Tokenizer:
-    """A byte-level BPE over the standard library's source; prompts are token ids, so engines merely have to load it."""
+    """Train a byte-level BPE on the standard library; prompts are token ids, so engines only have to load it."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -27,28 +27,28 @@ TINY = ROOT / "src" / "quire" / "models" / "embedded" / "quire-tiny"
 
 @dataclass(frozen=True)
 class Run:
-    """What is common to all figures."""
+    """The settings that all figures share."""
 
     folder: Path
-    """environments, converted models, logs"""
+    """Folder of environments, converted models and logs."""
     checkpoint: Path
     quick: bool
     engines: frozenset[str]
-    """names; the others are left out"""
+    """Names of the engines to measure."""
 
     @property
     def rounds(self) -> int:
-        """How often each case is measured."""
+        """Largest number of rounds of each case."""
         return 2 if self.quick else 3
 
     @property
     def patience_s(self) -> float:
-        """After which no third round of a case is begun."""
+        """Seconds after which no third round of a case starts."""
         return 30.0 if self.quick else 60.0
 
 
 def machine(run: Run) -> Iterator[Row]:
-    """Where the rest was measured."""
+    """Describe the machine."""
     names = [
         line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
     ]
@@ -63,32 +63,32 @@ def machine(run: Run) -> Iterator[Row]:
     }
 
 
-# Engines in turn
+# Engines, interleaved
 
 
 def throughput(run: Run) -> Iterator[Row]:
-    """Batches of 128 tokens in and 64 out, and one long prompt; all engines of a precision in turn."""
+    """Measure batches of 128 tokens in and 64 out, and one long prompt, with all engines of a precision interleaved."""
     cases = [_case(num_prompts, 128, 64) for num_prompts in ((1, 8) if run.quick else (1, 8, 32))]
     cases.append(_case(1, 2048, 1))
     checkpoint = ensure_checkpoint(run.checkpoint)
     for precision, engines in PRECISIONS.items():
-        yield from _in_turn(run, [engine(run.folder, precision) for engine in engines], checkpoint, cases, 4096)
+        yield from _interleaved(run, [engine(run.folder, precision) for engine in engines], checkpoint, cases, 4096)
 
 
 def embedded(run: Run) -> Iterator[Row]:
-    """Steps per second of the embedded checkpoint: all that is not the model counts here."""
+    """Measure steps per second of the embedded checkpoint, whose time is mostly spent outside the model."""
     engines = [engine(run.folder) for engine in (Quire, Vllm, Transformers)]
-    yield from _in_turn(run, engines, TINY, [_case(1, 32, 64), _case(32, 32, 64)], 2048)
+    yield from _interleaved(run, engines, TINY, [_case(1, 32, 64), _case(32, 32, 64)], 2048)
 
 
 def _case(num_prompts: int, input_len: int, output_len: int) -> dict[str, int]:
     return {"num_prompts": num_prompts, "input_len": input_len, "output_len": output_len}
 
 
-def _in_turn(
+def _interleaved(
     run: Run, engines: Sequence[Engine], checkpoint: Path, cases: Sequence[Mapping[str, int]], max_model_len: int
 ) -> Iterator[Row]:
-    """Load all, then for each case A B C A B C, the machine's speeds measured before each round."""
+    """Load all engines, then run each case as A B C A B C, measuring the machine's limits before each round."""
     with ExitStack() as stack:
         sessions: list[Session] = []
         for engine in engines:
@@ -108,7 +108,7 @@ def _in_turn(
 
 
 def _probe(stack: ExitStack, run: Run) -> Session:
-    """Quire's kernels measure the machine, also where Quire does not take part."""
+    """Return a session of Quire that measures the machine if Quire itself is not compared."""
     session = Session(Quire(run.folder), TINY, 1024)
     stack.callback(session.close)
     return session
@@ -117,7 +117,7 @@ def _probe(stack: ExitStack, run: Run) -> Session:
 def _compare(
     run: Run, sessions: Sequence[Session], probe: Session, checkpoint: Path, case: Mapping[str, int]
 ) -> Iterator[Row]:
-    for session in sessions:  # the first of its kind is slower everywhere
+    for session in sessions:  # every engine is slower on the first run of a case
         session.call("generate", **{**case, "output_len": min(_WARM_UP_TOKENS, case["output_len"])})
     times: list[list[float]] = [[] for _ in sessions]
     machines: list[Limits] = []
@@ -138,7 +138,7 @@ def _compare(
         row |= {"output_tokens_per_s": round(case["num_prompts"] * case["output_len"] / elapsed_s, 2)}
         row |= {"input_tokens_per_s": round(case["num_prompts"] * case["input_len"] / elapsed_s, 2)}
         row |= {"steps_per_s": round(case["output_len"] / elapsed_s, 2)}
-        if isinstance(sessions[0].engine, Quire) and session is not sessions[0]:  # two runs of a round are neighbours
+        if isinstance(sessions[0].engine, Quire) and session is not sessions[0]:  # compares runs of the same round
             ratios = [theirs / ours for theirs, ours in zip(its_times, times[0], strict=True)]
             row |= {"quire_speedup": round(statistics.median(ratios), 3)}
         if checkpoint == run.checkpoint:
@@ -150,9 +150,9 @@ def _compare(
 
 
 _BUDGET = 2048
-"""tokens of prompts in one step, for the limit"""
+"""Prompt tokens in one step, for the limit."""
 _BITS = {"bfloat16": 16, "int8": 8, "int4": 4}
-"""of a weight; scales are left out"""
+"""Bits of a weight, without scales."""
 
 
 def _speeds(machine: Limits) -> Row:
@@ -163,18 +163,18 @@ def _speeds(machine: Limits) -> Row:
 
 
 def _num_params(checkpoint: Path) -> int:
-    """Of a bfloat16 checkpoint."""
+    """Return the number of weights of a bfloat16 checkpoint."""
     with (checkpoint / "model.safetensors").open("rb") as file:
         header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     offsets = [info["data_offsets"] for name, info in header.items() if name != "__metadata__"]
     return int(max(end for _, end in offsets)) // 2
 
 
-# Quire alone
+# Quire only
 
 
 def ready(run: Run) -> Iterator[Row]:
-    """Seconds of `import quire`, and seconds and memory of `LLM(...)` with the weights in the page cache."""
+    """Measure the time of `import quire`, and time and memory of `LLM(...)` with the weights in the page cache."""
     times = []
     for _ in range(5):
         code = "import time; start = time.perf_counter(); import quire; print(time.perf_counter() - start)"
@@ -197,7 +197,7 @@ def ready(run: Run) -> Iterator[Row]:
 
 
 def growth(run: Run) -> Iterator[Row]:
-    """Decode steps by batch and by context."""
+    """Measure decode steps by batch size and by context length."""
     batches = [1, 2, 4, 8, 16, 32, 64, 128, 256]
     contexts = [128, 512, 2048, 8192, 32000]
     arguments = (
@@ -223,7 +223,7 @@ def growth(run: Run) -> Iterator[Row]:
 
 
 def parts(run: Run) -> Iterator[Row]:
-    """Where a step's time goes: products, with the share of their own limit, attention, other kernels, all else."""
+    """Measure the parts of a step: matrix products (with their share of the limit), attention, other kernels, rest."""
     checkpoint = ensure_checkpoint(run.checkpoint)
     num_params = _num_params(checkpoint)
     body, head = num_params - VOCAB * HIDDEN, VOCAB * HIDDEN
@@ -252,7 +252,7 @@ def parts(run: Run) -> Iterator[Row]:
 
 
 def rest(run: Run) -> Iterator[Row]:
-    """How much of a decode step is not the model: scheduling, inputs, drawing, commit, text, outputs."""
+    """Measure the part of a decode step outside the model: scheduling, inputs, sampling, commit, text, outputs."""
     for model, checkpoint in (("quire-tiny", TINY), ("qwen2-0.5b", ensure_checkpoint(run.checkpoint))):
         session = Session(Quire(run.folder), checkpoint, 2048)
         try:
@@ -266,37 +266,37 @@ def rest(run: Run) -> Iterator[Row]:
 
 
 def latency(run: Run) -> Iterator[Row]:
-    """First token and between tokens, at two loads."""
+    """Measure the time to the first token and between tokens, under several loads."""
     options = ["--model", str(ensure_checkpoint(run.checkpoint)), "--dtype", "bfloat16", "--max-model-len", "4096"]
     for concurrency in (1, 4) if run.quick else (1, 4, 16):
         yield from _bench("latency", *options, "--concurrency", concurrency, "--num-prompts", 2 * concurrency)
 
 
 def kernels(run: Run) -> Iterator[Row]:
-    """As the command."""
+    """Run `quire bench kernels`."""
     yield from _bench("kernels", "--seconds", 0.1 if run.quick else 1)
 
 
 def isas(run: Run) -> Iterator[Row]:
-    """Products in the variants for other CPUs, each against what its own instructions reach."""
+    """Measure matrix products of the variants for other CPUs, each against the limit of its own instructions."""
     for isa in ("avx512", "avx2", "portable"):
         arguments = ("kernels", "--seconds", 0.1 if run.quick else 0.5, "--rows", 1, 8, 128)
         yield from (row for row in _bench(*arguments, QUIRE_ISA=isa) if row["kernel"] == "matmul")
 
 
 def attention(run: Run) -> Iterator[Row]:
-    """As the command."""
+    """Run `quire bench attention`."""
     yield from _bench("attention", "--seconds", 0.1 if run.quick else 0.5)
 
 
 def scheduler(run: Run) -> Iterator[Row]:
-    """As the command."""
+    """Run `quire bench scheduler`."""
     waiting = (0, 1000, 100_000) if run.quick else (0, 10, 100, 1000, 10_000, 100_000)
     yield from _bench("scheduler", "--num-seqs", 1, 256, "--waiting", *waiting)
 
 
 def kv_cache(run: Run) -> Iterator[Row]:
-    """What `tools/bench_kv.py` prints."""
+    """Run `tools/bench_kv.py`."""
     tool = ROOT / "tools" / "bench_kv.py"
     fast = ("--only", "accounting", "prefix_lookup") if run.quick else ()
     for line in _python(str(tool), *fast).splitlines() if tool.exists() else ():
@@ -326,7 +326,7 @@ def _bench(*arguments: object, **variables: str) -> Iterator[Row]:
 
 
 def _python(*arguments: str, **variables: str) -> str:
-    """What this interpreter prints."""
+    """Run this Python interpreter and return its output."""
     environment = os.environ | Quire(Path()).variables() | variables
     command = [sys.executable, *arguments]
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT, env=environment).stdout

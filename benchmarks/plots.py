@@ -1,4 +1,4 @@
-"""The plots of docs/performance.md: SVG, the same bytes for the same rows."""
+"""The plots of docs/performance.md, as SVG; equal rows give equal bytes."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 Row = Mapping[str, Any]
 
 _STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",  # text stays text: small, and sharp in any font
+    "svg.fonttype": "none",  # text stays text, which is small and readable in any font
     "svg.hashsalt": "quire",
     "font.size": 10,
     "axes.spines.top": False,
@@ -25,11 +25,11 @@ _STYLE: dict[Any, Any] = {
 _COLORS = ("#1b6ca8", "#e07b39", "#6a994e", "#8e6c8a", "#b5a642")
 _SIZE = (7.5, 3.6)
 _WIDTH = 0.8
-"""of a group of bars, of the place it has"""
+"""Width of a group of bars, as a share of its space."""
 
 
 def plot_throughput(rows: Sequence[Row], out: Path) -> None:
-    """Bars of output tokens per second, a group for each batch and precision, with a tick where the limit is."""
+    """Plot output tokens per second as bars, grouped by batch size and precision, with a line at the limit."""
     measured = [row for row in rows if row.get("output_len", 1) > 1]
     groups = list(dict.fromkeys((row["precision"], row["num_prompts"]) for row in measured))
     engines = list(dict.fromkeys(row["engine"] for row in measured))
@@ -57,7 +57,10 @@ def plot_throughput(rows: Sequence[Row], out: Path) -> None:
 
 
 def plot_growth(curves: Mapping[str, Sequence[Row]], x: str, y: str, out: Path) -> None:
-    """Cost over size, both logarithmic, each curve beside the straight line through its first point (0 counts as 1)."""
+    """Plot cost over size on logarithmic axes, each curve with the line of linear growth from its first point.
+
+    A size of 0 is drawn as 1.
+    """
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(figsize=_SIZE, layout="constrained")
         for index, (name, curve) in enumerate(curves.items()):

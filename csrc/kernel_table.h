@@ -1,6 +1,6 @@
-// The functions every ISA variant provides. Pairs of pointers are indexed by DType. Each family has its own struct
-// here, one header csrc/<family>.h that defines the functions and a `constexpr` instance of the struct, one line in
-// isa/make_table.h, and one csrc/bind_<family>.cpp.
+// The functions every ISA variant provides. Pairs of pointers are indexed by DType. Each family of kernels has its own
+// struct here, a header in its folder of csrc that defines the functions and a `constexpr` instance of the struct, a
+// line in isa/make_table.h, and a binding beside its header.
 //
 // Pointers are untyped: a function casts them to its element type. Strides and sizes count elements.
 #pragma once

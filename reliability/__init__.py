@@ -1,1 +1,1 @@
-"""What tries to break the server, counts what it saw, and writes its last full result into docs/reliability.md."""
+"""Programs that try to break the server, count the outcomes, and write the last full result to docs/reliability.md."""

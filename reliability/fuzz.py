@@ -1,12 +1,12 @@
-"""Feed spoilt input to every parser of our own, and see that each takes it or refuses it as it promises.
+"""Feed corrupted input to every parser of Quire, and check that each accepts or rejects it as documented.
 
     python -m reliability.fuzz [TARGET ...] [--seconds 60] [--seed 0] [--atheris] [--record]
 
-Targets: the parsers of files and of the environment (fuzz_files.py), those of connections and of a model's output
-(fuzz_targets.py); all without names. What is known to be good is cut, repeated, spliced and spoilt; what is of a kind
-not seen before is spoilt further. A seed makes the same inputs every time. With --atheris
-(`pip install atheris`) libFuzzer chooses them, by the branches that they reach.
-Prints one JSON line; a find is kept in a file, and makes the exit status 1.
+Targets are the parsers of files and environment variables (fuzz_files.py) and those of connections and of a model's
+output (fuzz_targets.py); by default all of them. Valid inputs are cut, repeated, spliced and corrupted, and inputs with
+a new kind of result are mutated further. The same seed gives the same inputs. With --atheris (`pip install atheris`),
+libFuzzer chooses the inputs by the branches that they reach. Prints one line of JSON per target; an input that makes a
+parser fail is saved in a file, and the exit status is then 1.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from reliability.fuzz_target import Target
 from reliability.fuzz_targets import TARGETS
 
 SLOW_S = 3.0
-"""of processor time: nothing may take longer"""
+"""Largest processor time for one input."""
 MAX_BYTES = 8192
 _MAX_KNOWN = 2000
 _INTERESTING = bytes([0, 1, 9, 10, 13, 32, 34, 44, 58, 91, 92, 93, 123, 125, 127, 128, 192, 237, 255])
@@ -37,28 +37,28 @@ _INTERESTING = bytes([0, 1, 9, 10, 13, 32, 34, 44, 58, 91, 92, 93, 123, 125, 127
 
 @dataclass
 class Findings:
-    """What came of one target."""
+    """The results of one target."""
 
     target: str
     inputs: int = 0
     taken: int = 0
     refused: int = 0
     answers: int = 0
-    """different ones"""
+    """Number of different results."""
     slowest_ms: float = 0.0
     finds: list[str] = field(default_factory=list)
 
 
 def mutations(target: Target, rng: random.Random, known: list[bytes], num_good: int) -> Iterator[bytes]:
-    """Endlessly many, from what is known by then; every other from what is good."""
+    """Yield mutated inputs without end, half of them from valid inputs and half from all known inputs."""
     while True:
         data = bytearray(rng.choice(known[:num_good] if rng.random() < 0.5 else known))
         for _ in range(rng.choice((1, 1, 1, 1, 2, 3, 6))):
-            _spoil(data, rng, known, target.words)
+            _corrupt(data, rng, known, target.words)
         yield bytes(data[:MAX_BYTES])
 
 
-def _spoil(data: bytearray, rng: random.Random, known: list[bytes], words: tuple[bytes, ...]) -> None:
+def _corrupt(data: bytearray, rng: random.Random, known: list[bytes], words: tuple[bytes, ...]) -> None:
     start = rng.randrange(len(data) + 1)
     end = min(len(data), start + rng.choice((0, 1, 1, 2, 4, 8, 32, 128)))
     match rng.randrange(9):
@@ -88,8 +88,10 @@ def _spoil(data: bytearray, rng: random.Random, known: list[bytes], words: tuple
 
 
 def attempt(target: Target, data: bytes) -> tuple[str, float]:
-    """Why it was refused, if it was, and the seconds of processor time. Raises what the target does, and AssertionError
-    if it is too slow."""
+    """Run a target and return why it rejected the input (empty if it did not), and the processor time in seconds.
+
+    Raises the target's errors, and AssertionError if it takes too long.
+    """
     start_s = time.process_time()
     reason = target.run(data)
     seconds = time.process_time() - start_s
@@ -98,7 +100,7 @@ def attempt(target: Target, data: bytes) -> tuple[str, float]:
 
 
 def fuzz(name: str, *, seed: int, seconds: float = float("inf"), num_inputs: int | None = None) -> Findings:
-    """So long or so many; ends with the first find."""
+    """Fuzz a target for a time or a number of inputs; end at the first failure."""
     target, findings = TARGETS[name], Findings(name)
     rng, known = random.Random(f"{name} {seed}"), target.corpus()
     answers, end_s = set[str](), time.monotonic() + seconds
@@ -125,19 +127,19 @@ def fuzz(name: str, *, seed: int, seconds: float = float("inf"), num_inputs: int
 
 
 def _shape(text: str) -> str:
-    """Without what was given: numbers and quotations."""
+    """Return the text without numbers and quoted parts, which repeat the input."""
     return re.sub(r"\d+|'[^']*'|\"[^\"]*\"", "_", text)[:80]
 
 
 def _kept(name: str, data: bytes, error: Exception) -> str:
-    """Writes the input into a file; says which, and what it did."""
+    """Write the input to a file, and return a description of the failure with the file's path."""
     path = Path(tempfile.gettempdir()) / f"quire-fuzz-{name}-{hashlib.sha256(data).hexdigest()[:12]}"
     path.write_bytes(data)
     return f"{type(error).__name__}: {str(error)[:200]} ({path})"
 
 
 def fuzz_with_atheris(name: str, *, seed: int, seconds: float) -> Findings:
-    """In a process of its own, which libFuzzer ends."""
+    """Fuzz a target in a process of its own, which libFuzzer ends."""
     command = [sys.executable, "-m", "reliability.fuzz_atheris", name, f"-max_total_time={max(1, round(seconds))}"]
     with tempfile.TemporaryDirectory(prefix="quire-fuzz-") as folder:
         for number, data in enumerate(TARGETS[name].corpus()):
@@ -153,15 +155,15 @@ def fuzz_with_atheris(name: str, *, seed: int, seconds: float) -> Findings:
 
 
 def main() -> int:
-    """Run and print; 1 if something was found."""
+    """Run the targets and print the results; the exit status is 1 if an input made a parser fail."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("targets", nargs="*", metavar="TARGET", choices=[[], *TARGETS])
-    parser.add_argument("--seconds", type=float, default=60, help="for each target")
+    parser.add_argument("--seconds", type=float, default=60, help="seconds for each target")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--atheris", action="store_true", help="let libFuzzer choose the inputs")
     parser.add_argument("--record", action="store_true", help="write the result into docs/reliability.md")
     options = parser.parse_args()
-    warnings.simplefilter("ignore")  # Python's, of what templates become
+    warnings.simplefilter("ignore")  # Python's warnings about compiled templates
     found = []
     for name in options.targets or TARGETS:
         run = fuzz_with_atheris if options.atheris else fuzz

@@ -1,4 +1,4 @@
-"""One target of reliability.fuzz under libFuzzer: `python -m reliability.fuzz_atheris TARGET [libFuzzer's options]`."""
+"""Run one target of reliability.fuzz under libFuzzer: `python -m reliability.fuzz_atheris TARGET [OPTIONS]`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ with atheris.instrument_imports(include=["quire", "jinja2", "json"]):
 
 
 def main() -> None:
-    """Does not return."""
+    """Run libFuzzer, which ends the process."""
     target = TARGETS[sys.argv.pop(1)]
 
     def run(data: bytes) -> None:

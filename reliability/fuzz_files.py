@@ -17,15 +17,17 @@ from unittest import mock
 import msgspec
 import tokenizers
 
+from quire import kernels
 from quire.cli import generate
 from quire.common import faults as fault_table
 from quire.common.errors import CheckpointError, ConfigError, InvalidPromptError, TokenizerError
+from quire.config.checkpoint.formats import open_checkpoint
+from quire.config.checkpoint.safetensors import INDEX_FILE, read_header
 from quire.config.model import ModelConfig, rope_config
-from quire.config.safetensors_header import read_header
 from quire.interfaces.simulate.trace import read_trace
-from quire.kernels.backend import native
+from quire.kernels.backends.native_backend import NativeBackend
 from quire.models.registry import model_class
-from quire.models.weights.checkpoint import INDEX_FILE, Checkpoint
+from quire.models.weights.loader import reading
 from quire.server.api.batch_file import BatchRun, read_lines
 from quire.server.api.responses.protocol import Reasoning, Response, TextConfig
 from quire.server.api.responses.run import _failed_json
@@ -39,7 +41,7 @@ from reliability.fuzz_target import JSON, Target, folder, refusal, scratch
 
 
 def safetensors(data: bytes) -> str:
-    """Whatever it says, no tensor lies outside the file, or is not as long as its shape."""
+    """Check that every tensor of an accepted header lies within the file and has the length of its shape."""
     try:
         tensors = read_header(scratch(data))
     except CheckpointError as error:
@@ -72,7 +74,7 @@ def _safetensors_corpus() -> list[bytes]:
 
 
 def config(data: bytes) -> str:
-    """A model of a config.json, without weights, or an error of the checkpoint."""
+    """Check that a config.json gives a model (without weights) or a CheckpointError."""
     place = folder("config")
     (place / "config.json").write_bytes(data)
     try:
@@ -80,7 +82,6 @@ def config(data: bytes) -> str:
         rope_config(found.hf_config)
         kind = model_class(found.architecture)
         assert len(kind.kv_cache_specs(found)) == found.hf_config.size("num_hidden_layers")
-        assert kind.activation_width(found) > 0
     except CheckpointError as error:
         return refusal(error)
     return ""
@@ -105,16 +106,17 @@ def _config_corpus() -> list[bytes]:
 
 
 def index(data: bytes) -> str:
-    """Which file holds which tensor: only those of the same folder are opened, and each tensor is in its file."""
+    """Check that an index opens only files of its own folder and that each tensor is in its file."""
     place = folder("index")
     (place / "a.safetensors").write_bytes(_safetensors_corpus()[2])
     (place / INDEX_FILE).write_bytes(data)
     try:
-        checkpoint = Checkpoint(place)
+        checkpoint = open_checkpoint(place)
     except CheckpointError as error:
         return refusal(error)
     for name in checkpoint.tensors:
-        assert checkpoint.mapped(name).numel() == 2
+        with reading(checkpoint, name) as tensor:
+            assert tensor.numel() == 2
     return ""
 
 
@@ -127,7 +129,7 @@ _TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_t
 
 
 def tokenizer(data: bytes) -> str:
-    """What stands beside a tokenizer: special tokens have a text, and added ones the id that the files give them."""
+    """Check the files beside a tokenizer: special tokens have a text, added tokens the id that the files give."""
     if not data:
         return "too short"
     place = _tokenizer_folder()
@@ -165,11 +167,11 @@ def _tokenizer_corpus() -> list[bytes]:
     return [*(bytes([kind]) + json.dumps(fields).encode() for kind, fields in given), b"\x03{{ messages }}"]
 
 
-# --- what an operator writes
+# --- files that an operator writes
 
 
 def options(data: bytes) -> str:
-    """A server's configuration file, YAML or TOML: arguments, or an error in words; keys are never shown."""
+    """Check that a configuration file gives arguments or a ConfigError, and that keys are never shown."""
     if not data:
         return "too short"
     path = scratch(data[1:], "quire.toml" if data[0] % 2 else "quire.yaml")
@@ -192,7 +194,7 @@ def _options_corpus() -> list[bytes]:
 
 
 def keys(data: bytes) -> str:
-    """A key file: each key opens for its own name, and no message tells one."""
+    """Check that each key of a key file is found under its own name, and that no message contains a key."""
     path = scratch(data)
     try:
         found = ApiKeys.load(ServerArgs(api_key_file=str(path)), {})
@@ -211,7 +213,7 @@ def _keys_corpus() -> list[bytes]:
 
 
 def faults(data: bytes) -> str:
-    """QUIRE_FAULTS, as an environment holds it: faults that are armed, or an error in words."""
+    """Check that QUIRE_FAULTS arms faults or gives a ConfigError."""
     given = data.replace(b"\0", b"").decode("utf-8", "surrogateescape")
     with mock.patch.object(fault_table, "_arm") as arm, mock.patch.object(fault_table, "logger"):
         try:
@@ -234,7 +236,7 @@ def _faults_corpus() -> list[bytes]:
 
 
 def prompts(data: bytes) -> str:
-    """A file of prompts, text or JSON by line: each is a text or an object that has a prompt."""
+    """Check that each line of a prompts file, text or JSON, is a text or an object with a prompt."""
     if not data:
         return "too short"
     path = scratch(data[1:], "prompts.jsonl" if data[0] % 2 else "prompts.txt")
@@ -251,12 +253,13 @@ def _prompts_corpus() -> list[bytes]:
     return [b"\1" + b"\n".join(json.dumps(item).encode() for item in items), b"\0a\nb\r\n\n\xc3\xa9"]
 
 
-# --- what the machine says
+# --- files of the operating system
 
 
 def quota(data: bytes) -> str:
     """The groups' files, however they are written: some CPUs, or no limit."""
-    if len(data) < 2 or native is None:
+    backend = kernels.backend_for("cpu")
+    if len(data) < 2 or not isinstance(backend, NativeBackend):
         return "too short"
     place = folder("quota")
     (place / "cpu").mkdir(exist_ok=True)
@@ -266,7 +269,7 @@ def quota(data: bytes) -> str:
     changed = ("groups", "cpu.max", "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")[data[0] % 4]
     (place / "groups").write_bytes(groups[data[0] % 4 >= 2])
     (place / changed).write_bytes(data[1:])
-    found = native.cpu_quota(str(place / "groups"), str(place))
+    found = backend.native.cpu_quota(str(place / "groups"), str(place))
     assert found >= 0
     return "" if found > 0 else "no limit"
 
@@ -278,14 +281,14 @@ def _quota_corpus() -> list[bytes]:
     ]  # fmt: skip
 
 
-# --- what a server kept
+# --- files that a server has saved
 
 
 async def _read_store(path: Path) -> list[StoredResponse]:
     store = ResponseStore(path, max_responses=9, max_bytes=10**6, fail=_failed_json)
     try:
         found = await store.get("o", "resp_1")
-        with contextlib.suppress(KeyError):  # the chain is broken, as where one was deleted
+        with contextlib.suppress(KeyError):  # the chain is incomplete, as after a deletion
             await store.chain("o", "resp_2", 10**6)
         await store.add("o", StoredResponse("resp_new", "resp_2", False, b"{}", b"[]"))
         return [] if found is None else [found]
@@ -294,13 +297,13 @@ async def _read_store(path: Path) -> list[StoredResponse]:
 
 
 def store(data: bytes) -> str:
-    """A database of responses with other bytes in it: it is opened or refused, read or not, and never half."""
+    """Check that a corrupted database of responses is opened or rejected, and never read in part."""
     place = folder("store")
     for path in place.iterdir():
         path.unlink()
     shutil.copy(_good_store(), place / "kept")
     with (place / "kept").open("r+b") as file:
-        for at in range(0, len(data) - 3, 4):  # each four bytes: where, what
+        for at in range(0, len(data) - 3, 4):  # each four bytes are an offset and a new byte
             file.seek(int.from_bytes(data[at : at + 3], "little") % _good_store().stat().st_size)
             file.write(data[at + 3 : at + 4])
     try:
@@ -336,11 +339,11 @@ def _store_corpus() -> list[bytes]:
     return [b"", *(place.to_bytes(3, "little") + b"\1" for place in places)]
 
 
-# --- what runs are made of
+# --- inputs of simulations and batch runs
 
 
 def trace(data: bytes) -> str:
-    """The requests of a simulation: in order, or an error that names the line."""
+    """Check that a trace gives requests in order of arrival, or an error that names the line."""
     try:
         requests = list(read_trace(scratch(data)))
     except ConfigError as error:
@@ -366,7 +369,7 @@ async def _answering(scope: Any, receive: Any, send: Any) -> None:
 
 
 def batch(data: bytes) -> str:
-    """Each line has its result, which can be written down."""
+    """Check that each line of a batch file has a result that can be written as JSON."""
     path = scratch(data)
     run = BatchRun(
         app=_answering, paths={"/v1/completions"}, is_running=lambda: True, max_in_flight=1, max_body_bytes=4096
@@ -407,4 +410,4 @@ TARGETS = {
     "quota": Target(quota, _quota_corpus, (b":", b"/", b"\n", b" ", b"max", b"nan", b"inf", b"-", b"1e400", b"cpu")),
     "store": Target(store, _store_corpus, _PLACES),
 }
-"""by name"""
+"""Targets by name."""

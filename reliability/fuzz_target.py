@@ -1,4 +1,4 @@
-"""What a target of reliability.fuzz is, and what targets share."""
+"""The type of reliability.fuzz's targets, and functions that they share."""
 
 from __future__ import annotations
 
@@ -12,48 +12,48 @@ from pathlib import Path
 import msgspec
 
 JSON = b'" { } [ ] : , null true 1e400 -0 \\u0000 \\ud800 1.5 \xff 999999999999999999999999999999'.split()
-"""pieces of its language"""
+"""Fragments of JSON to insert into inputs."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """One parser."""
+    """One parser to fuzz."""
 
     run: Callable[[bytes], str]
-    """What it says of an input: nothing if it took it, else why it refused it, as it promises to. Anything else that it
-    raises, a broken promise (AssertionError), or too much time is a find"""
+    """Runs the parser on an input. Returns an empty text if it accepts it, else the documented reason for rejecting it.
+    Any other exception, a broken promise (AssertionError) or too much time is a failure."""
     corpus: Callable[[], list[bytes]]
-    """what it takes, or nearly"""
+    """Returns valid inputs, and some that are almost valid."""
     words: tuple[bytes, ...] = ()
-    """pieces of its language"""
+    """Fragments of the input's language to insert."""
 
 
 _folders: list[tempfile.TemporaryDirectory[str]] = []
-"""live as long as the program"""
+"""Folders that are deleted when the program ends."""
 
 
 @cache
 def folder(name: str) -> Path:
-    """One of a target's own, empty at first."""
+    """Return a folder for one target, which is empty at first."""
     _folders.append(tempfile.TemporaryDirectory(prefix=f"quire-fuzz-{name}-"))
     return Path(_folders[-1].name)
 
 
 def scratch(data: bytes, name: str = "input") -> Path:
-    """A file of that name which holds this."""
+    """Write the data to a file of this name and return its path."""
     path = folder("files") / name
     path.write_bytes(data)
     return path
 
 
 def refusal(error: Exception, is_kept: bool = True, what: str = "") -> str:
-    """Why the input was refused; AssertionError unless it was as promised."""
-    assert is_kept, f"a refusal without {what}"
+    """Return why the input was rejected. Raises AssertionError unless the error is as documented (`is_kept`)."""
+    assert is_kept, f"an error without {what}"
     return str(error) or type(error).__name__
 
 
 def tried(parse: Callable[[], object], *errors: type[Exception]) -> None:
-    """Whatever it takes or refuses, as those do who call it."""
+    """Call a parser and ignore the errors that its callers handle."""
     expected: tuple[type[Exception], ...] = (*errors, msgspec.MsgspecError, ValueError)
     with suppress(*expected):
         parse()

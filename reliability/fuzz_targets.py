@@ -1,4 +1,4 @@
-"""Every parser of our own, as a target of reliability.fuzz; what comes over a connection, or from a model, is here."""
+"""All targets of reliability.fuzz; this file has the parsers of connections and of a model's output."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ _OUTPUTS: list[dict[str, Any]] = [
 
 
 def output(data: bytes) -> str:
-    """A chat's stream: however the text is cut, the answer is the same, and a call has a name and an object."""
+    """Check that a chat's output is parsed the same however it is split, and that calls have a name and an object."""
     if len(data) < 2:
         return "too short"
     text, options = data[2:].decode("utf-8", "replace"), _OUTPUTS[data[0] % len(_OUTPUTS)]
@@ -127,11 +127,11 @@ def _output_corpus() -> list[bytes]:
     return [bytes([kind, 3]) + text.encode() for kind in range(len(_OUTPUTS)) for text in texts]
 
 
-# --- tools, as requests give them
+# --- tools of requests
 
 
 def tools(data: bytes) -> str:
-    """What is checked can be made a grammar of."""
+    """Check that tools that pass validation can be turned into a grammar."""
     try:
         given = msgspec.json.decode(data)
     except (ValueError, RecursionError):
@@ -157,7 +157,7 @@ def _tools_corpus() -> list[bytes]:
 
 
 def events(data: bytes) -> str:
-    """What we write is one event to every reader; what we read, as `quire top` does, ends with an error in words."""
+    """Check that a written event is one event to a reader, and that `quire top` reads anything without crashing."""
     text = data.decode("utf-8", "replace")
     framed = sse.frame(msgspec.json.encode(text))
     assert [json.loads(line[6:]) for line in framed.decode().split("\n") if line] == [text]
@@ -194,7 +194,7 @@ def _events_corpus() -> list[bytes]:
 
 
 def messages(data: bytes) -> str:
-    """Reading ends, and says so, whatever comes and however it is cut; nobody waits for ever."""
+    """Check that reading malformed messages ends, and that it gives the same result however the data is split."""
     inbox: SimpleQueue[Any] = SimpleQueue()
     with _quiet():
         read_messages(BytesIO(data), inbox)
@@ -206,7 +206,7 @@ def messages(data: bytes) -> str:
     with _quiet():
         received = _loop().run(_read_as_client([data]))
         assert _loop().run(_read_as_client(_cut(data))) == received, "cut differently"
-        assert _loop().run(_read_as_client(received)) == received, "sent again, and another"
+        assert _loop().run(_read_as_client(received)) == received, "changed when sent again"
     return "" if received or taken else "nonsense"
 
 
@@ -238,16 +238,16 @@ def _messages_corpus() -> list[bytes]:
     sequence = SequenceDelta(0, [5], "stop", 5, rows)
     counts: dict[str, Any] = dict.fromkeys(EngineStats.__dataclass_fields__, 0)
     stats = EngineStats(**counts | {"prefix_cache": {"hit": 1}})
-    told: list[Any] = [
+    sent: list[Any] = [
         Start({"model": "quire-tiny", "max_model_len": 64}), AddRequest(1, "a", [5, 6], "salt", 1.0, False, params),
         AddScoring(2, "b", [5, 6], 1, ""), Abort("a"), SetCacheView(True), StartFailed("ConfigError", "no"),
         StepDone([RequestDelta(1, [sequence], True, 3, None, rows, "error", "kind")], stats), CacheFrame(b"{}"),
     ]  # fmt: skip
-    made = [to_frame(message) for message in told]
+    made = [to_frame(message) for message in sent]
     return [*made, b"".join(made[:5])]
 
 
-# --- what comes over a connection
+# --- bytes of connections
 
 
 _MAX_HEAD_BYTES = 2048
@@ -273,7 +273,7 @@ class _Transport(asyncio.Transport):
         return default
 
     def pause_reading(self) -> None:
-        """Nothing more comes than is there."""
+        """Do nothing, because all data is already there."""
 
     resume_reading = pause_reading
 
@@ -308,7 +308,7 @@ async def _talk(pieces: Sequence[bytes]) -> list[list[Any]]:
     for piece in pieces:
         if not transport.is_closing():
             protocol.data_received(piece)
-        for _ in range(6):  # whatever can be done now
+        for _ in range(6):  # let tasks run that are ready
             await asyncio.sleep(0)
     protocol.connection_lost(None)
     if state.tasks:
@@ -318,8 +318,10 @@ async def _talk(pieces: Sequence[bytes]) -> list[list[Any]]:
 
 
 def http(data: bytes) -> str:
-    """Requests, of which the first is the same however the bytes are cut; the head is within its limit, and whatever is
-    no request is answered or cut off."""
+    """Check that the first request is the same however the bytes are split, and that heads are within their limit.
+
+    Malformed HTTP is answered or the connection is closed.
+    """
     whole, cut = _loop().run(_talk([data])), _loop().run(_talk(_cut(data)))
     for _, path, headers, _ in whole:
         assert len(path) + sum(len(name) + len(value) for name, value in headers) <= _MAX_HEAD_BYTES
@@ -346,14 +348,14 @@ _BODIES: list[type[msgspec.Struct]] = [
 
 
 def body(data: bytes) -> str:
-    """A struct, or a refusal that can be sent."""
+    """Check that a body gives a request or an error that can be sent."""
     if not data:
         return "too short"
     try:
         made, unknown = bodies.decode(data[1:], _BODIES[data[0] % len(_BODIES)])
     except ApiError as error:
         msgspec.json.decode(error.to_json("/v1/completions"))
-        return refusal(error, error.status in (400, 413), "a status that says who is wrong")
+        return refusal(error, error.status in (400, 413), "a status of the client's fault")
     assert bodies.warning(unknown).isascii()
     assert bodies.warning(unknown).isprintable()
     tried(lambda: msgspec.json.encode(made), RecursionError)
@@ -365,7 +367,7 @@ def body(data: bytes) -> str:
 
 
 def _understand(request: Any) -> None:
-    """What the endpoints make of it: of all conversations a chat's, of a chat messages for the template."""
+    """Convert a request as the endpoints do: every conversation to a chat, and a chat to messages for the template."""
     if isinstance(request, ResponsesRequest):
         responses_input.check_request(request)
         items = msgspec.json.decode(msgspec.json.encode(responses_input.own_items(request)))  # as the store keeps them
@@ -410,7 +412,7 @@ def _body_corpus() -> list[bytes]:
 
 
 def template(data: bytes) -> str:
-    """Any text is a template or is refused, and a conversation written down or refused, in a bounded time."""
+    """Check that any text is compiled and rendered, or rejected, in a bounded time."""
     given: list[dict[str, Any]] = [{"role": "user", "content": "Hi <x>"}, {"role": "assistant", "content": None}]
     try:
         ChatTemplate(data.decode("utf-8", "replace")).render(
@@ -434,7 +436,7 @@ def _template_corpus() -> list[bytes]:
     return [text.encode() for text in texts]
 
 
-# --- all
+# --- all targets
 
 
 @cache
@@ -443,7 +445,7 @@ def _loop() -> asyncio.Runner:
 
 
 def _cut(data: bytes) -> list[bytes]:
-    """Into a few pieces, at places that many inputs make different."""
+    """Split data into a few pieces, at places that depend on its length."""
     step = 1 + len(data) // (2 + len(data) % 11)
     return [data[i : i + step] for i in range(0, len(data), step)]
 

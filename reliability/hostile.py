@@ -1,10 +1,10 @@
-"""Run all of tests/hostile, also what `make test` leaves out, and count.
+"""Run all tests of tests/hostile, including those that `make test` leaves out, and count the outcomes.
 
     python -m reliability.hostile [--record] [pytest's arguments]
 
-Each case runs beside a canary whose tokens must not change, most also alone and offline; tests/hostile/target.py says
-what else must be as before. Answers have the time that they should have on a machine of its own, or so many times as
-much as QUIRE_HOSTILE_PATIENCE says. Prints one JSON line; the exit status is pytest's.
+Each case runs beside a request whose tokens must not change (the canary), and most cases also run alone and offline;
+tests/hostile/target.py says what else must stay the same. Time limits are those of a quiet machine, multiplied by
+QUIRE_HOSTILE_PATIENCE. Prints one line of JSON; the exit status is pytest's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "tests" / "hostile"
 
 
 def main() -> int:
-    """Run and print."""
+    """Run the tests and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", action="store_true", help="write the result into docs/reliability.md")
     options, others = parser.parse_known_args()

@@ -1,14 +1,15 @@
-"""Let one thing after another fail in a working engine, and see that only the request fails whose work it was.
+"""Inject failures into a running engine, and check that a failure ends only the request whose work it hits.
 
     python -m reliability.injections [--count 10000] [--seed 1] [--only NUMBER ...] [--record]
 
-The embedded model in small caches, so that requests share prefixes, wait, are swapped and computed again. Each
-injection runs one of some workloads (greedy and sampled requests, samples, beams, grammars, stop strings, processors,
-log-probabilities, scores) with a fault armed somewhere, chosen by the seed: at a named point of `quire.common.faults`,
-in the memory of the native kernels, or in the executor whenever a certain request runs. Then every other request must
-have said, to the last bit of its log-probabilities, what it says undisturbed; a fault that can be nobody's must have
-ended nobody; the accounts must be in order after every step; and at the end nothing may be held. Ends with counts by
-point and a line of JSON; `--only` repeats injections by their numbers."""
+The engine runs the embedded model in small caches, so that requests share prefixes, wait, are swapped and recomputed.
+Each injection runs a workload (greedy and sampled requests, samples, beams, grammars, stop strings, processors,
+log-probabilities, scores) with one fault, chosen by the seed: at a fault point of `quire.common.faults`, in a native
+kernel's allocation, or in the executor whenever a certain request runs. Afterwards every other request must have the
+same output, to the last bit of its log-probabilities, as without the fault; a fault in the common work of a step must
+have ended no request; block accounting must be consistent after every step; and no block may be in use at the end.
+Prints counts by fault point and a line of JSON. `--only` repeats injections by their numbers.
+"""
 
 from __future__ import annotations
 
@@ -40,17 +41,17 @@ NUM_WORKLOADS = 24
 STEPS_LIMIT = 1000
 VOCAB = range(3, 8000)
 PERSISTENT = "executor.request"
-"""no point of the table: the executor fails whenever a certain request is in the step"""
+"""Not a fault point: the executor fails whenever a certain request is in the step."""
 OWN = {
     *("blocks.allocate", "blocks.append", "blocks.swap_out", "blocks.swap_in", "tokenizer.encode", "grammar.compile"),
     *("grammar.mask", "sampler.row", "commit.sequence", "detokenizer.append", "detokenizer.text", "output.make"),
 }
-"""points in a request's own work: whoever is hit there ends"""
+"""Fault points in the work for one request, which a failure ends."""
 COMMON = {
-    *("step.start", "step.execute", "step.run", "step.commit", "step.end", "cache.swap_out", "cache.swap_in"),
+    *("step.start", "step.execute", "step.run", "step.commit", "step.end", "cache.transfer"),
     *("cache.copy", "memory.workspace", "memory.native", "sampler.draw", "scoring.rows"),
 }
-"""points in what all do together: nobody ends for a failure or two"""
+"""Fault points in the common work of a step, where one or two failures end no request."""
 ERRORS = ("RuntimeError", "MemoryError", "ENOSPC", "KeyError", "ValueError", "AssertionError")
 
 SMALL = {
@@ -66,24 +67,24 @@ SETUPS: dict[str, dict[str, Any]] = {
     "by prefix": {"num_gpu_blocks_override": 24, "num_host_blocks": 0, "scheduling_policy": "prefix"},
     "uncached": {"num_gpu_blocks_override": 12, "num_host_blocks": 40, "enable_prefix_caching": False},
 }
-"""ways in which an engine works: arguments, and blocks of the host tier"""
+"""Configurations of the engine: its arguments, and the blocks of the host tier."""
 
 Wish = tuple[str, Any, SamplingParams | BeamSearchParams | None]
-"""request id, prompt, params; without params the prompt is (context, continuation), to be scored"""
+"""Request id, prompt and params. Without params, the prompt is a pair (context, continuation) to score."""
 Said = list[tuple[Any, ...]]
-"""what a request said: tokens, text, reasons and log-probabilities of each output"""
+"""The output of a request: tokens, text, reasons and log-probabilities of each sequence."""
 
 
 def lift(output_token_ids: list[int], logits: Tensor) -> Tensor:
-    """A logits processor."""
+    """Change the logits, as a logits processor."""
     return logits + 0.5 * (len(output_token_ids) % 3)
 
 
 def workload(number: int) -> list[Wish]:
-    """Five to eight requests of all kinds; always the same for one number."""
+    """Return five to eight requests of all kinds, always the same for one number."""
     rng = random.Random(f"workload {number}")
     common = rng.choices(VOCAB, k=rng.randint(4, 11))
-    kinds = ["plain", "sampled", "samples", "beams", "grammar", "stop", "told", "changed", "processed", "scored"]
+    kinds = ["plain", "sampled", "samples", "beams", "grammar", "stop", "logprobs", "changed", "processed", "scored"]
     chosen = [*rng.sample(kinds, k=rng.randint(4, 7)), "plain"]
     wishes = []
     for place, kind in enumerate(chosen):
@@ -110,7 +111,7 @@ def _params(kind: str, rng: random.Random) -> SamplingParams | BeamSearchParams 
             "structured_outputs": StructuredOutputsParams(choice=[str(rng.randrange(10**6)), str(rng.randrange(99))])
         },
         "stop": {"stop": ["e", "("], "min_tokens": 1},
-        "told": {"logprobs": 2, "prompt_logprobs": rng.choice([None, 1])},
+        "logprobs": {"logprobs": 2, "prompt_logprobs": rng.choice([None, 1])},
         "changed": {"frequency_penalty": 0.7, "bad_words": ["the", " a"], "logit_bias": {5: 1.0}},
         "processed": {"logits_processors": [lift]},
     }
@@ -119,7 +120,7 @@ def _params(kind: str, rng: random.Random) -> SamplingParams | BeamSearchParams 
 
 
 class OneFails:
-    """An executor around another, which fails whenever a certain request is in the step."""
+    """An executor that wraps another and fails whenever a certain request is in the step."""
 
     def __init__(self, engine: LLMEngine, request_id: str, from_step: int) -> None:
         self.engine, self.executor = engine, engine.executor
@@ -127,7 +128,7 @@ class OneFails:
         self.num_failures = 0
 
     def execute(self, batch: Batch) -> StepResult:
-        """As the other one."""
+        """Execute the batch, then raise if the request is in it."""
         owners = [self.engine.scheduler.owner(s.seq_id) for s in batch.sequences]
         result = self.executor.execute(batch)
         if batch.step > self.from_step and any(o is not None and o[0].request_id == self.request_id for o in owners):
@@ -138,16 +139,16 @@ class OneFails:
 
 @dataclasses.dataclass
 class Outcome:
-    """What came of a workload."""
+    """The outcome of a workload."""
 
     said: dict[str, Said] = dataclasses.field(default_factory=dict)
     errors: dict[str, str] = dataclasses.field(default_factory=dict)
     owners: dict[int, str] = dataclasses.field(default_factory=dict)
-    """by seq_id, whose sequence it is"""
+    """The request id of each sequence, by seq_id."""
 
 
 class Scene:
-    """Engines that work in different ways, and what each workload says undisturbed, which is the same in all."""
+    """Engines of all configurations, and the outputs of each workload without faults, which are the same in all."""
 
     def __init__(self) -> None:
         self.engines = {setup: make_engine(setup) for setup in SETUPS}
@@ -155,11 +156,11 @@ class Scene:
         self._passes: dict[tuple[int, str], dict[str, int]] = {}
 
     def renew(self, setup: str) -> None:
-        """Another engine in the place of one that is broken."""
+        """Replace a broken engine by a new one."""
         self.engines[setup] = make_engine(setup)
 
     def passes(self, number: int, setup: str) -> dict[str, int]:
-        """How often a workload passes each point, undisturbed."""
+        """Return how often a workload passes each fault point without faults."""
         if (number, setup) not in self._passes:
             wishes = workload(number)
             outcomes = [self.run(wishes, setup)]
@@ -168,7 +169,7 @@ class Scene:
                 counting = [stack.enter_context(inject(Fault(point, after=10**9))) for point in points]
                 outcomes.append(self.run(wishes, setup, fresh_grammars=True))
             expected = self.expected.setdefault(number, outcomes[0])
-            assert all(outcome.said == expected.said for outcome in outcomes), "the same requests say different things"
+            assert all(outcome.said == expected.said for outcome in outcomes), "equal requests have different outputs"
             assert not expected.errors, expected.errors
             passed = {injected.fault.point: injected.num_passed for injected in counting}
             self._passes[number, setup] = passed | {"memory.native": 400}
@@ -196,9 +197,9 @@ class Scene:
                     self._note(outcome, output)
             engine.scheduler.check_integrity()
         else:
-            raise AssertionError("steps without end")
+            raise AssertionError(f"requests have not ended after {STEPS_LIMIT} steps")
         outcome.owners = {seq.seq_id: name for name, group in groups.items() for seq in group.seqs}
-        check_nothing_is_held(engine)
+        check_nothing_is_left(engine)
         return outcome
 
     @staticmethod
@@ -213,7 +214,7 @@ class Scene:
 
 
 def make_engine(setup: str) -> LLMEngine:
-    """An engine with a model of its own."""
+    """Make an engine with a model of its own."""
     given = dict(SETUPS[setup])
     num_host_blocks = given.pop("num_host_blocks")
     plan = plan_memory(EngineArgs.from_kwargs(**SMALL, **given))
@@ -223,31 +224,34 @@ def make_engine(setup: str) -> LLMEngine:
     return LLMEngine(plan, worker, Tokenizer.from_path(config.model.tokenizer_path))
 
 
-def check_nothing_is_held(engine: LLMEngine) -> None:
-    """After the last request."""
+def check_nothing_is_left(engine: LLMEngine) -> None:
+    """Check that no blocks and no state are left after the last request."""
     engine.scheduler.check_integrity()
-    assert engine.blocks.num_used_blocks == 0, f"{engine.blocks.num_used_blocks} blocks are held by nobody"
-    assert engine.blocks.host.num_free_blocks == engine.blocks.host.num_blocks, "host blocks are held by nobody"
+    assert engine.blocks.num_used_blocks == 0, f"{engine.blocks.num_used_blocks} blocks are left in use"
+    host = engine.blocks.tiers.pools[1]
+    assert host.num_free_blocks == host.num_blocks, "host blocks are left in use"
     left: list[Sized] = [engine.scheduler._owners, engine.scheduler.running, engine.scheduler.policy]
-    left += [engine.blocks._chains, engine._groups, engine._changed, engine.grammars]
-    assert not any(len(kept) for kept in left), "a request is kept"
+    left += [engine._groups, engine._changed, engine.grammars]
+    if engine.blocks.prefixes is not None:
+        left.append(engine.blocks.prefixes.chains)
+    assert not any(len(kept) for kept in left), "the state of a request is left"
 
 
 @dataclasses.dataclass(frozen=True)
 class Injection:
-    """One of the run: everything follows from the run's seed and its number."""
+    """One injection of the run, determined by the run's seed and its number."""
 
     workload: int
     setup: str
     point: str
     fault: Fault | None
-    """None for PERSISTENT"""
+    """The fault; None if the point is PERSISTENT."""
     victim: str = ""
     from_step: int = 0
 
 
 def choose(seed: int, number: int, passes: Callable[[int, str], dict[str, int]], num_workloads: int) -> Injection:
-    """The injection of this number. `passes`: how often a workload passes each point in a setup."""
+    """Return the injection of this number. `passes` says how often a workload passes each point in a configuration."""
     rng = random.Random(f"injection {seed} {number}")
     where = rng.randrange(num_workloads), rng.choice(list(SETUPS))
     passed = passes(*where)
@@ -255,7 +259,7 @@ def choose(seed: int, number: int, passes: Callable[[int, str], dict[str, int]],
         victim = rng.choice(workload(where[0]))[0]
         return Injection(*where, PERSISTENT, None, victim, rng.randrange(8))
     point = rng.choice(sorted(point for point, count in passed.items() if count))
-    after = int(passed[point] * rng.random() ** 2)  # rather early: with another fault the passes are others
+    after = int(passed[point] * rng.random() ** 2)  # mostly early, since a fault changes later passes
     if rng.random() < 0.05 and point != "memory.native":
         return Injection(*where, point, Fault(point, "delay", seconds=0.001, after=after))
     times = 1 if rng.random() < 0.8 else 2
@@ -263,7 +267,10 @@ def choose(seed: int, number: int, passes: Callable[[int, str], dict[str, int]],
 
 
 def disturb(scene: Scene, injection: Injection) -> tuple[Outcome, int, Collection[str] | None]:
-    """Run it. What came of it, how often it fired, and who ought to have ended: None if anybody may, once for each."""
+    """Run an injection. Returns the outcome, how often the fault fired, and the ids of requests that must have ended.
+
+    The ids are None if any request may have ended, at most one per failure.
+    """
     engine, given = scene.engines[injection.setup], (workload(injection.workload), injection.setup)
     if injection.fault is None:
         failing = OneFails(engine, injection.victim, injection.from_step)
@@ -283,16 +290,16 @@ def _who_ends(injection: Injection, injected: Injected, outcome: Outcome) -> Col
     if fault.action == "delay" or not injected.num_fired:
         return ()
     if injection.point in COMMON:
-        return ()  # twice at most: the candidate does not fail again then
+        return ()  # it fires twice at most, so the isolated candidates do not fail again
     subjects = [subject for subject in injected.subjects if subject is not None]
     names = {outcome.owners.get(s) if isinstance(s, int) else str(s) for s in subjects}
     if subjects and None not in names:
         return {name for name in names if name is not None}
-    return None  # it does not say whom it hit, or a beam that is no more
+    return None  # the fault has no subject, or a beam that has ended
 
 
 def complaint(scene: Scene, injection: Injection) -> tuple[str | None, int, int]:
-    """What is wrong with what came of an injection, how often it fired, and how many requests it ended."""
+    """Run an injection. Returns what is wrong (None if nothing), how often it fired, and how many requests it ended."""
     expected = scene.expected[injection.workload]
     try:
         outcome, num_fired, ought_to_end = disturb(scene, injection)
@@ -302,7 +309,7 @@ def complaint(scene: Scene, injection: Injection) -> tuple[str | None, int, int]
     ended = outcome.errors.keys()
     at_most = 0 if ought_to_end is None and not num_fired else num_fired
     if ought_to_end is not None and set(ended) != set(ought_to_end):
-        return f"ended: {sorted(ended)}, and not {sorted(ought_to_end)}", num_fired, len(ended)
+        return f"ended: {sorted(ended)} instead of {sorted(ought_to_end)}", num_fired, len(ended)
     if len(ended) > at_most or (injection.point in OWN and _raises(injection) and num_fired and not ended):
         return f"{num_fired} failures ended {sorted(ended)}", num_fired, len(ended)
     wrong = [name for name in expected.said if name not in ended and outcome.said.get(name) != expected.said[name]]
@@ -315,7 +322,7 @@ def _raises(injection: Injection) -> bool:
 
 @dataclasses.dataclass
 class Report:
-    """Counts of a run."""
+    """The counts of a run."""
 
     fired: Counter[str] = dataclasses.field(default_factory=Counter)
     injected: Counter[str] = dataclasses.field(default_factory=Counter)
@@ -324,7 +331,7 @@ class Report:
     wrong: list[tuple[int, str]] = dataclasses.field(default_factory=list)
 
     def rows(self) -> list[dict[str, object]]:
-        """A line for each point."""
+        """Return a row of the table for each fault point."""
         return [
             {
                 "point": point,
@@ -340,13 +347,13 @@ def inject_all(
     numbers: Iterable[int],
     seed: int,
     num_workloads: int = NUM_WORKLOADS,
-    tell: Callable[[str], None] = print,
+    show: Callable[[str], None] = print,
     until_fired: int | None = None,
 ) -> Report:
-    """Make these injections of a run, one after another in one engine, or until so many have fired."""
+    """Run these injections in order, until `until_fired` of them have fired, and count the outcomes."""
     scene, report = Scene(), Report()
     logger, was_disabled = logging.getLogger("quire"), logging.getLogger("quire").disabled
-    logger.disabled = True  # it would tell of every one
+    logger.disabled = True  # every injection would be logged
     try:
         for number in numbers:
             if report.fired.total() == until_fired:
@@ -359,18 +366,18 @@ def inject_all(
             report.num_requests += len(workload(injection.workload))
             if what is not None:
                 report.wrong.append((number, what))
-                tell(f"injection {number}: {what}\n    {injection}")
+                show(f"injection {number}: {what}\n    {injection}")
     finally:
         logger.disabled = was_disabled
     return report
 
 
 def main() -> int:
-    """Inject and tell; 1 if anything was wrong."""
+    """Run the injections and print the result; the exit status is 1 if anything was wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=10_000, help="injections that fire")
+    parser.add_argument("--count", type=int, default=10_000, help="number of injections that fire")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", type=int, nargs="+", metavar="NUMBER", help="of all, make only these")
+    parser.add_argument("--only", type=int, nargs="+", metavar="NUMBER", help="run only these injections")
     parser.add_argument("--record", action="store_true", help="write the result into docs/reliability.md")
     options = parser.parse_args()
     start_s = time.monotonic()
@@ -389,9 +396,9 @@ def main() -> int:
     print(json.dumps(row), flush=True)
     if options.record:
         summary = (
-            f"{row['injections']:,} injections, of which {row['fired']:,} hit something, among {row['requests']:,} "
-            f"requests: {row['requests_ended']:,} ended, each the one that was hit; wrong: {row['wrong']}. "
-            f"{row['seconds']} s."
+            f"{row['injections']:,} injections, of which {row['fired']:,} fired, in {row['requests']:,} requests. "
+            f"{row['requests_ended']:,} requests ended, each the one whose work was hit. Violations: {row['wrong']}. "
+            f"Time: {row['seconds']} s."
         )
         command = f"python -m reliability.injections --count {options.count} --seed {options.seed}"
         record("injections", command, [summary, "", *table(report.rows())])

@@ -1,13 +1,13 @@
-"""Kill and stop the processes of a server under load, at random moments, and see that nothing is lost.
+"""Kill and stop the processes of a server under load at random moments, and check that no request is lost.
 
     python -m reliability.kills [--count 200] [--seed 1] [--record]
 
-In each round clients ask `quire serve` on the embedded model one thing after another (streams, whole answers, samples,
-beams, grammars), and one of its processes (engine, trial of grammars, API) gets SIGKILL or SIGSTOP, some engines twice.
-Then it is checked that every client has an answer, a clean error or, if its server was killed, a broken connection, in
-bounded time; that what was said, whole or not, is what an undisturbed server says; that nothing is left over in the
-cache; that there is no process but those there should be; that the engine runs again within the time it takes to load
-and some seconds. Ends with a line of JSON; the exit status is 1 if anything was wrong.
+In each round, clients send requests to `quire serve` with the embedded model (streams, whole responses, samples, beams,
+grammars), and one of its processes (engine, grammar trial, API) gets SIGKILL or SIGSTOP, some engines twice. Then the
+program checks that every client got a response, a clean error or, if its server was killed, a broken connection, in
+bounded time; that all tokens are those of a server without failures; that no block is left in use; that no unexpected
+process is left; and that the engine runs again within its loading time and a few seconds. Prints a line of JSON; the
+exit status is 1 if anything was wrong.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from reliability.served import READY_S, Served
 
 FLAGS = ["--kv-cache-memory=64MiB", "--max-num-seqs=32", "--no-log-requests"]
 HUNG_S = 120.0
-"""without a byte for so long, a client hangs"""
+"""Seconds without a byte after which a client counts as hung."""
 TRUTH_S = 10.0
-"""so soon /health says that an engine is dead or hangs"""
+"""Seconds within which /health must report that an engine is dead or hangs."""
 NUM_CLIENTS = 8
 PROMPTS = ("def fibonacci(n):", "Once upon a time", "import os\n", "class Stack:\n")
 _MARK = "QUIRE_CHAOS"
@@ -62,30 +62,30 @@ VICTIMS = ("engine", "trial", "api")
 _WEIGHTS = (60, 25, 15)
 _STOP_SHARE = 0.15
 _TWICE_SHARE = 0.2
-"""of the engines that are killed, so many are followed by the next one: what runs then ends"""
+"""Share of killed engines whose successor is killed too, which ends the running requests."""
 
 
 @dataclass
 class Answer:
-    """What a client got."""
+    """The response that a client got."""
 
     texts: dict[int, str] = field(default_factory=dict)
     logprobs: list[float] = field(default_factory=list)
     error: str = ""
-    """a code of the server, `broken` connection or `hung`; empty if the answer is whole"""
+    """A code of the server, `broken` for the connection, or `hung`; empty if the response is complete."""
     message: str = ""
-    """of the error, as the server says it"""
+    """The server's message for the error."""
     seconds: float = 0.0
 
     def is_part_of(self, whole: Answer) -> bool:
-        """Whether `whole` begins with it; equal, if it claims to be whole."""
+        """Return whether `whole` begins with this response, or equals it if this response has no error."""
         if not self.error:
             return (self.texts, self.logprobs) == (whole.texts, whole.logprobs)
         texts = all(whole.texts.get(index, "").startswith(text) for index, text in self.texts.items())
         return texts and whole.logprobs[: len(self.logprobs)] == self.logprobs
 
     def add(self, body: dict[str, Any]) -> None:
-        """A chunk, or all."""
+        """Add a chunk of a stream, or a whole response."""
         if "error" in body:
             self.error, self.message = body["error"]["code"] or body["error"]["type"], body["error"]["message"]
         for choice in body.get("choices", ()):
@@ -94,7 +94,7 @@ class Answer:
 
 
 def ask(port: int, body: dict[str, Any]) -> Answer:
-    """Send a request and read what comes."""
+    """Send a request and read the response."""
     answer, start_s = Answer(), time.monotonic()
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=HUNG_S)
     try:
@@ -126,7 +126,7 @@ def _read_events(response: http.client.HTTPResponse, answer: Answer) -> None:
 
 
 def wish(kind: str, prompt: str) -> dict[str, Any]:
-    """A request. No two grammars are the same, though they mean the same, so that each is tried anew."""
+    """Return a request. Equivalent grammars differ in their titles, so that each one has a trial of its own."""
     body = KINDS[kind] | {"prompt": prompt}
     if kind == "grammar stream":
         properties = {"name": {"type": "string", "maxLength": 1000}, "size": {"type": "integer"}}
@@ -136,7 +136,7 @@ def wish(kind: str, prompt: str) -> dict[str, Any]:
 
 
 class Server(Served):
-    """`quire serve`, and all processes that descend from it, known by a mark in their environment."""
+    """`quire serve` and its descendant processes, which are found by a variable in their environment."""
 
     def __init__(self, log: Path, hang_timeout_s: float) -> None:
         self.mark = secrets.token_hex(8)
@@ -146,24 +146,24 @@ class Server(Served):
         self.load_s = time.monotonic() - start_s
 
     def found(self, pattern: str, start: int = 0) -> list[float]:
-        """The number in each line of the log that has the pattern, from a place of it on."""
+        """Return the number in each match of a pattern in the log from offset `start`."""
         text = self._log.read_bytes()[start:].decode("utf-8", "replace")
         return [float(number) for number in re.findall(pattern, text)]
 
     @property
     def log_len(self) -> int:
-        """The log's place now."""
+        """Current length of the log."""
         return self._log.stat().st_size
 
     def answers(self, path: str, status: int) -> bool:
-        """Whether it does, with this status."""
+        """Return whether a GET of this path has this status."""
         try:
             return self.get(path)[0] == status
         except OSError:
             return False
 
     def pids(self) -> dict[str, list[int]]:
-        """All that run, by kind."""
+        """Return the ids of all its processes by kind."""
         found: dict[str, list[int]] = {kind: [] for kind in VICTIMS}
         for path in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
@@ -175,17 +175,17 @@ class Server(Served):
 
 
 def wait_for(what: str, limit_s: float, condition: Callable[[], bool]) -> float:
-    """Seconds it took. Raises TimeoutError."""
+    """Wait for a condition and return the seconds it took. Raises TimeoutError."""
     start_s = time.monotonic()
     while not condition():
         if time.monotonic() - start_s > limit_s:
-            raise TimeoutError(f"{what} did not come about within {limit_s:g} s")
+            raise TimeoutError(f"timed out after {limit_s:g} s waiting for {what}")
         time.sleep(0.02)
     return time.monotonic() - start_s
 
 
 class Chaos:
-    """Rounds, and what was seen in them."""
+    """The rounds of a run, and their results."""
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self._rng = random.Random(args.seed)
@@ -212,12 +212,11 @@ class Chaos:
             references = dict(zip(asked, answers, strict=True))
         for one, answer in references.items():
             if answer.error or not any(answer.texts.values()):
-                raise RuntimeError(f"{one} without any disturbance: {answer}")
+                raise RuntimeError(f"{one} failed without any kill: {answer}")
         return references
 
     def run(self, count: int) -> None:
-        """Rounds, until so many processes were killed; the first ones kill each kind once. What is stopped comes on
-        top."""
+        """Run rounds until `count` processes were killed, first one of each kind; stopped processes are not counted."""
         for place in itertools.takewhile(lambda _: self.num_kills < count, itertools.count()):
             victim = VICTIMS[place] if place < len(VICTIMS) else self._rng.choices(VICTIMS, _WEIGHTS)[0]
             is_stop = place >= len(VICTIMS) and self._rng.random() < _STOP_SHARE
@@ -245,7 +244,7 @@ class Chaos:
 
     @staticmethod
     def _ask_on(seed: float, server: Server, is_over: threading.Event) -> list[tuple[tuple[str, str], Answer]]:
-        """One client: one request after another while its server is there."""
+        """Send one request after another, as one client, while its server runs."""
         rng, answers = random.Random(seed), list[tuple[tuple[str, str], Answer]]()
         while not is_over.is_set() and not (answers and answers[-1][1].error == "broken"):
             one = rng.choice([*KINDS]), rng.choice(PROMPTS)
@@ -262,11 +261,11 @@ class Chaos:
         if victim == "api" and number is signal.SIGKILL:
             allowed.add("broken")
         if victim == "trial" and number is signal.SIGSTOP and one[0] == "grammar stream":
-            allowed.add("invalid_request_error")  # it was not compiled in time
+            allowed.add("invalid_request_error")  # its trial did not end in time
         if answer.error not in allowed:
             self.violations.append(f"{one} ended with {answer.error!r} ({answer.message}) after {answer.seconds:.1f} s")
         if not one[0].startswith("unseeded") and not answer.is_part_of(self._references[one]):
-            self.violations.append(f"{one} got other tokens: {answer} and not {self._references[one]}")
+            self.violations.append(f"{one} got different tokens: {answer} instead of {self._references[one]}")
 
     def _disturb(self, victim: str, number: signal.Signals) -> None:
         wait_for(f"a process of kind {victim}", READY_S, lambda: bool(self.server.pids()[victim]))
@@ -295,11 +294,11 @@ class Chaos:
         server = self.server
         limit_s = TRUTH_S if number is signal.SIGSTOP else self._slack_s
         try:
-            wait_for("the truth of /health", limit_s + self._slack_s, lambda: server.answers("/health", 503))
+            wait_for("/health to report the failure", limit_s + self._slack_s, lambda: server.answers("/health", 503))
             truth_s = time.monotonic() - start_s
             self.truths_s.append(truth_s)
             if truth_s > max(TRUTH_S, self._slack_s):
-                self.violations.append(f"/health told the truth after {truth_s:.1f} s")
+                self.violations.append(f"/health reported the failure only after {truth_s:.1f} s")
             wait_for("another engine", READY_S, lambda: server.answers("/health", 200))
         except TimeoutError as error:
             self.violations.append(str(error))
@@ -310,10 +309,10 @@ class Chaos:
         if recovery_s > server.load_s + self._slack_s:
             self.violations.append(f"recovery took {recovery_s:.1f} s; a start takes {server.load_s:.1f} s")
         if old in server.pids()["engine"]:
-            self.violations.append("the engine that was killed is still there")
+            self.violations.append("the engine that was killed still runs")
 
     def _replace_server(self) -> None:
-        """As a service manager does it. What the one that was killed has left behind is a violation."""
+        """Start a new server, as a service manager does. Processes that the killed one has left are a violation."""
         old = self.server
         old.process.wait(READY_S)
         try:
@@ -327,20 +326,20 @@ class Chaos:
         self.counts["replayed"] += int(sum(self.server.found(r"(\d+) requests wait for another engine")))
 
     def _check_rest(self) -> None:
-        """Once everybody has an answer."""
+        """Check the server after every client has its response."""
         server = self.server
         try:
             wait_for("a healthy server", READY_S, lambda: server.answers("/ready", 200))
         except TimeoutError as error:
             self.violations.append(str(error))
         if not server.wait_until_idle(10 + self._slack_s):
-            self.violations.append("blocks, or requests, are left in the engine")
+            self.violations.append("blocks or requests are left in the engine")
         pids = server.pids()
         if [len(pids["api"]), len(pids["engine"])] != [1, 1] or len(pids["trial"]) > 2:
             self.violations.append(f"processes that should not be there: {pids}")
 
     def finish(self) -> None:
-        """End the server; nothing may be left."""
+        """End the server, and check that no process is left."""
         self._count_replays()
         if (status := self.server.close()) != 0:
             self.violations.append(f"the server ended with status {status}")
@@ -348,13 +347,13 @@ class Chaos:
             self.violations.append(f"processes are left at the end: {[*left]}")
 
     def kill(self) -> None:
-        """End all there is, at once."""
+        """Kill the server."""
         self.server.process.kill()
         self.server.process.wait()
 
 
 def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """All rounds; the result as one row."""
+    """Run all rounds and return the result as one row."""
     began_s = time.monotonic()
     chaos = Chaos(options, folder)
     try:
@@ -375,12 +374,12 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run and print; 1 if something was wrong."""
+    """Run the rounds and print the result; the exit status is 1 if anything was wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=200, metavar="N", help="processes to kill; more are stopped")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--hang-timeout-s", type=float, default=8.0)
-    parser.add_argument("--slack-s", type=float, default=5.0, help="seconds that recovery may take beside loading")
+    parser.add_argument("--slack-s", type=float, default=5.0, help="seconds that recovery may take besides loading")
     parser.add_argument("--record", action="store_true", help="write the result into docs/reliability.md")
     options = parser.parse_args()
     with TemporaryDirectory() as folder:
@@ -389,12 +388,12 @@ def main() -> int:
     if options.record:
         counts = [{"signals, answers": name, "number": number} for name, number in row["counts"].items()]
         summary = (
-            f"{row['count']} processes killed in {row['minutes']} minutes, others stopped. A start takes "
-            f"{row['load_s']} s; an engine that was killed ran again after {row['recovery_s']['median']} s "
-            f"(median; {row['recovery_s']['max']} s at most), delays and the time to notice a stop left out; "
-            f"`/health` said so after {row['health_s']['median']} s (median; {row['health_s']['max']} s at most); "
-            f"the longest answer took {row['longest_answer_s']} s. "
-            f"Wrong: {row['num_wrong']}."
+            f"{row['count']} processes were killed in {row['minutes']} minutes, and others stopped. Loading an engine "
+            f"takes {row['load_s']} s. A new engine was ready {row['recovery_s']['median']} s after a kill (median; "
+            f"at most {row['recovery_s']['max']} s), without delays and the time to detect a stopped process. "
+            f"`/health` reported the failure after {row['health_s']['median']} s (median; at most "
+            f"{row['health_s']['max']} s). The longest response took {row['longest_answer_s']} s. "
+            f"Violations: {row['num_wrong']}."
         )
         command = f"python -m reliability.kills --count {options.count} --seed {options.seed}"
         record("kills", command, [summary, "", *table(counts)])

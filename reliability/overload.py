@@ -1,13 +1,14 @@
-"""Ask ten times as much as can be served, and see that what is admitted is served as if nothing were.
+"""Send ten times as many requests as can be served, and check that admitted requests are served as usual.
 
     python -m reliability.overload [MODEL] [--factor 10] [--seconds 10] [--rounds 4] [--seqs 8] [--output-len 256]
 
-`quire serve` with a short queue, and open-loop arrivals (Poisson) of streams. Measured in turn, and again, since a
-machine is not the same from minute to minute: the peak, by as many clients as run at once; half of its rate; ten times
-its rate. Then a polite tenant, one request after the other, alone and beside one that floods. Aims: refused within
-100 ms (p99), gaps between an admitted stream's tokens at p99 at most twice those at half the rate, throughput within
-5 % of the peak (the median of the rounds), memory of both processes flat, the polite tenant never refused. Prints one
-JSON line; exit status 1 if an aim is missed. `--record` writes the result into docs/reliability.md.
+`quire serve` runs with a short queue, and streams arrive at random (Poisson), whether or not earlier ones have ended.
+Three loads are measured interleaved in several rounds, because machines change from minute to minute: the peak, with as
+many clients as sequences run at once; half of the peak's rate; ten times its rate. Then a polite tenant sends one
+request after another, alone and beside a tenant that floods the server. The aims: rejections within 100 ms (p99); gaps
+between the tokens of admitted streams at most twice (p99) those at half the rate; throughput within 5 % of the peak
+(median of the rounds); no growth of the memory of both processes; no rejection of the polite tenant. Prints one line of
+JSON; the exit status is 1 if an aim is missed. `--record` writes the result to docs/reliability.md.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from typing import Any
 import uvloop
 
 from reliability.page import record, table
-from reliability.served import Exchange, Held, Served, busy_s, post
+from reliability.served import Exchange, Resources, Served, busy_s, post
 
 MAX_REFUSAL_S = 0.1
 MAX_GAP_RATIO = 2.0
@@ -41,36 +42,36 @@ _KEYS = {"flood": "sk-flood", "polite": "sk-polite"}
 
 @dataclass(frozen=True)
 class Load:
-    """What came of a time of arrivals."""
+    """The results of one load."""
 
     exchanges: list[Exchange]
     began_s: float
     seconds: float
     output_len: int
-    held: Mapping[str, Held]
-    """by the processes when the last request arrived"""
+    resources: Mapping[str, Resources]
+    """Resources of each process when the last request arrived."""
     cores: Mapping[str, float]
-    """that the processes, and all others of the machine, kept busy meanwhile"""
+    """Number of cores that each process, and all other processes of the machine, kept busy."""
 
     @property
     def admitted(self) -> list[Exchange]:
-        """That got a stream, all of it."""
+        """Exchanges with a complete stream."""
         return [each for each in self.exchanges if each.status == 200 and each.ended]
 
     @property
     def refused_s(self) -> list[float]:
-        """How long each refusal took."""
+        """Seconds that each rejection took."""
         return [each.answered_s or 0.0 for each in self.exchanges if each.status == 429]
 
     @property
     def gaps_s(self) -> list[float]:
-        """Between the events of a stream, of all streams. An event is a token, or several that came late together."""
+        """Seconds between consecutive events of all streams. An event has one token, or several that came together."""
         pairs = (itertools.pairwise(each.event_times) for each in self.admitted)
         return [later - earlier for some in pairs for earlier, later in some]
 
     @property
     def tokens_per_s(self) -> float:
-        """While requests arrived, its first fifth left out, in which places fill."""
+        """Tokens per second while requests arrived, without the first fifth of that time, when the batch fills."""
         start_s, end_s = self.began_s + self.seconds / 5, self.began_s + self.seconds
         shares = (
             sum(start_s <= moment < end_s for moment in each.event_times) / len(each.event_times)
@@ -79,7 +80,7 @@ class Load:
         return self.output_len * sum(shares) / (end_s - start_s)
 
     def row(self, name: str) -> dict[str, Any]:
-        """For the table."""
+        """Return the load's row of the table."""
         num_admitted, num_refused = len(self.admitted), len(self.refused_s)
         return {
             "load": name,
@@ -96,7 +97,7 @@ class Load:
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """0 of none."""
+    """Return a percentile of the values; 0 if there are none."""
     if len(values) < 2:
         return values[0] if values else 0.0
     return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
@@ -107,7 +108,7 @@ def _ms(values: Sequence[float], percent: int) -> float:
 
 
 class Asker:
-    """Asks for streams of equal length, each with a prompt of its own, and looks at the processes meanwhile."""
+    """Requests streams of equal length with different prompts, and measures the processes meanwhile."""
 
     def __init__(self, served: Served, output_len: int) -> None:
         assert served.engine_pid is not None
@@ -117,14 +118,14 @@ class Asker:
         self._numbers = itertools.count()
 
     async def ask(self, tenant: str) -> Exchange:
-        """One stream to its end."""
+        """Request one stream and read it to its end."""
         asked = {"prompt": f"{next(self._numbers)} is what this begins with", "max_tokens": self._output_len}
-        told = {"stream": True, "return_token_ids": True}  # each token is told, also one that is no text yet
-        body = json.dumps(asked | told | {"temperature": 0, "ignore_eos": True}).encode()
+        form = {"stream": True, "return_token_ids": True}  # so every token gives an event, also one without text
+        body = json.dumps(asked | form | {"temperature": 0, "ignore_eos": True}).encode()
         return await post(self._port, "/v1/completions", body, authorization=f"Bearer {_KEYS[tenant]}")
 
     async def closed(self, tenant: str, num_clients: int, seconds: float) -> Load:
-        """So many clients, each with one request after the other."""
+        """Run a number of clients that each send one request after another."""
         began_s = time.perf_counter()
 
         async def client() -> list[Exchange]:
@@ -139,7 +140,7 @@ class Asker:
         return Load(made, began_s, seconds, self._output_len, *await watch)
 
     async def open(self, tenant: str, per_s: float, seconds: float) -> Load:
-        """Arrivals at this rate, whatever becomes of those before."""
+        """Send requests at this rate, whether or not earlier ones have ended."""
         rng, began_s, tasks = random.Random(7), time.perf_counter(), list[asyncio.Task[Exchange]]()
         watch, due_s = asyncio.create_task(self._watch(seconds)), began_s
         while (due_s := due_s + rng.expovariate(per_s)) < began_s + seconds:
@@ -148,21 +149,21 @@ class Asker:
         exchanges = list(await asyncio.gather(*tasks))
         return Load(exchanges, began_s, seconds, self._output_len, *await watch)
 
-    async def _watch(self, seconds: float) -> tuple[dict[str, Held], dict[str, float]]:
-        """After so long: what the processes hold, and how many cores each has kept busy, others too."""
+    async def _watch(self, seconds: float) -> tuple[dict[str, Resources], dict[str, float]]:
+        """Wait, then return the resources of each process and the number of cores that each kept busy."""
         began_s, before = time.perf_counter(), self._busy_s()
         await asyncio.sleep(seconds)
         passed_s, after = time.perf_counter() - began_s, self._busy_s()
         cores = {name: (after[name] - before[name]) / passed_s for name in after}
         cores["others"] = max(0.0, cores.pop("all") - sum(cores.values()))
-        return {name: Held.by(pid) for name, pid in self._pids.items()}, cores
+        return {name: Resources.of(pid) for name, pid in self._pids.items()}, cores
 
     def _busy_s(self) -> dict[str, float]:
         return {name: busy_s(pid) for name, pid in self._pids.items()} | {"all": busy_s()}
 
 
 async def measure(served: Served, options: argparse.Namespace) -> dict[str, Any]:
-    """All loads in turn, and what is to be said of them."""
+    """Measure all loads, and return the results with the aims that were met."""
     asker, seconds = Asker(served, options.output_len), options.seconds
     await asker.closed("flood", options.seqs, min(5.0, seconds))  # warm up
     peaks, halves, overs = list[Load](), list[Load](), list[Load]()
@@ -217,7 +218,7 @@ def _gap_p99_s(loads: Iterable[Load]) -> float:
 
 
 def _grown_mb(process: str, before: Load, after: Load) -> float:
-    return (after.held[process].memory_bytes - before.held[process].memory_bytes) / 1e6
+    return (after.resources[process].memory_bytes - before.resources[process].memory_bytes) / 1e6
 
 
 def _median_s(load: Load) -> float:
@@ -225,7 +226,7 @@ def _median_s(load: Load) -> float:
 
 
 def flags(options: argparse.Namespace) -> list[str]:
-    """Of a server whose queue is as long as what runs at once, and of which one tenant has no more than that."""
+    """Return the flags of a server with a short queue and a limit for each tenant."""
     model = [] if options.model is None else [f"--model={options.model}"]
     threads = [] if options.num_threads is None else [f"--num-threads={options.num_threads}"]
     return [
@@ -235,33 +236,33 @@ def flags(options: argparse.Namespace) -> list[str]:
     ]  # fmt: skip
 
 
-def told(row: Mapping[str, Any]) -> list[str]:
-    """The result, for the page."""
+def summary(row: Mapping[str, Any]) -> list[str]:
+    """Return the result as lines of Markdown."""
     threads = "as many threads as cores" if row["num_threads"] is None else f"{row['num_threads']} thread(s)"
     alone_s, beside_s = row["polite_stream_s"]
     aims = [f"{name}: {value:g}, {'met' if row['met'][name] else 'MISSED'}" for name, value in row["found"].items()]
     return [
-        f"{row['model']}, {row['seqs']} streams of {row['output_len']} tokens at once, the engine with {threads}:", "",
+        f"{row['model']}, {row['seqs']} concurrent streams of {row['output_len']} tokens, engine with {threads}:", "",
         *table(row["loads"]), "",
-        f"A stream of the polite tenant takes {alone_s:g} s alone, {beside_s:g} s beside the flood.", "",
+        f"A stream of the polite tenant takes {alone_s:g} s alone and {beside_s:g} s beside the flood.", "",
         "; ".join(aims) + ".",
     ]  # fmt: skip
 
 
 def main() -> int:
-    """Run and print; 1 if an aim is missed."""
+    """Run the loads and print the result; the exit status is 1 if an aim is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?")
     parser.add_argument("--factor", type=float, default=10)
-    parser.add_argument("--seconds", type=float, default=10, help="of each load")
+    parser.add_argument("--seconds", type=float, default=10, help="seconds of each load")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--seqs", type=int, default=8)
     parser.add_argument("--output-len", type=int, default=256)
-    parser.add_argument("--num-threads", type=int, help="of the engine; the embedded model has 1 unless told otherwise")
+    parser.add_argument("--num-threads", type=int, help="threads of the engine (default for the embedded model: 1)")
     parser.add_argument("--record", action="store_true", help="write the result into docs/reliability.md")
     options = parser.parse_args()
     if options.model is None and options.num_threads is None:
-        options.num_threads = 1  # steps of 1 ms are slower with two where one waits for the API's processor
+        options.num_threads = 1  # with two threads, one would often wait for the core that the API process uses
     with TemporaryDirectory() as folder:
         keys = Path(folder) / "keys"
         keys.write_text("".join(f"{name}:{key}\n" for name, key in _KEYS.items()))
@@ -274,7 +275,7 @@ def main() -> int:
     if options.record:
         arguments = [row["model"] if each == options.model else each for each in sys.argv[1:]]
         section = "overload" if options.model is None else "overload of a checkpoint"
-        record(section, f"make overload ARGS='{' '.join(arguments)}'", told(row))
+        record(section, f"make overload ARGS='{' '.join(arguments)}'", summary(row))
     return 0 if all(row["met"].values()) else 1
 
 

@@ -1,4 +1,4 @@
-"""docs/reliability.md: each program here writes its last full result there itself."""
+"""Writes the last full result of each program of this package into docs/reliability.md."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "reliability.md"
 
 
 def record(section: str, command: str, lines: Iterable[str], page: Path = PAGE) -> None:
-    """Replace what stands between the section's marks. Raises ValueError if the page has no such section."""
+    """Replace the text between the section's marks. Raises ValueError if the page has no such section."""
     begin, end = f"<!-- {section}: written by the command -->", f"<!-- end of {section} -->"
     text = page.read_text(encoding="utf-8")
     if begin not in text or end not in text:
@@ -26,7 +26,7 @@ def record(section: str, command: str, lines: Iterable[str], page: Path = PAGE) 
 
 
 def table(rows: Iterable[Mapping[str, object]]) -> list[str]:
-    """Rows with the same names as a Markdown table."""
+    """Format rows with equal keys as a Markdown table."""
     listed = list(rows)
     if not listed:
         return []

@@ -1,11 +1,12 @@
-"""Run the tests of native code with it built under sanitizers, and count.
+"""Build the native code with sanitizers, run its tests, and count the reports.
 
     python -m reliability.sanitize [address] [thread] [--record] [--tests PATH ...]
 
-`address` finds accesses outside of memory and undefined behaviour, `thread` races; both without names. Each is built in
-build/sanitize; the extension in use stays as it is. First faults are planted: kernels are given memory that is too
-short, crooked, or another thread's, and each instruction set's must be reported. Then the tests run, which use every
-instruction set that this CPU has. Prints one JSON line each; a report or a test that fails makes the exit status 1.
+`address` finds invalid memory accesses and undefined behaviour, `thread` finds data races; by default both run. They
+are built in build/sanitize and do not replace the installed extension. First, faults are planted: kernels get memory
+that is too short, misaligned, or in use by another thread, and the sanitizer must report each fault on every
+instruction set. Then the tests run on every instruction set of this CPU. Prints one line of JSON per sanitizer; the
+exit status is 1 after a report or a failed test.
 """
 
 from __future__ import annotations
@@ -53,19 +54,19 @@ for _ in range(200):
 
 @dataclass(frozen=True)
 class Sanitizer:
-    """How to run what is built with `QUIRE_SANITIZE`."""
+    """How to run an extension that was built with `QUIRE_SANITIZE`."""
 
     library: str
-    """that must be in the process before all others"""
+    """Library that must be loaded before all others."""
     options: dict[str, str]
     plants: dict[str, str]
-    """what its report says -> a program that earns it"""
+    """Maps the text of a report to a program that must cause it."""
     tests: tuple[str, ...]
     prefix: tuple[str, ...] = ()
 
 
-# The library keeps its own account of the interpreter and torch, neither of which is built with it: only what our code
-# touches counts for races, and only what our code frees for leaks, which are left out.
+# The interpreter and torch are not built with the sanitizers: races are reported only in our code, and leaks are not
+# checked.
 SANITIZERS = {
     "address": Sanitizer(
         "asan",
@@ -81,16 +82,16 @@ SANITIZERS = {
         {"TSAN_OPTIONS": "halt_on_error=1:ignore_noninstrumented_modules=1:die_after_fork=0"},
         {"data race": _RACE},
         ("tests/kernels",),
-        ("setarch", "-R"),  # its shadow memory has fixed places
+        ("setarch", "-R"),  # its shadow memory needs fixed addresses
     ),
 }
 
 
 class SanitizedBuild:
-    """One sanitizer's extension, and the reports of the processes that ran it."""
+    """The extension built with one sanitizer, and the reports of the processes that ran it."""
 
     def __init__(self, name: str) -> None:
-        """Build it."""
+        """Build the extension."""
         self.name, self.sanitizer, self.folder = name, SANITIZERS[name], BUILT / name
         self.folder.mkdir(parents=True, exist_ok=True)
         flags = [f"-DQUIRE_SANITIZE={name}", "-DQUIRE_WERROR=OFF", f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={self.folder}"]
@@ -103,14 +104,14 @@ class SanitizedBuild:
         self._errors = self.folder / "errors.txt"
 
     def _libraries(self) -> list[str]:
-        """What the extension is linked with and must be loaded first: the sanitizer, and what throws exceptions."""
+        """Return the libraries that must be loaded first: the sanitizer's, and the one that throws C++ exceptions."""
         linked = subprocess.run(["ldd", str(self.extension)], capture_output=True, text=True, check=True).stdout
         found = {name: re.search(rf"lib{re.escape(name)}\.so\S* => (\S+)", linked)
                  for name in (self.sanitizer.library, "stdc++")}  # fmt: skip
         return [match[1] for match in found.values() if match is not None]
 
     def run(self, *arguments: str) -> int:
-        """Python with the extension in place; its exit status. What it and its children say as errors is kept."""
+        """Run Python with the extension and return its exit status. Standard error is saved for `reports`."""
         environment = os.environ | self.sanitizer.options | {"LD_PRELOAD": os.pathsep.join(self._libraries())}
         environment |= {"PYTHONPATH": os.pathsep.join([str(self.folder), *filter(None, sys.path)])}
         command = [*self.sanitizer.prefix, sys.executable, *arguments]
@@ -118,11 +119,11 @@ class SanitizedBuild:
             return subprocess.run(command, env=environment, cwd=ROOT, stderr=errors).returncode
 
     def reports(self) -> list[str]:
-        """What the sanitizer said in the last run, each with what follows it."""
+        """Return the sanitizer's reports of the last run."""
         return _REPORT.findall(self._errors.read_text(errors="replace"))
 
     def isas(self) -> list[str]:
-        """The instruction sets of this CPU, as the extension itself says."""
+        """Return the instruction sets of this CPU, from the extension."""
         shown = self.folder / "isas.json"
         program = f"""
 import json
@@ -136,7 +137,7 @@ json.dump(_native.available_isas(), open({str(shown)!r}, "w"))
         return names
 
     def blind_spots(self) -> list[str]:
-        """Planted faults that nobody noticed."""
+        """Return the planted faults that were not reported."""
         return [
             f"{said} on {isa}"
             for said, program in self.sanitizer.plants.items()
@@ -145,20 +146,21 @@ json.dump(_native.available_isas(), open({str(shown)!r}, "w"))
         ]
 
     def test(self, tests: list[str]) -> dict[str, Any]:
-        """Run them; how many did what."""
+        """Run tests and count their outcomes."""
         results = self.folder / "tests.xml"
         results.unlink(missing_ok=True)
-        status = self.run("-m", "pytest", "--capture=sys", "-p", "no:cacheprovider", f"--junitxml={results}", *tests)
+        chosen = ["--hypothesis-profile=all", "-m", "not thorough", *tests]
+        status = self.run("-m", "pytest", "--capture=sys", "-p", "no:cacheprovider", f"--junitxml={results}", *chosen)
         suite = ElementTree.parse(results).getroot()[0].attrib if results.exists() else {}
         num = {name: int(suite.get(name, 0)) for name in ("tests", "skipped", "failures", "errors")}
         return num | {"reports": len(self.reports()), "status": status}
 
 
 def main() -> int:
-    """Build, run and print; 1 if something was found."""
+    """Build, run the tests and print the results; the exit status is 1 if a fault was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sanitizers", nargs="*", metavar="SANITIZER", choices=[[], *SANITIZERS])
-    parser.add_argument("--tests", nargs="+", help="instead of all that run native code; pytest's arguments")
+    parser.add_argument("--tests", nargs="+", help="pytest's arguments, in place of all tests of native code")
     parser.add_argument("--record", action="store_true", help="write the result into docs/reliability.md")
     options = parser.parse_args()
     rows = []

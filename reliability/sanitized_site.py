@@ -1,5 +1,8 @@
-"""Copied beside a sanitized extension as `sitecustomize.py`: every Python with that folder in PYTHONPATH, the children
-of tests too, takes that extension for `quire._native`, wherever the package itself lies."""
+"""Redirects `quire._native` to a sanitized extension.
+
+It is copied beside the extension as `sitecustomize.py`, so that every Python with that folder in PYTHONPATH uses it,
+including the child processes of tests.
+"""
 
 import importlib.util
 import sys
@@ -10,7 +13,7 @@ from types import ModuleType
 
 
 class RedirectingFinder:
-    """As that of an editable installation."""
+    """A finder of modules, like that of an editable installation."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != "quire._native":

@@ -1,4 +1,4 @@
-"""A `quire serve` process for tools, what the system says of it, and HTTP requests that cost their sender little."""
+"""A `quire serve` process for test programs, its use of resources, and a cheap HTTP client."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ READY_S = 120.0
 
 
 @dataclass(frozen=True)
-class Held:
-    """What a process holds of the machine."""
+class Resources:
+    """The resources that a process uses."""
 
     memory_bytes: int
     num_threads: int
     num_files: int
 
     @classmethod
-    def by(cls, pid: int) -> Held:
-        """Now. Raises OSError if the process is gone."""
+    def of(cls, pid: int) -> Resources:
+        """Return what a process uses now. Raises OSError if the process has ended."""
         status = Path(f"/proc/{pid}/status").read_text()
         sizes = dict(re.findall(r"^(\w+):\s+(\d+)", status, re.MULTILINE))
         memory_bytes = 1024 * (int(sizes["RssAnon"]) + int(sizes["RssShmem"]))
@@ -37,7 +37,7 @@ class Held:
 
 
 def busy_s(pid: int | None = None) -> float:
-    """Processor seconds that a process, or the whole machine, has used since it began."""
+    """Return the processor seconds that a process, or by default the whole machine, has used since its start."""
     if pid is None:
         user, nice, system, _idle, _waiting, *more = Path("/proc/stat").read_text().partition("\n")[0].split()[1:8]
         ticks = [user, nice, system, *more]
@@ -47,7 +47,7 @@ def busy_s(pid: int | None = None) -> float:
 
 
 class Served:
-    """A server, from when it is ready. Raises RuntimeError with what it said if it does not get so far."""
+    """A running server. The constructor waits until it is ready, and raises RuntimeError with its log if it fails."""
 
     def __init__(self, flags: list[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
         command = [sys.executable, "-m", "quire", "serve", "--port=0", *flags]
@@ -63,19 +63,19 @@ class Served:
 
     @property
     def pid(self) -> int:
-        """The API process."""
+        """Process id of the API process."""
         return self.process.pid
 
     @property
     def engine_pid(self) -> int | None:
-        """The engine process, if there is one now."""
+        """Process id of the engine process; None if none runs."""
         for child in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split():
             if b"engine_process" in Path(f"/proc/{child}/cmdline").read_bytes():
                 return int(child)
         return None
 
     def get(self, path: str) -> tuple[int, bytes]:
-        """Status and body."""
+        """GET a path; return the status and the body."""
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as answer:
                 return answer.status, answer.read()
@@ -83,13 +83,13 @@ class Served:
             return error.code, error.read()
 
     def metric(self, name: str) -> float:
-        """Summed over its labels; 0 if it has not been counted yet."""
+        """Return a metric, summed over its labels; 0 if it does not exist yet."""
         text = self.get("/metrics")[1].decode()
         found = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
         return sum(map(float, found))
 
     def wait_until_idle(self, limit_s: float) -> bool:
-        """Whether within that time nothing runs, waits or holds a block any more."""
+        """Wait until no request runs or waits and no block is in use; return False if that takes too long."""
         deadline = time.monotonic() + limit_s
         names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
         while any(self.metric(name) for name in names):
@@ -99,7 +99,7 @@ class Served:
         return True
 
     def close(self) -> int:
-        """Have it end; its exit status, or -9 if it had to be killed."""
+        """End the server and return its exit status, or -9 if it had to be killed."""
         self.process.terminate()
         try:
             return self.process.wait(60)
@@ -110,23 +110,23 @@ class Served:
 
 @dataclass
 class Exchange:
-    """A request and what came back."""
+    """A request and its response."""
 
     began_s: float
     status: int = 0
-    """0: nothing came"""
+    """HTTP status; 0 if there was no response."""
     answered_s: float | None = None
-    """from the request to the first bytes"""
+    """Seconds from the request to the first bytes of the response."""
     event_times: list[float] = field(default_factory=list)
-    """of a stream, in seconds of time.perf_counter()"""
+    """Times of a stream's events, in seconds of time.perf_counter()."""
     body: bytearray = field(default_factory=bytearray)
-    """with the marks of chunked encoding"""
+    """Body of the response, in chunked encoding if the server used it."""
     ended: bool = False
-    """to its proper end: by the server, all of it"""
+    """Whether the response is complete."""
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """Of a stream, decoded; without `[DONE]`."""
+        """The decoded events of a stream, without `[DONE]`."""
         found = re.findall(rb"^data: ({.*)$", bytes(self.body), re.MULTILINE)
         return [json.loads(line) for line in found]
 
@@ -163,9 +163,9 @@ class _Connection(asyncio.Protocol):
 
 
 async def post(port: int, path: str, body: bytes, *, leave_after: int | None = None, **headers: str) -> Exchange:
-    """POST, over a connection of its own; `leave_after` so many events the client vanishes.
+    """Send a POST over a connection of its own; the client disconnects after `leave_after` events.
 
-    A connection that is refused is an Exchange without a status. Cancelling it leaves too.
+    A refused connection gives an Exchange without a status. Cancelling the call disconnects too.
     """
     given = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in headers.items())
     head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {len(body)}\r\n{given}\r\n"

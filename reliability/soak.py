@@ -1,15 +1,16 @@
-"""Serve mixed clients for a long time, and see that nothing is left behind.
+"""Serve mixed clients for a long time, and check that no resources leak.
 
     python -m reliability.soak [--minutes 30] [--seed 1] [--clients 24] [--kill-every-s 60]
                                [--fault-probability 0.0001] [--record]
 
-Streams, whole answers, samples, beams, grammars, log-probabilities, stored responses, three protocols and wrong
-requests over HTTP, to `quire serve` on the embedded checkpoint with a cache so small that requests are preempted.
-Three in ten requests are left by their client in the middle, the engine process is killed now and then, and what may
-fail in a step or in a request's own work does so at random: no other request may end by it. What the processes hold
-after a time to warm up is the baseline: at the end blocks, files and threads must be back there, and memory within 50
-MB. A greedy stream that is asked for throughout must never change a token. Prints one JSON line; exit status 1 if
-anything is left or was wrong. `--plant-leak` makes the server leak on purpose, and then it must be 1.
+Clients send streams, whole responses, samples, beams, grammars, log-probabilities, stored responses, three protocols
+and invalid requests over HTTP to `quire serve`, which runs the embedded checkpoint with a cache so small that requests
+are preempted. Three in ten requests are abandoned by their client, the engine process is killed regularly, and faults
+are injected at random into steps and into the work for single requests; no other request may end because of them. At
+the end, the number of used blocks, open files and threads must be the same as after a warm-up, and memory may have
+grown by at most 50 MB. A greedy stream, requested throughout, must never change a token. Prints one line of JSON; the
+exit status is 1 if anything leaked or was wrong. With `--plant-leak` the server leaks on purpose, and the exit status
+must be 1.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from quire.common.faults import Fault
 from quire.common.faults import environment as fault_environment
 from reliability.injections import COMMON, OWN
 from reliability.page import record, table
-from reliability.served import Exchange, Held, Served, post
+from reliability.served import Exchange, Resources, Served, post
 
 MAX_GROWTH_BYTES = 50 * 10**6
 FLAGS = [
@@ -44,9 +45,9 @@ FLAGS = [
     "--no-log-requests", "--response-store-max=200",
 ]  # fmt: skip
 _LEAVING = 0.45
-"""of the requests; about a third of these have their answer before"""
+"""Share of requests that their client means to abandon; about a third of these are answered first."""
 _INJECTED = "BufferError"
-"""raised by nothing else: a request for which it is in the log was meant to fail"""
+"""The type of injected errors, which nothing else raises: a request that the log names with it failed by injection."""
 _REQUEST_LIMIT_S = 120.0
 _SETTLE_S = 60.0
 _SHARED = "All of these requests begin with the same words, whose blocks they share. " * 3
@@ -99,23 +100,23 @@ def importing(what, *args, **kwargs):
     return made
 builtins.__import__ = importing
 """
-"""a sitecustomize module: wraps the method as soon as its module is imported, in whichever process"""
+"""A sitecustomize module that wraps a method when its module is imported, in every process."""
 
 
 @dataclass
 class Tally:
-    """What happened."""
+    """The outcomes of requests."""
 
     done: Counter[str] = field(default_factory=Counter)
-    """by kind of request and outcome"""
+    """Number of requests by kind and outcome."""
     wrong: list[str] = field(default_factory=list)
-    """what must not happen"""
+    """Violations: outcomes that must not happen."""
     num_kills: int = 0
     failed: list[str] = field(default_factory=list)
-    """ids under which internal errors were told"""
+    """Ids of requests that ended with an internal error."""
 
     def add(self, kind: str, exchange: Exchange, left: bool) -> None:
-        """Count one exchange. While the engine is away 503 is a good answer, and a stream may end with an error."""
+        """Count one exchange. While no engine runs, 503 is valid and a stream may end with an error."""
         outcome = "left" if left else str(exchange.status) if exchange.ended else "cut off"
         if found := re.search(rb"internal error; it is logged under the request id (\w+)", exchange.body):
             self.failed.append(found[1].decode())
@@ -125,11 +126,11 @@ class Tally:
         if not found and not is_expected:
             self.wrong.append(f"{kind}: {exchange.status} {bytes(exchange.body[:200])!r}")
         if not left and not exchange.ended:
-            self.wrong.append(f"{kind}: no end, {exchange.status} {bytes(exchange.body[-200:])!r}")
+            self.wrong.append(f"{kind}: incomplete, {exchange.status} {bytes(exchange.body[-200:])!r}")
 
 
 def requests(rng: random.Random) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Kind, path and body of one request after the other."""
+    """Yield (kind, path, body) of requests without end."""
     while True:
         kind = rng.choices(
             ["stream", "chat", "whole", "beams", "grammar", "logprobs", "responses", "messages", "tokenize", "wrong"],
@@ -167,7 +168,7 @@ def requests(rng: random.Random) -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 async def client(port: int, rng: random.Random, until_s: float, tally: Tally) -> None:
-    """One client: a request after the other, some of which it leaves."""
+    """Send one request after another, as one client, and abandon some of them."""
     for kind, path, body in requests(rng):
         if time.monotonic() > until_s:
             return
@@ -189,7 +190,7 @@ async def client(port: int, rng: random.Random, until_s: float, tally: Tally) ->
 
 
 async def canary(port: int, until_s: float, tally: Tally) -> None:
-    """A greedy stream, again and again: its text is always the same."""
+    """Request the same greedy stream again and again, and check that its text never changes."""
     asked = {"prompt": "def dumps(obj):", "max_tokens": 120, "temperature": 0, "ignore_eos": True, "stream": True}
     known: str | None = None
     while time.monotonic() < until_s:
@@ -207,7 +208,7 @@ async def canary(port: int, until_s: float, tally: Tally) -> None:
 
 
 async def killer(served: Served, every_s: float, until_s: float, tally: Tally) -> None:
-    """Kill the engine process now and then, not shortly before the end."""
+    """Kill the engine process at intervals, but not shortly before the end."""
     while every_s and time.monotonic() + 2 * every_s < until_s:
         await asyncio.sleep(every_s)
         if (pid := served.engine_pid) is not None:
@@ -216,7 +217,7 @@ async def killer(served: Served, every_s: float, until_s: float, tally: Tally) -
 
 
 async def load(served: Served, seconds: float, options: argparse.Namespace, tally: Tally, seed: int) -> None:
-    """All clients for so long."""
+    """Run all clients for a time."""
     until_s = time.monotonic() + seconds
     clients = [client(served.port, random.Random(f"{seed}-{i}"), until_s, tally) for i in range(options.clients)]
     await asyncio.gather(
@@ -224,24 +225,24 @@ async def load(served: Served, seconds: float, options: argparse.Namespace, tall
     )
 
 
-def holdings(served: Served) -> dict[str, Held]:
-    """Of both processes, when nothing runs. Raises RuntimeError if that does not come to be."""
+def holdings(served: Served) -> dict[str, Resources]:
+    """Return the resources of both processes when they are idle. Raises RuntimeError if they do not become idle."""
     if not served.wait_until_idle(_SETTLE_S):
         used = served.metric("vllm:kv_cache_usage_perc")
         raise RuntimeError(f"not idle after {_SETTLE_S:g} s: {used:.1%} of the blocks are in use")
     engine_pid = served.engine_pid
     if engine_pid is None:
-        raise RuntimeError("there is no engine process")
-    time.sleep(1)  # connections that are closing, threads that are ending
-    return {"API": Held.by(served.pid), "engine": Held.by(engine_pid)}
+        raise RuntimeError("no engine process is running")
+    time.sleep(1)  # connections close and threads end
+    return {"API": Resources.of(served.pid), "engine": Resources.of(engine_pid)}
 
 
-def left_behind(before: dict[str, Held], after: dict[str, Held]) -> Iterator[str]:
-    """What was not given back."""
+def left_behind(before: dict[str, Resources], after: dict[str, Resources]) -> Iterator[str]:
+    """Yield a description of each leak."""
     for name in before:
         growth = after[name].memory_bytes - before[name].memory_bytes
         if growth > MAX_GROWTH_BYTES:
-            yield f"the {name} process holds {growth / 1e6:.0f} MB more"
+            yield f"the {name} process uses {growth / 1e6:.0f} MB more"
         for what in ("num_threads", "num_files"):
             more = getattr(after[name], what) - getattr(before[name], what)
             if more > 2:
@@ -249,7 +250,7 @@ def left_behind(before: dict[str, Held], after: dict[str, Held]) -> Iterator[str
 
 
 def plant(kind: str, folder: Path) -> dict[str, str]:
-    """The environment of a server that leaks."""
+    """Return the environment of a server that leaks."""
     module, _, method = _LEAKS[kind].partition(":")
     cls, _, name = method.partition(".")
     (folder / "sitecustomize.py").write_text(_PLANT.format(kind=kind, module=module, cls=cls, name=name))
@@ -257,17 +258,17 @@ def plant(kind: str, folder: Path) -> dict[str, str]:
 
 
 def not_injected(logged: str, failed: list[str]) -> Iterator[str]:
-    """Requests that failed for another reason than that they were meant to, and what the log says of them."""
+    """Yield the requests that failed without an injected fault, with their lines of the log."""
     entries = re.split(r"^(?=\d{4}-)", logged, flags=re.MULTILINE)
     injected = "".join(entry for entry in entries if _INJECTED in entry)
     for request_id in failed:
         if request_id not in injected:
-            told = "".join(entry for entry in entries if request_id in entry)
-            yield f"request {request_id} failed, and not by injection: {told[-3000:]}"
+            logs = "".join(entry for entry in entries if request_id in entry)
+            yield f"request {request_id} failed without an injected fault: {logs[-3000:]}"
 
 
 def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run it; the result as one row."""
+    """Run the server and the clients, and return the result as one row."""
     environment = plant(options.plant_leak, folder) if options.plant_leak else {}
     faults = [
         Fault(point, error=_INJECTED, times=None, probability=options.fault_probability)
@@ -276,8 +277,8 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     environment |= fault_environment(*faults)
     log, tally, began_s = folder / "serve.log", Tally(), time.monotonic()
     served = Served(FLAGS, log, environment)
-    before: dict[str, Held] = {}
-    after: dict[str, Held] = {}
+    before: dict[str, Resources] = {}
+    after: dict[str, Resources] = {}
     try:
         run: Callable[..., None] = uvloop.run
         seconds = options.minutes * 60
@@ -295,7 +296,7 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     tally.wrong += not_injected(logged, tally.failed)
     if status != 0:
         tally.wrong.append(f"the server ended with status {status}")
-    named = {name: vars_of(held) for name, held in (("before", before), ("after", after)) if held}
+    named = {name: vars_of(used) for name, used in (("before", before), ("after", after)) if used}
     return {
         "tool": "soak", "seed": options.seed, "minutes": round((time.monotonic() - began_s) / 60, 2),
         "clients": options.clients, "num_requests": sum(tally.done.values()), "num_engine_kills": tally.num_kills,
@@ -306,20 +307,20 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def vars_of(held: dict[str, Held]) -> dict[str, dict[str, int]]:
-    """For JSON."""
-    return {name: {field: getattr(each, field) for field in each.__dataclass_fields__} for name, each in held.items()}
+def vars_of(used: dict[str, Resources]) -> dict[str, dict[str, int]]:
+    """Return the resources as plain dicts for JSON."""
+    return {name: {field: getattr(each, field) for field in each.__dataclass_fields__} for name, each in used.items()}
 
 
 def main() -> int:
-    """Run and print; 1 if something was wrong."""
+    """Run the soak and print the result; the exit status is 1 if anything was wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--clients", type=int, default=24)
-    parser.add_argument("--kill-every-s", type=float, default=60, help="0: the engine is never killed")
-    parser.add_argument("--fault-probability", type=float, default=1e-4, help="of each pass of a fault point")
-    parser.add_argument("--plant-leak", choices=_LEAKS, help="leak on purpose")
+    parser.add_argument("--kill-every-s", type=float, default=60, help="seconds between kills of the engine; 0: none")
+    parser.add_argument("--fault-probability", type=float, default=1e-4, help="at each pass of a fault point")
+    parser.add_argument("--plant-leak", choices=_LEAKS, help="make the server leak on purpose")
     parser.add_argument("--record", action="store_true", help="write the result into docs/reliability.md")
     options = parser.parse_args()
     with TemporaryDirectory() as folder:
@@ -330,9 +331,9 @@ def main() -> int:
         held = [{"process": name, "when": when} | each for when, by in row["held"].items() for name, each in by.items()]
         summary = (
             f"{row['num_requests']:,} requests of {row['clients']} clients in {row['minutes']} minutes, "
-            f"{row['num_left'] / row['num_requests']:.0%} of them left by their client; the engine was killed "
-            f"{row['num_engine_kills']} times, {row['num_failed_steps']} steps failed and were tried again, "
-            f"{row['num_failed_requests']} requests failed in work of their own; wrong: {row['num_wrong']}."
+            f"{row['num_left'] / row['num_requests']:.0%} of them abandoned by their client. The engine was killed "
+            f"{row['num_engine_kills']} times. {row['num_failed_steps']} steps failed and were repeated, and "
+            f"{row['num_failed_requests']} requests ended by a fault in their own work. Violations: {row['num_wrong']}."
         )
         command = f"make soak ARGS='--minutes {options.minutes:g} --seed {options.seed}'"
         record("soak", command, [summary, "", *table(counts), "", *table(held)])

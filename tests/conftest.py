@@ -1,14 +1,36 @@
-"""What every test may rely on."""
+"""What every test may rely on, and which tests run when.
+
+`make check` runs the tests marked `essential`, `make test` all but those marked `slow`, `make test-all` these too. The
+marker `sampled(n)` makes all but one in n of a test's cases slow. Tests with real clients are slow as a folder: their
+libraries take seconds to import, so where they do not run, their files are not even loaded.
+"""
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-settings.register_profile("ci", derandomize=True)  # a check of a change tells of the change, not of luck
-if "CI" in os.environ:
-    settings.load_profile("ci")
+from tests.effort import CLIENTS, mark_slow, register_profiles
+
+# Two test processes share two cores: a second thread of torch's in each would only wait for the other's.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+register_profiles(derandomize="CI" in os.environ)  # a check of a change tells of the change, not of luck
+settings.load_profile("quick")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not load the tests with clients where slow tests are left out."""
+    is_left_out = collection_path == CLIENTS and "not slow" in config.option.markexpr
+    return True if is_left_out else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is slow before pytest selects by markers."""
+    mark_slow(items)
 
 
 @pytest.fixture(autouse=True)

@@ -77,7 +77,7 @@ def test_engines_run_in_turn_and_one_that_fails_is_left_out(run: Run, monkeypatc
     monkeypatch.setattr(figures, "Quire", Fast)
     engines = [Fast(run.folder), Slow(run.folder), Broken(run.folder)]
     cases = [{"num_prompts": n, "input_len": 4, "output_len": 9} for n in (1, 3)]
-    rows = list(figures._in_turn(run, engines, figures.TINY, cases, 100))
+    rows = list(figures._interleaved(run, engines, figures.TINY, cases, 100))
     assert (run.folder / "asked").read_text().splitlines() == [
         f"{engine} {n} {output_len}"
         for n in (1, 3)
@@ -95,7 +95,7 @@ def test_a_driver_that_cannot_start_says_where_its_last_words_are(run: Run) -> N
     engine = Fast(run.folder)
     session = Session(engine, figures.TINY, 100)
     try:
-        with pytest.raises(LeftOutError, match=r"its driver ended; see .*fast bfloat16\.log"):
+        with pytest.raises(LeftOutError, match=r"the driver ended; see .*fast bfloat16\.log"):
             session.call("no such thing")
     finally:
         session.close()
@@ -174,14 +174,14 @@ def test_the_report_shows_the_rows_and_nothing_it_has_not(tmp_path: Path) -> Non
     assert "| 8 x 128 / 64 | other | 77.5 | 8.0 | 1.73 | 0.53 | 9.0 s |" in text
     assert "| 8 x 128 / 1 | quire | 99.5 | 8.0 |  | 0.53 | 1.0 s |" in text
     assert "third is left out: it is not here" in text
-    assert "| bfloat16, 8 at once: share of the limit | 0.9 | 0.53 | missed |" in text
+    assert "| bfloat16, 8 concurrent: share of the limit | 0.9 | 0.53 | missed |" in text
     assert (
-        "\n- bfloat16, 8 at once: share of the limit: of a step's 60.5 ms products take 50.2, at 0.93 of the limit, "
-        "which leaves out the rest: attention 4.0, other kernels 2.2, all else 4.0.\n"
+        "\n- bfloat16, 8 concurrent: share of the limit: a step takes 60.5 ms, of which products take 50.2 (at 0.93 of "
+        "the limit); the limit does not count attention (4.0), other kernels (2.2) and the rest (4.0).\n"
     ) in text
     assert "| bfloat16 | 8 x 1 | 60.5 | 50.25 | 0.93 | 4.0 | 2.25 | 4.00 |" in text
-    assert "costs 2.0 times as much for 4 times as many: linear or better" in text
-    assert "costs 16.0 times as much for 4 times as many: more than linear" in text
+    assert "(4 times), the cost grows 2.0 times: linear or better" in text
+    assert "(4 times), the cost grows 16.0 times: more than linear" in text
     assert "| avx2 | int8 | 8 | 64 | 32 | 9.5 | 1.5 | 2.5 | reading | 0.71 |" in text
     assert "## Kernels" not in text
     plots = {path.name: path.read_bytes() for path in (tmp_path / "page").iterdir()}

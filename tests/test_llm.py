@@ -63,6 +63,7 @@ def test_every_form_of_a_prompt_alone_and_in_a_list(llm: LLM, prompt: Any) -> No
     assert output.prompt == (text if isinstance(text, str) else None)
 
 
+@pytest.mark.essential
 def test_deltas_add_up_to_the_whole_and_tell_each_end_once(llm: LLM) -> None:
     engine, whole = llm.engine, {}
     for kind in ("cumulative", "delta", "final_only"):
@@ -103,6 +104,7 @@ def test_an_aborted_request_tells_what_was_not_told_yet(llm: LLM, kind: str) -> 
     assert llm.get_tokenizer().decode(tokens).startswith("".join(o.text for o in [*told, *last.outputs]))
 
 
+@pytest.mark.essential
 def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
     prompts = [[5] * n for n in (40, 3, 100, 1, 7)]
     params = [SamplingParams(temperature=0, max_tokens=n) for n in (30, 1, 9, 4, 30)]
@@ -162,7 +164,7 @@ def test_a_wrong_prompt_raises_alone_and_is_ignored_in_a_list(
 
 @pytest.mark.parametrize("prompts", [5, None, iter(["a"])])
 def test_what_is_no_prompt_at_all_is_refused(llm: LLM, prompts: Any) -> None:
-    with pytest.raises(InvalidPromptError, match="prompts must be one"):
+    with pytest.raises(InvalidPromptError, match="prompts must be a prompt"):
         generate(llm, prompts)
 
 

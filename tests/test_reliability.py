@@ -20,7 +20,7 @@ from reliability.coverage import gaps, wanted_files
 from reliability.kills import Answer
 from reliability.overload import Load
 from reliability.page import record, table
-from reliability.served import Exchange, Held
+from reliability.served import Exchange, Resources
 from reliability.soak import MAX_GROWTH_BYTES, Tally, left_behind, not_injected
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,6 +31,7 @@ def soak(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=ROOT, timeout=120)
 
 
+@pytest.mark.slow
 def test_a_short_soak_leaves_nothing() -> None:
     done = soak("--fault-probability", "0.001")
     row = json.loads(done.stdout)
@@ -40,6 +41,7 @@ def test_a_short_soak_leaves_nothing() -> None:
     assert row["num_failed_steps"] + row["num_failed_requests"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "found"), [("files", "files more"), ("blocks", "blocks are in use")])
 def test_a_planted_leak_is_found(kind: str, found: str) -> None:
     done = soak("--plant-leak", kind, "--fault-probability", "0")
@@ -47,6 +49,7 @@ def test_a_planted_leak_is_found(kind: str, found: str) -> None:
     assert any(found in wrong for wrong in json.loads(done.stdout)["wrong"])
 
 
+@pytest.mark.slow
 def test_killing_each_kind_of_process_loses_nothing() -> None:
     command = [sys.executable, "-m", "reliability.kills", "--count", "3", "--slack-s", "60"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
@@ -74,6 +77,7 @@ def test_an_answer_that_was_cut_off_must_be_the_beginning_of_the_right_one(
     assert Answer(texts, error=error).is_part_of(Answer({0: "abc", 1: "de"})) == is_part
 
 
+@pytest.mark.slow
 def test_ten_times_the_rate_refuses_and_does_not_break() -> None:
     short = ["--seconds", "1", "--rounds", "1", "--seqs", "2", "--output-len", "32"]
     command = [sys.executable, "-m", "reliability.overload", *short]
@@ -100,10 +104,10 @@ def test_tokens_that_come_late_together_are_all_counted() -> None:
 
 
 def test_what_is_left_behind_is_named() -> None:
-    before = {"API": Held(10**6, 5, 20)}
-    assert list(left_behind(before, {"API": Held(10**6 + MAX_GROWTH_BYTES, 7, 22)})) == []
-    found = list(left_behind(before, {"API": Held(2 * MAX_GROWTH_BYTES, 8, 23)}))
-    assert found == ["the API process holds 99 MB more", "the API process has 3 threads more",
+    before = {"API": Resources(10**6, 5, 20)}
+    assert list(left_behind(before, {"API": Resources(10**6 + MAX_GROWTH_BYTES, 7, 22)})) == []
+    found = list(left_behind(before, {"API": Resources(2 * MAX_GROWTH_BYTES, 8, 23)}))
+    assert found == ["the API process uses 99 MB more", "the API process has 3 threads more",
                      "the API process has 3 files more"]  # fmt: skip
 
 
@@ -136,12 +140,12 @@ def test_a_sanitized_extension_is_found_before_the_one_in_use(tmp_path: Path) ->
 
 def test_a_failure_that_was_not_injected_is_told_with_what_the_log_says() -> None:
     logged = (
-        "2026-11-22 10:00:00,000 ERROR request 'cmpl-aa-0' failed when its tokens were taken: BufferError\nTraceback\n"
+        "2026-11-22 10:00:00,000 ERROR request 'cmpl-aa-0' failed when its tokens were added: BufferError\nTraceback\n"
         "2026-11-22 10:00:01,000 ERROR request bb failed\nTraceback\nKeyError: 3\n"
         "2026-11-22 10:00:02,000 WARNING a step failed\nBufferError: injected at step.end\n"
     )
     (wrong,) = not_injected(logged, ["aa", "bb"])
-    assert wrong.startswith("request bb failed, and not by injection")
+    assert wrong.startswith("request bb failed without an injected fault")
     assert wrong.endswith("KeyError: 3\n")
 
 

@@ -1,8 +1,8 @@
-"""What a step of beam search costs beside a step that decodes as many independent samples.
+"""Compare the time of a beam-search step with that of a step for the same number of independent samples.
 
     python tools/bench_beams.py [--model FOLDER] [--widths 2 4 8] [--max-tokens 128]
 
-Prints one JSON line per width: median seconds of a step with all of them running, and the ratio of the two.
+Prints one line of JSON per width: the median times of a step with all beams or samples running, and their ratio.
 """
 
 import argparse
@@ -16,7 +16,7 @@ PROMPT = list(range(100, 164))
 
 
 def step_s(llm: LLM, params: SamplingParams | BeamSearchParams, width: int) -> float:
-    """The median over the steps that compute one token of each sequence of a request."""
+    """Return the median time of the steps that compute one token of each sequence of a request."""
     engine, times = llm.engine, []
     engine.add_request("bench", PROMPT, params)
     num_steps = engine.stats().num_steps
@@ -30,7 +30,7 @@ def step_s(llm: LLM, params: SamplingParams | BeamSearchParams, width: int) -> f
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=None)
     parser.add_argument("--widths", type=int, nargs="+", default=[2, 4, 8])

@@ -1,10 +1,10 @@
-"""What structured output costs: time to compile, and per token to mask, advance and look ahead.
+"""Measure structured output: the time to compile a grammar, and for each token to mask, advance and look ahead.
 
     python tools/bench_grammar.py                            # the embedded checkpoint's vocabulary
     python tools/bench_grammar.py --tokenizer FOLDER --vocab-size 151936
 
-Prints a table and one JSON line per structure. A walk draws uniformly from what the masks leave. The shares are of a
-decode step of --step-ms with one sequence and --batch-step-ms with 64, masks one after another in one thread.
+Prints a table and one line of JSON per structure. Tokens are drawn uniformly from those that the masks allow. The
+shares are of a decode step of --step-ms with one sequence and --batch-step-ms with 64, with all masks in one thread.
 """
 
 import argparse
@@ -25,7 +25,7 @@ NUM_ROWS = 64
 
 
 def schema(num_fields: int) -> dict[str, object]:
-    """An object with fields of five kinds in turn."""
+    """Return the schema of an object whose fields cycle through five kinds."""
     kinds: list[object] = [
         {"type": "string", "maxLength": 40},
         {"type": "integer"},
@@ -57,14 +57,13 @@ STRUCTURES: dict[str, StructuredOutputsParams] = {
 
 
 def measure(compiler: GrammarCompiler, params: StructuredOutputsParams, vocab_size: int) -> dict[str, float]:
-    """Times in microseconds, where it does not say ms."""
+    """Return times in microseconds, or in milliseconds if the name says ms."""
     start_s = time.perf_counter()
     compiler.submit(params).future.result()
     figures = {"compile_ms": (time.perf_counter() - start_s) * 1e3}
     start_s = time.perf_counter()
     compiler.submit(params).future.result()
     figures["again_ms"] = (time.perf_counter() - start_s) * 1e3
-    words = np.zeros(-(-vocab_size // 32), np.int32)
     mask_s: list[float] = []
     commit_s: list[float] = []
     num_forced = 0
@@ -73,7 +72,7 @@ def measure(compiler: GrammarCompiler, params: StructuredOutputsParams, vocab_si
         num_tokens = 0
         while num_tokens < MAX_TOKENS and not state.is_finished:
             start_s = time.perf_counter()
-            state.fill(words)
+            words = state.mask()
             mask_s.append(time.perf_counter() - start_s)
             allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
             token_id = int(rng.choice(allowed))
@@ -98,17 +97,17 @@ def measure(compiler: GrammarCompiler, params: StructuredOutputsParams, vocab_si
 def main() -> None:
     """Measure every structure with one tokenizer."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokenizer", default=str(CHECKPOINT), help="a folder with a tokenizer.json")
-    parser.add_argument("--vocab-size", type=int, help="the model's, where it is padded")
-    parser.add_argument("--step-ms", type=float, default=30.0, help="a decode step with one sequence")
-    parser.add_argument("--batch-step-ms", type=float, default=140.0, help="a decode step with 64 sequences")
+    parser.add_argument("--tokenizer", default=str(CHECKPOINT), help="folder with a tokenizer.json")
+    parser.add_argument("--vocab-size", type=int, help="vocabulary size of the model, if it is padded")
+    parser.add_argument("--step-ms", type=float, default=30.0, help="time of a decode step with one sequence")
+    parser.add_argument("--batch-step-ms", type=float, default=140.0, help="time of a decode step with 64 sequences")
     args = parser.parse_args()
     tokenizer = Tokenizer.from_path(args.tokenizer)
     vocab_size = args.vocab_size or tokenizer.vocab_size
     compiler = GrammarCompiler(tokenizer, vocab_size, [tokenizer.eos_token_id or 0])
     start_s = time.perf_counter()
     compiler.submit(StructuredOutputsParams(regex="a")).future.result()
-    print(f"{vocab_size} tokens; library and vocabulary: {time.perf_counter() - start_s:.2f} s, once\n")
+    print(f"{vocab_size} tokens; loading the library and the vocabulary once: {time.perf_counter() - start_s:.2f} s\n")
     print("| structure | compile ms | again ms | mask us: mean, p99, max | commit us | forced | 1 row | 64 rows |")
     print("|---|---|---|---|---|---|---|---|")
     lines = []

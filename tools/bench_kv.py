@@ -1,8 +1,8 @@
-"""The KV cache in figures: one JSON line per row, beside its target, the machine's limit or the published value.
+"""Benchmark of the KV cache: one line of JSON per row, with its target, the machine's limit or the published value.
 
-Times are medians, and what is compared is measured in turn, in one run: on a shared machine the speed of everything
-moves. Bookkeeping, which runs on one thread and waits for nothing, is timed by that thread's CPU clock, so that other
-programs do not count. Rows that count tokens or blocks come out the same on every machine.
+Times are medians, and figures that are compared are measured interleaved in one run, because the speed of a shared
+machine changes. Bookkeeping, which runs on one thread and never waits, is timed by that thread's CPU clock, so other
+programs do not count. Rows that count tokens or blocks are the same on every machine.
 """
 
 import argparse
@@ -23,9 +23,8 @@ import numpy as np
 import torch
 
 from quire import LLM, SamplingParams, kernels
-from quire.common.batch import BlockPairs, Draw, StepResult
-from quire.common.outputs import RequestMetrics
-from quire.config.kv_cache import KVCacheConfig, KVCacheSpec
+from quire.common.batch import BlockPairs, Draw, StepResult, Transfer
+from quire.config.kv_cache import FullAttentionSpec, KVCacheConfig, KVCacheSpec
 from quire.config.kv_layout import kv_cache_config
 from quire.config.scheduler import SchedulerConfig
 from quire.engine.requests.output import OutputBuilder, SampleOutput
@@ -45,7 +44,7 @@ Row = dict[str, Any]
 
 BLOCK_SIZE = 16
 VOCAB_SIZE = 151_936
-TINY = KVCacheSpec(1, 2, "float32")  # accounting knows no tensors: any will do
+TINY = FullAttentionSpec(1, 2, "float32")  # any: block accounting uses no tensors
 
 NUM_SEQS = 256
 DECODE_STEPS = 256
@@ -59,9 +58,9 @@ POOLS = (1_000, 10_000, 100_000, 1_000_000)
 POOL_ROUNDS = 60
 BLOCKS_PER_ROUND = 512
 
-QWEN2_05B = (KVCacheSpec(2, 64, "bfloat16"),) * 24
+QWEN2_05B = (FullAttentionSpec(2, 64, "bfloat16"),) * 24
 SWAPPED_BLOCKS = (128, 1024)
-"""2,000 and 16,000 tokens"""
+"""Blocks of 2,000 and 16,000 tokens."""
 SWAP_TIER_BLOCKS = 4096
 SWAP_ROUNDS = 31
 SWAP_TARGET = 0.8
@@ -73,33 +72,33 @@ PAPER_SAVINGS: dict[tuple[str, str], tuple[float | None, ...]] = {
     ("alpaca", "beam_width"): (0.376, None, 0.552),
     ("sharegpt", "beam_width"): (0.443, None, 0.663),
 }
-"""Kwon et al. 2023 (PagedAttention), figure 15 and section 6.3, for the WIDTHS; None: not given in the text"""
+"""Values of Kwon et al. 2023 (PagedAttention), figure 15 and section 6.3, for the WIDTHS; None: not in the text."""
 SIMULATED_REQUESTS = 200
 CHAT_BLOCKS = ((65_536, 0), (1000, 0), (1000, 2000))
-"""on the device, on the host"""
+"""Pairs of (blocks on the device, blocks on the host)."""
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """How long one call takes."""
+    """Return the seconds that one call takes."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
 
 
 def cpu_seconds(call: Callable[[], object]) -> float:
-    """CPU time that one call takes on this thread."""
+    """Return the CPU time that one call takes on this thread."""
     start = time.thread_time()
     call()
     return time.thread_time() - start
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """By nearest rank."""
+    """Return a percentile by the nearest-rank method."""
     return sorted(values)[-(-len(values) * percent // 100) - 1]
 
 
 def cache_config(num_blocks: int, num_host_blocks: int = 0, specs: Sequence[KVCacheSpec] = (TINY,)) -> KVCacheConfig:
-    """A cache of so many blocks in each tier."""
+    """Return the configuration of a cache with these numbers of blocks."""
     return replace(kv_cache_config(specs, BLOCK_SIZE, num_blocks=num_blocks), num_host_blocks=num_host_blocks)
 
 
@@ -107,7 +106,7 @@ AMPLE = cache_config(65_536)
 
 
 class DecodeLoop:
-    """The real scheduler, block manager and commit around an executor that draws any token at once."""
+    """The real scheduler, block manager and commit, with random tokens in place of a model."""
 
     def __init__(self, prompt_lens: Sequence[int]) -> None:
         blocks = BlockSpaceManager(cache_config(NUM_SEQS * 64), enable_prefix_caching=True)
@@ -118,10 +117,10 @@ class DecodeLoop:
         for index, prompt_len in enumerate(prompt_lens):
             prompt = self.rng.choices(range(VOCAB_SIZE), k=prompt_len)
             sample = Sample(self.scheduler.new_seq_id(), prompt, (Draw(0.0, 0, 1.0, b""),), SampleOutput(params))
-            self.scheduler.add(SequenceGroup(OutputBuilder(str(index), prompt, params, RequestMetrics(0.0)), sample))
+            self.scheduler.add(SequenceGroup(OutputBuilder(str(index), prompt, params, 0.0), sample))
 
     def step(self) -> tuple[float, float]:
-        """Seconds of schedule() and of commit()."""
+        """Run a step; return the seconds of schedule() and of commit()."""
         start = time.thread_time()
         batch = self.scheduler.schedule()
         schedule_s = time.thread_time() - start
@@ -131,8 +130,11 @@ class DecodeLoop:
 
 
 def bench_accounting() -> Iterator[Row]:
-    """Decode steps of 256 sequences of about 500 tokens. `spread`: 16 of them fill a block in each step; `aligned`, the
-    worst case: all 256 do in one step of 16, which the 99th percentile shows."""
+    """Measure decode steps of 256 sequences of about 500 tokens.
+
+    With `spread`, 16 of the sequences fill a block in each step. With `aligned`, the worst case, all 256 fill one in
+    the same step of every 16, which the 99th percentile shows.
+    """
     rng = random.Random("accounting")
     loops = {
         "spread": DecodeLoop([rng.randrange(250, 500) for _ in range(NUM_SEQS)]),
@@ -161,7 +163,7 @@ def bench_accounting() -> Iterator[Row]:
 
 
 def run_once(blocks: BlockSpaceManager, seq_id: int, token_ids: list[int]) -> None:
-    """A sequence comes, is computed in one step, and leaves its blocks in the cache."""
+    """Compute a sequence in one step and leave its blocks in the cache."""
     blocks.advance()
     blocks.allocate(blocks.look_up(seq_id, token_ids))
     blocks.append(seq_id, 0, len(token_ids))
@@ -171,8 +173,10 @@ def run_once(blocks: BlockSpaceManager, seq_id: int, token_ids: list[int]) -> No
 
 
 def bench_prefix_lookup() -> Iterator[Row]:
-    """A new sequence's first look_up, hashing included, of a prompt that is cached and of one never seen, beside one
-    BLAKE2b over the same bytes, which is the least that hashing can cost."""
+    """Measure the first look_up of a cached and of a new prompt, including hashing.
+
+    For comparison, a single BLAKE2b over the same bytes is the least time that hashing can take.
+    """
     rng = random.Random("prefix lookup")
     blocks = BlockSpaceManager(cache_config(2 * PROMPT_LEN // BLOCK_SIZE), enable_prefix_caching=True)
     cached = rng.choices(range(VOCAB_SIZE), k=PROMPT_LEN)
@@ -203,24 +207,24 @@ def bench_prefix_lookup() -> Iterator[Row]:
 
 
 class Pool:
-    """An empty pool, and a manager over one whose every block is cached content, each of a given size."""
+    """An empty pool of a given size, and a manager with a full pool whose blocks are all cached content."""
 
     def __init__(self, num_blocks: int) -> None:
-        self.empty = PrefixCachingBlockAllocator(num_blocks, 1, lambda block_id, content: None)
+        self.empty = PrefixCachingBlockAllocator(num_blocks, 1, lambda *_: None, lambda *_: None)
         self.full = BlockSpaceManager(cache_config(num_blocks), enable_prefix_caching=True, watermark=0)
         self._seq_ids, self._tokens = count(), count()
         while self.full.pool.num_free_blocks and self.full.stats.num_evicted_tokens == 0:
             self.evict_and_publish(min(num_blocks, 1000))
 
     def allocate_and_free(self) -> float:
-        """Seconds per block; a round holds several at once, as sequences do."""
+        """Return the seconds per block; a round allocates several blocks before it frees them, like sequences."""
         start = time.thread_time()
         for block_id in [self.empty.allocate() for _ in range(BLOCKS_PER_ROUND)]:
             self.empty.free(block_id)
         return (time.thread_time() - start) / BLOCKS_PER_ROUND
 
     def evict_and_publish(self, num_blocks: int = BLOCKS_PER_ROUND) -> float:
-        """Seconds per block of a prompt never seen: evicted for it, allocated, published, freed; hashed before."""
+        """Return the seconds per block of a new prompt: evict, allocate, publish and free, without hashing."""
         blocks, seq_id, num_tokens = self.full, next(self._seq_ids), num_blocks * BLOCK_SIZE
         token_ids = [next(self._tokens) for _ in range(num_tokens)]
         blocks.advance()
@@ -235,7 +239,7 @@ class Pool:
 
 
 def bench_allocate_flat() -> Iterator[Row]:
-    """What a block costs in pools of many sizes: it must not grow with the pool."""
+    """Measure the time per block in pools of many sizes; it must not grow with the pool."""
     pools = {num_blocks: Pool(num_blocks) for num_blocks in POOLS}
     operations = {"allocate+free": Pool.allocate_and_free, "evict+allocate+publish": Pool.evict_and_publish}
     for name, operation in operations.items():
@@ -252,15 +256,15 @@ def bench_allocate_flat() -> Iterator[Row]:
 
 
 class MemoryCopy:
-    """Ways to copy a large buffer with all threads, to find the machine's speed."""
+    """Ways to copy a large buffer with all threads, to measure the machine's speed."""
 
     def __init__(self, num_threads: int, num_bytes: int) -> None:
         self.num_threads, self.num_bytes = num_threads, num_bytes
-        self._source, self._target = np.ones((2, num_bytes), np.uint8)  # in huge pages where the system has them
+        self._source, self._target = np.ones((2, num_bytes), np.uint8)  # in huge pages if the system has them
         self._threads = ThreadPoolExecutor(num_threads)
 
     def bytes_per_s(self) -> dict[str, float]:
-        """By way; bytes are counted once."""
+        """Return the speed of each way; bytes are counted once."""
         source, target = torch.from_numpy(self._source), torch.from_numpy(self._target)
         torch.set_num_threads(self.num_threads)
         times = {"torch": seconds(lambda: target.copy_(source))}
@@ -271,13 +275,13 @@ class MemoryCopy:
 
 
 def bench_swap_bandwidth() -> Iterator[Row]:
-    """Scattered blocks of Qwen2-0.5B's layout to the host tier and back, against a copy of large buffers."""
+    """Measure swapping scattered blocks of Qwen2-0.5B's layout, compared with a copy of large buffers."""
     config = cache_config(SWAP_TIER_BLOCKS, SWAP_TIER_BLOCKS, QWEN2_05B)
     bytes_per_block = config.total_bytes // config.num_blocks
-    engine, rng = CacheEngine(config), random.Random("swap")
-    for tier in (engine.blocks, engine.host_blocks):
-        tier.fill_(1)  # takes the pages
-    copy, swaps = MemoryCopy(kernels.num_threads(), 2**28), {"swap_out": engine.swap_out, "swap_in": engine.swap_in}
+    engine, rng = CacheEngine(config, kernels.backend_for("cpu")), random.Random("swap")
+    for tier in engine.tiers:
+        tier.fill_(1)  # touches every page
+    copy, swaps = MemoryCopy(kernels.num_threads(), 2**28), {"swap_out": (0, 1), "swap_in": (1, 0)}
 
     def pairs(num_blocks: int) -> BlockPairs:
         ids = range(SWAP_TIER_BLOCKS)
@@ -288,9 +292,9 @@ def bench_swap_bandwidth() -> Iterator[Row]:
         for _ in range(SWAP_ROUNDS):
             for way, speed in copy.bytes_per_s().items():
                 speeds[way].append(speed)
-            for name, swap in swaps.items():
-                moved = pairs(num_blocks)
-                speeds[name].append(num_blocks * bytes_per_block / seconds(partial(swap, moved)))
+            for name, tiers in swaps.items():
+                moved = (Transfer(*tiers, pairs(num_blocks)),)
+                speeds[name].append(num_blocks * bytes_per_block / seconds(partial(engine.transfer, moved)))
         medians = {name: statistics.median(values) for name, values in speeds.items()}
         copy_speed = max(speed for name, speed in medians.items() if name not in swaps)
         for name in swaps:
@@ -306,15 +310,17 @@ def bench_swap_bandwidth() -> Iterator[Row]:
 
 
 def simulate(shape: str, config: KVCacheConfig, num_requests: int | None = SIMULATED_REQUESTS, **width: int) -> Row:
-    """The simulator's report on a synthetic trace."""
+    """Return the simulator's report on a synthetic trace."""
     simulator = Simulator(config, SchedulerConfig(256, 2048))
     simulator.run(synthetic_trace(0, num_requests, shape=shape, **width))
     return report(simulator)
 
 
 def bench_chat() -> Iterator[Row]:
-    """Conversations: of the tokens that an earlier turn or user had brought, the share not computed again; with room
-    for all, with too little, and with a host tier to spill to."""
+    """Simulate conversations: the share of tokens known from earlier turns and users that is not recomputed.
+
+    The cache is large enough, then too small, then too small with a host tier.
+    """
     for num_blocks, num_host_blocks in CHAT_BLOCKS:
         figures = simulate("chat", cache_config(num_blocks, num_host_blocks), None)
         names = ("hit_of_possible", "prefix_hit_rate", "possible_hit_tokens", "prefix_tokens")
@@ -322,7 +328,7 @@ def bench_chat() -> Iterator[Row]:
 
 
 def bench_sharing(kind: str) -> Iterator[Row]:
-    """Blocks that samples or beams of one request save by sharing, beside the paper's."""
+    """Simulate the share of blocks that samples or beams of a request save by sharing, with the paper's values."""
     for shape in ("alpaca", "sharegpt"):
         for width, paper in zip(WIDTHS, PAPER_SAVINGS[shape, kind], strict=True):
             savings = simulate(shape, AMPLE, **{kind: width})["sharing_savings"]
@@ -330,13 +336,13 @@ def bench_sharing(kind: str) -> Iterator[Row]:
 
 
 def bench_waste() -> Iterator[Row]:
-    """Slots of held blocks that hold no token; the paper promises less than 4 %."""
+    """Simulate the share of empty slots in used blocks; the paper reports less than 4 %."""
     for shape in ("alpaca", "sharegpt", "mixed"):
         yield {"shape": shape, "kv_waste": simulate(shape, AMPLE)["kv_waste"], "paper": 0.04}
 
 
 def bench_repeated_prompt() -> Iterator[Row]:
-    """Tokens computed for a prompt that was run before, of whole blocks and not, on the embedded checkpoint."""
+    """Count the tokens computed for a repeated prompt, of whole blocks and not, with the embedded checkpoint."""
     llm = LLM(num_gpu_blocks_override=256, max_model_len=1024)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
     rng = random.Random("repeated prompt")
@@ -362,11 +368,11 @@ BENCHMARKS: dict[str, Callable[[], Iterator[Row]]] = {
 
 
 def main() -> None:
-    """Run all benchmarks, or those named."""
+    """Run all benchmarks, or the named ones."""
     parser = argparse.ArgumentParser(description=__doc__)
     names = tuple(BENCHMARKS)
     parser.add_argument("--only", choices=names, nargs="+", default=names, metavar="NAME", help=", ".join(names))
-    parser.add_argument("--threads", type=int, help="for the copies; none: what the CPU set and quota allow")
+    parser.add_argument("--threads", type=int, help="threads for copies (default: what the CPU set and quota allow)")
     args = parser.parse_args()
     if args.threads:
         kernels.set_num_threads(args.threads)

@@ -1,15 +1,14 @@
-"""How long the sampler takes for a step: from the draws and the tokens so far to the tokens drawn.
+"""Measure the sampler's time for a step, from the draws and the tokens so far to the sampled tokens.
 
     python tools/bench_sampling.py [--rows 64] [--vocab 152000] [--history 1000] [--threads 0] [--seconds 0.5]
 
-Prints a table of milliseconds per step, the shortest of several runs: building the tensors, and all of it.
-Logits are normal, of two spreads: 3 is about as peaked as a language model's, 0.3 nearly flat.
+Prints a table of milliseconds per step, the shortest of several runs: for building the tensors, and in total. Logits
+are normally distributed with a standard deviation of 3, about as peaked as a language model's, or 0.3, nearly flat.
 """
 
 import argparse
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -37,15 +36,14 @@ SETTINGS: dict[str, dict[str, float | int]] = {
 }
 
 
-@dataclass(frozen=True)
 def main() -> None:
     """Measure every setting."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--vocab", type=int, default=152_000)
     parser.add_argument("--history", type=int, default=1000, help="tokens of prompt and output, half each")
-    parser.add_argument("--threads", type=int, default=0, help="0: all")
-    parser.add_argument("--seconds", type=float, default=0.5, help="for each row of the table and half of it")
+    parser.add_argument("--threads", type=int, default=0, help="number of threads; 0: all")
+    parser.add_argument("--seconds", type=float, default=0.5, help="seconds for each figure of the table")
     options = parser.parse_args()
     kernels.set_num_threads(options.threads or kernels.num_threads())
     torch.set_num_threads(1)
@@ -79,7 +77,7 @@ def make_sequences(
 
 
 def shortest_ms(call: Callable[[], object], seconds: float) -> float:
-    """Of as many calls as fit."""
+    """Return the shortest time of the calls that fit into a time."""
     best, end = float("inf"), time.perf_counter() + seconds
     while (start := time.perf_counter()) < end:
         call()

@@ -1,12 +1,12 @@
-"""What serving costs: tokens per second of streams over HTTP beside those of the engine alone, and CPU time per token.
+"""Measure the overhead of serving: tokens per second of HTTP streams and of the engine alone, and CPU time per token.
 
     python tools/bench_serving.py [MODEL] [--streams 64] [--input-len 64] [--output-len 128] [--runs 3]
 
-Three doors to the same engine, each with the same greedy requests, all sent at once: `LLM` in this process, AsyncLLM
-over its engine process, and `quire serve` with a client in this process that reads what is streamed and little more.
-They take turns, so that what else the machine does meets all of them; each door's best run counts. One JSON line per
-door: `slowdown` is the share of LLM's throughput that is missing, `server_us_per_token` CPU time of the API process,
-`client_us_per_token` that of this one, which a client elsewhere would not take from the engine.
+Three interfaces of the engine run the same greedy requests, all sent at once: `LLM` in this process, AsyncLLM with its
+engine process, and `quire serve` with a minimal client in this process. Their runs are interleaved, so that other load
+of the machine affects all of them, and the best run of each counts. Prints one line of JSON per interface (field
+`door`): `slowdown` is the loss against LLM's throughput, `server_us_per_token` the CPU time of the API process, and
+`client_us_per_token` that of this process, which a client on another machine would not take from the engine.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 @dataclass
 class Run:
-    """One batch of streams through one door."""
+    """The times of one batch of streams through one interface."""
 
     elapsed_s: float
     server_cpu_s: float | None = None
@@ -48,13 +48,13 @@ class Run:
 
 
 def cpu_s(pid: int) -> float:
-    """CPU time that a process has taken, its threads included and its children not."""
+    """Return the CPU time that a process has used, with its threads but without its children."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) * _TICK_S
 
 
 class _Stream(asyncio.Protocol):
-    """Sends a request and waits for the end of its stream; keeps its last bytes."""
+    """Sends a request, waits for the end of its stream, and keeps its last bytes."""
 
     def __init__(self, request: bytes) -> None:
         self._request = request
@@ -62,21 +62,21 @@ class _Stream(asyncio.Protocol):
         self.tail = b""
 
     def connection_made(self, transport: Any) -> None:
-        """Send."""
+        """Send the request."""
         transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        """More events."""
+        """Keep the last bytes."""
         self.tail = (self.tail + data)[-_TAIL_BYTES:]
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """All of them."""
+        """Note the end of the stream."""
         if not self.ended.done():
             self.ended.set_result(None)
 
 
 async def stream_all(port: int, prompts: list[list[int]], output_len: int) -> None:
-    """Stream a completion of each prompt, all at once. Raises RuntimeError if one is not whole."""
+    """Stream a completion of each prompt, all at once. Raises RuntimeError if one is incomplete."""
 
     async def stream(prompt: list[int]) -> None:
         fields = {"prompt": prompt, "max_tokens": output_len, "temperature": 0, "ignore_eos": True}
@@ -108,7 +108,7 @@ class Served:
         self._port = int(found[1])
 
     async def run(self, prompts: list[list[int]], output_len: int) -> Run:
-        """One batch."""
+        """Run one batch."""
         pids = self.process.pid, os.getpid()
         start_s, before = time.perf_counter(), [cpu_s(pid) for pid in pids]
         await stream_all(self._port, prompts, output_len)
@@ -122,7 +122,7 @@ class Served:
 
 
 async def run_async_llm(llm: AsyncLLM, prompts: list[list[int]], output_len: int) -> Run:
-    """One batch, token by token. This process is what the API process is in a server."""
+    """Run one batch, token by token. This process does the work of a server's API process."""
     params = msgspec.structs.replace(greedy(output_len), output_kind="delta")
 
     async def read(i: int, token_ids: list[int]) -> None:
@@ -135,7 +135,7 @@ async def run_async_llm(llm: AsyncLLM, prompts: list[list[int]], output_len: int
 
 
 def engine_kwargs(args: argparse.Namespace) -> dict[str, Any]:
-    """The same engine for all."""
+    """Return the arguments of the engine, which are the same for all interfaces."""
     return {
         "model": args.model,
         "max_num_seqs": args.streams,
@@ -146,7 +146,7 @@ def engine_kwargs(args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def measure(args: argparse.Namespace, log: Path) -> dict[str, list[Run]]:
-    """Each door's runs, after a short one that warms up."""
+    """Return the runs of each interface, after a short run to warm up."""
     engine_args = EngineArgs(**engine_kwargs(args))
     llm = LLM(**engine_kwargs(args))
     prompts = random_prompts(args.streams, args.input_len, llm.engine.model_config.vocab_size)
@@ -155,17 +155,17 @@ async def measure(args: argparse.Namespace, log: Path) -> dict[str, list[Run]]:
     async def run_llm(output_len: int) -> Run:
         return Run(run_once(llm, prompts, output_len))
 
-    doors: dict[str, Callable[[int], Awaitable[Run]]] = {
+    interfaces: dict[str, Callable[[int], Awaitable[Run]]] = {
         "LLM": run_llm,
         "AsyncLLM": lambda output_len: run_async_llm(async_llm, prompts, output_len),
         "quire serve": lambda output_len: served.run(prompts, output_len),
     }
     try:
-        for run in doors.values():
+        for run in interfaces.values():
             await run(_WARM_UP_LEN)
-        runs: dict[str, list[Run]] = {name: [] for name in doors}
+        runs: dict[str, list[Run]] = {name: [] for name in interfaces}
         for _ in range(args.runs):
-            for name, run in doors.items():
+            for name, run in interfaces.items():
                 runs[name].append(await run(args.output_len))
         return runs
     finally:
@@ -174,7 +174,7 @@ async def measure(args: argparse.Namespace, log: Path) -> dict[str, list[Run]]:
 
 
 def report(args: argparse.Namespace, runs: dict[str, list[Run]]) -> None:
-    """A line for each door."""
+    """Print a line for each interface."""
     num_tokens = args.streams * args.output_len
     best = {name: min(made, key=lambda run: run.elapsed_s) for name, made in runs.items()}
     for name, run in best.items():
@@ -203,7 +203,7 @@ def _flag(name: str, value: Any) -> str:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default=None)
     parser.add_argument("--streams", type=int, default=64)

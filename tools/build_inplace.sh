@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds the native extension into src/quire, so that PYTHONPATH=src runs on it without an install.
-# PYTHON names the interpreter (with nanobind installed); BUILD_DIR the build tree; further arguments go to cmake.
+# Builds the native extension into src/quire, so that Quire runs with PYTHONPATH=src without being installed.
+# PYTHON is an interpreter with nanobind, BUILD_DIR the build tree; further arguments are passed to cmake.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON:-python3}

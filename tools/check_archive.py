@@ -1,4 +1,4 @@
-"""Check what a built wheel or source archive holds, before anybody downloads it: `check_archive.py FILE...`."""
+"""Check the contents of a built wheel or source archive before it is published: `check_archive.py FILE...`."""
 
 import argparse
 import sys
@@ -19,7 +19,7 @@ CHECKPOINT_FILES = (
 PACKAGE = (
     "quire/py.typed",
     "quire/common/version.py",
-    "quire/kernels/reference.py",
+    "quire/kernels/backends/reference.py",
     "quire/server/page/files/index.html",
     "quire/server/page/files/app.js",
     "quire/server/page/files/style.css",
@@ -40,7 +40,7 @@ UNWANTED = ("*.pyc", "*/.venv/*", ".venv/*", "build/*", "*/.hypothesis/*", "*/py
 
 
 def archive_names(path: Path) -> list[str]:
-    """The files inside; a source archive's names without the folder that wraps them all."""
+    """Return the names of an archive's files, without the top folder of a source archive."""
     if path.suffix == ".whl":
         with zipfile.ZipFile(path) as wheel:
             return wheel.namelist()
@@ -49,14 +49,14 @@ def archive_names(path: Path) -> list[str]:
 
 
 def problems(path: Path) -> list[str]:
-    """What is wrong with one archive, in words."""
+    """Return descriptions of what is wrong with an archive."""
     names = archive_names(path)
     wanted = WHEEL if path.suffix == ".whl" else SDIST
     found = [f"lacks {pattern}" for pattern in wanted if not any(fnmatch(name, pattern) for name in names)]
-    found += [f"holds {name}" for name in names if any(fnmatch(name, pattern) for pattern in UNWANTED)]
+    found += [f"contains {name}" for name in names if any(fnmatch(name, pattern) for pattern in UNWANTED)]
     if path.suffix == ".whl":
         found += [
-            f"holds {name}, outside the package"
+            f"contains {name}, which is outside the package"
             for name in names
             if not fnmatch(name, "quire/*") and "dist-info" not in name
         ]
@@ -66,7 +66,7 @@ def problems(path: Path) -> list[str]:
 
 
 def main() -> int:
-    """Print one line per archive and per problem; 1 if there is a problem."""
+    """Print one line per archive and per problem; the exit status is 1 if there is a problem."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("archives", nargs="+", type=Path)
     failed = False

@@ -1,6 +1,6 @@
-"""Check an installed Quire where it will be used: the native kernels load, and the embedded checkpoint answers.
+"""Check an installed Quire: the native kernels load, and the embedded checkpoint generates an answer.
 
-Run by the wheel build on every platform, outside the source tree; needs nothing but the package.
+The wheel build runs this on every platform, outside the source tree; it needs only the package.
 """
 
 import importlib
@@ -12,7 +12,7 @@ QUESTION = "What does json.dumps do?"
 
 
 def main() -> int:
-    """Print what runs and what it says; 1 if the kernels are not native or the answer is empty."""
+    """Print the kernels and the answer; the exit status is 1 if the kernels are not native or the answer is empty."""
     importlib.import_module("quire._native")
     (output,) = LLM(kv_cache_memory="16MiB").chat(
         [{"role": "user", "content": QUESTION}], SamplingParams(temperature=0, max_tokens=40), use_tqdm=False

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Compiles and links the native extension for 64-bit Arm, warnings being errors; nothing of it is run. Needs Debian's
-# g++-aarch64-linux-gnu: root gets it installed where it is missing, and where that fails this says so and succeeds.
-# PYTHON names an interpreter with nanobind; BUILD_DIR the build tree.
+# Compiles and links the native extension for 64-bit Arm with warnings as errors, without running it. It needs Debian's
+# g++-aarch64-linux-gnu: root installs it if it is missing; if that fails, the script prints a message and succeeds.
+# PYTHON is an interpreter with nanobind, BUILD_DIR the build tree.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON:-python3}
@@ -11,7 +11,7 @@ install() {
     timeout 60 apt-get update && timeout 120 apt-get install --yes --no-install-recommends g++-aarch64-linux-gnu
 }
 if ! command -v "$compiler" >/dev/null && ! { [ "$(id -u)" = 0 ] && install; } >/dev/null 2>&1; then
-    echo "skipped: there is no $compiler (Debian's g++-aarch64-linux-gnu), and it could not be installed"
+    echo "skipped: $compiler (Debian's g++-aarch64-linux-gnu) is missing and could not be installed"
     exit 0
 fi
 cmake -S "$root" -B "$build" -DCMAKE_BUILD_TYPE=Release -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \

@@ -1,8 +1,7 @@
-"""Count the lines of code of `src/quire` and `csrc`, and fail when they exceed the budget in pyproject.toml.
+"""Count the lines of code of `src/quire` and `csrc`, and fail if they exceed the budget in pyproject.toml.
 
-A line of code holds something besides blanks, comments and docstrings. Raising `line_budget` is allowed: it makes
-growth a line of the change that a reviewer sees. Files of more than 400 lines (everything counted) are listed, not
-refused: each is a question about the design.
+Blank lines, comments and docstrings do not count. `line_budget` may be raised: a reviewer then sees the growth as a
+line of the change. Files of more than 400 lines (everything counted) are listed but allowed.
 """
 
 import argparse
@@ -31,7 +30,7 @@ _CXX_COMMENT_OR_STRING = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', r
 
 
 def python_code_lines(text: str) -> int:
-    """Lines of Python source that carry code; strings standing alone as a statement count as documentation."""
+    """Count the lines of Python source with code; a string that is a whole statement counts as documentation."""
     documentation = {
         line
         for node in ast.walk(ast.parse(text))
@@ -48,7 +47,7 @@ def python_code_lines(text: str) -> int:
 
 
 def cxx_code_lines(text: str) -> int:
-    """Lines of C++ source that carry code."""
+    """Count the lines of C++ source with code."""
 
     def blank(match: re.Match[str]) -> str:
         found = match.group()
@@ -58,25 +57,25 @@ def cxx_code_lines(text: str) -> int:
 
 
 def sources(root: Path) -> Iterator[Path]:
-    """The files the budget covers, in a fixed order."""
+    """Yield the files that the budget covers, in a fixed order."""
     yield from sorted((root / "src" / "quire").rglob("*.py"))
     yield from sorted(path for path in (root / "csrc").rglob("*") if path.suffix in {".h", ".cpp"})
 
 
 def count(path: Path) -> int:
-    """Lines of code of one file."""
+    """Count the lines of code of one file."""
     text = path.read_text(encoding="utf-8")
     return python_code_lines(text) if path.suffix == ".py" else cxx_code_lines(text)
 
 
 def folder_of(path: Path) -> str:
-    """The row of the table a file belongs to: `src/quire/engine`, `csrc`, ..."""
+    """Return the row of the table for a file: `src/quire/engine`, `csrc`, ..."""
     depth = 3 if path.parts[0] == "src" else 1
     return "/".join(path.parent.parts[:depth])
 
 
 def main() -> int:
-    """Print the table; 1 if the budget is exceeded."""
+    """Print the table; the exit status is 1 if the budget is exceeded."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--root", type=Path, default=ROOT, help="repository to count (default: this one)")
     root: Path = parser.parse_args().root
@@ -97,7 +96,7 @@ def main() -> int:
     for line in long_files:
         print(f"longer than {LONG_FILE_LINES} lines: {line}")
     if num_lines.total() > budget:
-        print(f"over by {num_lines.total() - budget:,} lines: simplify, or raise tool.quire.line_budget in review")
+        print(f"over budget by {num_lines.total() - budget:,} lines: simplify, or raise tool.quire.line_budget")
         return 1
     return 0
 

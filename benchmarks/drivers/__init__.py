@@ -1,1 +1,1 @@
-"""One module per engine, run by that engine's own interpreter: loads a model once, then does what it is asked."""
+"""One module per engine, run by that engine's own interpreter: it loads a model once and then answers requests."""

@@ -25,7 +25,7 @@ _NAMES = {
 
 
 def gguf_name(name: str) -> str:
-    """The format's name for a tensor of the checkpoint."""
+    """Return GGUF's name for a tensor of the checkpoint."""
     name = name.removeprefix("model.")
     if not name.startswith("layers."):
         return {"embed_tokens.weight": "token_embd.weight", "norm.weight": "output_norm.weight"}[name]
@@ -35,7 +35,7 @@ def gguf_name(name: str) -> str:
 
 
 def add_settings(writer: Any, config: dict[str, Any]) -> None:
-    """What a reader has to know of the shape."""
+    """Add the shape of the model."""
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -48,7 +48,7 @@ def add_settings(writer: Any, config: dict[str, Any]) -> None:
 
 
 def add_tokenizer(writer: Any, folder: Path, config: dict[str, Any]) -> None:
-    """The vocabulary, filled up to the model's with tokens that never occur."""
+    """Add the vocabulary, padded to the model's size with unused tokens."""
     import gguf
 
     model = json.loads((folder / "tokenizer.json").read_text())["model"]
@@ -64,7 +64,7 @@ def add_tokenizer(writer: Any, folder: Path, config: dict[str, Any]) -> None:
 
 
 def bfloat16_tensors(path: Path) -> Iterator[tuple[str, Any]]:
-    """The tensors of a safetensors file as float32 arrays, whose upper half bfloat16 is; NumPy has no such type."""
+    """Yield the bfloat16 tensors of a safetensors file as float32 arrays, because NumPy has no bfloat16."""
     import numpy as np
 
     content = np.memmap(path, np.uint8, "r")
@@ -78,7 +78,7 @@ def bfloat16_tensors(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def write(folder: Path, weight_format: str, out: Path) -> None:
-    """All matrices in one format."""
+    """Write a file with all matrices in one format."""
     import gguf
 
     matrix_kind = gguf.GGMLQuantizationType[weight_format]
@@ -96,7 +96,7 @@ def write(folder: Path, weight_format: str, out: Path) -> None:
 
 
 def write_mixture(folder: Path, name: str, out: Path) -> None:
-    """A mixture of formats, as llama.cpp's own tool makes it."""
+    """Write a file with a mixture of formats, as llama.cpp's own tool makes it."""
     import llama_cpp as lib
 
     with tempfile.TemporaryDirectory(dir=out.parent) as temporary:
@@ -109,7 +109,7 @@ def write_mixture(folder: Path, name: str, out: Path) -> None:
 
 
 def main() -> None:
-    """Convert."""
+    """Convert the checkpoint given on the command line."""
     folder, weight_format, out = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
     (write_mixture if weight_format.endswith("_M") else write)(folder, weight_format, out)
 

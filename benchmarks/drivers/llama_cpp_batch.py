@@ -1,7 +1,7 @@
 """llama.cpp through llama-cpp-python's bindings: `llama_cpp_batch MODEL.gguf NUM_THREADS`.
 
-The package's own `Llama` runs one prompt at a time, so batches are put together here: prompts in steps of n_batch
-tokens, then one token of each sequence a step, the likeliest one.
+The package's own `Llama` runs one prompt at a time, so this driver builds the batches: the prompts in steps of n_batch
+tokens, then steps of one token (the likeliest) for each sequence.
 """
 
 import sys
@@ -33,7 +33,7 @@ def load() -> Mapping[str, Handler]:
     batch = lib.llama_batch_init(_BATCH_TOKENS, 0, 1)
 
     def decode(tokens: Iterable[tuple[int, int, int, bool]]) -> dict[int, int]:
-        """Run (token id, position, sequence, whether it draws); the likeliest next token of each that draws."""
+        """Run (token id, position, sequence, draws) tuples; return the likeliest next token of each that draws."""
         drawn = {}
         batch.n_tokens = 0
         for i, (token_id, position, seq_id, draws) in enumerate(tokens):

@@ -1,4 +1,4 @@
-"""How a driver is talked to: one JSON object a line, asked on standard input, answered on standard output."""
+"""The protocol of drivers: requests on standard input and answers on standard output, one JSON object per line."""
 
 import json
 import os
@@ -12,29 +12,29 @@ Handler = Callable[..., dict[str, Any]]
 
 _SEED = 0
 _TOKEN_IDS = range(3, 7000)
-"""in every vocabulary, and none of them special"""
+"""Token ids that are in every vocabulary, without special tokens."""
 
 
 def random_prompts(num_prompts: int, input_len: int) -> list[list[int]]:
-    """The same for every engine."""
+    """Return random prompts, the same for every engine."""
     generator = random.Random(_SEED)
     return [generator.choices(_TOKEN_IDS, k=input_len) for _ in range(num_prompts)]
 
 
 def timed(call: Callable[[], object]) -> float:
-    """Seconds that one call takes."""
+    """Return the seconds that one call takes."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
 
 
 def serve(load: Callable[[], Mapping[str, Handler]]) -> None:
-    """Load, say how long that took, then answer `{"op": name, ...}` with that handler's result until the input ends.
+    """Load the model, write how long that took, then answer each `{"op": name, ...}` with that handler's result.
 
-    An exception while loading is answered with `{"error": ...}` and ends the driver; later ones end it by themselves.
+    An exception while loading is reported as `{"error": ...}` and ends the driver; any later exception ends it too.
     """
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # engines print, and some of it from C++
+    os.dup2(2, 1)  # engines print to standard output, also from C++
 
     def answer(value: Mapping[str, Any]) -> None:
         print(json.dumps(value), file=answers, flush=True)

@@ -41,7 +41,7 @@ def load() -> Mapping[str, Handler]:
         return {"read_bytes_per_s": found.read_bytes_per_s, "flops_per_s": found.flops_per_s}
 
     def batch_of(num_seqs: int, num_tokens: int, context: int) -> Batch:
-        """The last `num_tokens` of each context, in a cache that holds anything: nothing has to be computed before."""
+        """Return a batch with the last `num_tokens` of each context; the cache's contents do not matter."""
         blocks_per_seq = -(-context // block_size)
         tables = np.random.default_rng(0).permutation(num_seqs * blocks_per_seq).astype(np.int32)
         draw = Draw(0.0, 0, 1.0, b"")
@@ -52,17 +52,17 @@ def load() -> Mapping[str, Handler]:
         return Batch(0, sequences)
 
     def decode(num_seqs: int, context: int, num_steps: int) -> dict[str, Any]:
-        """Steps straight through the executor."""
+        """Time decode steps of the executor, without the scheduler."""
         batch = batch_of(num_seqs, 1, context)
         times = [timed(lambda: executor.execute(batch)) for _ in range(_WARM_UP_STEPS + num_steps)]
-        kv_bytes = num_seqs * context * plan.kv_cache.block_bytes * plan.kv_cache.num_tensors / block_size
+        kv_bytes = num_seqs * context * plan.kv_cache.block_bytes / block_size
         return {"step_s": statistics.median(times[_WARM_UP_STEPS:]), "kv_bytes": kv_bytes}
 
     def parts(num_seqs: int, num_tokens: int, context: int, num_steps: int) -> dict[str, Any]:
-        """Seconds of a step as it is, and of its kernels, called one by one from Python as they are not recorded."""
+        """Time whole steps, and steps whose kernels are called one at a time from Python instead of replayed."""
         batch = batch_of(num_seqs, num_tokens, context)
         steps, kernels = list[float](), list[dict[str, float]]()
-        for _ in range(_WARM_UP_STEPS + num_steps):  # in turn, on a machine whose speed changes
+        for _ in range(_WARM_UP_STEPS + num_steps):  # interleaved, because the machine's speed changes
             steps.append(timed(lambda: executor.execute(batch)))
             kernels.append(_kernel_times(lambda: executor.execute(batch)))
         found = {part: statistics.median(times[part] for times in kernels[_WARM_UP_STEPS:]) for part in kernels[-1]}
@@ -80,7 +80,7 @@ def load() -> Mapping[str, Handler]:
 
 
 def _kernel_times(step: Callable[[], object]) -> dict[str, float]:
-    """Seconds that the kernels of a step take: products, attention, all others."""
+    """Return the seconds that the kernels of a step take: matrix products, attention, and all others."""
     from quire import kernels
     from quire.runner.decode_graphs import DecodeGraphs
 
@@ -106,7 +106,7 @@ def _kernel_times(step: Callable[[], object]) -> dict[str, float]:
 
 
 def _rest(llm: Any, num_seqs: int, num_steps: int) -> dict[str, Any]:
-    """Decode steps of streaming requests, as a server runs them, and how long of each the model takes."""
+    """Time decode steps of streaming requests, as a server runs them, and the part of each outside the model."""
     from quire import SamplingParams, kernels
 
     engine, replay, in_model = llm.engine, kernels.KernelGraph.replay, [0.0]
@@ -137,7 +137,7 @@ def _rest(llm: Any, num_seqs: int, num_steps: int) -> dict[str, Any]:
 
 
 def _take_pages(executor: Any) -> dict[str, Any]:
-    """Memory that was never written is one page of zeros, which every cache holds."""
+    """Write to the whole KV cache, because reads of memory that was never written all hit one page of zeros."""
     executor.cache_engine.blocks.fill_(1)
     return {}
 

@@ -1,7 +1,7 @@
-"""Load a checkpoint and say how long it took and how much memory: `ready CHECKPOINT`.
+"""Load a checkpoint and print the time and the memory that it took: `ready CHECKPOINT`.
 
-Memory is the process's own (anonymous pages): weights, packed for the kernels, and all else that was allocated, while
-pages of mapped files are the page cache's and can be taken back at any time. The KV cache is small here.
+Memory is that of anonymous pages: weights packed for the kernels, and all other allocations. Pages of mapped files
+belong to the page cache and do not count. The KV cache is small here.
 """
 
 import json
@@ -15,15 +15,15 @@ _EVERY_S = 0.005
 
 
 def anonymous_bytes() -> int:
-    """Of this process now."""
+    """Return the anonymous memory of this process."""
     found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found.group(1)) * 1024
 
 
 def main() -> None:
-    """Load, and watch the memory meanwhile."""
-    import torch  # its own memory and time are not the engine's
+    """Load the checkpoint and record the peak of memory meanwhile."""
+    import torch  # first, so that its memory and time do not count
 
     from quire import LLM
 

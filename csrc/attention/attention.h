@@ -8,135 +8,13 @@
 
 #include <cstring>
 
+#include "attention/look_ahead.h"
 #include "attention/plan.h"
 #include "attention/tile.h"
 #include "isa/rows.h"
 #include "isa/simd.h"
 
 namespace quire::QUIRE_ISA {
-
-QUIRE_INLINE int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
-QUIRE_INLINE int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
-
-// The keys [first, last) that an item visits.
-struct KeyRange {
-  int64_t first, last;
-};
-
-// First key that a token at `position` sees.
-QUIRE_INLINE int64_t first_key(const AttentionArgs& args, int64_t position) {
-  return position < args.sliding_window ? 0 : position - args.sliding_window + 1;
-}
-
-// Token t of a sequence is at this position and t.
-QUIRE_INLINE int64_t context_of(const AttentionArgs& args, int64_t seq) {
-  return args.seq_lens[seq] - args.query_start[seq + 1];
-}
-
-static inline KeyRange key_range(const AttentionArgs& args, const AttentionItem& item) {
-  const int64_t context = context_of(args, item.seq);
-  return {max_of(first_key(args, context + item.token_begin), item.section_begin * kSectionKeys),
-          min_of(context + item.token_end, item.section_end * kSectionKeys)};
-}
-
-template <typename C>
-QUIRE_INLINE int64_t key_lanes(const AttentionArgs& args) {
-  return args.head_dim / KeyLane<C>::kPack + KeyLane<C>::kScaleLanes;
-}
-
-// Keys and values from slot `offset` of a block of one head on.
-template <typename C>
-struct BlockSlot {
-  const C *keys, *values;
-};
-
-template <typename C>
-static inline BlockSlot<C> find_slot(const AttentionArgs& args, int64_t seq, int64_t kv_head, int64_t key) {
-  const int64_t block = args.block_tables[seq * args.table_stride + key / args.block_size];
-  const int64_t offset = key % args.block_size;
-  return {static_cast<const C*>(args.k_cache) + block * args.k_block_stride +
-              (kv_head * args.block_size * key_lanes<C>(args) + offset) * KeyLane<C>::kPack,
-          static_cast<const C*>(args.v_cache) + block * args.v_block_stride +
-              (kv_head * args.block_size + offset) * args.head_dim};
-}
-
-// Walks over the tiles of a run of items, up to two ahead of the work, and fetches what lies there into the
-// second-level cache: in the order of memory, block by block, since that is what the processor's own prefetchers
-// recognize and help with.
-template <typename C>
-class LookAhead {
- public:
-  LookAhead(const AttentionArgs& args, const AttentionItem* items, int64_t count)
-      : a_(args), item_(items), end_(items + count) {
-    enter_item();
-    lead_ = 1;
-  }
-
-  // The work begins the next tile: those up to it need not be fetched any more.
-  void begin_tile() {
-    if (--lead_ == 0) next_tile();
-  }
-
-  // The next kBytes, where the i-th call is one of many that ask for as much.
-  template <int kBytes>
-  void fetch(int64_t i) {
-    constexpr int kLines = kBytes < 64 ? 1 : kBytes / 64;
-    if (kBytes < 64 && i % (64 / kBytes) != 0) return;
-    if (next_ >= piece_end_ && !next_piece()) return;
-    const char* line = next_;
-    next_ += kLines * 64;
-    QUIRE_UNROLL
-    for (int l = 0; l < kLines; ++l) prefetch(line + l * 64);
-  }
-
- private:
-  void enter_item() {
-    const KeyRange keys = key_range(a_, *item_);
-    start_ = keys.first / kTileKeys * kTileKeys;
-    last_ = keys.last;
-  }
-
-  void next_tile() {
-    ++lead_;
-    start_ += kTileKeys;
-    if (start_ >= last_ && item_ < end_ && ++item_ < end_) enter_item();
-    next_ = piece_end_ = nullptr;
-    key_ = start_ / piece_keys() * piece_keys();
-    row_ = 0;
-  }
-
-  // A block's keys lie in one piece, and so do its values. Of larger blocks each lane of the keys has a piece.
-  bool is_in_lanes() const { return a_.block_size > kTileKeys; }
-  int64_t piece_keys() const { return min_of(a_.block_size, kTileKeys); }
-
-  bool next_piece() {
-    if (key_ >= min_of(start_ + kTileKeys, last_) && lead_ < 2) next_tile();
-    if (key_ >= min_of(start_ + kTileKeys, last_) || item_ == end_ || a_.block_size % W != 0) return false;
-    const int64_t heads = item_->num_kv_heads, lanes = heads * key_lanes<C>(a_);
-    const int64_t key_rows = is_in_lanes() ? lanes : 1, value_rows = is_in_lanes() ? heads : 1;
-    const BlockSlot<C> slot = find_slot<C>(a_, item_->seq, item_->kv_head, key_);
-    if (row_ < key_rows) {
-      next_ = reinterpret_cast<const char*>(slot.keys) + row_ * a_.block_size * 4;
-      piece_end_ = next_ + piece_keys() * 4 * lanes / key_rows;
-    } else {
-      next_ = reinterpret_cast<const char*>(slot.values + (row_ - key_rows) * a_.block_size * a_.head_dim);
-      piece_end_ = next_ + piece_keys() * a_.head_dim * int64_t(sizeof(C)) * heads / value_rows;
-    }
-    if (++row_ == key_rows + value_rows) {
-      row_ = 0;
-      key_ += piece_keys();
-    }
-    return true;
-  }
-
-  const AttentionArgs& a_;
-  const AttentionItem* item_;
-  const AttentionItem* end_;
-  int64_t start_, last_;  // of the tile that is fetched, and of its item
-  int64_t lead_;          // so many tiles after the one that is worked on
-  int64_t key_, row_;     // of the piece that is fetched next
-  const char *next_ = nullptr, *piece_end_ = nullptr;
-};
 
 // T: what queries and outputs are made of; C: the cache.
 template <typename T, typename C>
@@ -224,7 +102,8 @@ class AttentionTask {
     }
   }
 
-  // Stage row r's query as int16 multiples of a step that goes into its scale. They are so many that no sum overflows.
+  // Stage row r's query as int16 multiples of a step that goes into its scale. The number of multiples is such that no
+  // sum overflows.
   void quantize_query(int64_t r, const T* from) const {
     const float levels = float(min_of(32767, (int64_t{1} << 24) / a_.head_dim));
     f32 largest = set1(0.0f);

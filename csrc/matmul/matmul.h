@@ -13,11 +13,11 @@ constexpr int64_t kStageBytes =
     24 * 1024;                        // one block of rows of x, for one block of k: stays in the first-level cache
 constexpr int64_t kBlockUnits = 512;  // most units of k per block when blocks are used again: those of kTaskPanels
                                       // panels are then 512 KiB in all and stay in the second-level cache
-// Up to so many rows, panels pass through all of them while they are near (small tiles read no faster than they
+// Up to this number of rows, panels pass through all rows while they are near (small tiles read no faster than they
 // multiply).
 constexpr int64_t kSharedRows = kTileRows * (kTileRows > 8 ? 4 : 1);
 constexpr int64_t kSharedPanels = 2;       // at a time
-constexpr int64_t kSharedTaskPanels = 32;  // rows of x are staged once for so many
+constexpr int64_t kSharedTaskPanels = 32;  // panels for which rows of x are staged once
 static_assert(kSharedRows * kSharedTaskPanels <= kTaskRows * kTaskPanels);
 
 // A task's sums, and its rows of x for one block of k.
@@ -224,7 +224,7 @@ static void run_task(const MatmulArgs& args, const ProductTask& task, char* scra
   int64_t block_units = kStageBytes / (kPerUnit<T> * int64_t(sizeof(Staged<T>)) * most_rows);
   if (task.rows > kTileRows) block_units = smaller(block_units, kBlockUnits);
   const int64_t group_panels = is_shared(task.rows) ? kSharedPanels : task.panels;
-  // With a single block of k, all parts take turns in one place.
+  // With a single block of k, all parts use the same place, one after the other.
   const bool is_parked = units > block_units, in_place = is_read_in_place<T>(args);
   const int64_t sums_stride = (is_parked ? task.panels : group_panels) * kPanelColumns;
   float* parked = reinterpret_cast<float*>(scratch);

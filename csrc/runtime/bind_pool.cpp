@@ -33,6 +33,11 @@ int64_t exercise_pool(int64_t num_regions) {
 }  // namespace
 
 void bind_pool(nb::module_& module) {
+  nb::class_<ThreadPool>(module, "ThreadPool")
+      .def(nb::init<int, std::vector<int>>(), nb::arg("count"), nb::arg("cpus"))
+      .def("__enter__", &ThreadPool::enter)
+      .def("__exit__", [](ThreadPool&, const nb::args&) { ThreadPool::leave(); })
+      .def_prop_ro("num_threads", &ThreadPool::num_threads);
   module.def("num_threads", &num_threads);
   module.def("set_num_threads", &set_num_threads, nb::arg("count"), nb::arg("cpus") = std::vector<int>{}, Unlocked());
   module.def("available_cpus", &available_cpus);

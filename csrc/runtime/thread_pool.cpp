@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <exception>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <utility>
@@ -29,8 +30,8 @@ inline void pause() {
 #endif
 }
 
-// Spins, looking at the clock now and then, until `done` or until kSpin is over. Gives its CPU up to whoever waits for
-// it, such as a thread of this very region or of another engine on the machine.
+// Spins, looking at the clock now and then, until `done` or until kSpin is over. Yields the CPU to other threads that
+// wait for it, such as one of the same region or of another engine on the machine.
 template <typename Condition>
 bool spin_until(Condition done) {
   const auto deadline = std::chrono::steady_clock::now() + kSpin;
@@ -44,7 +45,9 @@ bool spin_until(Condition done) {
   return done();
 }
 
-thread_local int tls_thread = -1;  // this thread's number while it runs a task
+thread_local int tls_thread = -1;                       // this thread's number while it runs a task
+thread_local ThreadPool* tls_pool = nullptr;            // the pool this thread's kernels run on; null: the default one
+thread_local std::vector<ThreadPool*> tls_outer_pools;  // what tls_pool was when each pool was entered
 
 struct Running {
   explicit Running(int thread) { tls_thread = thread; }
@@ -53,22 +56,25 @@ struct Running {
   Running& operator=(const Running&) = delete;
 };
 
-// A region is one parallel_for. Its tasks are claimed by compare-and-swap on `ticket_`, which holds the region's number
-// (upper half) and how many of its tasks nobody has claimed (lower half). While any are left the caller is still in
-// run(), so whatever a worker reads between seeing such a ticket and claiming from it belongs to that region. A worker
-// that wakes late claims nothing and is not waited for.
-class Pool {
+// The worker threads of a pool. A region is one parallel_for. Its tasks are claimed by compare-and-swap on `ticket_`,
+// which holds the region's number (upper half) and how many of its tasks are unclaimed (lower half). While any are left
+// the caller is still in run(), so whatever a worker reads between seeing such a ticket and claiming from it belongs to
+// that region. A worker that wakes late claims nothing, and the caller does not wait for it.
+class Team {
  public:
-  // `cpus`: one for each thread, or none.
-  Pool(int count, const std::vector<int>& cpus) {
+  // `cpus`: one for each thread, or none. Scratch memory that the workers ask for is that of `pool`.
+  Team(ThreadPool* pool, int count, const std::vector<int>& cpus) {
     for (int thread = 1; thread < count; ++thread) {
-      workers_.emplace_back([this, thread] { work(thread); });
+      workers_.emplace_back([this, pool, thread] {
+        tls_pool = pool;
+        work(thread);
+      });
       if (!cpus.empty()) pin_to_cpu(workers_.back(), cpus[size_t(thread)]);
     }
   }
 
-  // Only on a pool with no region running.
-  ~Pool() {
+  // Only while no region runs.
+  ~Team() {
     stop_.store(true);
     region_.fetch_add(1);
     region_.notify_all();
@@ -145,52 +151,92 @@ class Pool {
   std::vector<std::thread> workers_;
 };
 
-// Everything a fork must not inherit. Never destroyed: its threads run until the process ends, and a forked child, in
-// which they do not exist, leaves the parent's behind and starts its own when it first needs them.
 struct Scratch {
   void* memory = nullptr;
   int64_t bytes = 0;
 };
 
-struct State {
-  std::mutex mutex;
-  Pool* pool = nullptr;
-  std::vector<Scratch> scratch;  // one per thread; each element is its thread's own while tasks run
-};
+// The default pool: for threads that have not entered another one. Never destroyed, as its workers run until the
+// process ends.
+ThreadPool& default_pool() {
+  static ThreadPool& pool = *new ThreadPool(0);
+  return pool;
+}
 
-std::atomic<State*> g_state{new State};
-// These a fork does inherit.
-std::atomic<int> g_num_threads{0};                                    // 0: not yet known
-std::atomic<const std::vector<int>*> g_cpus{new std::vector<int>{}};  // read and replaced under the mutex
+ThreadPool& current_pool() { return tls_pool != nullptr ? *tls_pool : default_pool(); }
+
+std::atomic<int> g_num_forks{0};  // from the first process to this one
 
 const int g_at_fork = pthread_atfork(nullptr, nullptr, [] {
   tls_thread = -1;
-  g_state.store(new State);
+  g_num_forks.fetch_add(1);
 });
 
 }  // namespace
 
-void parallel_for(int64_t num_tasks, Task task) {
-  if (tls_thread >= 0) {
-    for (int64_t i = 0; i < num_tasks; ++i) task(i, tls_thread);
-    return;
+// What a forked child must not inherit, since the threads do not exist there and the mutex may be locked.
+struct ThreadPool::State {
+  const int num_forks = g_num_forks.load();
+  std::mutex mutex;
+  std::unique_ptr<Team> team;    // started by the first region that needs it
+  std::vector<Scratch> scratch;  // one per thread; each element is its thread's own while tasks run
+
+  ~State() {
+    team.reset();
+    for (const Scratch& one : scratch) std::free(one.memory);
   }
-  State& state = *g_state.load();
-  const std::lock_guard lock(state.mutex);
+};
+
+ThreadPool::ThreadPool(int count, std::vector<int> cpus) : count_(count), cpus_(std::move(cpus)) {}
+
+ThreadPool::~ThreadPool() {
+  State* state = state_.load();
+  if (state != nullptr && state->num_forks == g_num_forks.load()) delete state;
+}
+
+// A forked child leaves the parent's state behind, and makes its own when it first needs one.
+ThreadPool::State& ThreadPool::state() {
+  State* state = state_.load(std::memory_order_acquire);
+  if (state != nullptr && state->num_forks == g_num_forks.load(std::memory_order_relaxed)) return *state;
+  auto fresh = std::make_unique<State>();
+  return state_.compare_exchange_strong(state, fresh.get()) ? *fresh.release() : *state;
+}
+
+int ThreadPool::num_threads() {
+  int count = count_.load(std::memory_order_relaxed);
+  if (count == 0) {
+    const int available = available_cpus();
+    if (count_.compare_exchange_strong(count, available)) count = available;
+  }
+  return count;
+}
+
+void ThreadPool::resize(int count, const std::vector<int>& cpus) {
+  State& own = state();
+  const std::lock_guard lock(own.mutex);
+  if (count == count_.load() && cpus == cpus_) return;
+  own.team.reset();
+  count_.store(count);
+  cpus_ = cpus;
+}
+
+void ThreadPool::run(int64_t num_tasks, Task task) {
+  State& own = state();
+  const std::lock_guard lock(own.mutex);
   const int count = num_threads();
-  if (int(state.scratch.size()) < count) state.scratch.resize(size_t(count));
+  if (int(own.scratch.size()) < count) own.scratch.resize(size_t(count));
   if (num_tasks <= 1 || count == 1) {
     const Running running(0);
     for (int64_t i = 0; i < num_tasks; ++i) task(i, 0);
     return;
   }
-  if (state.pool == nullptr) state.pool = new Pool(count, *g_cpus.load());
-  state.pool->run(num_tasks, task);
+  if (own.team == nullptr) own.team = std::make_unique<Team>(this, count, cpus_);
+  own.team->run(num_tasks, task);
 }
 
-void* thread_scratch(int thread, int64_t bytes) {
+void* ThreadPool::scratch(int thread, int64_t bytes) {
   ask_for_memory();
-  Scratch& scratch = g_state.load()->scratch[size_t(thread)];
+  Scratch& scratch = state().scratch[size_t(thread)];
   if (scratch.bytes < bytes) {
     std::free(std::exchange(scratch.memory, nullptr));
     scratch.bytes = 0;
@@ -200,23 +246,28 @@ void* thread_scratch(int thread, int64_t bytes) {
   return scratch.memory;
 }
 
-int num_threads() {
-  int count = g_num_threads.load(std::memory_order_relaxed);
-  if (count == 0) {
-    count = available_cpus();
-    g_num_threads.store(count);
-  }
-  return count;
+void ThreadPool::enter() {
+  tls_outer_pools.push_back(tls_pool);
+  tls_pool = this;
 }
 
-void set_num_threads(int count, const std::vector<int>& cpus) {
-  State& state = *g_state.load();
-  const std::lock_guard lock(state.mutex);
-  if (count == g_num_threads.load() && cpus == *g_cpus.load()) return;
-  delete state.pool;
-  state.pool = nullptr;
-  g_num_threads.store(count);
-  delete g_cpus.exchange(new std::vector<int>(cpus));
+void ThreadPool::leave() {
+  tls_pool = tls_outer_pools.back();
+  tls_outer_pools.pop_back();
 }
+
+void parallel_for(int64_t num_tasks, Task task) {
+  if (tls_thread >= 0) {
+    for (int64_t i = 0; i < num_tasks; ++i) task(i, tls_thread);
+    return;
+  }
+  current_pool().run(num_tasks, task);
+}
+
+void* thread_scratch(int thread, int64_t bytes) { return current_pool().scratch(thread, bytes); }
+
+int num_threads() { return current_pool().num_threads(); }
+
+void set_num_threads(int count, const std::vector<int>& cpus) { default_pool().resize(count, cpus); }
 
 }  // namespace quire

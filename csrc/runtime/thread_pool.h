@@ -1,6 +1,8 @@
-// The one thread pool of the process: all kernels share it, so that the cores are never oversubscribed.
+// Pools of threads that kernels run on. Each thread that calls kernels has a current pool: the one it has entered last,
+// or the default pool of the process, which all threads share that have entered none.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <vector>
 
@@ -27,22 +29,55 @@ class FunctionRef<Result(Args...)> {
 
 using Task = FunctionRef<void(int64_t task, int thread)>;
 
+// Threads, and memory for each to work in. Workers are started by the first call that needs them. Safe to call from
+// several threads, whose regions then run one at a time; a forked child starts workers of its own.
+class ThreadPool {
+ public:
+  // `count`: threads that take part, the caller included; 0: the CPUs that this process may use (cpuset and cgroup
+  // quota). `cpus`: empty, or `count` CPUs that this process may use. Worker i is pinned to cpus[i]; the calling
+  // thread, which has number 0, is not pinned.
+  explicit ThreadPool(int count, std::vector<int> cpus = {});
+  ~ThreadPool();  // only while no region runs
+  ThreadPool(const ThreadPool&) = delete;
+  ThreadPool& operator=(const ThreadPool&) = delete;
+
+  int num_threads();
+  void resize(int count, const std::vector<int>& cpus);
+
+  // What parallel_for and thread_scratch do while this pool is current.
+  void run(int64_t num_tasks, Task task);
+  void* scratch(int thread, int64_t bytes);
+
+  // From enter() to leave() this is the calling thread's current pool, and must live. Calls may be nested.
+  void enter();
+  static void leave();
+
+ private:
+  struct State;
+  State& state();
+
+  std::atomic<State*> state_{nullptr};
+  std::atomic<int> count_;
+  std::vector<int> cpus_;  // read and replaced under the state's mutex
+};
+
+// These three use the calling thread's current pool.
+//
 // Runs task(i, thread) once for each i in [0, num_tasks), on the calling thread and the workers; returns when all are
 // done. `thread` is in [0, num_threads()) and belongs to one running task at a time. What a task throws is thrown here,
 // of several exceptions the first; other tasks may have run or not. A call from inside a task, and a call with one task
-// or one thread, runs inline. Calls from several threads take turns.
+// or one thread, runs inline.
 void parallel_for(int64_t num_tasks, Task task);
 
-// Threads that take part, the caller included. Until set: the CPUs this process may use (cpuset and cgroup quota).
+// Threads that take part, the caller included.
 int num_threads();
-
-// At least 1. Takes effect before the next parallel_for. `cpus`: empty, or `count` CPUs this process may use. Worker i
-// is pinned to cpus[i]; the calling thread, which has number 0, is not.
-void set_num_threads(int count, const std::vector<int>& cpus = {});
 
 // 64-byte aligned memory of at least `bytes` for the task running as `thread`, until that task ends. Contents are
 // undefined. Kept between calls, so that kernels do not allocate; a nested parallel_for must not use its task's. Throws
 // std::bad_alloc.
 void* thread_scratch(int thread, int64_t bytes);
+
+// Resizes the default pool, whose size is at first that of ThreadPool(0). Takes effect before the next parallel_for.
+void set_num_threads(int count, const std::vector<int>& cpus = {});
 
 }  // namespace quire

@@ -178,7 +178,7 @@ def test_a_bug_in_the_accounts_ends_the_process(
     monkeypatch.setattr(logging.getLogger("quire"), "disabled", True)
     client = Client(engine)
     client.add(1, max_tokens=5)
-    with pytest.raises(EngineBrokenError, match="accounts are wrong: ValueError: planted bug"):
+    with pytest.raises(EngineBrokenError, match="accounting is inconsistent: ValueError: planted bug"):
         client.run()
 
 

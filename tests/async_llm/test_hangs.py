@@ -23,7 +23,7 @@ from quire.engine.process.heartbeat import HEARTBEAT_S, Pulse, beat
 from quire.engine.process.messages import AddRequest, Heartbeat, read_frame
 from quire.interfaces.async_llm import engine_client
 from quire.interfaces.async_llm.engine_client import EngineClient
-from quire.kernels.checks import native_errors
+from quire.kernels.checks import kernel_errors
 
 from ..scripted_engine import scripted_llm
 
@@ -52,8 +52,8 @@ LIVE = {
 }
 HANG = {
     "silent": ("ready(); silence()", "was silent for 1 s"),
-    "busy and stuck": ("ready(); beats(lambda i: 7, True, 400)", "did not get on for 1 s"),
-    "stuck after a while": ("ready(); beats(lambda i: min(i, 9), True, 400)", "did not get on for 1 s"),
+    "busy and stuck": ("ready(); beats(lambda i: 7, True, 400)", "made no progress for 1 s"),
+    "stuck after a while": ("ready(); beats(lambda i: min(i, 9), True, 400)", "made no progress for 1 s"),
 }
 
 
@@ -169,7 +169,7 @@ def test_turns_and_kernels_are_progress_and_time_is_not() -> None:
         pulse.num_turns += 1
 
     def call_a_kernel() -> None:
-        with native_errors():
+        with kernel_errors():
             pass
 
     assert changes(heartbeats(pulse, turn, lambda: None, call_a_kernel, use_cpu)) == [True, False, True, False]
@@ -177,7 +177,7 @@ def test_turns_and_kernels_are_progress_and_time_is_not() -> None:
 
 def test_a_long_kernel_gets_on_while_it_computes() -> None:
     before = liveness.num_kernel_events
-    with native_errors():
+    with kernel_errors():
         assert liveness.num_kernel_events % 2 == 1
         assert changes(heartbeats(Pulse(), use_cpu, lambda: None, use_cpu)) == [True, False, True]
     assert liveness.num_kernel_events == before + 2

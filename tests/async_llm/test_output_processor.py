@@ -4,7 +4,7 @@ import asyncio
 
 import msgspec
 
-from quire.common.outputs import RequestMetrics, RequestOutput
+from quire.common.outputs import RequestOutput
 from quire.common.params import SamplingParams
 from quire.engine.process.messages import AddRequest, AddScoring, RequestDelta, SequenceDelta
 from quire.engine.requests.logprobs import LogprobRows, PromptScores
@@ -15,9 +15,7 @@ from tests.scripted_engine import logprobs
 
 def request_state(params: SamplingParams, eos_token_ids: frozenset[int] = frozenset()) -> RequestState:
     message = AddRequest(1, "a", [5, 6], "", 0.0, False, msgspec.Raw(b""))
-    return RequestState(
-        message, OutputBuilder("a", [5, 6], params, RequestMetrics(0.0)), SampleOutput(params, eos_token_ids)
-    )
+    return RequestState(message, OutputBuilder("a", [5, 6], params, 0.0), SampleOutput(params, eos_token_ids))
 
 
 def test_others_have_their_turn_while_many_logprobs_are_made() -> None:
@@ -26,7 +24,7 @@ def test_others_have_their_turn_while_many_logprobs_are_made() -> None:
     assert sample.logprobs is not None
     for rows in (scores.rows, sample.logprobs):
         rows.extend(logprobs(range(1000), 1))
-    outputs = OutputBuilder("a", list(range(1001)), params, RequestMetrics(0.0), scores=scores)
+    outputs = OutputBuilder("a", list(range(1001)), params, 0.0, scores=scores)
     request = RequestState(AddScoring(1, "a", outputs.prompt_token_ids, 1, ""), outputs, sample)
 
     async def main() -> int:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from quire import LLM, PromptTooLongError, SamplingParams, StructuredOutputsParams
+from tests.effort import examples
 
 from .door import Door
 from .wanted import KINDS, offline, requests, told, whole
@@ -22,7 +23,8 @@ def both() -> Iterator[tuple[LLM, Door]]:
     door.close()
 
 
-@settings(max_examples=30, deadline=None)
+@pytest.mark.essential
+@settings(max_examples=examples(30), deadline=None)
 @given(wanted=requests)
 def test_every_request_is_told_the_same(both: tuple[LLM, Door], wanted: list[tuple[Any, Any]]) -> None:
     llm, door = both

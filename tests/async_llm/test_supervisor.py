@@ -141,7 +141,7 @@ def test_delays_double_until_an_engine_has_lived_for_a_while() -> None:
         assert stage.delays == [0.5, 1, 2, 4, 8, 16, 30, 30, 0.5, 1]
         assert stage.supervisor.num_restarts == 10
         assert listener.events[:2] == [
-            ("death", "the engine is not running, number 0 has died; another is being started"),
+            ("death", "the engine is not running: number 0 has died; another is being started"),
             ("restart", "1"),
         ]
 
@@ -168,7 +168,7 @@ def test_who_sends_in_between_is_told_why_not_and_when(caplog: pytest.LogCapture
     lines = [record.getMessage() for record in caplog.records]
     assert any("has died" in line and "number 0 has died" in line for line in lines)
     assert any("starting another engine in 0.5 s" in line for line in lines)
-    assert any("runs again" in line for line in lines)
+    assert any("another engine is running" in line for line in lines)
 
 
 def test_engines_that_do_not_start_are_a_loss_in_the_end_but_no_reason_to_give_up() -> None:

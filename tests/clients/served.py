@@ -17,7 +17,7 @@ import uvicorn
 
 import quire
 from quire.server.api.tools import TOOL_FORMATS
-from tests.server.door import saying
+from tests.server.in_process import saying
 
 MODEL = "quire-tiny"
 CHECKPOINT = Path(quire.__file__).parent / "models" / "embedded" / MODEL

@@ -134,21 +134,21 @@ def test_blocks_are_allocated_shared_and_given_back(page: Page, served: Served) 
     with load(served):
         expect(blocks).to_have_text(re.compile(r", [1-9]\d* owned"))
         expect(page.locator("#queues .request")).to_have_count(3)
-        expect(page.locator("#tree")).to_contain_text("held by 3")
+        expect(page.locator("#tree")).to_contain_text("3 references")
         page.get_by_role("button", name="Pause").click()
     served.wait_until_idle()
     page.locator("#map canvas").first.focus()
     note = page.locator("#block-note")
     expect(note).to_have_text(re.compile("^Block 0: "))
     for _ in range(700):
-        if "3 holders" in note.inner_text():
+        if "3 references" in note.inner_text():
             break
         page.keyboard.press("ArrowRight")
-    expect(note).to_have_text(re.compile("owned · 3 holders .*16 of 16 tokens"))
+    expect(note).to_have_text(re.compile("owned · 3 references .*16 of 16 tokens"))
     expect(blocks).to_have_text(re.compile(r", [1-9]\d* owned"))  # as it was when it was paused
     page.locator("#pause").click()
     expect(blocks).to_have_text(re.compile(", 0 owned"))
-    expect(page.locator("#queues")).to_contain_text("Nobody runs.")
+    expect(page.locator("#queues")).to_contain_text("No request is running.")
 
 
 def test_an_answer_is_made_again_and_copied(page: Page, served: Served) -> None:
@@ -158,7 +158,7 @@ def test_an_answer_is_made_again_and_copied(page: Page, served: Served) -> None:
     first = answers(page)
     set_up(page, max_tokens="3")
     page.get_by_role("button", name="Regenerate").click()
-    expect(page.locator(".turn").last).to_contain_text("cut at the most tokens allowed")
+    expect(page.locator(".turn").last).to_contain_text("ended at the token limit")
     (again,) = answers(page)
     assert first[0].startswith(again)
     assert len(again) < len(first[0])
@@ -187,7 +187,7 @@ def test_the_past_is_shown_when_one_goes_back(page: Page, served: Served) -> Non
         expect(page.locator("#queues .request")).to_have_count(3)
         expect(page.locator("#figures dd").first).to_have_text(re.compile(r"\d{3}"))  # after a second or so
     served.wait_until_idle()
-    expect(queues).to_contain_text("Nobody runs.")
+    expect(queues).to_contain_text("No request is running.")
     page.locator("#scrub").focus()
     for _ in range(200):
         page.keyboard.press("ArrowLeft")
@@ -198,7 +198,7 @@ def test_the_past_is_shown_when_one_goes_back(page: Page, served: Served) -> Non
     expect(moment).not_to_have_text("live")
     page.keyboard.press("End")
     expect(moment).to_have_text("live")
-    expect(queues).to_contain_text("Nobody runs.")
+    expect(queues).to_contain_text("No request is running.")
 
 
 def test_an_answer_is_streamed_and_stopped(page: Page, served: Served) -> None:
@@ -266,7 +266,7 @@ def test_it_is_readable_in_both_themes(chromium: Browser, served: Served, scheme
             ask(page, question)
             answers(page)
         with load(served, 8):
-            expect(page.locator("#tree")).to_contain_text("held by 8")
+            expect(page.locator("#tree")).to_contain_text("8 references")
             keep(page, scheme)
         page.set_viewport_size({"width": 390, "height": 800})
         assert page.evaluate("document.documentElement.scrollWidth") <= 390

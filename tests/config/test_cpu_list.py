@@ -29,8 +29,8 @@ def test_numbers_and_ranges_are_read_in_the_order_given(text: str, cpus: tuple[i
             (text, "write CPU numbers and ranges, as in 0,2-3")
             for text in ("", "a", "1-0", "0,", "-1", "0-1-2", "0--1")
         ),
-        ("0-99999999999", r"CPU 4 is not one that this process may use; allowed are \[0, 1, 2, 3, 8\]"),
-        ("0,1-2,2", "CPU 2 is named twice"),
+        ("0-99999999999", r"CPU 4 is not available to this process; allowed: \[0, 1, 2, 3, 8\]"),
+        ("0,1-2,2", "CPU 2 is listed twice"),
     ],
 )
 def test_what_cannot_be_is_refused(text: str, message: str) -> None:
@@ -40,7 +40,7 @@ def test_what_cannot_be_is_refused(text: str, message: str) -> None:
 
 def test_where_threads_cannot_be_pinned_no_cpu_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity")
-    with pytest.raises(ConfigError, match=r"CPU 0 .* allowed are \[\]"):
+    with pytest.raises(ConfigError, match=r"CPU 0 .* allowed: \[\]"):
         parse_cpu_list("0")
 
 

@@ -79,7 +79,7 @@ def test_the_ends_of_every_range_are_in_it(name, value):
         ({"n": 3, "best_of": 2}, "best_of=2: must be n=3 to"),
         ({"best_of": 2, "temperature": 0}, "best_of=2 with temperature=0: greedy"),
         ({"best_of": 2, "temperature": 1e-6}, "greedy"),
-        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens=5: must be an integer from 0 to max_tokens=4"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens=5: must be from 0 to max_tokens=4"),
         ({"stop": "x", "detokenize": False}, "detokenize=False"),
     ],
 )

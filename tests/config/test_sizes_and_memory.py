@@ -89,5 +89,5 @@ def test_where_nothing_tells_the_memory_the_way_out_is_named(tmp_path, monkeypat
         raise ValueError("unrecognized configuration name")
 
     monkeypatch.setattr("os.sysconf", unknown)
-    with pytest.raises(OutOfMemoryError, match="give kv_cache_memory"):
+    with pytest.raises(OutOfMemoryError, match="set kv_cache_memory"):
         machine_memory(tmp_path)

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import numpy as np
 
 from quire.common.batch import Batch, Draw, StepResult, TokenLogprobs
-from quire.common.outputs import RequestMetrics
 from quire.common.params import BeamSearchParams
 from quire.engine.requests.beam_search import BeamSearch
 from quire.engine.requests.output import OutputBuilder, SampleOutput
@@ -105,7 +104,7 @@ class BeamHarness(Harness):
         super().__init__(**options)
         self.executor = BeamExecutor(self.executor.config)
         self.executor.grain = grain
-        self.executor.held = lambda seq_id: self.scheduler.owner(seq_id)[1].held
+        self.executor.held = lambda seq_id: self.scheduler.owner(seq_id)[1].beam_candidates
         self.committer.max_model_len = 1000
 
     def add_beams(self, prompt: list[int], width: int, max_tokens: int = 8, **params: object) -> SequenceGroup:
@@ -117,8 +116,8 @@ class BeamHarness(Harness):
             self.scheduler.new_seq_id(), prompt, (Draw(0.0, 0, 1.0, b""),) * settings.n, SampleOutput(settings)
         )
         search.start(seq)
-        metrics = RequestMetrics(float(self.scheduler.num_steps))
-        outputs = OutputBuilder(str(len(self.groups)), prompt, settings, metrics)
+        arrival_time = float(self.scheduler.num_steps)
+        outputs = OutputBuilder(str(len(self.groups)), prompt, settings, arrival_time)
         group = SequenceGroup(outputs, seq, search=search)
         self.groups.append(group)
         self.scheduler.add(group)

@@ -70,7 +70,7 @@ def check_joins() -> None:
     manager.allocate(manager.look_up(0, [1] * 9))
     manager.append(0, 0, 8)
     assert manager.look_up(1, [1] * 9).num_blocks == 2, "a block of this step is not joined"
-    manager.revert()
+    manager.revert(manager.step)
     manager.advance()  # a step that has no tokens for the owner of the blocks
     assert manager.look_up(1, [1] * 9).num_blocks == 0, "a block is joined that nobody computes"
 
@@ -84,7 +84,7 @@ def check_spills() -> None:
     manager.allocate(manager.look_up(1, [2] * 16))
     manager.append(1, 0, 16)
     assert manager.look_up(2, [1] * 17).num_blocks == 4, "spilled content is not found"
-    manager.revert()
+    manager.revert(manager.step)
     assert manager.look_up(2, [1] * 17).num_blocks == 0, "content of a failed step is found"
 
 

@@ -73,9 +73,9 @@ def run(engine: LLMEngine) -> dict[str, RequestOutput]:
 def check_nothing_is_held(engine: LLMEngine) -> None:
     engine.scheduler.check_integrity()
     assert engine.blocks.num_used_blocks == 0
-    assert engine.blocks.host.num_free_blocks == engine.blocks.host.num_blocks
+    assert engine.blocks.tiers.pools[1].num_free_blocks == engine.blocks.config.num_host_blocks
     assert not engine.scheduler._owners
-    assert not engine.blocks._chains
+    assert engine.blocks.prefixes is None or not engine.blocks.prefixes.chains
     assert not engine.scheduler.running
     assert engine.scheduler.num_waiting == 0
 

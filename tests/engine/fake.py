@@ -1,27 +1,25 @@
 """A fake model behind the executor: the next token is a hash of the whole history, read through the blocks."""
 
+from collections import deque
 from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
 from hashlib import blake2b
 
 import numpy as np
 
 from quire.common.batch import Batch, Draw, ScheduledSequence, StepResult, TokenLogprobs
-from quire.common.outputs import RequestMetrics
 from quire.common.params import SamplingParams
-from quire.config.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec
+from quire.config.kv_cache import KVCacheConfig, KVCacheGroup, attention_spec
 from quire.config.scheduler import SchedulerConfig
 from quire.engine.requests.logprobs import LogprobRows, PromptScores
 from quire.engine.requests.output import OutputBuilder, SampleOutput
 from quire.engine.requests.sequence import Sequence, SequenceGroup
 from quire.engine.scheduling.scheduler import Scheduler
-from quire.engine.step.commit import Committer
+from quire.engine.step.commit import Committer, Drafter
 from quire.kv.block_space_manager import BlockSpaceManager
 from quire.kv.content_hash import NO_KEY, ContentKey
 
 VOCAB_SIZE = 50
-SPEC = KVCacheSpec(num_kv_heads=1, head_dim=2, dtype="float32")
 
 
 def state_after(previous: int, token_id: int) -> int:
@@ -69,7 +67,7 @@ class FakeExecutor:
 
     def __init__(self, config: KVCacheConfig) -> None:
         self.config = config
-        self.windows = [group.spec.sliding_window for group in config.groups]
+        self.windows = [getattr(group.spec, "sliding_window", None) for group in config.groups]
         self.slots = np.full((len(config.groups), config.num_blocks, config.block_size), -1)
         self.host_slots = np.full((len(config.groups), config.num_host_blocks, config.block_size), -1)
         self.fail_next = False
@@ -117,10 +115,10 @@ class FakeExecutor:
         )
 
     def _move_blocks(self, batch: Batch) -> None:
-        for device, host in batch.swap_out:
-            self.host_slots[:, host] = self.slots[:, device]
-        for host, device in batch.swap_in:
-            self.slots[:, device] = self.host_slots[:, host]
+        tiers = self.slots, self.host_slots
+        for transfer in batch.transfers:
+            for source, target in transfer.pairs:
+                tiers[transfer.target_tier][:, target] = tiers[transfer.source_tier][:, source]
         for copy in batch.copies:
             slots = self.slots[copy.group]
             slots[copy.dst_block, : copy.num_slots] = slots[copy.src_block, : copy.num_slots]
@@ -156,18 +154,22 @@ class Harness:
         windows: SequenceOf[int | None] | None = None,
         pinned_fraction: float = 0.5,
         preempt_turns: int = 0,
+        draft: Drafter | None = None,
+        depth: int = 1,
         **scheduling: object,
     ) -> None:
         self.windows = tuple(windows or (None,) * num_groups)
-        groups = tuple(KVCacheGroup((i,), replace(SPEC, sliding_window=w)) for i, w in enumerate(self.windows))
-        config = KVCacheConfig(block_size, num_blocks, 1, groups, num_host_blocks, max_num_batched_tokens)
+        groups = tuple(KVCacheGroup((i,), attention_spec(1, 2, "float32", w)) for i, w in enumerate(self.windows))
+        config = KVCacheConfig(block_size, num_blocks, groups, num_host_blocks, max_num_batched_tokens)
         self.executor = FakeExecutor(config)
         self.blocks = BlockSpaceManager(
             config, enable_prefix_caching=caching, watermark=watermark, pinned_fraction=pinned_fraction
         )
         settings = SchedulerConfig(max_num_seqs, max_num_batched_tokens, preemption_mode, **scheduling)
         self.scheduler = Scheduler(settings, self.blocks, clock=lambda: float(self.scheduler.num_steps))
-        self.committer = Committer(self.scheduler, max_model_len=config.max_tokens)
+        self.committer = Committer(self.scheduler, max_model_len=config.max_tokens, draft=draft)
+        self.depth = depth
+        self.in_flight: deque[tuple[Batch, StepResult]] = deque()
         self.eos_token_ids = eos
         self.failing_steps = failing_steps
         self.preempt_turns = preempt_turns
@@ -192,8 +194,8 @@ class Harness:
         return self._add(seq, whole, settings, key)
 
     def _add(self, seq: Sequence, prompt: list[int], settings: SamplingParams, key: ContentKey) -> SequenceGroup:
-        metrics = RequestMetrics(float(self.scheduler.num_steps))
-        outputs = OutputBuilder(str(len(self.groups)), prompt, settings, metrics, scores=seq.scores)
+        arrival_time = float(self.scheduler.num_steps)
+        outputs = OutputBuilder(str(len(self.groups)), prompt, settings, arrival_time, scores=seq.scores)
         group = SequenceGroup(outputs, seq, key)
         self.groups.append(group)
         self.scheduler.add(group)
@@ -204,11 +206,12 @@ class Harness:
         assert batch.num_tokens <= self.scheduler.config.max_num_batched_tokens
         assert len(batch.sequences) <= self.scheduler.config.max_num_seqs
         try:
-            result = self.executor.execute(batch)
+            self.in_flight.append((batch, self.executor.execute(batch)))
         except RuntimeError:
             self.scheduler.revert(batch.step)
             raise
-        self.committer.commit(batch, result)
+        while len(self.in_flight) >= self.depth or (self.in_flight and not batch.sequences):
+            self.committer.commit(*self.in_flight.popleft())
         self.scheduler.check_integrity()
         return batch
 
@@ -217,8 +220,9 @@ class Harness:
         for turn in range(10_000):
             if not self.scheduler.has_unfinished:
                 break
-            if turn < self.preempt_turns and self.scheduler.running:
-                self.scheduler.preempt(self.scheduler.running[turn % len(self.scheduler.running)])
+            idle = [group for group in self.scheduler.running if group not in self.scheduler.busy_groups()]
+            if turn < self.preempt_turns and idle:
+                self.scheduler.preempt(idle[turn % len(idle)])
             self.executor.fail_next = self.scheduler.num_steps in self.failing_steps
             try:
                 self.step()
@@ -226,7 +230,7 @@ class Harness:
                 self.blocks.check_integrity()
         assert not self.scheduler.has_unfinished, "livelock"
         assert self.blocks.num_used_blocks == 0
-        assert self.blocks.host.num_free_blocks == self.blocks.host.num_blocks
+        assert self.blocks.tiers.pools[1].num_free_blocks == self.blocks.config.num_host_blocks
 
     @staticmethod
     def output(group: SequenceGroup, sample: int = 0) -> list[int]:

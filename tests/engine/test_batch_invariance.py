@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from quire import LLM, SamplingParams
 from quire.runner.sampling.sampler import Sampler
+from tests.effort import examples
 
 
 def make_prompts(num_prompts: int, vocab_size: int, longest: int) -> list[list[int]]:
@@ -62,6 +63,7 @@ def mixed_params(num_prompts: int) -> list[SamplingParams]:
 STORAGE = [("bfloat16", "auto"), ("float32", "auto"), ("bfloat16", "int8")]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("dtype", "kv_cache_dtype"), STORAGE)
 def test_64_mixed_prompts_in_a_tiny_cache_equal_their_solo_runs(dtype, kv_cache_dtype):
     storage = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype}
@@ -144,6 +146,7 @@ def test_requests_with_one_new_prefix_compute_it_once(budget):
     assert llm.engine.stats().prefix_cache["hit"] >= 19 * num_once
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 def test_logits_are_bitwise_the_same_in_any_chunking_and_block_size(monkeypatch, kv_cache_dtype):
     """Not only the tokens: every logit of every drawn position."""
@@ -185,7 +188,8 @@ def solo_outputs():
     return prompts, params, [run(solo, [p], [s])[0] for p, s in zip(prompts, params, strict=True)]
 
 
-@settings(max_examples=15, deadline=None)
+@pytest.mark.essential
+@settings(max_examples=examples(15), deadline=None)
 @given(
     order=st.permutations(range(12)),
     num_requests=st.integers(1, 12),

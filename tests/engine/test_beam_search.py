@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from quire import BeamSearchParams, InvalidParamsError, StructuredOutputsParams
 from quire.engine.requests.sequence import SequenceStatus
 from quire.interfaces.simulate.beams import BeamChurn, ChurningBeams
+from tests.effort import examples
 
 from .beams import BeamHarness
 
@@ -143,7 +144,8 @@ def test_a_preemption_before_every_step_changes_nothing(mode, caching, windows):
         harness.check_beams(group)
 
 
-@settings(max_examples=120, deadline=None)
+@pytest.mark.essential
+@settings(max_examples=examples(120), deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_no_schedule_changes_what_is_found(seed):
     """Tiny caches, little room for tokens, failed steps, preemptions, and other requests beside."""
@@ -252,6 +254,9 @@ class TooComplex:
     """A grammar that cannot go on."""
 
     error = "too many items"
+
+    def mask(self) -> None:
+        """Any token may be drawn."""
 
     def advance(self, token_id: int) -> bool:
         return False

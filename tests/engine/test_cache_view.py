@@ -12,6 +12,7 @@ from quire.engine.view import cache_view
 from quire.engine.view.cache_frame import CACHED, OWNED, PINNED, CacheMirror, CacheUpdate
 from quire.engine.view.cache_view import CacheView
 from quire.kv.content_hash import NO_KEY, ContentKey
+from tests.effort import examples
 
 from .fake import Harness
 from .test_schedule import requests
@@ -59,7 +60,7 @@ class Watch:
         return [(event.kind, event.request_id, event.reason) for frame in self.frames for event in frame.events]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     requests=requests,
     num_blocks=st.integers(15, 30),
@@ -105,7 +106,7 @@ def test_a_snapshot_and_its_differences_tell_what_a_new_snapshot_tells(
 
 def check_against_blocks(watch: Watch, harness: Harness) -> None:
     """What is told is what the block manager has."""
-    for name, pool in (("device", harness.blocks.pool), ("host", harness.blocks.host)):
+    for name, pool in (("device", harness.blocks.pool), ("host", harness.blocks.tiers.pools[1])):
         told = watch.mirror.tiers[name]
         assert {b: row["refs"] for b, row in told.items() if row["refs"]} == {
             b: count for b, count in enumerate(pool.ref_counts) if count
@@ -113,15 +114,15 @@ def check_against_blocks(watch: Watch, harness: Harness) -> None:
         assert sum(row["states"] == CACHED for row in told.values()) + sum(
             row["states"] >= OWNED for row in told.values()
         ) == len(told)
-        if harness.blocks.tiers.caches is not None:
+        if harness.blocks.tiers.caches:
             assert {b for b, row in told.items() if row["states"] == CACHED} == set(pool.evictor._places)
-    holders: dict[tuple[bool, int], set[int]] = {}
-    for seq_id, on_host, tables in harness.blocks.holdings():
+    holders: dict[tuple[int, int], set[int]] = {}
+    for seq_id, tier, tables in harness.blocks.holdings():
         for table in tables:
             for block_id in table.ids():
-                holders.setdefault((on_host, block_id), set()).add(harness.scheduler.owner(seq_id)[0].order)
+                holders.setdefault((tier, block_id), set()).add(harness.scheduler.owner(seq_id)[0].order)
     assert holders == {
-        (name == "host", block_id): set(row["owners"])
+        (int(name == "host"), block_id): set(row["owners"])
         for name, blocks in watch.mirror.tiers.items()
         for block_id, row in blocks.items()
         if row["owners"]

@@ -7,11 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.common.batch import Draw
-from quire.common.outputs import Logprob, RequestMetrics
+from quire.common.outputs import Logprob
 from quire.common.params import SamplingParams
 from quire.engine.requests.logprobs import LogprobRows, PromptScores
 from quire.engine.requests.output import OutputBuilder, SampleOutput
 from quire.engine.requests.sequence import Sequence, SequenceGroup
+from tests.effort import examples
 from tests.scripted_engine import logprobs
 
 from .fake import Harness, expected_logprobs, joined, token_logprobs
@@ -71,7 +72,8 @@ def check(group: SequenceGroup, windows: tuple[int | None, ...] = (None,)) -> No
         assert output.prompt_logprobs is None
 
 
-@settings(max_examples=200, deadline=None)
+@pytest.mark.essential
+@settings(max_examples=examples(200), deadline=None)
 @given(
     requests=requests,
     num_blocks=st.integers(16, 30),
@@ -176,7 +178,7 @@ def test_deltas_bring_each_row_once():
     rows = LogprobRows(None)
     params, scores = SamplingParams(output_kind="delta", logprobs=0, prompt_logprobs=0), PromptScores(1, [2], 0, None)
     sample = SampleOutput(params, logprobs=rows)
-    outputs = OutputBuilder("a", [1, 2], params, RequestMetrics(0.0), scores=scores)
+    outputs = OutputBuilder("a", [1, 2], params, 0.0, scores=scores)
     scores.rows.extend(token_logprobs([5], 2, 0))
     told = []
     for token_id in (7, 8, 9):

@@ -4,15 +4,15 @@ import pytest
 
 from quire.common.errors import CheckpointError, ConfigError, OutOfMemoryError
 from quire.config.args import EngineArgs
-from quire.config.kv_cache import KVCacheSpec
+from quire.config.kv_cache import FullAttentionSpec, SlidingWindowSpec
 from quire.config.kv_layout import group_layers, kv_cache_config
 from quire.config.machine import MachineMemory
 from quire.models.families.llama import LlamaForCausalLM
 from quire.runner import memory_plan
 from quire.runner.memory_plan import plan_memory
 
-FULL = KVCacheSpec(2, 64, "bfloat16")
-WINDOW = KVCacheSpec(2, 64, "bfloat16", sliding_window=128)
+FULL = FullAttentionSpec(2, 64, "bfloat16")
+WINDOW = SlidingWindowSpec(2, 64, "bfloat16", sliding_window=128)
 MIB = 1024**2
 
 
@@ -27,20 +27,26 @@ MIB = 1024**2
     ],
 )
 def test_layers_are_grouped_by_what_they_need(specs, sizes):
-    groups = group_layers(specs)
+    groups = group_layers(specs, 16)
     assert [len(g.layer_ids) for g in groups] == sizes
     assert sorted(i for g in groups for i in g.layer_ids) == list(range(len(specs)))
     assert all(specs[i] == g.spec for g in groups for i in g.layer_ids)
 
 
-def test_layers_of_different_width_are_refused():
-    with pytest.raises(ConfigError, match="cannot share one pool"):
-        group_layers([FULL, KVCacheSpec(4, 64, "bfloat16")])
+def test_layers_of_unequal_bytes_per_token_share_the_bytes_of_a_block():
+    wide = FullAttentionSpec(4, 64, "bfloat16")
+    config = kv_cache_config([FULL] * 6 + [wide] * 6, 16, num_blocks=20)
+    assert [(len(group.layer_ids), group.spec) for group in config.groups] == [(6, FULL), (3, wide), (3, wide)]
+    assert {group.block_bytes(16) for group in config.groups} == {config.block_bytes} == {6 * 16 * 512}
+    narrow = FullAttentionSpec(1, 2, "bfloat16")
+    uneven = kv_cache_config([FULL] * 2 + [narrow], 16, num_bytes=MIB)
+    assert [len(group.layer_ids) for group in uneven.groups] == [1, 1, 1]
+    assert uneven.block_bytes == 16 * 512, "of the largest group"
 
 
 def test_the_cache_fills_the_bytes_given():
     config = kv_cache_config([FULL] * 6, 16, num_bytes=10 * MIB)
-    assert config.total_bytes <= 10 * MIB < config.total_bytes + 6 * config.block_bytes
+    assert config.total_bytes <= 10 * MIB < config.total_bytes + config.block_bytes
     assert config.max_tokens == config.num_blocks * 16
 
 
@@ -60,6 +66,16 @@ def test_the_plan_of_the_embedded_checkpoint_adds_up():
         assert word in str(plan)
 
 
+def test_a_model_of_windows_alone_is_planned_by_the_blocks_that_a_sequence_holds(monkeypatch):
+    monkeypatch.setattr(LlamaForCausalLM, "kv_cache_specs", lambda _: [WINDOW, WINDOW])
+    plan = plan_memory(EngineArgs(kv_cache_memory="12MiB", max_num_batched_tokens=64))
+    # (128 - 1 + 64) // 16 + 3 = 14 blocks of 2 layers of 8 KiB
+    assert plan.kv_cache.num_blocks == 12 * MIB // (2 * 16 * 512) == 768
+    assert "768 blocks of 16, in bfloat16; a sequence holds at most 14, however long it is" in str(plan)
+    assert f"2048 tokens, {768 / 14:.1f} such sequences at once" in str(plan)
+    assert plan.to_dict()["kv_cache_tokens"] is None
+
+
 def test_an_int8_cache_holds_nearly_twice_the_tokens():
     plans = {
         dtype: plan_memory(EngineArgs(kv_cache_memory="12MiB", kv_cache_dtype=dtype)) for dtype in ("auto", "int8")
@@ -71,7 +87,8 @@ def test_an_int8_cache_holds_nearly_twice_the_tokens():
 
 
 def test_an_int8_cache_needs_heads_of_whole_lanes(monkeypatch):
-    monkeypatch.setattr(LlamaForCausalLM, "kv_cache_specs", lambda _: [KVCacheSpec(2, 6, "bfloat16")])
+    monkeypatch.setattr(LlamaForCausalLM, "kv_cache_specs", lambda _: [FullAttentionSpec(2, 6, "bfloat16")])
+    monkeypatch.setattr(memory_plan, "activation_bytes", lambda *_: 0)  # the model itself has other heads
     assert plan_memory(EngineArgs(kv_cache_memory="12MiB")).kv_cache.num_blocks > 0
     with pytest.raises(ConfigError, match=r"kv_cache_dtype='int8'.* 6 dimensions.* multiple of 4"):
         plan_memory(EngineArgs(kv_cache_memory="12MiB", kv_cache_dtype="int8"))

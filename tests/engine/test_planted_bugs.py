@@ -2,28 +2,33 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
+from msgspec.structs import replace
 
 from quire.engine.requests.sequence import Sequence, SequenceStatus
 from quire.engine.scheduling.policy import FairShare, FirstComeFirstServed
 from quire.engine.scheduling.scheduler import Scheduler
 from quire.engine.step.commit import Committer
-from quire.kv.allocator import BlockAllocator, NaiveBlockAllocator
+from quire.kv.allocator import NaiveBlockAllocator
 from quire.kv.block_space_manager import AllocStatus, BlockSpaceManager
 from quire.kv.block_table import BlockTable
 from quire.kv.content_hash import ContentHasher, ContentKey, HashChain, token_bytes
 from quire.kv.evictor import LRUEvictor
+from quire.kv.managers.attention import SlidingWindowManager
 from quire.kv.pins import Pins
 from quire.kv.prefix_cache import BlockTracker, PrefixCachingBlockAllocator
 from quire.kv.prefix_lookup import PrefixLookup
+from quire.kv.prefix_sharing import PrefixSharing
+from quire.kv.slot_copies import SlotCopies
 from quire.kv.tiers import Tiers
 
 from .checks import check_everything
 from .fake import FakeExecutor
 
 
+@pytest.mark.essential
 def test_without_a_planted_bug_everything_passes():
     check_everything()
 
@@ -68,13 +73,13 @@ def free_twice(original, self, seq_id):
 
 
 def forget_swapped_tier(original, self, seq_id):
-    self._sequences[seq_id].on_host = False
+    self._sequences[seq_id].tier = 0
     original(self, seq_id)
 
 
 def release_sources_at_once(original, self, hit):
     cached = original(self, hit)
-    for copy in self.copies([hit.seq_id]):
+    for copy in self._copies._waiting.get(hit.seq_id, ()):
         self.pool.free(copy.src_block)
     return cached
 
@@ -116,8 +121,8 @@ def miss_the_last_token(original, self, group, seq, *drawn):
         seq.token_ids.pop()
 
 
-def copy_one_token_less(original, self, seq_ids):
-    return tuple(replace(copy, num_slots=copy.num_slots - 1) for copy in original(self, seq_ids))
+def copy_one_token_less(original, self, seq_ids, step):
+    return tuple(replace(copy, num_slots=copy.num_slots - 1) for copy in original(self, seq_ids, step))
 
 
 def plan_10000_tokens(original, self, plan):
@@ -136,9 +141,9 @@ def free_the_wrong_duplicate(original, self, table, content):
     tracker, block_id = self.cache.tracker, table[content.depth]
     other = tracker.find(content.group, content.block_hash, content.tokens) if content.block_hash else None
     original(self, table, content)
-    if other is not None and other != block_id:
-        self.pool.free(other)
-        self.pool.ref_counts[block_id] += 1
+    if other is not None and other.block_id != block_id:
+        self.cache.free(other.block_id)
+        self.cache.ref_counts[block_id] += 1
 
 
 def join_what_is_not_scheduled(original, self, owner, group, index):
@@ -166,45 +171,48 @@ def keep_swapped_out(original, self):
     original(self)
 
 
-def keep_spilled(original, self):
-    self._spilled.clear()
-    original(self)
+def keep_spilled(original, self, step):
+    for transfers in (*self._in_flight.values(), self._planned):
+        transfers.spilled.clear()
+    original(self, step)
 
 
-def release_at_once(original, self, host_block):
-    block_id = original(self, host_block)
-    self.held.remove(host_block)
-    self.host.free(host_block)
-    return block_id
+def release_at_once(original, self, source, target):
+    original(self, source, target)
+    if target.tier == 0:
+        self._planned.held.remove(source)
+        self.pools[1].free(source.block_id)
 
 
-def copy_nothing_in(original, self, host_block):
-    block_id = original(self, host_block)
-    self._swap_in.pop()
-    return block_id
+def copy_nothing_in(original, self, source, target):
+    original(self, source, target)
+    if target.tier == 0:
+        self._planned.pairs[1, 0].pop()
 
 
 def copy_in_before_out(original, self, batch):
-    original(self, replace(batch, swap_out=(), copies=()))
-    original(self, replace(batch, swap_in=()))
+    original(self, replace(batch, transfers=batch.transfers[::-1]))
 
 
-def shorten_windows(original, self, config, **options):
-    original(self, config, **options)
-    self._windows = [window and window - 1 for window in self._windows]
+def copy_nothing_out(original, self, step):
+    return tuple(transfer for transfer in original(self, step) if transfer.target_tier == 0)
+
+
+def free_one_token_too_early(original, self, num_tokens):
+    return original(self, num_tokens + 1)
 
 
 def need_one_block_less(original, self, num_blocks):
     return tuple(
-        min(first + (window is not None), num_blocks)
-        for first, window in zip(original(self, num_blocks), self._windows, strict=True)
+        min(first + (not manager.is_prefix_closed), num_blocks)
+        for first, manager in zip(original(self, num_blocks), self._managers, strict=True)
     )
 
 
 def pin_without_a_hold(original, self, token_ids, key):
     pin = original(self, token_ids, key)
     for block_id in self.block_ids[pin.pin_id]:
-        self._cache.free(block_id)
+        self._prefixes.cache.free(block_id)
     return pin
 
 
@@ -221,29 +229,35 @@ def write_into_what_a_fork_shares(original, self, parent_id, child_id):
 
 
 def count_sources_as_sharers(original, self, *args):
-    sources, self._copy_sources = self._copy_sources, Counter()
+    sources, self._copies.sources = self._copies.sources, Counter()
     try:
         return original(self, *args)
     finally:
-        self._copy_sources = sources
+        self._copies.sources = sources
+
+
+def fork_without_holds(original, self, parent_id, child_id):
+    original(self, parent_id, child_id)
+    for table in self._sequences[child_id].tables:
+        for block_id in table.ids():
+            self.pool.ref_counts[block_id] -= 1
 
 
 def draw_like_the_parent(original, self, seq_id, draw):
     return original(self, seq_id, self.draws[0])
 
 
-def count_again(original, self, hit, num_tail_tokens):
-    self._chains[hit.seq_id].looked_up = False
-    original(self, hit, num_tail_tokens)
+def count_again(original, self, hit, chain, num_tail_tokens):
+    chain.looked_up = False
+    original(self, hit, chain, num_tail_tokens)
 
 
 def promise_room_later(original, self, hit):
     return AllocStatus.LATER if original(self, hit) is AllocStatus.NEVER else original(self, hit)
 
 
-def settle_without_giving_back(original, self):
-    self.held.clear()
-    self._spilled.clear()
+def settle_without_giving_back(original, self, step):
+    self._in_flight.pop(step)
 
 
 def ignore_collisions(monkeypatch):
@@ -268,14 +282,14 @@ BUGS = {
     "a swapped-out sequence frees device blocks": Bug(wrap(BLOCKS, "free", forget_swapped_tier), COUNTS),
     "a prefix hit takes no hold": Bug(skip(CACHE, "acquire"), COUNTS),
     "the source of a copy is let go too early": Bug(wrap(BLOCKS, "allocate", release_sources_at_once), TWICE),
-    "a copy is lost": Bug(skip(BLOCKS, "copies", ()), COPIES),
-    "a copy is one token short": Bug(wrap(BLOCKS, "copies", copy_one_token_less), OUTPUT),
-    "copies are never done with": Bug(skip(BLOCKS, "_release_copies"), "num_used_blocks == 0"),
+    "a copy is lost": Bug(skip(BLOCKS, "take_copies", ()), COPIES),
+    "a copy is one token short": Bug(wrap(BLOCKS, "take_copies", copy_one_token_less), OUTPUT),
+    "copies are never done with": Bug(skip(SlotCopies, "_release"), "num_used_blocks == 0"),
     "a source of a copy counts as a sharer": Bug(
         wrap(BLOCKS, "_shared_write_groups", count_sources_as_sharers), COPIES
     ),
     "one token too many counts as cached": Bug(wrap(BLOCKS, "allocate", count_one_more), OUTPUT),
-    "a fork does not count its holds": Bug(skip(BlockAllocator, "share"), COUNTS),
+    "a fork does not count its holds": Bug(wrap(BLOCKS, "fork", fork_without_holds), COUNTS),
     "a shared block is written": Bug(skip(BLOCKS, "_shared_write_groups", []), COPIES),
     "a fork and its parent write on into the shared block": Bug(
         wrap(BLOCKS, "fork", write_into_what_a_fork_shares), COPIES
@@ -283,9 +297,9 @@ BUGS = {
     "a fork draws like its parent": Bug(wrap(Sequence, "fork", draw_like_the_parent), OUTPUT),
     "blocks are published before they are full": Bug(wrap(BLOCKS, "publish", publish_what_is_not_full), OUTPUT),
     "a tail is published before it is computed": Bug(wrap(BLOCKS, "publish_tail", publish_one_more), OUTPUT),
-    "duplicates are not given back": Bug(wrap(BLOCKS, "_publish", keep_duplicates), "duplicates are kept"),
+    "duplicates are not given back": Bug(wrap(PrefixSharing, "_publish", keep_duplicates), "duplicates are kept"),
     "of two duplicates the wrong one is given back": Bug(
-        wrap(BLOCKS, "_publish", free_the_wrong_duplicate), "both free and owned"
+        wrap(PrefixSharing, "_publish", free_the_wrong_duplicate), "both free and owned"
     ),
     "a block is joined that is not scheduled": Bug(
         wrap(BLOCKS, "_join", join_what_is_not_scheduled), "joined that nobody computes"
@@ -293,7 +307,7 @@ BUGS = {
     "a block is joined without a hold": Bug(wrap(CACHE, "acquire", join_without_a_hold), COUNTS),
     "requests wait for blocks that nobody computes": Bug(wrap(PrefixLookup, "find", wait_for_ever), LIVELOCK),
     "who ends is still said to compute its blocks": Bug(
-        skip(BLOCKS, "_unregister"), "said to compute a block that it does not"
+        skip(PrefixSharing, "withdraw"), "said to compute a block that it does not"
     ),
     "an evicted block keeps its content": Bug(
         wrap(CACHE, "allocate", drop_content_late), "content of a failed step is found"
@@ -332,19 +346,19 @@ BUGS = {
         wrap(BlockTable, "replace", lambda original, self, index, block: original(self, max(0, index - 1), block)),
         COUNTS,
     ),
-    "blocks slide out one token too early": Bug(wrap(BLOCKS, "__init__", shorten_windows), OUTPUT),
+    "blocks slide out one token too early": Bug(
+        wrap(SlidingWindowManager, "first_needed", free_one_token_too_early), OUTPUT
+    ),
     "blocks never slide out": Bug(skip(BlockTable, "slide", ()), "behind the window are held"),
     "a hit is one block short of the window": Bug(
         wrap(PrefixLookup, "first_needed", need_one_block_less), "states == seen"
     ),
-    "blocks swapped out are not copied": Bug(
-        wrap(BLOCKS, "take_transfers", lambda original, self: ((), original(self)[1])), OUTPUT
-    ),
-    "blocks swapped in are not copied": Bug(wrap(Tiers, "copy_in", copy_nothing_in), OUTPUT),
+    "blocks swapped out are not copied": Bug(wrap(BLOCKS, "take_transfers", copy_nothing_out), OUTPUT),
+    "blocks swapped in are not copied": Bug(wrap(Tiers, "_copy", copy_nothing_in), OUTPUT),
     "blocks are copied in before what they hold is copied out": Bug(
         wrap(FakeExecutor, "_move_blocks", copy_in_before_out), OUTPUT
     ),
-    "a host block is given to others while the step reads it": Bug(wrap(Tiers, "copy_in", release_at_once), OUTPUT),
+    "a host block is given to others while the step reads it": Bug(wrap(Tiers, "_copy", release_at_once), OUTPUT),
     "host blocks are never given back": Bug(wrap(Tiers, "settle", settle_without_giving_back), COUNTS),
     "who was not swapped out since the step failed is swapped in": Bug(
         wrap(Scheduler, "revert", keep_swapped_out), OUTPUT
@@ -366,7 +380,9 @@ BUGS = {
     "a request too long waits for ever": Bug(
         wrap(BLOCKS, "can_allocate", promise_room_later), "the end of a request is not told"
     ),
-    "preempted requests are counted again": Bug(wrap(BLOCKS, "_count", count_again), "preempted requests are counted"),
+    "preempted requests are counted again": Bug(
+        wrap(PrefixSharing, "_count", count_again), "preempted requests are counted"
+    ),
 }
 
 

@@ -12,6 +12,7 @@ from quire.config.scheduler import POLICIES, SchedulerConfig
 from quire.engine.requests.sequence import SequenceStatus
 from quire.engine.scheduling import policy as policy_module
 from quire.engine.scheduling.policy import make_policy
+from tests.effort import examples
 
 
 @dataclass(eq=False)
@@ -71,6 +72,7 @@ def test_first_come_first_served_also_after_preemption():
     assert orders(policy) == [1, 3, 4]
 
 
+@pytest.mark.essential
 def test_smaller_priority_numbers_start_first_and_give_way_last():
     low, high, equal = FakeGroup(0, priority=1), FakeGroup(1, priority=-1), FakeGroup(2, priority=1)
     policy = filled(make("priority"), [low, high, equal])
@@ -119,6 +121,7 @@ def test_what_was_not_started_is_not_charged_within_a_pass():
     assert orders(filled(make("fair"), groups)) == [0, 1, 2, 3]
 
 
+@pytest.mark.essential
 def test_tokens_of_backlogged_tenants_converge_to_their_weights():
     policy = make("fair", tenant_weights={"a": 2.0})
     filled(policy, [FakeGroup(order, tenant="a", num_tokens=7 + order % 5) for order in range(1000)])
@@ -171,6 +174,7 @@ def test_new_tenants_do_not_overtake_one_that_waits_at_the_same_counter():
     assert start_next(policy).tenant == "z"
 
 
+@pytest.mark.essential
 def test_the_tenant_served_most_gives_way_first():
     a, b = FakeGroup(0, tenant="a"), FakeGroup(1, tenant="b")
     policy = filled(make("fair"), [a, b])
@@ -308,7 +312,8 @@ def test_settings_out_of_range_are_refused_by_name(name, fields):
         make(name, **fields)
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.mark.essential
+@settings(max_examples=examples(60), deadline=None)
 @given(
     name=st.sampled_from(POLICIES),
     fields=st.lists(

@@ -13,6 +13,7 @@ def tables(harness: Harness, group) -> list[list[int]]:
     return [harness.blocks.block_tables(seq.seq_id)[0].tolist() for seq in group.unfinished_seqs]
 
 
+@pytest.mark.essential
 def test_samples_share_the_prompt_until_they_diverge():
     harness = Harness(num_blocks=20)
     group = harness.add(PROMPT, 8, n=3)
@@ -107,6 +108,7 @@ def test_samples_are_preempted_in_both_ways(mode, windows):
         harness.check_output(group)
 
 
+@pytest.mark.essential
 def test_shared_blocks_are_swapped_once():
     harness = Harness(num_blocks=20, num_host_blocks=20, preemption_mode="swap")
     group = harness.add(PROMPT, 8, n=3)
@@ -114,7 +116,7 @@ def test_shared_blocks_are_swapped_once():
         harness.step()
     harness.scheduler.preempt(group)
     batch = harness.step()  # brings it back at once
-    assert len(batch.swap_out) == len(batch.swap_in) == 2 + 3
+    assert [(t.source_tier, len(t.pairs)) for t in batch.transfers] == [(0, 2 + 3), (1, 2 + 3)]
     harness.run()
     harness.check_output(group)
 
@@ -126,7 +128,7 @@ def test_swapped_samples_that_come_back_share_what_a_step_may_compute():
         harness.step()
     harness.scheduler.preempt(group)
     batch = harness.step()
-    assert batch.swap_in
+    assert [t.target_tier for t in batch.transfers] == [1, 0]
     assert len(batch.sequences) == 2
     assert [seq.status for seq in group.seqs] == [SequenceStatus.RUNNING] * 3
     harness.run()

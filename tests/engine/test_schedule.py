@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from quire.config.scheduler import POLICIES
 from quire.engine.requests.sequence import SequenceStage, SequenceStatus
 from quire.kv.content_hash import NO_KEY, ContentKey
+from tests.effort import examples
 
 from .fake import Harness, expected_output
 
@@ -25,7 +26,8 @@ requests = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@pytest.mark.essential
+@settings(max_examples=examples(300), deadline=None)
 @given(
     requests=requests,
     num_blocks=st.integers(15, 30),
@@ -74,7 +76,7 @@ def test_a_swapped_out_request_comes_back_before_a_new_one_starts_and_is_not_com
     while harness.scheduler.swapped:
         assert late.seqs[0].status is SequenceStatus.WAITING
         batch = harness.step()
-    assert batch.swap_in
+    assert [t.target_tier for t in batch.transfers] == [0]
     assert {s.seq_id: s.start for s in batch.sequences}[swapped.seqs[0].seq_id] == num_computed
     harness.run()
     assert [harness.output(g) for g in groups] == [expected_output([i] * 6, 12) for i in range(3)]
@@ -89,14 +91,14 @@ def test_a_full_host_tier_falls_back_to_recomputation():
     assert [harness.output(g) for g in groups] == [expected_output([i] * 6, 12) for i in range(4)]
 
 
-@pytest.mark.parametrize("direction", ["swap_out", "swap_in"])
-def test_a_step_that_fails_while_swapping_loses_nothing(direction):
+@pytest.mark.parametrize("source_tier", [0, 1])
+def test_a_step_that_fails_while_swapping_loses_nothing(source_tier):
     harness = Harness(num_blocks=6, num_host_blocks=8, max_num_batched_tokens=32)
     groups = [harness.add([i] * 6, 12) for i in range(3)]
     original, failed = harness.executor.execute, []
 
     def execute(batch):
-        if getattr(batch, direction) and not failed:  # before any block is copied
+        if any(t.source_tier == source_tier for t in batch.transfers) and not failed:  # before any block is copied
             failed.append(batch)
             raise RuntimeError("planted failure")
         return original(batch)
@@ -118,6 +120,7 @@ def test_removing_a_swapped_out_request_returns_its_host_blocks():
     harness.run()
 
 
+@pytest.mark.essential
 def test_the_oldest_request_is_never_preempted():
     harness = Harness(num_blocks=6)
     groups = [harness.add([i] * 5, 14) for i in range(5)]
@@ -126,6 +129,7 @@ def test_the_oldest_request_is_never_preempted():
     assert [g.metrics.finished_time for g in groups] == sorted(g.metrics.finished_time for g in groups)
 
 
+@pytest.mark.essential
 def test_a_long_prompt_is_computed_in_chunks_beside_running_decodes():
     harness = Harness(num_blocks=16, max_num_batched_tokens=5)
     harness.add([1, 2], 12)
@@ -187,6 +191,7 @@ def test_a_prompt_that_never_fits_is_ignored_with_a_reason_and_the_others_run():
     assert len(harness.output(fine)) == 2
 
 
+@pytest.mark.essential
 def test_a_failed_step_loses_nothing():
     harness = Harness()
     groups = [harness.add([i] * 6, 6) for i in range(3)]

@@ -35,6 +35,7 @@ def test_100_new_requests_compute_their_prefix_once_within_one_step():
         harness.check_output(group)
 
 
+@pytest.mark.essential
 def test_100_new_requests_compute_their_prefix_once_over_several_steps():
     """The others wait while the first computes the prefix in chunks, and no longer."""
     harness = Harness(num_blocks=200, max_num_seqs=100, max_num_batched_tokens=10)
@@ -90,6 +91,7 @@ def test_a_step_that_fails_takes_what_was_joined_back():
         harness.check_output(group)
 
 
+@pytest.mark.essential
 def test_two_that_computed_the_same_end_up_sharing_it():
     """Equal answers to equal prompts are computed side by side: each full block of one is given back."""
     harness = Harness(num_blocks=40, max_num_batched_tokens=100)

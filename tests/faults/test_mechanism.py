@@ -106,7 +106,7 @@ def test_a_write_comes_in_part_or_not_at_all():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"point": "step.stat"}, r"no fault point 'step.stat', did you mean 'step.start'\?"),
+        ({"point": "step.stat"}, r"unknown fault point 'step.stat', did you mean 'step.start'\?"),
         ({"point": "step.end", "error": "Sorry"}, "'Sorry' is neither"),
         ({"point": "step.end", "error": "print"}, "'print' is neither"),
         ({"point": "step.end", "error": "SystemExit"}, "'SystemExit' is neither"),

@@ -16,13 +16,13 @@ from quire.interfaces.async_llm.output_processor import RequestState
 from quire.server.api.responses.store import ResponseStore, StoredResponse, StoreError
 from quire.server.config import ServerArgs
 from quire.server.http.auth import ApiKeys
-from quire.server.operations.lifecycle import Gate
+from quire.server.operations.lifecycle import DrainGate
 from quire.server.serve import build_app
 from quire.text.grammar.trial import TrialProcess, TrialSettings
 from tests.async_llm.door import Door
 from tests.async_llm.local_engine import local_llm
 from tests.scripted_engine import scripted_llm
-from tests.server.door import Server, serve
+from tests.server.in_process import Server, serve
 from tests.server.test_operations import ListenedLLM
 from tests.server.test_run_batch import Batch, line
 
@@ -65,9 +65,9 @@ def test_a_connection_that_fails_is_a_death_and_what_runs_goes_on(door: Door, fa
 
 
 def test_a_text_that_cannot_be_encoded_is_one_requests_failure(door: Door) -> None:
-    with inject(Fault("tokenizer.encode")), pytest.raises(RequestFailedError, match="when it was taken in"):
+    with inject(Fault("tokenizer.encode")), pytest.raises(RequestFailedError, match="when it was added"):
         door.run(door.outputs("bad", LONG))
-    with inject(Fault("tokenizer.encode")), pytest.raises(RequestFailedError, match="when it was taken in"):
+    with inject(Fault("tokenizer.encode")), pytest.raises(RequestFailedError, match="when it was added"):
         door.run(door.llm.score("a", "b", request_id="score"))
     assert door.run(door.outputs("good", LONG))[-1].finished
 
@@ -176,7 +176,7 @@ def served() -> Server:
     llm, _ = scripted_llm()
     server = serve(llm.engine, args=ServerArgs())
     server.state.llm = ListenedLLM(llm.engine)
-    gate = Gate(request_timeout_s=None, drain_timeout_s=1)
+    gate = DrainGate(request_timeout_s=None, drain_timeout_s=1)
     server.app = build_app(server.state, gate, ApiKeys.load(server.state.args, {}))
     return server
 

@@ -28,25 +28,25 @@ CIRCULAR["items"] = CIRCULAR
         ({"json": {}, "json_object": True}, "json and json_object"),
         ({"json": "{"}, "json is not JSON"),
         ({"json": "[1]"}, "an object, not list"),
-        ({"json": ["a"]}, "json must be a str or dict"),
+        ({"json": ["a"]}, "json=['a']: must be a non-empty string or a dict"),
         ({"json": nested(30_000)}, "json"),
         ({"json": {"enum": [f"value {i}" for i in range(100_000)]}}, "at most 262,144 are allowed"),
         ({"json": {"enum": [object()]}}, "cannot be written as JSON"),
         ({"json": CIRCULAR}, "cannot be written as JSON"),
-        ({"regex": ""}, "regex must be a str that is not empty"),
-        ({"regex": 5}, "regex must be a str"),
+        ({"regex": ""}, "regex='': must be a non-empty string"),
+        ({"regex": 5}, "regex=5: must be a non-empty string"),
         ({"regex": "a" * 70_000}, "regex has 70,000 bytes"),
-        ({"regex": "\ud800"}, "no Unicode text"),
-        ({"choice": []}, "choice must be a list that is not empty"),
-        ({"choice": "yes"}, "choice must be a list"),
-        ({"choice": ["yes", ""]}, "none of them empty"),
-        ({"choice": ["yes", 1]}, "list of strings"),
+        ({"regex": "\ud800"}, "not valid Unicode"),
+        ({"choice": []}, "choice=[]: must be a non-empty list"),
+        ({"choice": "yes"}, "choice='yes': must be a non-empty list"),
+        ({"choice": ["yes", ""]}, "non-empty strings"),
+        ({"choice": ["yes", 1]}, "list of non-empty strings"),
         ({"choice": ["x"] * 10_001}, "10,001 strings"),
-        ({"choice": ["\udfff"]}, "no Unicode text"),
-        ({"grammar": ""}, "grammar must be"),
+        ({"choice": ["\udfff"]}, "not valid Unicode"),
+        ({"grammar": ""}, "grammar='': must be a non-empty string"),
         ({"grammar": "root ::= " + '"a" ' * 5_000}, "at most 16,384"),
-        ({"json_object": 1}, "json_object must be a bool"),
-        ({"regex": "a", "disable_any_whitespace": True}, "goes with json or json_object, not with regex"),
+        ({"json_object": 1}, "json_object=1: must be True or False"),
+        ({"regex": "a", "disable_any_whitespace": True}, "can be used with json or json_object, not with regex"),
         ({"json_object": True, "disable_any_whitespace": "yes"}, "must be a bool"),
         ({"json_object": True, "whitespace_pattern": 1}, "must be a str"),
         ({"json_object": True, "whitespace_pattern": " " * 257}, "257 bytes"),
@@ -161,7 +161,7 @@ def test_hostile_structures_harm_nobody(name) -> None:
     assert hostile.outputs[0].finish_reason in ("stop", "length", "ignored")
     if name in REFUSED or hostile.outputs[0].finish_reason == "ignored":
         assert 10 < len(hostile.error) < 500
-        assert "is not taken: " in hostile.error
+        assert "is rejected: " in hostile.error
     assert llm.engine.blocks.num_used_blocks == 0
 
 
@@ -198,7 +198,7 @@ def test_a_trial_that_was_killed_is_followed_by_others(monkeypatch: pytest.Monke
                 assert trial.check(StructuredOutputsParams(regex="a")), "another one is tried"
                 last = trial._child
             else:
-                with pytest.raises(InvalidParamsError, match="not taken"):
+                with pytest.raises(InvalidParamsError, match="is rejected"):
                     trial.check(StructuredOutputsParams(regex="a"))
             assert len(killed) == num_to_kill
     assert trial.check(StructuredOutputsParams(regex="a"))

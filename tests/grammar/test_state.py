@@ -15,6 +15,7 @@ from quire.common.params import StructuredOutputsParams
 from quire.text.grammar.compiler import Compilation, GrammarCompiler
 from quire.text.grammar.source import library_grammar, num_beginnings
 from quire.text.grammar.state import GrammarState, MaskShape
+from tests.effort import examples
 from tests.grammar.masked_engine import masked_llm
 
 
@@ -39,7 +40,8 @@ def allowed(state: GrammarState, vocab_size: int = 8192) -> list[int]:
 JSON = {"json": {"type": "array", "items": {"enum": ["red", "green", 12, None]}}, "whitespace_pattern": " ?"}
 
 
-@settings(max_examples=30, deadline=None)
+@pytest.mark.essential
+@settings(max_examples=examples(30), deadline=None)
 @given(data=st.data())
 def test_forks_go_their_own_ways(compiler, data) -> None:
     """Any walk over forks: each state allows what one allows that went the same way alone."""
@@ -72,7 +74,7 @@ def test_a_token_that_is_not_allowed_is_refused(compiler) -> None:
     assert allowed(state) == list(range(8192))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12), min_size=1, max_size=6))
 def test_any_string_can_be_a_choice(compiler, choices) -> None:
     tokenizer = compiler._tokenizer
@@ -166,7 +168,7 @@ def test_a_request_does_not_pay_for_what_others_have_generated(compiler) -> None
     assert walks[0] == walks[1] == walks[2]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(texts=st.lists(st.text(min_size=1, max_size=6), min_size=1, max_size=20, unique=True), as_json=st.booleans())
 def test_the_beginnings_of_a_list_are_counted(texts, as_json) -> None:
     params = StructuredOutputsParams(json={"enum": texts}) if as_json else StructuredOutputsParams(choice=texts)
@@ -215,7 +217,7 @@ def test_what_failed_is_tried_again() -> None:
     params = StructuredOutputsParams(regex="x{3")
     compilations = [compiler.submit(params) for _ in range(9)]
     for compilation in compilations:
-        assert "regex is not taken" in str(compilation.future.exception(30))
+        assert "regex is rejected" in str(compilation.future.exception(30))
     assert trials.num_trials <= 2, "one for each thread: the others had been asked for before these had ended"
     num_trials = trials.num_trials
     assert compiler.submit(params).future.exception(30) is not None

@@ -4,6 +4,7 @@ from concurrent.futures import Future
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from quire import LLM, InvalidParamsError, RequestError, SamplingParams
 from quire.common.outputs import RequestMetrics
@@ -117,6 +118,39 @@ def test_grammars_that_take_too_much_memory_together_are_compiled_one_after_anot
     assert not llm.engine.grammars._in_use
 
 
+def test_grammars_are_taken_from_the_tenant_with_the_least_in_use(held, monkeypatch) -> None:
+    """However many one tenant has sent before, and however small, another's is next."""
+    llm = held[0]
+    small, large = ["yes"], ["yes" * 10]
+    sizes = [len(msgspec.json.encode(structured(choice=choice).structured_outputs)) for choice in (small, large)]
+    monkeypatch.setattr(grammar_queue, "MAX_BYTES_IN_USE", 2 * sizes[0])
+    assert sizes[0] < sizes[1] <= 2 * sizes[0]
+
+    def add(request_id: str, tenant: str, choice: list[str]) -> None:
+        llm.engine.add_request(request_id, "a", replace(structured(choice=choice), tenant=tenant))
+
+    def begun() -> list[str]:
+        return [group.request_id for group in llm.engine.grammars._waiting]
+
+    for number in range(5):
+        add(f"mine {number}", "alice", small)
+    add("theirs", "bob", large)
+    assert begun() == ["mine 0", "mine 1"]
+    llm.engine.abort_request("mine 0")
+    llm.engine.step()
+    assert begun() == ["mine 1"], "the memory is kept for the other tenant's grammar, which does not fit yet"
+    llm.engine.abort_request("mine 1")
+    llm.engine.step()
+    assert begun() == ["theirs"]
+    llm.engine.abort_request("theirs")
+    llm.engine.step()
+    assert begun() == ["mine 2", "mine 3"]
+    for request_id in ("mine 2", "mine 3", "mine 4"):
+        llm.engine.abort_request(request_id)
+    assert not llm.engine.grammars._in_use
+    llm.engine.scheduler.blocks.check_integrity()
+
+
 def test_what_was_given_up_is_compiled_when_it_is_asked_for_again() -> None:
     llm, _ = masked_llm()
     compiler, params = llm.engine.grammars.compiler, structured(choice=["yes"])
@@ -151,7 +185,7 @@ def test_a_failed_compilation_ends_its_request_alone() -> None:
     prompts, params = ["a"] * 3, [FREE, structured(regex="(a"), structured(choice=["yes"])]
     free, wrong, right = llm.generate(prompts, params, use_tqdm=False)
     assert (wrong.outputs[0].finish_reason, wrong.outputs[0].token_ids) == ("ignored", [])
-    assert wrong.error == "regex is not taken: unclosed group"
+    assert wrong.error == "regex is rejected: unclosed group"
     assert len(free.outputs[0].token_ids) == 4
     assert right.outputs[0].text == "yes"
     with pytest.raises(RequestError, match="unclosed group"):

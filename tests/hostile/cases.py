@@ -249,7 +249,7 @@ GRAMMARS = [
         refused("", guided_json={"type": "integer", "minimum": 5, "maximum": 3}),
         refused("", guided_json={"required": "a"}),
         either(guided_json={NUL: NUL, BIDI: {}}), refused("", structured_outputs={"json": "{}", "regex": "a"}),
-        refused("each ask for a form", guided_json={}, guided_regex="a"),
+        refused("each constrain the output", guided_json={}, guided_regex="a"),
     ]),
     Case("invalid grammars", [
         refused("", guided_grammar="root ::= nothing"), either(guided_grammar="start: "),

@@ -14,11 +14,11 @@ from quire.common.errors import RequestError, TokenizerError
 from quire.server.api.tools import REASONING_FORMATS, TOOL_FORMATS
 from tests.clients.served import quire_serve
 from tests.hostile.target import CHAT, COMPLETIONS, MESSAGES, PATIENCE, Target
-from tests.server.door import saying
+from tests.server.in_process import saying
 from tests.tokenizer.hostile_templates import ENDLESS, ESCAPES
 
 USER = [{"role": "user", "content": "Hi"}]
-TINY = Path(quire.__file__).parent / "checkpoints" / "quire-tiny"
+TINY = Path(quire.__file__).parent / "models" / "embedded" / "quire-tiny"
 RUNS_ON = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
 

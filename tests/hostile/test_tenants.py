@@ -50,7 +50,7 @@ def test_every_route_without_a_key(guarded: Target):
         expected = 200 if path in OPEN or is_page(path) else 401
         assert reply.status == expected, (method, path, reply)
         if expected == 401:
-            assert "needs an API key" in reply.message
+            assert "requires an API key" in reply.message
             assert reply.headers["www-authenticate"] == "Bearer"
 
 

@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 
 from quire import kernels
 from quire.common.errors import KernelError
-from quire.kernels import reference
-from quire.kernels.backend import native
-from tests.kernels.isas import ISAS, needs_native, using
+from quire.kernels.backends import reference
+from tests.effort import examples
+from tests.kernels.isas import ISAS, native, needs_native, using
 from tests.kernels.paged import Heads, PagedBatch, Stream, attend_alone, make_stream, same_bits
 from tests.kernels.tolerances import assert_close
 
@@ -93,9 +93,10 @@ def schedules(draw: st.DrawFn) -> tuple[list[int], list[list[int]]]:
     return lens, steps
 
 
+@pytest.mark.essential
 @needs_native
 @pytest.mark.parametrize("isa", ISAS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     schedule=schedules(),
     heads=st.builds(
@@ -143,7 +144,7 @@ def families(draw: st.DrawFn) -> list[tuple[int, int, int, int]]:
 
 @needs_native
 @pytest.mark.parametrize("isa", ISAS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     family=families(),
     group=st.sampled_from([1, 3, 7]),
@@ -250,6 +251,7 @@ def test_keys_outside_the_window_and_their_blocks_are_never_read(isa, cache_dtyp
         assert torch.equal(batch.attend([(299, 300)], sliding_window=20)[0], expected[-1:])
 
 
+@pytest.mark.essential
 @needs_native
 @pytest.mark.parametrize("isa", ISAS)
 def test_large_scores_neither_overflow_nor_lose_the_maximum(isa):
@@ -261,6 +263,25 @@ def test_large_scores_neither_overflow_nor_lose_the_maximum(isa):
     products = stream.query[:, 0] @ stream.key[:, 0].T
     best = products.masked_fill(torch.ones(150, 150).triu(1) > 0, -torch.inf)
     assert torch.equal(out[:, 0], stream.value[best.argmax(1), 0])
+
+
+@needs_native
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("dtype", "cache_dtype"), STORAGE)
+@pytest.mark.parametrize("query_len", [1, 3, 700])
+def test_scores_far_below_zero_weigh_as_much_as_the_same_scores_near_zero(isa, dtype, cache_dtype, query_len):
+    """All scores are -1000 or 0, so the weights are equal: each output is the mean of the values that its row sees."""
+    heads = Heads(2, 1, 16, dtype, cache_dtype)
+    means = []
+    for score in (-1000.0, 0.0):
+        stream = make_stream(heads, 700, seed=4)
+        stream.query[:], stream.key[:] = score / 16, 1.0
+        batch = PagedBatch(heads, [stream], block_size=16)
+        with using(isa):
+            batch.inputs([(0, 700 - query_len)])
+            means.append(kernels.paged_attention(*batch.inputs([(700 - query_len, 700)]), 1.0, None))
+    assert means[0].isfinite().all()
+    torch.testing.assert_close(means[0], means[1], rtol=1e-2, atol=1e-3)
 
 
 def test_queries_may_be_a_slice_of_a_fused_projection():

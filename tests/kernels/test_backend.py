@@ -15,9 +15,9 @@ import torch
 from quire import kernels
 from quire.common.errors import ConfigError
 from quire.common.faults import Fault, environment, inject
-from quire.kernels import backend
+from quire.kernels import backends
 
-from .isas import ISAS, needs_native, using
+from .isas import ISAS, native, needs_native, using
 
 
 def run_python(code, **environment):
@@ -42,12 +42,12 @@ def test_the_extension_serves_unless_told_otherwise():
 @pytest.mark.parametrize("isa", ISAS)
 def test_an_isa_can_be_forced(isa):
     with using(kernels.isa()):
-        assert backend._load_native(isa).isa() == isa
+        assert backends.choose_cpu_backend(isa).isa == isa
 
 
 def test_an_unknown_isa_is_refused_with_the_nearest_name():
     with pytest.raises(ConfigError, match=r"QUIRE_ISA=avx513 .*did you mean 'avx512'"):
-        backend._load_native("avx513")
+        backends.choose_cpu_backend("avx513")
 
 
 @needs_native
@@ -58,13 +58,13 @@ def test_an_isa_this_cpu_lacks_is_refused(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "quire._native", OldCpu)
     with pytest.raises(ConfigError, match="QUIRE_ISA=avx2 cannot run here; this CPU has portable"):
-        backend._load_native("avx2")
+        backends.choose_cpu_backend("avx2")
 
 
 def test_a_missing_extension_gives_one_loud_warning(monkeypatch):
     monkeypatch.setitem(sys.modules, "quire._native", None)
     with pytest.warns(RuntimeWarning, match="WITHOUT ITS NATIVE KERNELS") as warned:
-        assert backend._load_native(None) is None
+        assert backends.choose_cpu_backend(None).isa == "reference"
     assert len(warned) == 1
 
 
@@ -96,8 +96,8 @@ def test_asking_for_the_reference_gives_no_warning_and_the_cpuset_sizes_the_pool
         from quire import kernels
         assert kernels.isa() == "reference"
         del os.environ["QUIRE_ISA"]
-        from quire.kernels import backend
-        native = backend._load_native(None)
+        from quire.kernels import backends
+        native = backends.choose_cpu_backend(None)
         assert native.num_threads() == 1, native.num_threads()
     """
     if kernels.isa() == "reference":
@@ -131,12 +131,12 @@ def test_cpu_quotas_are_read_from_the_group_and_its_ancestors(tmp_path, groups, 
     for name, text in files.items():
         (tmp_path / "mount" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "mount" / name).write_text(text + "\n")
-    assert backend.native.cpu_quota(str(tmp_path / "groups"), str(tmp_path / "mount")) == quota
+    assert native.cpu_quota(str(tmp_path / "groups"), str(tmp_path / "mount")) == quota
 
 
 @needs_native
 def test_the_pool_has_no_more_threads_than_the_process_may_use():
-    assert 1 <= backend.native.available_cpus() <= len(os.sched_getaffinity(0))
+    assert 1 <= native.available_cpus() <= len(os.sched_getaffinity(0))
 
 
 def test_the_number_of_threads_can_be_set_and_must_be_positive():
@@ -176,9 +176,11 @@ def test_workers_are_pinned_to_the_cpus_named_and_the_calling_thread_is_not():
 
 
 def test_the_reference_pins_no_threads(monkeypatch):
-    monkeypatch.setattr(backend, "native", None)
+    monkeypatch.setitem(backends._backends, torch.device("cpu"), backends.choose_cpu_backend("reference"))
     with pytest.raises(ConfigError, match="only the native kernels' threads"):
         kernels.set_num_threads(1, [0])
+    with pytest.raises(ConfigError, match="only the native kernels' threads"):
+        kernels.backend_for("cpu").threads(None, [0])
 
 
 def large_product():
@@ -230,10 +232,10 @@ def test_a_task_that_fails_fails_the_call_and_the_pool_goes_on(num_threads):
     """It asks for scratch memory; the tasks of one region fail in turn, whichever thread they run on."""
     with using(kernels.isa(), num_threads):
         for after in range(60):
-            backend.native.refuse_memory(after)
+            native.refuse_memory(after)
             with pytest.raises(MemoryError):
-                backend.native.exercise_pool(20)
-            assert backend.native.exercise_pool(20) == 0
+                native.exercise_pool(20)
+            assert native.exercise_pool(20) == 0
 
 
 @needs_native

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from quire import kernels
 from quire.common.errors import KernelError
-from quire.kernels import reference
-from quire.kernels.activation import ACTIVATIONS
+from quire.kernels.backends import reference
+from quire.kernels.checks import ACTIVATIONS
+from tests.effort import examples
 
 from .isas import ISAS, needs_native, using
 from .tolerances import assert_close
@@ -137,7 +138,7 @@ def test_embedding_gathers_rows_from_plain_and_packed_tables(dtype, vocab, hidde
     threads=st.integers(1, 4),
     seed=st.integers(0, 100),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_a_row_alone_has_the_bits_it_has_in_any_batch(isa, dtype, rows, half_width, row, threads, seed):
     row %= rows
     x, residual = randn(2, rows, 2 * half_width, seed=seed).to(dtype)

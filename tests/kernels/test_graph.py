@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from quire import kernels
 from quire.common.errors import KernelError
-from quire.kernels.workspace import empty
+from quire.kernels.backends.workspace import empty
 from tests.kernels.isas import needs_native
 
 LARGE = 70_000  # bytes: what a workspace does not leave to the system
@@ -71,7 +71,7 @@ def test_outside_a_workspace_and_in_another_thread_memory_is_the_systems():
 
 @needs_native
 def test_a_replay_computes_from_what_is_in_place_now():
-    workspace, graph = kernels.Workspace(), kernels.KernelGraph()
+    workspace, graph = kernels.Workspace(), kernels.backend_for("cpu").graph()
     weight, x = kernels.pack_weight(torch.randn(8, 6)), torch.randn(3, 6)
     with workspace.recording(), graph.record():
         out = kernels.activation(kernels.matmul(x, weight), "relu")
@@ -89,7 +89,7 @@ def test_a_replay_computes_from_what_is_in_place_now():
     [lambda x: x + 1, lambda x: x.add_(1), lambda x: x.T.contiguous(), lambda x: torch.empty(3), lambda x: x.sum()],
 )
 def test_what_a_replay_would_miss_is_refused(compute):
-    graph = kernels.KernelGraph()
+    graph = kernels.backend_for("cpu").graph()
     x = torch.randn(3, 6)
     with torch.inference_mode(), pytest.raises(KernelError, match="missing in the replay"), graph.record():
         compute(x)
@@ -99,7 +99,7 @@ def test_what_a_replay_would_miss_is_refused(compute):
 
 @needs_native
 def test_a_replay_that_fails_says_why():
-    graph = kernels.KernelGraph()
+    graph = kernels.backend_for("cpu").graph()
     table, ids = torch.randn(5, 4), torch.tensor([1, 2])
     with kernels.Workspace().recording(), graph.record():
         kernels.embedding(ids, table)
@@ -110,5 +110,5 @@ def test_a_replay_that_fails_says_why():
 
 @needs_native
 def test_outputs_that_no_workspace_keeps_are_refused():
-    with pytest.raises(KernelError, match="no Workspace"), kernels.KernelGraph().record():
+    with pytest.raises(KernelError, match="no Workspace"), kernels.backend_for("cpu").graph().record():
         kernels.activation(torch.randn(3, 6), "relu")

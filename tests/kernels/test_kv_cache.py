@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from quire import kernels
 from quire.common.errors import KernelError
-from quire.kernels import reference
+from quire.kernels.backends import reference
+from tests.effort import examples
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -17,6 +18,7 @@ def make_cache(num_blocks=4, block_size=8, num_kv_heads=2, head_dim=6, dtype=tor
     return buffer, *kernels.make_layer_cache(buffer, num_blocks, block_size, num_kv_heads, head_dim, dtype)
 
 
+@pytest.mark.essential
 @given(
     dtype=st.sampled_from(DTYPES),
     block_size=st.sampled_from([1, 3, 4, 16]),
@@ -25,7 +27,7 @@ def make_cache(num_blocks=4, block_size=8, num_kv_heads=2, head_dim=6, dtype=tor
     num_tokens=st.integers(0, 300),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_written_tokens_are_where_the_reference_puts_them_and_are_gathered_back(
     dtype, block_size, num_kv_heads, head_dim, num_tokens, seed
 ):
@@ -52,7 +54,7 @@ def test_written_tokens_are_where_the_reference_puts_them_and_are_gathered_back(
     exponents=st.tuples(st.integers(-40, 30), st.integers(-40, 30)),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_tokens_in_int8_are_as_the_reference_rounds_them_and_within_half_a_step(
     dtype, block_size, num_kv_heads, head_dim, num_tokens, exponents, seed
 ):

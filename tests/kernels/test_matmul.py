@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from quire import kernels
 from quire.common.errors import KernelError
-from quire.kernels import reference
+from quire.kernels.backends import reference
+from tests.effort import examples
 
 from .isas import ISAS, needs_native, using
 from .tolerances import assert_close
@@ -38,11 +39,12 @@ def test_products_are_the_references_for_any_number_of_rows(isa, dtype, n, k):
                     assert_close("matmul", actual, expected.to(out_dtype))
 
 
+@pytest.mark.essential
 @needs_native
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(data=st.data())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_a_row_alone_has_the_bits_it_has_in_any_batch_on_any_number_of_threads(isa, dtype, data):
     n = data.draw(st.integers(1, 300), "n")
     k = data.draw(st.sampled_from([1, 3, 64, 515, 1024, 2500]), "k")  # one and several blocks of k
@@ -91,6 +93,22 @@ def test_what_follows_an_odd_row_does_not_leak_into_it(dtype):
     assert kernels.matmul(x[:, :5], packed).isfinite().all()
 
 
+@needs_native
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [1, 5, 33, 1023, 2051])
+def test_what_earlier_products_left_in_memory_does_not_leak_into_an_odd_row(isa, dtype, k):
+    """A product of NaNs fills the scratch memory with them. Padding of odd rows must be written before it is read."""
+    poison, weight = torch.full((192, 1031), torch.nan), make_weight(256, k, dtype)
+    poisonous = torch.full((256, 1031), torch.nan)
+    with using(isa, num_threads=1):
+        packed, packed_poison = kernels.pack_weight(weight), kernels.pack_weight(poisonous)
+        for rows in (1, 7, 13, 100):
+            x = randn(rows, k, seed=rows).to(dtype)
+            assert kernels.matmul(poison, packed_poison).isnan().all()
+            assert_close("matmul", kernels.matmul(x, packed), reference.matmul(x, weight, None, dtype))
+
+
 @given(
     n=st.integers(1, 200),
     k=st.integers(1, 700),
@@ -98,7 +116,7 @@ def test_what_follows_an_odd_row_does_not_leak_into_it(dtype):
     offset=st.integers(0, 3),
     gap=st.integers(0, 3),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_packing_is_undone_by_unpacking_whatever_the_alignment_and_stride(n, k, dtype, offset, gap):
     size = dtype.itemsize
     raw = torch.randint(0, 256, (offset + n * (k + gap) * size,), dtype=torch.uint8)

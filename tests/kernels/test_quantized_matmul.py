@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from quire import kernels
 from quire.common.errors import KernelError
-from quire.kernels import reference
+from quire.kernels.backends import reference
+from tests.effort import examples
 
 from .isas import ISAS, needs_native, using
 from .test_matmul import DTYPES, make_weight, randn
@@ -37,10 +38,26 @@ def test_products_have_the_references_bits_for_any_number_of_rows(isa, format, d
                     assert torch.equal(actual, expected[:rows].to(out_dtype)), rows
 
 
+@needs_native
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [1, 7, 33, 129])
+def test_what_lies_in_a_workspace_does_not_leak_into_padding(isa, format, dtype, k):
+    weight, x = make_weight(40, k, dtype), randn(13, k).to(dtype)
+    expected = reference.quantized_matmul(x, *reference.quantize_weight(weight, format), None, torch.float32)
+    backend = kernels.backend_for("cpu")
+    workspace = backend.workspace()
+    with using(isa), workspace.recording():
+        packed = kernels.quantize_weight(weight, format)
+        backend.empty((2**20,), torch.uint8).fill_(255)  # NaN, given back at once
+        assert torch.equal(kernels.matmul(x, packed, None, torch.float32), expected)
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("format", FORMATS)
 @given(data=st.data())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_every_variant_makes_the_references_integers_and_scales(isa, format, data):
     n, k = data.draw(st.integers(1, 70), "n"), data.draw(st.integers(1, 200), "k")
     dtype, seed = data.draw(st.sampled_from(DTYPES), "dtype"), data.draw(st.integers(0, 1000), "seed")
@@ -59,7 +76,7 @@ def test_every_variant_makes_the_references_integers_and_scales(isa, format, dat
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("format", FORMATS)
 @given(data=st.data())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_a_row_alone_has_the_bits_it_has_in_any_batch_on_any_number_of_threads(isa, format, data):
     n = data.draw(st.integers(1, 300), "n")
     k = data.draw(st.sampled_from([1, 3, 64, 515, 1024, 2500]), "k")
@@ -125,7 +142,7 @@ def test_weights_and_x_may_be_strided_and_what_follows_a_row_does_not_leak_into_
 
 
 @given(n=st.integers(1, 40), k=st.integers(1, 100), spread=st.floats(0.1, 4), seed=st.integers(0, 1000))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_rounding_errors_are_half_a_step_of_int8_and_the_least_found_of_int4(n, k, spread, seed):
     weight = randn(n, k, seed=seed).sign() * randn(n, k, seed=seed + 1).abs() ** spread
     errors = dequantize(kernels.quantize_weight(weight, "int8")) - weight

@@ -12,7 +12,8 @@ from torch import Tensor
 from quire import kernels
 from quire.common.errors import KernelError
 from quire.kernels import LogitChanges, SamplingTensors, TokenLists
-from quire.kernels import reference_sampling as reference
+from quire.kernels.backends import reference_sampling as reference
+from tests.effort import examples
 from tests.kernels.isas import ISAS, using
 from tests.kernels.tolerances import assert_close
 
@@ -112,8 +113,9 @@ def is_decided(logits: Tensor, temperature: float, top_k: int, top_p: float, min
     return bool(cut_margin > 1e-9) and bool((kept[:-1] - uniform).abs().amin() > 1e-9 if len(kept) > 1 else True)
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize("isa", ISAS)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(
     vocab=st.sampled_from([1, 2, 17, 32, 300, 5000]),
     spread=st.sampled_from([0.1, 1.0, 5.0, 50.0]),
@@ -284,7 +286,7 @@ def test_no_rows_give_no_tokens():
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     vocab=st.sampled_from([1, 2, 17, 300, 5000]),
     spread=st.sampled_from([0.1, 5.0, 50.0]),
@@ -308,7 +310,7 @@ def test_logprobs_are_those_of_the_reference(isa, vocab, spread, step, num_top, 
         alone = kernels.top_logprobs(logits[:1].contiguous(), token_ids[1:2], num_top, normalized=normalized)
     for result, single in zip(results, alone, strict=True):
         assert torch.equal(result[1:2], single)
-    ids, logprobs, ranks = reference.top_logprobs(logits[rows], token_ids, num_top, normalized)
+    ids, logprobs, ranks = reference.top_logprobs(logits, token_ids, num_top, rows, normalized)
     assert torch.equal(results[0], ids)
     assert torch.equal(results[2], ranks)
     assert_close("top_logprobs", results[1], logprobs)

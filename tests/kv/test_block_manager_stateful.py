@@ -8,17 +8,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from quire.common.errors import RequestError
-from quire.config.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec
+from quire.config.kv_cache import KVCacheConfig, KVCacheGroup, attention_spec
 from quire.kv.block_space_manager import AllocStatus, BlockSpaceManager
 from quire.kv.content_hash import NO_KEY, ContentKey
 from quire.kv.pins import PinnedPrefix
+from tests.effort import examples
 
-SPEC = KVCacheSpec(1, 2, "float32")
 KEYS = [
     NO_KEY,
     ContentKey(cache_salt="salt"),
@@ -72,8 +73,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
         max_chunk=st.sampled_from([None, 4, 7]),
     )
     def set_up(self, block_size, num_blocks, num_host_blocks, windows, caching, watermark, max_chunk):
-        groups = tuple(KVCacheGroup((i,), replace(SPEC, sliding_window=w)) for i, w in enumerate(windows))
-        self.config = KVCacheConfig(block_size, num_blocks, 1, groups, num_host_blocks, max_chunk)
+        groups = tuple(KVCacheGroup((i,), attention_spec(1, 2, "float32", w)) for i, w in enumerate(windows))
+        self.config = KVCacheConfig(block_size, num_blocks, groups, num_host_blocks, max_chunk)
         self.manager = BlockSpaceManager(
             self.config, enable_prefix_caching=caching, watermark=watermark, pinned_fraction=0.4
         )
@@ -200,11 +201,11 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     def operations(self) -> Iterator[Callable[[], None]]:
         """What the executor does, in its order."""
-        swap_out, swap_in = self.manager.take_transfers()
-        yield from (partial(self.copy, self.device, a, self.host, b) for a, b in swap_out)
-        yield from (partial(self.copy, self.host, a, self.device, b) for a, b in swap_in)
+        tiers = self.device, self.host
+        for source, target, pairs in self.manager.take_transfers(self.manager.step):
+            yield from (partial(self.copy, tiers[source], a, tiers[target], b) for a, b in pairs)
         planned = [stream for stream in self.streams if stream.end is not None]
-        for copy in self.manager.copies([stream.seq_id for stream in planned]):
+        for copy in self.manager.take_copies([stream.seq_id for stream in planned], self.manager.step):
             yield partial(self.copy, self.device, copy.src_block, self.device, copy.dst_block, copy.num_slots)
         yield from (partial(self.write, s, position) for s in planned for position in range(s.num_computed, s.end))
 
@@ -227,7 +228,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             self.check_slots(stream, stream.num_computed, stream.end)
         if aborted < len(self.streams):
             self.leave(self.streams[aborted])
-        self.manager.settle()
+        self.manager.settle(self.manager.step)
         for index, stream in enumerate(planned):
             if stream in self.streams:
                 stream.num_computed, stream.end = stream.end, None
@@ -252,7 +253,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         for stream in self.streams:
             if stream.is_unsettled and stream.state != "waiting":
                 self.stop(stream)
-        self.manager.revert()
+        self.manager.revert(self.manager.step)
         self.end_step()
 
     def end_step(self) -> None:
@@ -321,9 +322,17 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 assert held == stream.past(group, position), f"{stream} reads {held} at {position} in group {group}"
 
     @invariant()
+    def remembered_hit_lengths_are_those_of_a_lookup(self):
+        for stream in self.streams:
+            if stream.state == "waiting":
+                asked = stream.seq_id, stream.token_ids, stream.key
+                num_cached = self.manager.num_cached_tokens(*asked)
+                assert num_cached == self.manager.look_up(*asked).num_blocks * self.config.block_size
+
+    @invariant()
     def sequences_keep_their_past(self):
         for stream in [] if self.is_planning else self.streams:
-            if stream.state != "waiting" and not self.manager.copies([stream.seq_id]):
+            if stream.state != "waiting" and stream.seq_id not in self.manager._copies:
                 self.check_slots(stream, stream.num_computed, stream.num_computed)
 
     @invariant()
@@ -355,13 +364,13 @@ class BlockManagerMachine(RuleBasedStateMachine):
             self.leave(stream)
         for pin, _, _ in self.pins:
             self.manager.unpin(pin.pin_id)
-        self.manager.revert()
+        self.manager.revert(self.manager.step)
         self.manager.check_integrity()
         assert self.manager.num_used_blocks == 0
-        assert self.manager.host.num_free_blocks == self.manager.host.num_blocks
+        assert self.manager.tiers.pools[1].num_free_blocks == self.config.num_host_blocks
 
 
 BlockManagerMachine.TestCase.settings = settings(
-    max_examples=200, stateful_step_count=60, deadline=None, report_multiple_bugs=False
+    max_examples=examples(200), stateful_step_count=60, deadline=None, report_multiple_bugs=False
 )
-TestBlockManager = BlockManagerMachine.TestCase
+TestBlockManager = pytest.mark.essential(BlockManagerMachine.TestCase)

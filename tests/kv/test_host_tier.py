@@ -1,14 +1,17 @@
 """Blocks evicted from the device tier wait in the host tier: found there, copied back, forgotten if the step failed."""
 
+import pytest
+
 from quire.kv.block_space_manager import AllocStatus
 from quire.kv.stats import HitSource, MissReason
 from tests.engine.fake import Harness, expected_output
 
-from .managers import end, make_manager, run
+from .managers import end, make_manager, moved, run
 
 FIRST, SECOND = [1] * 16, [2] * 16
 
 
+@pytest.mark.essential
 def test_what_was_spilled_is_hit_with_the_right_content():
     harness = Harness(num_blocks=6, num_host_blocks=8, max_num_batched_tokens=32)
     for prompt in ([1] * 17, [2] * 17):
@@ -23,7 +26,8 @@ def test_what_was_spilled_is_hit_with_the_right_content():
     assert sum(stats.num_block_hit_tokens.values()) == 16
     assert stats.num_spilled_tokens > 0
     assert (
-        sum(len(batch.swap_in) for batch in harness.executor.batches) * 4 == stats.num_block_hit_tokens[HitSource.HOST]
+        sum(len(moved(batch.transfers)[1]) for batch in harness.executor.batches) * 4
+        == stats.num_block_hit_tokens[HitSource.HOST]
     )
 
 
@@ -66,13 +70,14 @@ def test_nothing_spilled_is_found_after_a_failed_step():
     manager.allocate(manager.look_up(1, SECOND))
     manager.append(1, 0, 16)
     assert manager.look_up(2, [*FIRST, 3]).num_by_source[HitSource.HOST] == 4, "it comes with the step"
-    manager.revert()
+    manager.revert(manager.step)
     manager.check_integrity()
     assert manager.look_up(2, [*FIRST, 3]).num_blocks == 0
-    assert manager.take_transfers() == ((), ())
-    assert manager.host.num_free_blocks == 4
+    assert manager.take_transfers(manager.step) == ()
+    assert manager.tiers.pools[1].num_free_blocks == 4
 
 
+@pytest.mark.essential
 def test_a_host_block_is_not_given_to_others_while_the_step_reads_it():
     manager = make_manager(4, num_host_blocks=4)
     run(manager, 0, FIRST)
@@ -83,7 +88,7 @@ def test_a_host_block_is_not_given_to_others_while_the_step_reads_it():
     hit = manager.look_up(2, [*FIRST, 3][:13])
     assert hit.num_by_source[HitSource.HOST] == 3
     manager.allocate(hit)  # which spills three blocks of the second: there is one block of the host tier for them
-    swap_out, swap_in = manager.take_transfers()
+    swap_out, swap_in = moved(manager.take_transfers(manager.step))
     assert len(swap_in) == 3
     assert not {host for _, host in swap_out} & {host for host, _ in swap_in}
     manager.check_integrity()

@@ -25,6 +25,7 @@ def pin_prefix(num_blocks: int = 12, pinned_fraction: float = 0.5, **options):
     return manager, manager.pin(PREFIX)
 
 
+@pytest.mark.essential
 def test_a_pinned_prefix_survives_the_pressure_of_others():
     manager, pin = pin_prefix()
     assert (pin.num_tokens, pin.num_blocks) == (10, 3)
@@ -274,6 +275,7 @@ def test_it_is_there_under_another_key_as_long_as_one_of_them_is_left():
         end(manager, seq_id + 1)
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize(("theirs", "mine"), [("", "mine"), ("theirs", "mine"), ("theirs", "")])
 def test_nobody_learns_what_is_there_under_another_salt(theirs, mine):
     """The reasons are counted in metrics: they would tell whether somebody else has sent these tokens."""

@@ -5,11 +5,11 @@ import pytest
 from quire.common.batch import SlotCopy
 from quire.kv.allocator import NaiveBlockAllocator
 from quire.kv.block_space_manager import AllocStatus
-from quire.kv.content_hash import ContentHasher, HashChain
+from quire.kv.content_hash import ContentHasher, HashChain, token_bytes
 from quire.kv.evictor import LRUEvictor
-from quire.kv.prefix_cache import PrefixCachingBlockAllocator
+from quire.kv.prefix_cache import MAX_TAIL_CANDIDATES, BlockContent, PrefixCachingBlockAllocator
 
-from .managers import compute, end, make_manager, run
+from .managers import compute, copies, do_step, end, make_manager, run
 
 
 @pytest.mark.parametrize("num_groups", [1, 2])
@@ -35,6 +35,25 @@ def test_a_repeated_prompt_costs_one_token(length):
     assert run(manager, 1, tokens) == length - 1
 
 
+def test_only_the_newest_blocks_behind_a_prefix_are_looked_at_for_a_tail():
+    class Counted(dict):
+        num_read = 0
+
+        def __reversed__(self):
+            for key in super().__reversed__():
+                self.num_read += 1
+                yield key
+
+    tracker = caching_pool(200).tracker
+    for block_id in range(200):
+        tracker.add(block_id, BlockContent(0, b"parent", token_bytes([block_id, 7]), 1, None))
+    children = tracker._children[0][b"parent"] = Counted(tracker._children[0][b"parent"])
+    assert tracker.find_tail(0, b"parent", token_bytes([150, 9])) == (150, 1)
+    assert tracker.find_tail(0, b"parent", token_bytes([100, 7])) is None, "too old"
+    assert children.num_read <= 2 * MAX_TAIL_CANDIDATES
+
+
+@pytest.mark.essential
 @pytest.mark.parametrize("num_groups", [1, 2])
 def test_the_longest_common_run_inside_the_next_block_is_copied(num_groups):
     manager = make_manager(24, (None,) * num_groups)
@@ -45,11 +64,12 @@ def test_the_longest_common_run_inside_the_next_block_is_copied(num_groups):
     assert manager.allocate(manager.look_up(2, tokens)) == 7
     manager.append(2, 7, len(tokens))
     source, copy = manager.block_tables(0)[0][1], manager.block_tables(2)[0][1]
-    assert manager.copies([2])[0] == SlotCopy(0, source, copy, 3)
-    assert len(manager.copies([2])) == num_groups
+    assert copies(manager, 2)[0] == SlotCopy(0, source, copy, 3)
+    assert len(copies(manager, 2)) == num_groups
     assert manager.pool.ref_counts[source] == 2  # held until the copy is done
+    do_step(manager, 2)
     manager.publish(2, tokens, 9)
-    assert manager.copies([2]) == ()
+    assert copies(manager, 2) == ()
     assert manager.pool.ref_counts[source] == 1
     manager.check_integrity()
 
@@ -73,7 +93,7 @@ def test_tokens_whose_copy_is_not_done_yet_are_offered_to_nobody():
     manager.publish_tail(1, [1, 2, 3, 4, 5, 6, 7], 6)
     manager.free(1)
     assert manager.allocate(manager.look_up(2, [1, 2, 3, 4, 5, 6, 8])) == 6
-    assert [copy.src_block for copy in manager.copies([2])] == [source]
+    assert [copy.src_block for copy in copies(manager, 2)] == [source]
     manager.check_integrity()
 
 
@@ -137,7 +157,7 @@ def test_a_block_given_back_for_an_equal_one_is_kept_until_it_is_copied():
     manager.allocate(manager.look_up(1, tokens))
     source = manager.block_tables(0)[0][1]
     assert manager.allocate(manager.look_up(2, [*tokens[:6], 99])) == 6
-    (copy,) = manager.copies([2])
+    (copy,) = copies(manager, 2)
     assert copy.src_block == source
     compute(manager, 1, tokens, 6, 8)
     compute(manager, 0, tokens, 6, 8)
@@ -158,6 +178,7 @@ def test_the_hit_rate_is_the_share_of_what_was_looked_up():
     assert manager.stats.hit_rate == 0.5
 
 
+@pytest.mark.essential
 def test_can_allocate_counts_what_others_hold_already():
     manager = make_manager(4)
     run(manager, 0, list(range(9)))  # 3 blocks of 4
@@ -166,6 +187,7 @@ def test_can_allocate_counts_what_others_hold_already():
     assert manager.can_allocate(manager.look_up(3, [7] * 17)) is AllocStatus.NEVER
 
 
+@pytest.mark.essential
 def test_hash_collisions_are_caught_by_the_tokens(monkeypatch):
     monkeypatch.setattr(ContentHasher, "child", lambda self, parent, tokens: b"same")
     manager = make_manager()
@@ -214,13 +236,14 @@ def test_a_fork_shares_everything_and_copies_only_the_block_it_writes_into():
     shared, own = manager.block_tables(0)[0], manager.block_tables(1)[0]
     assert shared[0] == own[0]
     assert shared[1] != own[1]
-    assert manager.copies([1]) == (SlotCopy(0, shared[1], own[1], 2),)
+    assert copies(manager, 1) == (SlotCopy(0, shared[1], own[1], 2),)
     manager.append(1, 6, 7)  # done twice it changes nothing more
-    assert len(manager.copies([1])) == 1
+    assert len(copies(manager, 1)) == 1
     manager.check_integrity()
+    do_step(manager, 1)
     manager.publish(1, [1] * 7, 7)
     manager.append(0, 6, 7)  # nobody else holds it any more
-    assert manager.copies([0]) == ()
+    assert copies(manager, 0) == ()
     manager.check_integrity()
 
 
@@ -229,7 +252,7 @@ def test_a_fork_at_a_block_border_copies_nothing():
     run(manager, 0, [1] * 8)
     manager.fork(0, 1)
     manager.append(1, 8, 9)
-    assert manager.copies([1]) == ()
+    assert copies(manager, 1) == ()
     for seq_id in (0, 1):
         manager.free(seq_id)
     manager.check_integrity()
@@ -249,7 +272,11 @@ def test_copy_on_write_needs_a_block_to_spare():
 # Integrity
 
 
-@pytest.mark.parametrize("pool", [NaiveBlockAllocator(2), PrefixCachingBlockAllocator(2, 1, lambda *_: None)])
+def caching_pool(num_blocks):
+    return PrefixCachingBlockAllocator(num_blocks, 1, lambda *_: None, lambda *_: None)
+
+
+@pytest.mark.parametrize("pool", [NaiveBlockAllocator(2), caching_pool(2)])
 def test_a_double_free_is_refused(pool):
     block = pool.allocate()
     pool.free(block)

@@ -8,7 +8,7 @@ from quire.config.kv_cache import MAX_BLOCKS_PER_SEQ
 from quire.kv.block_space_manager import AllocStatus
 from quire.kv.content_hash import NO_KEY
 
-from .managers import compute, end, make_config, make_manager, run
+from .managers import compute, do_step, end, make_config, make_manager, run
 
 TOKENS = list(range(24))
 
@@ -39,12 +39,11 @@ def test_a_hit_needs_only_what_the_window_shows(windows, num_cached):
     """The beginning has been evicted: full attention cannot go on without it, a window can."""
     manager = make_manager(24, windows)
     run(manager, 0, TOKENS, chunk=4)
-    beginning = [
-        manager.cache.tracker.find(g, *manager.lookup.chain(TOKENS, NO_KEY).block(0)) for g in range(manager.num_groups)
-    ]
+    first_block = manager.prefixes.lookup.chain(TOKENS, NO_KEY).block(0)
+    beginning = [manager.prefixes.cache.tracker.find(g, *first_block) for g in range(manager.num_groups)]
     end(manager, 0)
-    for block_id in beginning:
-        manager.cache.forget(block_id)
+    for place in beginning:
+        manager.prefixes.cache.forget(place.block_id)
     assert run(manager, 1, [*TOKENS[:20], 90]) == num_cached
 
 
@@ -62,11 +61,11 @@ def test_a_prefix_ends_at_a_hole_in_the_window():
     manager = make_manager(24, (6,))
     run(manager, 0, TOKENS, chunk=4)
     end(manager, 0)
-    chain = manager.lookup.chain(TOKENS, NO_KEY)
-    manager.cache.forget(manager.cache.tracker.find(0, *chain.block(3)))
+    chain = manager.prefixes.lookup.chain(TOKENS, NO_KEY)
+    manager.prefixes.cache.forget(manager.prefixes.cache.tracker.find(0, *chain.block(3)).block_id)
     assert manager.look_up(1, [*TOKENS, 90]).num_blocks == 6  # which sees blocks 4 and 5
     assert manager.look_up(2, [*TOKENS[:20], 90]).num_blocks == 3  # which would see block 3
-    manager.cache.forget(manager.cache.tracker.find(0, *chain.block(5)))
+    manager.prefixes.cache.forget(manager.prefixes.cache.tracker.find(0, *chain.block(5)).block_id)
     assert manager.look_up(3, [*TOKENS, 90]).num_blocks == 3
 
 
@@ -112,12 +111,10 @@ def test_only_what_the_windows_show_is_swapped():
     run(manager, 0, TOKENS, chunk=4)
     assert manager.can_swap_out([0])
     manager.swap_out([0])
-    assert len(manager.take_transfers()[0]) == 6 + 1
-    manager.settle()
+    assert len(do_step(manager)[0]) == 6 + 1
     assert manager.can_swap_in([0], 25)
     manager.swap_in([0])
-    assert len(manager.take_transfers()[1]) == 6 + 1
-    manager.settle()
+    assert len(do_step(manager)[1]) == 6 + 1
     manager.check_integrity()
     end(manager, 0)
 

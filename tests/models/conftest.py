@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.config.kv_cache import KVCacheSpec
+from quire.config.kv_cache import AttentionSpec
 from quire.config.kv_layout import group_layers
 from quire.config.model import ModelConfig
 from quire.models.base import CausalLM
@@ -21,7 +21,7 @@ from quire.models.weights.loader import load_model
 BLOCK_SIZE = 4
 
 
-def unwritten_cache(spec: KVCacheSpec, num_blocks: int) -> tuple[Tensor, Tensor]:
+def unwritten_cache(spec: AttentionSpec, num_blocks: int) -> tuple[Tensor, Tensor]:
     """Large values where nothing was written: a read of another sequence's or a future slot shows."""
     dtype = getattr(torch, spec.dtype)
     pack = 4 // dtype.itemsize
@@ -38,7 +38,7 @@ class PagedRun:
         self.sequences = [list(tokens) for tokens in sequences]
         self.computed = [0] * len(sequences)
         blocks_per_seq = -(-config.max_model_len // BLOCK_SIZE)
-        groups = group_layers(model.kv_cache_specs(config))
+        groups = group_layers(model.kv_cache_specs(config), BLOCK_SIZE)
         num_blocks = blocks_per_seq * len(sequences) * len(groups)
         shuffled = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1)).to(torch.int32)
         self.tables = shuffled.view(len(groups), len(sequences), blocks_per_seq)

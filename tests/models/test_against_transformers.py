@@ -143,6 +143,7 @@ def test_logits_and_greedy_tokens_equal_transformers(variant: str, save_checkpoi
     assert_matches(config, oracle, greedy_run)
 
 
+@pytest.mark.essential
 def test_whole_prefill_equals_transformers(save_checkpoint: Any, paged_run: Any) -> None:
     from quire.models.weights.loader import load_model
 
@@ -182,6 +183,7 @@ def check_first_tokens(config: ModelConfig, oracle: Any, greedy_run: Any) -> Non
         assert theirs[len(prompt) - 1 : -1].argmax(-1).tolist() == tokens[len(prompt) :]
 
 
+@pytest.mark.essential
 def test_embedded_checkpoint_equals_transformers(greedy_run: Any) -> None:
     import transformers
 

@@ -37,7 +37,7 @@ class Decoding:
             specs = [dataclasses.replace(spec, dtype=kv_cache_dtype) for spec in specs]
         blocks_per_seq = -(-MAX_LEN // BLOCK_SIZE)
         self.kv_cache = kv_cache_config(specs, BLOCK_SIZE, num_blocks=blocks_per_seq * num_seqs * len(specs))
-        self.kv = CacheEngine(self.kv_cache).layers
+        self.kv = CacheEngine(self.kv_cache, kernels.backend_for("cpu")).layers
         num_groups = len(self.kv_cache.groups)
         ids = np.random.default_rng(0).permutation(blocks_per_seq * num_seqs * num_groups).astype(np.int32)
         self.blocks = ids.reshape(num_seqs, num_groups, blocks_per_seq)

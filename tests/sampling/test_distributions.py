@@ -59,7 +59,7 @@ def random_numbers() -> torch.Tensor:
 
 
 @needs_native
-@pytest.mark.parametrize("mask", [None, Mask(range(0, VOCAB, 2))], ids=["", "masked"])
+@pytest.mark.parametrize("mask", [None, Mask(range(0, VOCAB, 2), VOCAB)], ids=["", "masked"])
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
 def test_frequencies_fit_the_exact_distribution(random_numbers, setting, mask):
     draw = replace(PLAIN, **setting)

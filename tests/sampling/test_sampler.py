@@ -16,13 +16,26 @@ from quire.common.batch import Draw, TokenLogprobs
 from quire.common.faults import Fault, inject
 from quire.common.params import LOGPROBS_MODES
 from quire.runner.sampling.draw_tensors import DrawTensors
+from quire.runner.sampling.named_processor import NamedProcessor
 from quire.runner.sampling.random import random_key
 from quire.runner.sampling.sampler import Sampler
+from tests.effort import examples
 from tests.kernels.isas import ISAS, using
 from tests.sampling.plain import Mask, changed, probabilities, sequence
 
 VOCAB = 45
 GREEDY = Draw(0.0, 0, 1.0, b"")
+KEPT: list[NamedProcessor] = []
+
+
+def named(*processors) -> tuple[str, ...]:
+    """Names that stay valid until the tests end."""
+    made = [NamedProcessor(processor) for processor in processors]
+    KEPT.extend(made)
+    return tuple(one.name for one in made)
+
+
+SHIFTING = named(lambda output, logits: logits + len(output) % 3 - torch.arange(len(logits)) / 20)
 
 
 def random_draw(rng: random.Random) -> Draw:
@@ -45,7 +58,7 @@ def random_draw(rng: random.Random) -> Draw:
         "min_tokens": rng.randrange(12),
         "stop_token_ids": some(3),
         "logprobs": rng.choice([0, 3]),
-        "processors": (lambda output, logits: logits + len(output) % 3 - torch.arange(len(logits)) / 20,),
+        "processors": SHIFTING,
     }
     chosen = {name: value for name, value in everything.items() if rng.random() < 0.3}
     return replace(Draw(1.0, 0, 1.0, random_key(rng.randrange(99), 0)), **chosen)
@@ -63,8 +76,9 @@ def bits(logprobs: TokenLogprobs) -> tuple:
     return tuple(a.tobytes() for a in (logprobs.token_ids, logprobs.logprobs, logprobs.ranks))
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize("isa", ISAS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(seed=st.integers(0, 2**32), num_seqs=st.integers(1, 12), mode=st.sampled_from(LOGPROBS_MODES))
 def test_a_row_in_a_batch_is_what_it_is_alone(isa, seed, num_seqs, mode):
     rng = random.Random(seed)
@@ -79,7 +93,7 @@ def test_a_row_in_a_batch_is_what_it_is_alone(isa, seed, num_seqs, mode):
     row = 0
     for s in sequences:
         for draw in s.drawn.draws:
-            alone = type(s)(*(getattr(s, f) if f != "draws" else (draw,) for f in s.__struct_fields__))
+            alone = replace(s, drawn=replace(s.drawn, draws=(draw,)))
             with using(ISAS[seed % len(ISAS)], 1):
                 own_drawn = Sampler(mode).sample(logits[row : row + 1], [alone])
                 tokens, own = own_drawn.token_ids, own_drawn.logprobs
@@ -91,7 +105,8 @@ def test_a_row_in_a_batch_is_what_it_is_alone(isa, seed, num_seqs, mode):
     assert len(token_ids) == num_rows
 
 
-@settings(max_examples=150, deadline=None)
+@pytest.mark.essential
+@settings(max_examples=examples(150), deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_processed_logits_are_those_of_the_plain_definition(seed):
     rng = random.Random(seed)
@@ -115,16 +130,7 @@ def test_processed_logits_are_those_of_the_plain_definition(seed):
         torch.testing.assert_close(processed.double().softmax(0), probs, rtol=1e-5, atol=1e-12)
 
 
-class BrokenMask(Mask):
-    """It fails with half of its work done."""
-
-    def fill(self, words):
-        words[: len(words) // 2] = 0
-        raise OverflowError("planted failure")
-
-
-@pytest.mark.parametrize("point", [None, "sampler.row", "grammar.mask"])
-def test_a_row_that_cannot_be_made_ready_fails_alone(point, caplog):
+def test_a_row_that_cannot_be_made_ready_fails_alone(caplog):
     """Its neighbours, with and without masks, are drawn as ever."""
     draws = [replace(GREEDY, temperature=1.0, random_key=random_key(i, 0)) for i in range(5)]
     masks = [Mask([1, 2, 3]), None, Mask([4, 5, 6]), Mask([40, 41]), None]
@@ -135,12 +141,8 @@ def test_a_row_that_cannot_be_made_ready_fails_alone(point, caplog):
     ]
     logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(0))
     expected = Sampler().sample(logits, sequences)
-    if point is None:
-        sequences[2] = sequence(draws[2], [1, 2], mask=BrokenMask([4, 5, 6]), seq_id=2)
+    with inject(Fault("sampler.row", subject=2, error="OverflowError")):
         result = Sampler().sample(logits, sequences)
-    else:
-        with inject(Fault(point, subject=2, error="OverflowError")):
-            result = Sampler().sample(logits, sequences)
     assert result.errors == {2: "its token could not be drawn: OverflowError"}
     for row in (0, 1, 3, 4):
         assert result.token_ids[row] == expected.token_ids[row]
@@ -194,7 +196,7 @@ class TestProcessors:
 
         draw = replace(
             GREEDY,
-            processors=(first, lambda _, x: x * torch.tensor([1.0] * 30 + [-1.0] + [1.0] * 14)),
+            processors=named(first, lambda _, x: x * torch.tensor([1.0] * 30 + [-1.0] + [1.0] * 14)),
             allowed_token_ids=tuple(range(20, VOCAB)),
             bad_words=((25,),),
         )
@@ -208,7 +210,7 @@ class TestProcessors:
         assert masked.isinf().nonzero().flatten().tolist() == [*range(20), 25]
 
     def test_they_cannot_allow_what_the_grammar_forbids(self):
-        draw = replace(GREEDY, processors=(lambda _, x: torch.zeros_like(x),))
+        draw = replace(GREEDY, processors=named(lambda _, x: torch.zeros_like(x)))
         assert Sampler().sample(torch.zeros(1, VOCAB), [sequence(draw, [1], mask=Mask([9]))]).token_ids == (9,)
 
     @pytest.mark.parametrize(
@@ -222,21 +224,28 @@ class TestProcessors:
         ],
     )
     def test_what_fails_is_told_of_its_row_alone(self, processor, message):
-        failing = sequence(replace(GREEDY, processors=(processor,)), [1])
+        failing = sequence(replace(GREEDY, processors=named(processor)), [1])
         drawn = Sampler().sample(torch.arange(2.0 * VOCAB).view(2, VOCAB), [failing, sequence(GREEDY, [1])])
         assert list(drawn.errors) == [0]
         assert re.search(message, drawn.errors[0])
         assert drawn.token_ids[1] == VOCAB - 1
 
+    def test_a_name_without_a_processor_fails_in_its_row_alone(self):
+        unknown = replace(GREEDY, processors=(NamedProcessor(lambda _, x: x).name,))  # its object is gone already
+        sequences = [sequence(unknown, [1]), sequence(GREEDY, [1])]
+        drawn = Sampler().sample(torch.arange(2.0 * VOCAB).view(2, VOCAB), sequences)
+        assert drawn.errors.keys() == {0}
+        assert "unknown in the process that draws" in drawn.errors[0]
+
     def test_what_was_empty_before_is_not_their_fault(self):
-        draw = replace(GREEDY, processors=(lambda _, x: x,), min_tokens=3, stop_token_ids=(9,))
+        draw = replace(GREEDY, processors=named(lambda _, x: x), min_tokens=3, stop_token_ids=(9,))
         drawn = Sampler().sample(torch.zeros(1, VOCAB), [sequence(draw, [1], mask=Mask([9]))])
         assert (drawn.token_ids, drawn.errors) == ((9,), {})
 
     def test_others_are_not_touched(self):
         s = [
             sequence(GREEDY, [1]),
-            sequence(replace(GREEDY, processors=(lambda _, x: -x,), logprobs=1), [1]),
+            sequence(replace(GREEDY, processors=named(lambda _, x: -x), logprobs=1), [1]),
             sequence(replace(GREEDY, logprobs=1), [1]),
         ]
         logits = torch.arange(45.0).repeat(3, 1)

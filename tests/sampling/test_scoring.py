@@ -7,6 +7,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from quire import kernels
 from quire.common.batch import Batch, Draw, DrawnRows, ScheduledSequence, ScoredRows, TokenLogprobs
 from quire.config.kv_layout import kv_cache_config
 from quire.config.model import ModelConfig
@@ -30,7 +31,9 @@ def model() -> CausalLM:
 def make_runner(model: CausalLM) -> ModelRunner:
     specs = model.kv_cache_specs(ModelConfig.resolve("quire-draft", dtype="bfloat16"))
     cache = kv_cache_config(specs, BLOCK_SIZE, num_blocks=BLOCKS_PER_SEQ * len(PROMPTS))
-    return ModelRunner(model, CacheEngine(cache).layers, BLOCK_SIZE, BLOCKS_PER_SEQ * BLOCK_SIZE)
+    return ModelRunner(
+        model, CacheEngine(cache, kernels.backend_for("cpu")).layers, BLOCK_SIZE, BLOCKS_PER_SEQ * BLOCK_SIZE
+    )
 
 
 def chunk(seq: int, start: int, end: int, num_top: int = 2, draws: tuple[Draw, ...] = ()) -> ScheduledSequence:
@@ -80,6 +83,7 @@ def test_scores_are_the_log_softmax_of_all_logits(model, monkeypatch):
     assert scored.ranks.tolist() == (1 + (logits > logits.gather(1, targets[:, None])).sum(1)).tolist()
 
 
+@pytest.mark.essential
 @needs_native
 def test_bits_are_the_same_in_any_chunking_and_company(model):
     expected = [bits([whole(model, seq)]) for seq in range(3)]

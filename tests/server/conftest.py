@@ -4,7 +4,7 @@ import pytest
 
 from quire import LLM, EngineArgs, LLMEngine
 from tests.scripted_engine import scripted_llm
-from tests.server.door import Server, serve
+from tests.server.in_process import Server, serve
 
 
 @pytest.fixture

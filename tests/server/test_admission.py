@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.server.config import ServerArgs
-from quire.server.operations.admission import MAX_RETRY_AFTER_S, Admission, Bucket
+from quire.server.operations.admission import MAX_RETRY_AFTER_S, Admission, Bucket, _Tenant, tenant_of_address
 
 
 class Clock:
@@ -42,6 +42,7 @@ def admission(clock, engine):
     return make
 
 
+@pytest.mark.essential
 def test_the_queue_is_bounded(admission):
     gate = admission(max_num_seqs=2, max_waiting=3)
     assert [gate.enter("a") for _ in range(5)] == [None] * 5
@@ -104,6 +105,7 @@ def test_requests_per_minute(admission, clock):
     assert gate.enter("a") is not None
 
 
+@pytest.mark.essential
 def test_tokens_per_minute_are_paid_back(admission, clock):
     gate = admission(tokens_per_minute=60)
     assert gate.enter("a") is None
@@ -135,9 +137,83 @@ def test_tenants_that_use_nothing_are_forgotten(admission, clock):
         assert gate.enter(name) is None
         gate.leave(name, 1)
         clock.now += 1
-    assert len(gate._tenants) < 1100
+    assert gate.num_tenants < 30, "of the last 12 s, and those that were not looked at yet"
     gate.leave("stays", 1)
     assert gate.num_running == 0
+
+
+def test_without_limits_a_tenant_is_kept_only_while_it_runs(admission):
+    gate = admission()
+    assert gate.enter("a") is None
+    assert gate.num_tenants == 1
+    gate.leave("a", 5)
+    assert gate.num_tenants == 0
+
+
+def test_a_refused_request_leaves_no_tenant_behind(admission, engine):
+    gate = admission(max_num_seqs=1, max_waiting=0, requests_per_minute=5)
+    engine.num_waiting = 1
+    for number in range(100):
+        assert gate.enter(f"visitor {number}").reason == "queue_full"
+    assert gate.num_tenants == 0
+
+
+def test_the_work_of_a_request_does_not_grow_with_the_tenants(admission, monkeypatch):
+    """With so many tenants that owe something, each request looks at a fixed number of them."""
+    gate, num_looks = admission(max_num_seqs=10**6, requests_per_minute=1), 0
+    is_idle = _Tenant.is_idle
+
+    def counted(tenant: _Tenant, now: float) -> bool:
+        nonlocal num_looks
+        num_looks += 1
+        return is_idle(tenant, now)
+
+    monkeypatch.setattr(_Tenant, "is_idle", counted)
+    for number in range(5000):
+        assert gate.enter(f"visitor {number}") is None
+        gate.leave(f"visitor {number}", 1)
+    assert gate.num_tenants == 5000, "all of them have used up their minute"
+    assert num_looks <= 3 * 5000
+
+
+def test_memory_is_bounded_and_only_tenants_with_nothing_running_are_forgotten(admission, monkeypatch):
+    monkeypatch.setattr("quire.server.operations.admission.MAX_TENANTS", 50)
+    gate = admission(max_num_seqs=10**6, requests_per_minute=1)
+    assert gate.enter("runs") is None
+    for number in range(500):
+        assert gate.enter(f"visitor {number}") is None
+        gate.leave(f"visitor {number}", 1)
+    assert gate.num_tenants == 50
+    assert gate.enter("visitor 499").reason == "requests_per_minute", "the last ones are known"
+    assert gate.enter("runs").reason == "requests_per_minute"
+    gate.leave("runs", 1)
+    assert gate.enter("visitor 0") is None, "the first ones are forgotten"
+    for number in range(1000, 1100):  # more run than are kept: none of them may be forgotten
+        assert gate.enter(f"visitor {number}") is None
+    for number in range(1000, 1100):
+        gate.leave(f"visitor {number}", 1)
+    gate.leave("visitor 0", 1)
+    assert gate.num_running == 0
+
+
+def test_tokens_of_a_tenant_that_was_forgotten_are_charged(admission):
+    gate = admission(tokens_per_minute=60)
+    gate.charge("a", 100)
+    assert gate.enter("a").reason == "tokens_per_minute"
+    unlimited = admission()
+    unlimited.charge("a", 100)
+    assert unlimited.num_tenants == 0
+
+
+@pytest.mark.parametrize(
+    ("address", "tenant"),
+    [("10.0.0.1", "10.0.0.1"), ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"), ("2001:db8:1:2::", "2001:db8:1:2::/64"),
+     ("2001:db8:1:3::", "2001:db8:1:3::/64"), ("::ffff:10.0.0.1", "10.0.0.1"), ("fe80::1%eth0", "fe80::/64"),
+     ("::1", "::/64"), ("local", "local"), ("a:b", "a:b")],
+)  # fmt: skip
+def test_an_ipv6_client_is_its_network(address, tenant):
+    """One client has 2**64 addresses: with an account for each, no limit would hold for it."""
+    assert tenant_of_address(address) == tenant
 
 
 @given(

@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire.server.api.messages.protocol import MessagesRequest
-from quire.server.api.responses.endpoint import PART
 from quire.server.api.responses.protocol import ResponsesRequest
-from tests.server.door import Answer, Server, saying
+from tests.effort import examples
+from tests.server.in_process import Answer, Server, saying
 
 TYPES = [
     "message", "function_call", "function_call_output", "reasoning", "input_text", "output_text", "text", "tool_use",
@@ -34,8 +34,8 @@ VALUES = st.recursive(
 def server() -> Iterator[Server]:
     made = saying("Hi.")
     yield made
-    if PART in made.state.parts:
-        made.state.parts[PART].store.close()
+    if made.state.responses is not None:
+        made.state.responses.store.close()
 
 
 def changed(start: dict[str, Any], body: type) -> st.SearchStrategy[dict[str, Any]]:
@@ -51,7 +51,9 @@ def check(answer: Answer, body: Any) -> None:
 
 
 def quick(test: Any) -> Any:
-    return settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])(test)
+    return settings(
+        max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    )(test)
 
 
 @quick

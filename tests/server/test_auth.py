@@ -10,7 +10,7 @@ from quire.common.errors import ConfigError
 from quire.server.config import ServerArgs
 from quire.server.http.auth import AllowedHosts, ApiKeys, Authentication, checks_hosts
 from quire.server.http.errors import ApiError
-from quire.server.http.state import add_context, context_of
+from quire.server.http.state import begin_request, context_of
 
 
 def keys_of(tmp_path, text: str = "", api_key: tuple[str, ...] = (), environ=None) -> ApiKeys:
@@ -22,7 +22,7 @@ def keys_of(tmp_path, text: str = "", api_key: tuple[str, ...] = (), environ=Non
 def call(middleware, *headers: tuple[bytes, bytes]):
     """The scope as the application behind the middleware got it; None if it did not."""
     scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": list(headers)}
-    add_context(scope)
+    begin_request(scope)
     asyncio.run(middleware(scope, None, None))
     return scope.get("seen")
 
@@ -70,6 +70,7 @@ def test_no_other_bytes_are_a_key(key):
     assert (keys.name_of(key) is not None) == (key in (b"sk-a", b"sk-b"))
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize(
     "headers",
     [[(b"authorization", b"Bearer sk-b")], [(b"authorization", b"bearer  sk-b ")], [(b"x-api-key", b"sk-b")],
@@ -81,6 +82,7 @@ def test_a_key_opens_and_names_the_tenant(headers):
     assert context.tenant == "key-2"
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize(
     "headers",
     [[], [(b"authorization", b"Bearer wrong")], [(b"authorization", b"sk-a")], [(b"authorization", b"Basic sk-a")],
@@ -114,6 +116,10 @@ def test_requests_for_other_hosts_are_refused(allowed, host, expected):
     with pytest.raises(ApiError) as raised:
         call(middleware, (b"host", host))
     assert raised.value.status == 403
+
+
+def test_http_1_0_may_leave_the_host_out():
+    assert call(AllowedHosts(app, ())) is not None
 
 
 def test_hosts_are_checked_where_every_program_here_may_call():

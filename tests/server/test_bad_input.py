@@ -7,7 +7,7 @@ import pytest
 
 from quire.server.config import ServerArgs
 from quire.server.http.errors import status_error
-from tests.server.door import saying
+from tests.server.in_process import saying
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "Hello"}]
@@ -157,6 +157,7 @@ def test_what_is_not_the_right_json_is_a_400(reciting, body):
     assert answer.error["type"] == "invalid_request_error"
 
 
+@pytest.mark.essential
 def test_every_field_refuses_a_wrong_type(reciting):
     """An object of no meaning fits no field but those that take any object."""
     described = reciting.get("/openapi.json").json["components"]["schemas"]
@@ -212,7 +213,7 @@ def test_unknown_models_paths_and_methods(reciting):
     answer = reciting.post(COMPLETIONS, {"prompt": "a", "model": "gpt-9"})
     assert answer.status == 404
     assert answer.error == {
-        "message": "the model 'gpt-9' is not served here; there is quire-tiny, alias",
+        "message": "the model 'gpt-9' is not served here; available: quire-tiny, alias",
         "type": "not_found_error",
         "param": "model",
         "code": "model_not_found",
@@ -232,6 +233,7 @@ def test_bodies_of_other_kinds(reciting, headers):
     assert reciting.post(COMPLETIONS, {"prompt": "a"}, headers=headers).status == 415
 
 
+@pytest.mark.essential
 def test_a_body_beyond_the_limit_is_not_read(reciting):
     limit = reciting.state.args.max_body
     answer = reciting.post(COMPLETIONS, b"", headers={"content-length": str(limit + 1)})
@@ -254,7 +256,7 @@ def test_a_body_that_does_not_come_is_not_waited_for():
     server = _receiving(saying(args=ServerArgs(body_timeout_s=0.01)), asyncio.Event().wait)
     answer = server.post(COMPLETIONS, {"prompt": "a"})
     assert (answer.status, answer.headers["connection"]) == (408, "close")
-    assert answer.error["message"] == "the body did not come within 0.01 s"
+    assert answer.error["message"] == "the body was not received within 0.01 s"
     assert server.state.num_body_bytes == 0
 
 
@@ -267,7 +269,7 @@ def test_half_a_body_of_a_client_that_has_gone_starts_nothing():
     server = _receiving(saying(), receive)
     answer = server.post(COMPLETIONS, b"")
     assert answer.status == 400
-    assert "went away" in answer.error["message"]
+    assert "disconnected" in answer.error["message"]
     assert server.engine.stats().num_waiting == server.state.num_body_bytes == 0
 
 

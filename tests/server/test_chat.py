@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from quire.server.api.tools import REASONING_FORMATS, TOOL_FORMATS
 from quire.server.config import ServerArgs
+from tests.effort import examples
 from tests.scripted_engine import recital
-from tests.server.door import saying, tokenizer_of
+from tests.server.in_process import saying, tokenizer_of
 
 PATH = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
@@ -29,6 +30,7 @@ WEATHER = {
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
 
 
+@pytest.mark.essential
 def test_an_answer_has_openai_s_shape():
     answer = saying("Hello there.").post(PATH, HELLO)
     body = answer.json
@@ -72,7 +74,8 @@ REPLIES = (
 )
 
 
-@settings(max_examples=80, deadline=None)
+@pytest.mark.essential
+@settings(max_examples=examples(80), deadline=None)
 @given(
     reply=st.sampled_from(REPLIES),
     more=st.fixed_dictionaries(

@@ -9,13 +9,15 @@ from hypothesis import strategies as st
 from quire import SamplingParams
 from quire.common.outputs import RequestMetrics
 from quire.server.api.shared.fields import Timings
+from tests.effort import examples
 from tests.scripted_engine import recital, scripted_llm
-from tests.server.door import saying, serve, tokenizer_of
+from tests.server.in_process import saying, serve, tokenizer_of
 
 PATH = "/v1/completions"
 GREEDY = {"temperature": 0, "max_tokens": 8}
 
 
+@pytest.mark.essential
 def test_a_completion_has_openai_s_shape(reciting):
     answer = reciting.post(PATH, {"model": "alias", "prompt": "one two", "max_tokens": 64})
     body = answer.json
@@ -77,7 +79,7 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(OPTIONS)
 def test_a_stream_adds_up_to_the_whole_answer(options):
     llm, _ = scripted_llm()
@@ -171,6 +173,7 @@ def test_max_tokens_0_with_echo_scores_the_prompt_alone(tiny):
     assert choice["logprobs"] == {key: values[:-1] for key, values in full.items()}
 
 
+@pytest.mark.essential
 def test_logprobs_are_the_engine_s(tiny, tiny_llm):
     (output,) = tiny_llm.generate("The old", SamplingParams(temperature=0, max_tokens=8, logprobs=2), use_tqdm=False)
     told = tiny.post(PATH, {"prompt": "The old", "logprobs": 2, **GREEDY}).json["choices"][0]["logprobs"]

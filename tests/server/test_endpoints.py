@@ -9,7 +9,7 @@ import pytest
 from quire import EngineDeadError, __version__
 from quire.server.api.shared.fields import SamplingFields
 from quire.server.app import ROUTES
-from tests.server.door import tokenizer_of
+from tests.server.in_process import tokenizer_of
 
 DOCS = [Path(__file__).parents[2] / "docs" / name for name in ("server.md", "responses.md", "messages.md")]
 CALLS = [

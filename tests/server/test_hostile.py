@@ -12,12 +12,11 @@ import pytest
 from quire.server.api.chat.protocol import ChatCompletionRequest
 from quire.server.api.completions.protocol import CompletionRequest
 from quire.server.api.messages.protocol import CountTokensRequest, MessagesRequest
-from quire.server.api.responses.endpoint import PART
 from quire.server.api.responses.protocol import ResponsesRequest
 from quire.server.api.shared.generation import _merged
 from quire.server.api.tokens.protocol import DetokenizeRequest, TokenizeRequest
 from quire.server.http import bodies
-from tests.server.door import Answer, Server, saying, serve
+from tests.server.in_process import Answer, Server, saying, serve
 
 COMPLETIONS, CHAT, RESPONSES, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
 COUNT, TOKENIZE, DETOKENIZE = "/v1/messages/count_tokens", "/tokenize", "/detokenize"
@@ -44,8 +43,8 @@ CANARY = {"prompt": "Once upon a time", "max_tokens": 40, "seed": 7, "ignore_eos
 def server(tiny_engine):
     made = serve(tiny_engine)
     yield made
-    if PART in made.state.parts:
-        made.state.parts[PART].store.close()
+    if made.state.responses is not None:
+        made.state.responses.store.close()
 
 
 def check(answer: Answer, *what: Any) -> None:
@@ -113,8 +112,9 @@ def test_however_deep_it_is_nested(reciting, place, depth):
     answer = reciting.post(path, ("{" + body.replace("{}", nested(depth), 1) + ", " + limit + "}").encode())
     check(answer, place, depth)
     assert answer.status == 200 or depth > 60 or place == "schema"
-    if PART in reciting.state.parts:
-        reciting.state.parts.pop(PART).store.close()
+    if reciting.state.responses is not None:
+        reciting.state.responses.store.close()
+        reciting.state.responses = None
 
 
 @pytest.mark.parametrize("depth", range(60, 1000, 120))

@@ -128,6 +128,27 @@ def test_the_second_request_of_a_connection_is_timed_too():
     assert b"HTTP/1.1 408 " in answer
 
 
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [(b"GET / HTTP/1.1", 400), (b"GET / HTTP/1.1\r\nhost: a\r\nhost: a", 400),
+     (b"GET / HTTP/1.1\r\nHost: a\r\nx: y\r\nHOST: b", 400), (b"GET / HTTP/1.0\r\nhost: a\r\nhost: b", 400),
+     (b"POST / HTTP/1.1\r\ncontent-length: 0", 400), (b"GET / HTTP/1.1\r\nhost:", 200),
+     (b"GET / HTTP/1.1\r\nhost: a", 200), (b"GET / HTTP/1.0", 200), (b"GET / HTTP/1.0\r\nhost: a", 200)],
+)  # fmt: skip
+def test_a_request_has_one_host(head, status):
+    """RFC 9112, section 3.2. A second one could be meant for another server's checks."""
+    answer = talk(head + b"\r\n\r\n", until_closed=status == 400)
+    assert answer.startswith(b"HTTP/1.1 %d " % status)
+    assert answer.count(b"HTTP/1.1 %d " % status) == 1
+    assert (b"Host" in answer) == (status == 400)
+
+
+def test_a_request_without_a_host_ends_the_connection():
+    answer = talk(b"GET / HTTP/1.1\r\n\r\n" + get(), get(), until_closed=True)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"HTTP/1.1 200" not in answer
+
+
 def test_a_large_body_is_no_head():
     body = b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 9000\r\n\r\n" + b"x" * 9000
     assert talk(body).startswith(b"HTTP/1.1 200")
@@ -240,6 +261,7 @@ def test_empty_lines_do_not_keep_a_connection():
     asyncio.run(main())
 
 
+@pytest.mark.essential
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 80), max_size=20))
 def test_however_a_request_is_cut_up_it_is_answered(cuts):

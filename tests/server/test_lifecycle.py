@@ -7,15 +7,14 @@ import pytest
 
 from quire.server.config import ServerArgs
 from quire.server.http.errors import ApiError
-from quire.server.http.state import add_context
+from quire.server.http.state import begin_request
 from quire.server.operations.admission import Admission
-from quire.server.operations.lifecycle import Admitting, Front, Gate
-from quire.server.operations.request_log import RequestRecord
+from quire.server.operations.lifecycle import AdmissionControl, DrainGate, LoadingApp
 
 
 def scope_of(method: str = "POST", path: str = "/v1/chat/completions") -> dict:
     scope = {"type": "http", "method": method, "path": path, "headers": [], "client": ("10.0.0.1", 1)}
-    add_context(scope)
+    begin_request(scope)
     return scope
 
 
@@ -64,8 +63,8 @@ def run(test) -> None:
     asyncio.run(asyncio.wait_for(test, 10))
 
 
-def gate_of(request_timeout_s: float | None = None, drain_timeout_s: float = 0.01) -> Gate:
-    return Gate(request_timeout_s=request_timeout_s, drain_timeout_s=drain_timeout_s)
+def gate_of(request_timeout_s: float | None = None, drain_timeout_s: float = 0.01) -> DrainGate:
+    return DrainGate(request_timeout_s=request_timeout_s, drain_timeout_s=drain_timeout_s)
 
 
 def test_a_request_that_takes_too_long_is_aborted():
@@ -202,7 +201,7 @@ def test_one_that_only_looks_is_not_waited_for_and_has_no_deadline():
 )
 def test_until_the_model_is_there_the_answer_is_503(path, expected):
     async def main():
-        front, sent = Front(), Sent()
+        front, sent = LoadingApp(), Sent()
         await front(scope_of("GET", path), None, sent)
         assert sent.status == 503
         assert expected in sent.body
@@ -215,18 +214,16 @@ def test_until_the_model_is_there_the_answer_is_503(path, expected):
     run(main())
 
 
-def test_admission_is_asked_for_the_key_or_else_the_address_and_told_the_tokens(monkeypatch):
-    record = RequestRecord("POST", [], num_prompt_tokens=50, num_generated_tokens=20)
-    monkeypatch.setattr("quire.server.operations.lifecycle.current_record", lambda: record)
-
+def test_admission_is_asked_for_the_key_or_else_the_address_and_told_the_tokens():
     async def app(scope, receive, send):
         scope["served"] = True
+        scope["quire"].num_prompt_tokens, scope["quire"].num_generated_tokens = 50, 20
 
     async def main():
         admission = Admission(
             ServerArgs(tokens_per_minute=60), max_num_seqs=4, num_waiting=lambda: 0, clock=lambda: 0.0
         )
-        middleware = Admitting(app, admission)
+        middleware = AdmissionControl(app, admission)
         scope = scope_of()
         await middleware(scope, None, None)
         assert scope["served"]
@@ -237,6 +234,9 @@ def test_admission_is_asked_for_the_key_or_else_the_address_and_told_the_tokens(
         other = scope_of()
         other["quire"].tenant = "alice"
         await middleware(other, None, None)
+        await middleware(scope_of() | {"client": ("2001:db8::1", 1)}, None, None)
+        with pytest.raises(ApiError, match="60 tokens per minute"):
+            await middleware(scope_of() | {"client": ("2001:db8::2", 1)}, None, None)
         local = scope_of() | {"client": None}
         await middleware(local, None, None)
         assert admission.num_running == 0
@@ -244,24 +244,22 @@ def test_admission_is_asked_for_the_key_or_else_the_address_and_told_the_tokens(
     run(main())
 
 
-def test_what_goes_on_after_the_answer_is_charged_at_its_end(monkeypatch):
-    record = RequestRecord("POST", [], num_prompt_tokens=50)
-    monkeypatch.setattr("quire.server.operations.lifecycle.current_record", lambda: record)
-
+def test_what_goes_on_after_the_answer_is_charged_at_its_end():
     async def main():
         may_end = asyncio.Event()
 
         async def generate():
             await may_end.wait()
-            record.num_generated_tokens += 20
+            scope["quire"].num_generated_tokens += 20
 
         async def app(scope, receive, send):
+            scope["quire"].num_prompt_tokens = 50
             scope["quire"].background = asyncio.create_task(generate())
 
         args = ServerArgs(tokens_per_minute=60)
         admission = Admission(args, max_num_seqs=4, num_waiting=lambda: 0, clock=lambda: 0.0)
         scope = scope_of()
-        await Admitting(app, admission)(scope, None, None)
+        await AdmissionControl(app, admission)(scope, None, None)
         assert admission.enter("10.0.0.1") is None, "50 of 60 are used"
         may_end.set()
         await scope["quire"].background
@@ -278,7 +276,7 @@ def test_a_request_that_fails_leaves_too():
     admission = SimpleNamespace(enter=lambda tenant: None, leave=lambda tenant, tokens: left.append(tenant))
     left: list[str] = []
     with pytest.raises(RuntimeError):
-        asyncio.run(Admitting(app, admission)(scope_of(), None, None))
+        asyncio.run(AdmissionControl(app, admission)(scope_of(), None, None))
     assert left == ["10.0.0.1"]
 
 
@@ -287,7 +285,7 @@ def test_it_is_idle_when_nothing_has_run_for_a_while(monkeypatch):
     idle: list[int] = []
 
     async def main():
-        gate = Gate(request_timeout_s=None, drain_timeout_s=1, on_idle=lambda: idle.append(gate._num_working))
+        gate = DrainGate(request_timeout_s=None, drain_timeout_s=1, on_idle=lambda: idle.append(gate._num_working))
         first, second = Endless(), Endless()
         first_runs, second_runs = (
             asyncio.create_task(gate.around(app)(scope_of(), None, Sent())) for app in (first, second)

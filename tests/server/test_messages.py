@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from quire.server.api.tools import REASONING_FORMATS, TOOL_FORMATS
-from tests.server.door import Answer, Server, saying
+from tests.server.in_process import Answer, Server, saying
 
 URL = "/v1/messages"
 COUNT = "/v1/messages/count_tokens"

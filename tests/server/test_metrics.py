@@ -15,8 +15,8 @@ from quire.common.outputs import EngineStats, RequestMetrics
 from quire.common.params import SamplingParams
 from quire.config.cache import CacheConfig
 from quire.kv.stats import PrefixCacheStats
+from quire.server.http.state import RequestContext
 from quire.server.operations.metrics import Histogram, Metrics
-from quire.server.operations.request_log import RequestRecord
 
 ROOT = Path(__file__).parents[2]
 CACHE = CacheConfig(16, None, None, 0.9, True)
@@ -146,7 +146,9 @@ def test_the_cache_is_shown_by_state_and_reason(metrics, engine):
 
 def test_answers_and_refusals_are_counted(metrics, refused):
     for status in (200, 200, 404):
-        metrics.on_record(RequestRecord("GET", [], route="/v1/models/{model}", status=status))
+        metrics.on_http_response(
+            RequestContext(request_id="r", method="GET", route="/v1/models/{model}", status=status)
+        )
     refused["queue_full"] += 3
     labels = {"route": "/v1/models/{model}", "method": "GET"}
     assert value(metrics, "quire:http_requests_total", status="200", **labels) == 2

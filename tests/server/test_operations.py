@@ -9,10 +9,10 @@ from quire.common.outputs import EngineStats
 from quire.kv.stats import PrefixCacheStats
 from quire.server.config import ServerArgs
 from quire.server.http.auth import ApiKeys
-from quire.server.operations.lifecycle import Gate
+from quire.server.operations.lifecycle import DrainGate
 from quire.server.serve import build_app
 from tests.scripted_engine import scripted_llm
-from tests.server.door import InProcessLLM, Server, serve
+from tests.server.in_process import InProcessLLM, Server, serve
 
 KEY = {"authorization": "Bearer sk-1"}
 PROMPT = {"prompt": "hello", "max_tokens": 2}
@@ -57,7 +57,7 @@ def operated():
         llm, _ = scripted_llm()
         server = serve(llm.engine, args=ServerArgs(**args))
         server.state.llm = ListenedLLM(llm.engine)
-        gate = Gate(request_timeout_s=None, drain_timeout_s=1)
+        gate = DrainGate(request_timeout_s=None, drain_timeout_s=1)
         server.app = build_app(server.state, gate, ApiKeys.load(server.state.args, {}))
         return server
 
@@ -182,6 +182,6 @@ def test_a_stream_is_measured_as_a_whole_answer_is(operated):
     server = operated()
     for stream in (False, True):
         assert server.post("/v1/completions", PROMPT | {"stream": stream}).status == 200
-    metrics = server.state.parts["metrics"]
+    metrics = server.state.metrics
     assert metrics.histograms["request_prompt_tokens"].sum == 14
     assert sum(metrics.histograms["e2e_request_latency_seconds"].counts) == 2

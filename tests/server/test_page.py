@@ -11,7 +11,9 @@ from quire.server.app import make_app
 from quire.server.config import ServerArgs
 from quire.server.http.state import ServerState
 
-FILES = {file.name: file.read_text() for file in files("quire.server").joinpath("page").iterdir() if file.is_file()}
+FILES = {
+    file.name: file.read_text() for file in files("quire.server").joinpath("page", "files").iterdir() if file.is_file()
+}
 SCRIPTS = {name: text for name, text in FILES.items() if name.endswith(".js")}
 INDEX = FILES["index.html"]
 

@@ -11,14 +11,11 @@ from hypothesis import strategies as st
 from quire.common.log import JsonFormatter, TextFormatter
 from quire.common.outputs import RequestMetrics
 from quire.common.params import SamplingParams
-from quire.server.http.state import add_context
+from quire.server.http.state import CLIENT_CLOSED_REQUEST, RequestContext, context_of
 from quire.server.operations.request_log import (
-    CLIENT_GONE,
+    EngineListener,
     NamedRoute,
     Observer,
-    RecordListener,
-    RequestRecord,
-    current_record,
     log_request,
 )
 
@@ -44,8 +41,8 @@ def lines(monkeypatch):
     log.setLevel(level)
 
 
-def observe(app, *, keep_bodies: bool = False, body: bytes = b"{}", method: str = "POST") -> RequestRecord:
-    records: list[RequestRecord] = []
+def observe(app, *, keep_bodies: bool = False, body: bytes = b"{}", method: str = "POST") -> RequestContext:
+    records: list[RequestContext] = []
 
     async def main():
         async def receive():
@@ -61,16 +58,16 @@ def observe(app, *, keep_bodies: bool = False, body: bytes = b"{}", method: str 
     return records[0]
 
 
-def answering(status: int = 200, tenant: str = "alice", listener: RecordListener | None = None):
+def answering(status: int = 200, tenant: str = "alice", listener: EngineListener | None = None):
     """An application that asks the engine twice, as for two prompts."""
 
     async def app(scope, receive, send):
-        scope["app"] = None
-        add_context(scope).tenant = tenant
+        context = context_of(scope)
+        context.tenant = tenant
         await receive()
         for engine_id in ("e-1", "e-2") if listener else ():
             listener.on_request_start(engine_id, 10, SamplingParams(tenant=f"{tenant}/carol"))
-            listener.on_tokens(engine_id, 3, current_record().start_s + 0.5)
+            listener.on_tokens(engine_id, 3, context.start_s + 0.5)
             moments = RequestMetrics(1.0, 1.25, 1.5, 2.0)
             listener.on_request_end(engine_id, moments, 4, "length")
         await send({"type": "http.response.start", "status": status, "headers": []})
@@ -80,9 +77,9 @@ def answering(status: int = 200, tenant: str = "alice", listener: RecordListener
 
 
 def test_a_record_gathers_what_engine_and_answer_tell():
-    record = observe(answering(listener=RecordListener()))
+    record = observe(answering(listener=EngineListener()))
     assert (record.method, record.route, record.status) == ("POST", "/v1/completions", 200)
-    assert (record.request_id, record.tenant, record.reason) == ("req-1", "alice/carol", "length")
+    assert (record.request_id, record.engine_tenant, record.finish_reason) == ("req-1", "alice/carol", "length")
     assert (record.num_prompt_tokens, record.num_generated_tokens, record.num_cached_tokens) == (20, 6, 8)
     assert (record.first_token_s, record.queue_s) == (pytest.approx(0.5), 0.25)
     assert record.num_tokens == 26
@@ -94,19 +91,21 @@ def test_a_client_that_leaves_and_a_path_that_is_none():
         pass
 
     record = observe(gone, method="BREW")
-    assert (record.status, record.route, record.method) == (CLIENT_GONE, "other", "other")
+    assert (record.status, record.route, record.method) == (CLIENT_CLOSED_REQUEST, "other", "other")
 
 
 def test_a_failure_is_recorded_and_handed_on():
     async def broken(scope, receive, send):
         raise RuntimeError("broken")
 
-    records: list[RequestRecord] = []
+    records: list[RequestContext] = []
     scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
     with pytest.raises(RuntimeError):
         asyncio.run(Observer(broken, [records.append])(scope, None, None))
     assert len(records) == 1
-    assert current_record() is None
+    listener = EngineListener()
+    listener.on_request_start("e-1", 10, SamplingParams())
+    assert records[0].num_prompt_tokens == 0, "later requests of the engine are not its own"
 
 
 def test_bodies_are_kept_only_on_demand_and_not_without_end():
@@ -117,7 +116,7 @@ def test_bodies_are_kept_only_on_demand_and_not_without_end():
 
 
 def test_the_line_in_both_formats(lines):
-    log_request(observe(answering(listener=RecordListener())))
+    log_request(observe(answering(listener=EngineListener())))
     text = TEXT.format(lines[0])
     assert text.startswith("INFO POST /v1/completions 200 request_id=req-1 tenant=alice/carol prompt_tokens=20")
     assert "reason=length" in text
@@ -131,9 +130,9 @@ def test_the_line_in_both_formats(lines):
 
 
 def test_probes_that_go_well_are_left_out(lines):
-    log_request(RequestRecord("GET", [], route="/metrics", status=200))
+    log_request(RequestContext(request_id="r", method="GET", route="/metrics", status=200))
     assert lines == []
-    log_request(RequestRecord("GET", [], route="/ready", status=503))
+    log_request(RequestContext(request_id="r", method="GET", route="/ready", status=503))
     assert len(lines) == 1
 
 

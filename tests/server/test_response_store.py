@@ -203,7 +203,7 @@ def test_a_log_that_was_cut_off_loses_the_last_change_only(tmp_path: Path, open_
 def test_one_server_at_a_time(tmp_path: Path, open_store: Open) -> None:
     path = tmp_path / "responses.db"
     open_store(path)
-    with pytest.raises(ConfigError, match="is another server using it"):
+    with pytest.raises(ConfigError, match="in use by another server"):
         open_store(path)
 
 
@@ -261,9 +261,9 @@ def test_a_full_disk_is_told_and_nothing_is_half_written(tmp_path: Path, open_st
     store = open_store(tmp_path / "responses.db", max_bytes=10**7)
     asyncio.run(store.add("a", row("before", running=True)))
     limit_pages(store, 12)
-    with pytest.raises(StoreError, match="no room on the disk"):
+    with pytest.raises(StoreError, match="the disk is full"):
         asyncio.run(store.add("a", row("large", size=10**6)))
-    with pytest.raises(StoreError, match="no room on the disk"):
+    with pytest.raises(StoreError, match="the disk is full"):
         asyncio.run(store.update("a", row("before", size=10**6)))
     limit_pages(store, 10**6)
     assert asyncio.run(store.get("a", "before")) == row("before", running=True)

@@ -11,14 +11,14 @@ import jsonschema
 import pytest
 
 from quire.common.outputs import RequestOutput
-from quire.server.api.responses.endpoint import PART, shelf_of
+from quire.server.api.responses.endpoint import stored_responses
 from quire.server.api.responses.store import StoredResponse
 from quire.server.api.tools import REASONING_FORMATS, TOOL_FORMATS
 from quire.server.config import ServerArgs
 from quire.server.http.state import RequestContext, context_of
-from quire.server.operations.lifecycle import Gate
+from quire.server.operations.lifecycle import DrainGate
 from quire.server.serve import finish
-from tests.server.door import Answer, Server, saying
+from tests.server.in_process import Answer, Server, saying
 
 Say = Callable[..., Server]
 URL = "/v1/responses"
@@ -41,8 +41,8 @@ def say() -> Iterator[Say]:
 
     yield made
     for server in servers:
-        if PART in server.state.parts:
-            server.state.parts[PART].store.close()
+        if server.state.responses is not None:
+            server.state.responses.store.close()
 
 
 def create(server: Server, **fields: Any) -> Any:
@@ -242,13 +242,13 @@ def test_what_runs_in_the_background_is_ended_with_the_server(say: Say, tmp_path
         server = say(LONG, args=args)
         hold(server)
         response = await ask(server, "POST", URL, input="Hi", background=True)
-        gate = Gate(request_timeout_s=None, drain_timeout_s=args.drain_timeout_s)
+        gate = DrainGate(request_timeout_s=None, drain_timeout_s=args.drain_timeout_s)
         finishing = asyncio.create_task(finish(server.state, gate))
         await asyncio.sleep(0.01)
         if is_cancelled:
             finishing.cancel()
         await asyncio.wait_for(asyncio.wait({finishing}), 60)
-        del server.state.parts[PART]
+        server.state.responses = None
         return str(response["id"])
 
     response_id = asyncio.run(play())
@@ -260,8 +260,8 @@ def test_kept_responses_survive_a_restart(say: Say, tmp_path: Path) -> None:
     args = ServerArgs(response_store=str(tmp_path / "responses.db"))
     server = say(args=args)
     response = create(server)
-    asyncio.run(shelf_of(server.state).shutdown())
-    del server.state.parts[PART]
+    asyncio.run(stored_responses(server.state).shutdown())
+    server.state.responses = None
     again = say(args=args)
     assert again.get(f"{URL}/{response['id']}").json == response
     assert create(again, previous_response_id=response["id"])["status"] == "completed"
@@ -290,8 +290,8 @@ def test_what_is_wrong_is_told_by_the_status_and_not_kept(
     assert answer.status == 400, answer.body
     if param is not None:
         assert answer.error["param"] == param
-    if PART in server.state.parts:
-        assert asyncio.run(shelf_of(server.state).store._run(number_kept)) == 0
+    if server.state.responses is not None:
+        assert asyncio.run(stored_responses(server.state).store._run(number_kept)) == 0
 
 
 def number_kept(connection: Any) -> int:
@@ -334,8 +334,8 @@ def hold(server: Server) -> asyncio.Event:
 @asynccontextmanager
 async def serving(server: Server) -> AsyncIterator[Server]:
     yield server
-    await shelf_of(server.state).shutdown()
-    del server.state.parts[PART]
+    await stored_responses(server.state).shutdown()
+    server.state.responses = None
 
 
 async def ask(server: Server, method: str, path: str, **body: Any) -> Any:
@@ -355,7 +355,7 @@ def test_a_response_in_the_background_goes_on_alone(say: Say) -> None:
             response = await ask(server, "POST", URL, input="Hi", background=True)
             assert (response["status"], response["output"], response["background"]) == ("in_progress", [], True)
             refused = await ask(server, "POST", URL, input="Hi", previous_response_id=response["id"])
-            assert "has not ended" in refused["error"]["message"]
+            assert "is still in progress" in refused["error"]["message"]
             gate.set()
             done = await until_over(server, f"{URL}/{response['id']}")
             assert done["status"] == "completed"
@@ -470,7 +470,7 @@ def test_a_background_response_that_takes_too_long_fails(say: Say) -> None:
 
 def fail_writes(server: Server) -> None:
     """As on a full disk."""
-    store = shelf_of(server.state).store
+    store = stored_responses(server.state).store
     store._thread.submit(store._connection.execute, "PRAGMA query_only = ON").result()
 
 
@@ -484,7 +484,7 @@ def test_a_store_that_fails_before_is_told_by_the_status(say: Say) -> None:
 
 def test_a_store_that_fails_at_the_end_fails_the_response(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     server = say()
-    store = shelf_of(server.state).store
+    store = stored_responses(server.state).store
     add = store.add
 
     async def add_then_fail(*args: Any) -> None:
@@ -501,7 +501,7 @@ def test_a_store_that_fails_at_the_end_fails_the_response(say: Say, monkeypatch:
 def test_a_client_that_goes_away_while_its_response_is_stored_cancels_it(say: Say) -> None:
     async def play() -> None:
         async with serving(say(LONG)) as server:
-            store = shelf_of(server.state).store
+            store = stored_responses(server.state).store
             add, ids = store.add, []
 
             async def add_and_vanish(owner: str, new: StoredResponse) -> None:

@@ -233,7 +233,7 @@ def test_an_interrupted_command_keeps_what_is_done(batch):
     assert process.returncode == 130
     num_done = len(batch.partial.read_bytes().splitlines()) - 1
     assert 1 <= num_done < 400
-    assert f"{num_done} of 400 lines are done, kept in" in last
+    assert f"{num_done} of 400 lines are done and saved in" in last
     assert not batch.output.exists()
 
 

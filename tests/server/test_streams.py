@@ -13,7 +13,7 @@ from quire.server.app import Application
 from quire.server.config import ServerArgs
 from quire.server.http import sse
 from tests.scripted_engine import scripted_llm
-from tests.server.door import saying, serve
+from tests.server.in_process import saying, serve
 
 COMPLETIONS, CHAT, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/messages"
 LONG = {
@@ -71,9 +71,10 @@ def test_the_head_of_a_stream_has_an_end(reciting):
     answer = asyncio.run(asyncio.wait_for(reciting.request("HEAD", "/debug/cache/events"), 60))
     assert answer.is_complete
     assert (answer.status, answer.body) == (200, b"")
-    assert reciting.state.parts["cache_watchers"] == 0
+    assert reciting.state.num_cache_watchers == 0
 
 
+@pytest.mark.essential
 def test_others_go_on_when_one_vanishes(reciting):
     body = json.dumps(LONG[CHAT] | {"stream": True}).encode()
 

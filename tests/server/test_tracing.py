@@ -6,31 +6,32 @@ import pytest
 
 from quire.common.errors import ConfigError
 from quire.common.params import SamplingParams
-from quire.server.operations.request_log import RequestRecord
+from quire.server.http.state import RequestContext
 from quire.server.operations.tracing import Tracer
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
-def record_of(**fields) -> RequestRecord:
+def context_with(**fields) -> RequestContext:
     known = {
         "route": "/v1/chat/completions", "status": 200, "start_ns": 10**18, "seconds": 1.5, "num_prompt_tokens": 12,
-        "num_generated_tokens": 7, "num_cached_tokens": 4, "first_token_s": 0.25, "queue_s": 0.125, "reason": "stop",
-        "params": SamplingParams(temperature=0.5, max_tokens=9), "request_id": "req-1", "tenant": "alice",
+        "num_generated_tokens": 7, "num_cached_tokens": 4, "first_token_s": 0.25, "queue_s": 0.125,
+        "finish_reason": "stop", "params": SamplingParams(temperature=0.5, max_tokens=9), "request_id": "req-1",
+        "tenant": "alice",
     }  # fmt: skip
-    return RequestRecord("POST", fields.pop("headers", []), **known | fields)
+    return RequestContext(method="POST", headers=fields.pop("headers", []), **known | fields)
 
 
 @pytest.fixture
 def spans():
-    """Makes spans of records."""
+    """Makes spans of contexts."""
     memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
 
-    def make(*records: RequestRecord):
+    def make(*contexts: RequestContext):
         exporter = memory.InMemorySpanExporter()
         tracer = Tracer("http://localhost:4318", "tiny", exporter)
-        for record in records:
-            tracer(record)
+        for context in contexts:
+            tracer(context)
         tracer.shutdown()
         return exporter.get_finished_spans()
 
@@ -38,7 +39,7 @@ def spans():
 
 
 def test_a_span_has_the_times_and_the_tokens(spans):
-    (span,) = spans(record_of())
+    (span,) = spans(context_with())
     assert span.name == "chat tiny"
     assert (span.start_time, span.end_time) == (10**18, 10**18 + 1_500_000_000)
     assert span.parent is None
@@ -54,20 +55,24 @@ def test_a_span_has_the_times_and_the_tokens(spans):
 
 def test_the_clients_trace_goes_on(spans):
     header = f"00-{TRACE_ID}-{SPAN_ID}-01".encode()
-    child, broken = spans(record_of(headers=[(b"traceparent", header)]), record_of(headers=[(b"traceparent", b"\xff")]))
+    child, broken = spans(
+        context_with(headers=[(b"traceparent", header)]), context_with(headers=[(b"traceparent", b"\xff")])
+    )
     assert f"{child.context.trace_id:032x}" == TRACE_ID
     assert f"{child.parent.span_id:016x}" == SPAN_ID
     assert broken.parent is None
 
 
 def test_what_generates_nothing_has_a_plain_span_and_probes_none(spans):
-    (span,) = spans(record_of(route="/v1/models", params=None), record_of(route="/health"), record_of(route="/metrics"))
+    (span,) = spans(
+        context_with(route="/v1/models", params=None), context_with(route="/health"), context_with(route="/metrics")
+    )
     assert span.name == "/v1/models"
     assert not [name for name in span.attributes if name.startswith("gen_ai")]
 
 
 def test_an_error_is_marked_and_a_long_value_cut(spans):
-    (span,) = spans(record_of(status=504, tenant="x" * 5000))
+    (span,) = spans(context_with(status=504, tenant="x" * 5000))
     assert span.attributes["error.type"] == "504"
     assert len(span.attributes["quire.tenant"]) == 256
 

@@ -2,13 +2,13 @@
 
 from msgspec.structs import replace
 
-from quire.config.kv_cache import KVCacheSpec
+from quire.config.kv_cache import FullAttentionSpec
 from quire.config.kv_layout import kv_cache_config
 from quire.config.scheduler import SchedulerConfig
 from quire.interfaces.simulate.report import report
 from quire.interfaces.simulate.simulator import Simulator
 
-SPEC = KVCacheSpec(1, 2, "float32")
+SPEC = FullAttentionSpec(1, 2, "float32")
 SECONDS_APART = 1e6
 
 

@@ -56,7 +56,7 @@ def test_a_wrong_line_is_refused_and_numbered(tmp_path, line, message):
 
 def test_arrivals_out_of_order_and_missing_files_are_refused(tmp_path):
     path = write(tmp_path / "trace.jsonl", {**GOOD, "arrival_s": 2}, {**GOOD, "arrival_s": 1})
-    with pytest.raises(ConfigError, match="line 2: arrival_s 1"):
+    with pytest.raises(ConfigError, match="line 2: arrival_s=1"):
         list(read_trace(path))
     with pytest.raises(ConfigError, match="cannot read"):
         list(read_trace(tmp_path / "nothing"))

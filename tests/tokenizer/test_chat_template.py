@@ -110,7 +110,7 @@ def test_where_templates_are_found(tmp_path: Path, config: Any, files: dict[str,
 def test_a_missing_template_says_what_there_is(tmp_path: Path, tokenizer: Tokenizer) -> None:
     bare = Tokenizer.from_path(folder_with(tmp_path))
     assert not bare.has_chat_template
-    with pytest.raises(TokenizerError, match="has no chat template; give a template's text"):
+    with pytest.raises(TokenizerError, match="has no chat template; give a template with"):
         bare.apply_chat_template([USER])
     with pytest.raises(TokenizerError, match="has only these chat templates: default"):
         tokenizer.apply_chat_template([USER], chat_template="tool_use")
@@ -127,7 +127,7 @@ def test_a_missing_template_says_what_there_is(tmp_path: Path, tokenizer: Tokeni
         ([{"role": 3, "content": "x"}], r"messages\[0\] must be a dict with a 'role'"),
         ([{"role": "user", "content": 3}], "'content' must be text or a list of text parts, not int"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "only text parts"),
-        ([{"role": "user", "content": "x", "extra": object()}], "holds a object: only what JSON can hold"),
+        ([{"role": "user", "content": "x", "extra": object()}], "contains a object: only types of JSON"),
     ],
 )
 def test_malformed_messages_are_refused(tokenizer: Tokenizer, messages: Any, message: str) -> None:
@@ -144,7 +144,7 @@ def test_malformed_tools_are_refused(tokenizer: Tokenizer, tools: Any) -> None:
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{{ raise_exception('roles must alternate') }}", "refuses these messages: roles must alternate"),
+        ("{{ raise_exception('roles must alternate') }}", "rejects these messages: roles must alternate"),
         ("{{ nothing.here }}", "'nothing' is undefined"),
         ("{{ messages[0].content + 3 }}", "fails on these messages: TypeError"),
         ("{{ 1 // 0 }}", "ZeroDivisionError"),
@@ -159,7 +159,7 @@ def test_what_a_template_refuses_is_a_wrong_request(tokenizer: Tokenizer, templa
 def test_contradictory_endings_are_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidPromptError, match="set one of them to False"):
         tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, continue_final_message=True)
-    with pytest.raises(InvalidPromptError, match="leaves the final message out"):
+    with pytest.raises(InvalidPromptError, match="leaves out the final message"):
         tokenizer.apply_chat_template(
             CHAT, add_generation_prompt=False, continue_final_message=True, chat_template="{{ messages[0].role }}"
         )
@@ -186,7 +186,7 @@ def test_no_template_runs_or_grows_without_end(
 
 @pytest.mark.parametrize("template", ["{{ " + "1" * 5000 + " }}", "{{ 'a' " * 20_000])
 def test_what_cannot_be_compiled_is_refused(tokenizer: Tokenizer, template: str) -> None:
-    with pytest.raises(TokenizerError, match="the chat template is"):
+    with pytest.raises(TokenizerError, match=r"the chat template (is invalid at line|cannot be compiled)"):
         tokenizer.apply_chat_template([USER], chat_template=template)
 
 

@@ -52,6 +52,7 @@ def token_ids_of(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
     return st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=40)
 
 
+@pytest.mark.essential
 @every_kind
 @given(data=st.data())
 def test_final_text_is_the_whole_text_for_random_tokens(kind: str, data: st.DataObject) -> None:

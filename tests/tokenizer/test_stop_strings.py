@@ -37,7 +37,7 @@ def test_exactly_the_longest_possible_beginning_is_held_back(text: str, stops: l
     state, _, found = automaton.read(0, text)
     if found is None:
         possible = [n for n in range(len(text) + 1) for stop in stops if stop.startswith(text[len(text) - n :])]
-        assert automaton.held_back(state) == max(possible)
+        assert automaton.num_undecided(state) == max(possible)
 
 
 def test_the_longest_of_many_stop_strings_is_found_behind_a_long_text() -> None:

@@ -117,7 +117,7 @@ def test_ids_without_a_token_stand_for_nothing() -> None:
 
 
 def test_text_that_is_no_unicode_is_a_wrong_request() -> None:
-    with pytest.raises(InvalidPromptError, match="no Unicode string"):
+    with pytest.raises(InvalidPromptError, match="not valid Unicode"):
         Tokenizer.from_path(EMBEDDED).encode("half a pair: \ud83d")
 
 
@@ -132,8 +132,8 @@ def remove(name: str) -> Callable[[Path], object]:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (remove("tokenizer.json"), r"has no tokenizer: looked for tokenizer\.json, and for vocab\.json"),
-        (write("tokenizer.json", '{"version": "1.0", "mod'), r"tokenizer\.json cannot be read \(half-written\?\)"),
+        (remove("tokenizer.json"), r"has no tokenizer: neither tokenizer\.json nor vocab\.json"),
+        (write("tokenizer.json", '{"version": "1.0", "mod'), r"tokenizer\.json cannot be read \(is it incomplete\?\)"),
         (write("tokenizer_config.json", "[]"), r"tokenizer_config\.json holds a JSON list"),
         (write("tokenizer_config.json", '{"a'), r"tokenizer_config\.json is not valid JSON"),
         (write("tokenizer_config.json", '{"chat_template": 5}'), "'chat_template' in .* must be a string"),
@@ -178,24 +178,24 @@ def test_a_tokenizer_that_fails_on_a_text_says_so(folder: Path) -> None:
     frame = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "a", "type_id": 0}}], "pair": []}
     for part in ({"model": no_unknown}, {"post_processor": frame | {"special_tokens": {}}}):
         (folder / "tokenizer.json").write_text(json.dumps(whole | {"added_tokens": []} | part))
-        with pytest.raises(TokenizerError, match="fails on a text"):
+        with pytest.raises(TokenizerError, match="failed to encode a text"):
             Tokenizer.from_path(folder).encode("unheard of")
 
 
 def test_a_sentencepiece_model_alone_is_named_as_unsupported(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x0b")
-    with pytest.raises(TokenizerError, match=r"tokenizer\.model .SentencePiece alone. is not supported"):
+    with pytest.raises(TokenizerError, match=r"tokenizer\.model .SentencePiece. is not supported"):
         Tokenizer.from_path(tmp_path)
 
 
 def test_a_special_token_outside_the_vocabulary_cannot_be_added_to_texts(tmp_path: Path) -> None:
     write_byte_level_bpe(tmp_path, add_bos_token=True, bos_token="<none>")
-    with pytest.raises(TokenizerError, match="'<none>' is to be added"):
+    with pytest.raises(TokenizerError, match="'<none>' must be added"):
         Tokenizer.from_path(tmp_path)
 
 
 def test_broken_merges_are_refused(tmp_path: Path) -> None:
     write_byte_level_bpe(tmp_path)
     (tmp_path / "merges.txt").write_text("#version: 0.2\nonly-one-part\n")
-    with pytest.raises(TokenizerError, match="half-written"):
+    with pytest.raises(TokenizerError, match="is it incomplete"):
         Tokenizer.from_path(tmp_path)

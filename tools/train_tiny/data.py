@@ -1,6 +1,6 @@
-"""Write the training data: the standard library's source, and (name, first paragraph of its docstring) pairs.
+"""Write the training data: the standard library's source, and pairs of (name, first paragraph of its docstring).
 
-Usage: `data.py OUT.json`. Covers the library of the Python that runs it, and nothing else.
+Usage: `data.py OUT.json`. The data covers only the standard library of the Python that runs the program.
 """
 
 import argparse
@@ -25,7 +25,7 @@ SUBMODULES = (
     *("importlib.metadata", "logging.handlers", "multiprocessing.pool", "os.path", "unittest.mock", "urllib.parse"),
     *("urllib.request", "xml.etree.ElementTree"),
 )
-# modules in C whose objects the modules in Python show as their own
+# modules in C whose objects are exported by modules in Python
 C_HOMES = {"builtins", "posix", "_io", "itertools", "math", "_collections", "_functools", "_operator"}
 MIN_SOURCE_CHARS = 200
 MIN_SUMMARY_CHARS, MAX_SUMMARY_CHARS = 20, 240
@@ -40,7 +40,7 @@ def library_source(root: Path) -> list[str]:
         for path in (Path(folder, name) for name in sorted(names) if name.endswith(".py")):
             try:
                 text = path.read_text(encoding="utf-8")
-            except UnicodeDecodeError:  # a source in another encoding: of no use as UTF-8 training text
+            except UnicodeDecodeError:  # a source in another encoding
                 continue
             if len(text) > MIN_SOURCE_CHARS:
                 texts.append(text)
@@ -96,7 +96,7 @@ def library_summaries() -> dict[str, str]:
 
 
 def main() -> None:
-    """Write the file named on the command line."""
+    """Write the file given on the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     out: Path = parser.parse_args().out

@@ -46,11 +46,11 @@ class Shape:
 
     @classmethod
     def parse(cls, text: str) -> "Shape":
-        """From `hidden,layers,heads,kv_heads,mlp`."""
+        """Parse `hidden,layers,heads,kv_heads,mlp`."""
         return cls(*(int(part) for part in text.split(",")))
 
     def config(self, vocab_size: int) -> LlamaConfig:
-        """The model's configuration: tied embeddings, plain rope, 2,048 positions."""
+        """Return the model's configuration: tied embeddings, plain rope, 2,048 positions."""
         return LlamaConfig(
             vocab_size=vocab_size,
             hidden_size=self.hidden,
@@ -69,17 +69,17 @@ class Shape:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to train: everything but the data, the model and the length of the run."""
+    """The settings of training, except for the data, the model and the length of the run."""
 
     lr: float = 1.5e-3
     chat_share: float = 0.7
-    """share of each batch that is dialogs; the rest is source text"""
+    """Share of dialogs in each batch; the rest is source text."""
     seq_len: int = 256
     batch_size: int = 24
 
 
 def train_tokenizer(source: Sequence[str], summaries: dict[str, str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
-    """A byte-level BPE tokenizer, trained on the source and, twice over, on questions with their answers."""
+    """Train a byte-level BPE tokenizer on the source and, twice, on questions with their answers."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -95,7 +95,7 @@ def train_tokenizer(source: Sequence[str], summaries: dict[str, str], vocab_size
 
 
 def dialog(pairs: Sequence[tuple[str, str]], rng: random.Random) -> str:
-    """One to three turns in ChatML, sometimes after a system message, sometimes answered as JSON."""
+    """Return one to three turns in ChatML, sometimes with a system message and sometimes with answers in JSON."""
     text = f"{MESSAGE_START}system\n{SYSTEM_MESSAGE}{MESSAGE_END}\n" if rng.random() < SYSTEM_SHARE else ""
     for _ in range(rng.choice(NUM_TURNS)):
         name, summary = rng.choice(pairs)
@@ -108,7 +108,7 @@ def dialog(pairs: Sequence[tuple[str, str]], rng: random.Random) -> str:
 
 
 class Batches:
-    """Draws training batches; owns the random state, so equal seeds draw equal batches."""
+    """Draws training batches. It owns the random state, so equal seeds give equal batches."""
 
     def __init__(self, source: Sequence[str], summaries: dict[str, str], tokenizer: Tokenizer, recipe: Recipe) -> None:
         self._tokenizer = tokenizer
@@ -119,7 +119,7 @@ class Batches:
         self._code = torch.tensor([token for ids in encoded for token in (*ids, END_OF_TEXT_ID)])  # [num_code_tokens]
 
     def draw(self) -> Tensor:
-        """Token ids [batch_size, seq_len + 1]: rows of packed dialogs, then rows of source text."""
+        """Return token ids [batch_size, seq_len + 1]: rows of packed dialogs, then rows of source text."""
         length = self._recipe.seq_len + 1
         num_chat = int(self._recipe.batch_size * self._recipe.chat_share)
         ids: list[int] = []
@@ -132,7 +132,7 @@ class Batches:
 
 
 def learning_rate(lr: float, step: int, share_done: float) -> float:
-    """Linear warm-up, then a cosine down to a twentieth of `lr` (Loshchilov and Hutter 2017)."""
+    """Return the rate at a step: linear warm-up, then a cosine to `lr` / 20 (Loshchilov and Hutter 2017)."""
     cosine = 0.5 * (1 + math.cos(math.pi * share_done))
     return lr * min(1, (step + 1) / WARMUP_STEPS) * (FINAL_LR_SHARE + (1 - FINAL_LR_SHARE) * cosine)
 
@@ -140,7 +140,7 @@ def learning_rate(lr: float, step: int, share_done: float) -> float:
 def train(
     model: LlamaForCausalLM, draw: Callable[[], Tensor], lr: float, share_done: Callable[[int], float]
 ) -> list[float]:
-    """Train in place until `share_done(step)` reaches 1; the loss of every step."""
+    """Train the model in place until `share_done(step)` reaches 1; return the loss of every step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.05)
     losses: list[float] = []
     start = time.monotonic()
@@ -176,7 +176,7 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def length_of(steps: int | None, minutes: float) -> Callable[[int], float]:
-    """The share of a run that is done at a step: counted in steps if given, by the clock from now otherwise."""
+    """Return a function that gives the completed share of the run, by steps if given, else by time."""
     if steps is not None:
         return lambda step: step / steps
     start = time.monotonic()
@@ -184,26 +184,26 @@ def length_of(steps: int | None, minutes: float) -> Callable[[int], float]:
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", type=Path, help="the file data.py wrote")
+    parser.add_argument("data", type=Path, help="file written by data.py")
     parser.add_argument("out", type=Path, help="folder of the checkpoint; with --resume it is read first")
     parser.add_argument("--shape", type=Shape.parse, default=Shape(256, 6, 4, 2, 768), metavar="H,L,HEADS,KV_HEADS,MLP")
     length = parser.add_mutually_exclusive_group(required=True)
-    length.add_argument("--minutes", type=float, help="train for so long")
-    length.add_argument("--steps", type=int, help="train for so many steps")
+    length.add_argument("--minutes", type=float, help="length of the training in minutes")
+    length.add_argument("--steps", type=int, help="length of the training in steps")
     parser.add_argument("--lr", type=float, default=Recipe.lr)
     parser.add_argument("--chat-share", type=float, default=Recipe.chat_share)
     parser.add_argument("--batch-size", type=int, default=Recipe.batch_size)
     parser.add_argument("--seq-len", type=int, default=Recipe.seq_len)
-    parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE, help="of a tokenizer trained here")
-    parser.add_argument("--tokenizer", type=Path, help="folder whose tokenizer to use, instead of training one")
+    parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE, help="vocabulary size of a new tokenizer")
+    parser.add_argument("--tokenizer", type=Path, help="folder of an existing tokenizer to use")
     parser.add_argument("--resume", action="store_true", help="start from the weights in `out`")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train and save what the command line asks for."""
+    """Train and save a checkpoint as the command line says."""
     args = parse_args(argv)
     torch.manual_seed(0)
     data = json.loads(args.data.read_text(encoding="utf-8"))

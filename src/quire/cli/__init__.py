@@ -1,4 +1,4 @@
-"""The command line. Each command lives in a module of its own, imported only when it is the one asked for."""
+"""The command line. Each command is a module of its own, which is imported only when that command runs."""
 
 import argparse
 import importlib
@@ -15,10 +15,10 @@ _COMMANDS = {
     "serve": "serve a model over HTTP, to clients of the OpenAI and Anthropic APIs",
     "run-batch": "run a file of requests through the server's endpoints",
     "top": "watch a running server's cache and queues",
-    "plan": "show how the memory would be used, without reading weights",
-    "quantize": "save a checkpoint with quantized weights, which then only need mapping",
+    "plan": "show how memory would be used, without reading the weights",
+    "quantize": "save a checkpoint with quantized weights, which then load faster",
     "bench": "measure how fast a model runs on this machine",
-    "simulate": "replay a trace through the scheduler, without a model",
+    "simulate": "replay a trace of requests through the scheduler, without a model",
     "demo": "run a batch of prompts on the embedded checkpoint",
 }
 _EXIT_WRONG = 2
@@ -27,13 +27,13 @@ _EXIT_BROKEN_PIPE = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit status: 0, or 2 with one line on standard error where something was wrong."""
+    """Run one command and return its exit status: 0, or 2 with a line on standard error that says what is wrong."""
     try:
         try:
             return _run(list(sys.argv[1:] if argv is None else argv))
         finally:
-            sys.stdout.flush()  # now, and not at exit, where nobody could catch what it raises
-    except BrokenPipeError:  # nobody reads on, as in `quire generate | head -1`
+            sys.stdout.flush()  # here, because an exception at exit could not be caught
+    except BrokenPipeError:  # the reader has gone away, as in `quire generate | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _EXIT_BROKEN_PIPE
 
@@ -54,14 +54,14 @@ def _run(arguments: list[str]) -> int:
 
 
 def _parser(arguments: list[str]) -> argparse.ArgumentParser:
-    """The parser of all commands, with the options of the one that `arguments` name."""
+    """Return the parser of all commands, with the options of the one command that `arguments` names."""
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument(
         "--debug", action="store_true", default=argparse.SUPPRESS, help="show the Python traceback of an error"
     )
     parser = argparse.ArgumentParser(
         prog="quire",
-        description="A small LLM inference engine around a paged KV cache.",
+        description="A small LLM inference and serving engine with a paged KV cache.",
         epilog="`quire COMMAND --help` explains a command.",
         parents=[shared],
         allow_abbrev=False,

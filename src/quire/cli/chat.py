@@ -1,7 +1,7 @@
-"""Talk with a model, turn by turn; each answer appears as it is made.
+"""Talk with a model, turn by turn; each answer is printed while it is generated.
 
-/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer and keeps what came of it. Below each
-answer stands how fast it came and how much of the prompt was found in the prefix cache.
+/reset clears the conversation, /exit or Ctrl-D quits, Ctrl-C stops an answer and keeps the text so far. A line below
+each answer shows its speed and how many prompt tokens came from the prefix cache.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
-    parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
+    """Add the command's options."""
+    parser.add_argument("--system", metavar="TEXT", help="system message at the beginning of the conversation")
     add_sampling_arguments(parser)
     add_engine_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Load the model, then read and answer messages until the end of the input."""
+    """Load the model, then read and answer messages until the input ends."""
     llm = load_llm(options)
     session = ChatSession(llm, sampling_params(options, llm), options.system)
     interactive = sys.stdin.isatty()
     if interactive:
         import readline  # noqa: F401  importing it makes input() editable
 
-        print("/reset forgets, /exit ends, Ctrl-C stops an answer")
+        print("/reset clears the conversation, /exit quits, Ctrl-C stops an answer")
     while True:
         try:
             message = input("> " if interactive else "").strip()
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 class ChatSession:
-    """One conversation with a model, printed as it goes."""
+    """One conversation with a model, printed as it is generated."""
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
         self._llm = llm
@@ -65,22 +65,22 @@ class ChatSession:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all but the system message."""
+        """Clear the conversation, except for the system message."""
         self.messages = [] if self._system is None else [{"role": "system", "content": self._system}]
 
     def answer(self, message: str) -> None:
-        """Put a message to the model and print its answer; a message that does not fit is refused and forgotten."""
+        """Send a message to the model and print the answer; a message that does not fit is rejected and dropped."""
         self.messages.append({"role": "user", "content": message})
         start = time.monotonic()
         try:
             output = self._stream()
         except RequestError as error:
             self.messages.pop()
-            print(f"{error} (/reset begins anew)", file=sys.stderr)
+            print(f"{error} (/reset starts a new conversation)", file=sys.stderr)
             return
         text = output.outputs[0].text if output is not None else ""
         print()
-        if not text:  # a turn without an answer would stand in the way of the next
+        if not text:  # the template expects an answer after each message, so drop a message without one
             self.messages.pop()
         else:
             self.messages.append({"role": "assistant", "content": text})
@@ -88,7 +88,7 @@ class ChatSession:
             print(_dim(_summary(output, time.monotonic() - start)))
 
     def _stream(self) -> RequestOutput | None:
-        """Run the request and print its text as it comes. Ctrl-C ends it early; None if nothing had come by then."""
+        """Run the request and print its text as it is generated. Ctrl-C ends it; None if there is no output by then."""
         from quire.interfaces.llm import interrupt_deferred
 
         engine = self._llm.engine
@@ -115,7 +115,7 @@ def _summary(output: RequestOutput, elapsed_s: float) -> str:
     num_tokens = len(output.outputs[0].token_ids)
     return (
         f"[{num_tokens} tokens, {num_tokens / elapsed_s:.1f} tokens/s, "
-        f"{output.num_cached_tokens} of {len(output.prompt_token_ids)} prompt tokens reused]"
+        f"{output.num_cached_tokens} of {len(output.prompt_token_ids)} prompt tokens from the prefix cache]"
     )
 
 

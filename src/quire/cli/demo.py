@@ -1,7 +1,7 @@
-"""Run a batch of different prompts on the embedded checkpoint, and show what they make and how fast.
+"""Run a batch of prompts on the embedded checkpoint, and print the outputs and the speed.
 
-The checkpoint has learned the docstrings of Python's standard library. First come questions and pieces of code, all in
-one batch; then each conversation goes on with a second question, whose beginning is found in the prefix cache.
+The checkpoint was trained on the docstrings of Python's standard library. The first batch has questions and pieces of
+code; the second asks a further question in each conversation, whose beginning is then in the prefix cache.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _ANSWER_TOKENS = 128
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Add the command's options."""
     add_engine_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Two batches: questions with code, and what follows on the answers."""
+    """Run two batches: questions and code, then a further question after each answer."""
     from quire.common.params import SamplingParams
 
     llm = load_llm(options)
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
 def _generate(
     llm: LLM, chats: list[Any], answering: SamplingParams, code: tuple[str, ...], coding: SamplingParams
 ) -> list[RequestOutput]:
-    """Run chats and code in one batch and show the results."""
+    """Run chats and code in one batch and print the outputs."""
     prompts: list[Prompt] = [*map(llm.chat_prompt, chats), *code]
     outputs = llm.generate(prompts, [answering] * len(chats) + [coding] * len(code), use_tqdm=False)
     for title, output in zip([*(chat[-1]["content"] for chat in chats), *code], outputs, strict=True):
@@ -65,7 +65,7 @@ def _summary(llm: LLM, num_requests: int, elapsed_s: float) -> str:
     stats = llm.engine.stats()
     return (
         f"{num_requests} requests, {stats.num_prompt_tokens} prompt tokens and {stats.num_generated_tokens} generated "
-        f"tokens in {elapsed_s:.2f} s: {stats.num_generated_tokens / elapsed_s:.0f} tokens/s generated\n"
+        f"tokens in {elapsed_s:.2f} s: {stats.num_generated_tokens / elapsed_s:.0f} generated tokens/s\n"
         f"prefix cache: {stats.num_prefix_hit_tokens} of {stats.num_prefix_queried_tokens} prompt tokens reused, "
         f"hit rate {stats.prefix_hit_rate:.0%}"
     )

@@ -1,10 +1,11 @@
-"""Complete prompts, all of them together in one batch.
+"""Complete prompts, all of them in one batch.
 
-Where the checkpoint has a chat template, each prompt is put to the model as a user's message, and the text is its
-answer; --raw continues the prompt as it stands instead. Prompts come from --prompt, from --prompts-file, or, with
-neither, from standard input, which is one prompt.
+If the checkpoint has a chat template, each prompt is sent as a user's message and the output is the answer; with --raw
+the prompt is continued as plain text instead. Prompts come from --prompt or --prompts-file; with neither, standard
+input is one prompt.
 
-One prompt prints its text alone; several print each behind its prompt. With --json each is one line of JSON.
+With one prompt, only the output is printed; with several, each output follows its prompt. With --json, each prompt
+gives one line of JSON.
 """
 
 from __future__ import annotations
@@ -30,22 +31,22 @@ if TYPE_CHECKING:
     from quire.common.outputs import CompletionOutput, Logprob, RequestOutput
     from quire.interfaces.llm import LLM
 
-_EXIT_SOME_REFUSED = 1
+_EXIT_SOME_REJECTED = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Add the command's options."""
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--prompt", nargs="+", action="extend", metavar="TEXT", help="one prompt or more")
+    source.add_argument("--prompt", nargs="+", action="extend", metavar="TEXT", help="one or more prompts")
     source.add_argument(
         "--prompts-file",
         metavar="FILE",
-        help="a prompt per line; in a .jsonl file each line is a JSON string, or an object with 'prompt', "
+        help="file with one prompt per line; in a .jsonl file each line is a JSON string, or an object with 'prompt', "
         "'prompt_token_ids' or 'messages'; - reads lines from standard input",
     )
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--chat", action="store_true", help="use the chat template (default, where there is one)")
-    form.add_argument("--raw", action="store_true", help="continue the prompts as they stand")
+    form.add_argument("--chat", action="store_true", help="use the chat template (the default if there is one)")
+    form.add_argument("--raw", action="store_true", help="continue the prompts as plain text")
     parser.add_argument("--json", action="store_true", help="print one JSON object per prompt")
     add_sampling_arguments(parser)
     add_sample_arguments(parser)
@@ -53,10 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Read the prompts, load the model, print what it makes of them; 1 if it refused some of several prompts."""
+    """Read the prompts, load the model and print the outputs; the exit status is 1 if some prompts were rejected."""
     items = list(_read_prompts(options))
     if not items:
-        raise InvalidPromptError("there is no prompt: give one with --prompt, --prompts-file or standard input")
+        raise InvalidPromptError("no prompt was given: use --prompt, --prompts-file or standard input")
     llm = load_llm(options)
     chat = options.chat or (not options.raw and llm.get_tokenizer().has_chat_template)
     prompts = [_to_prompt(llm, item, chat) for item in items]
@@ -69,13 +70,13 @@ def run(options: argparse.Namespace) -> int:
         elif len(items) == 1:
             print(output.outputs[0].text)
         else:
-            text = output.outputs[0].text if output.error is None else f"(refused: {output.error})"
+            text = output.outputs[0].text if output.error is None else f"(rejected: {output.error})"
             print(f"{chr(10) if i else ''}> {_title(item)}\n{text}")
-    return _EXIT_SOME_REFUSED if any(output.error for output in outputs) else 0
+    return _EXIT_SOME_REJECTED if any(output.error for output in outputs) else 0
 
 
 def _read_prompts(options: argparse.Namespace) -> Iterator[Any]:
-    """Prompts as `generate` takes them, or `{"messages": [...]}`."""
+    """Yield prompts as `generate` takes them, or `{"messages": [...]}`."""
     if options.prompt is not None:
         yield from options.prompt
     elif options.prompts_file is not None:
@@ -108,7 +109,7 @@ def _parse_json(name: str, number: int, line: str) -> Any:
 
 
 def _to_prompt(llm: LLM, item: Any, chat: bool) -> Any:
-    """Text goes through the chat template if `chat`, messages always, token ids never."""
+    """Apply the chat template: to text only if `chat`, to messages always, to token ids never."""
     if isinstance(item, dict) and "messages" in item:
         return llm.chat_prompt(item["messages"])
     text = item.get("prompt") if isinstance(item, dict) else item
@@ -126,7 +127,7 @@ def _title(item: Any) -> str:
 
 
 def _to_dict(item: Any, output: RequestOutput) -> dict[str, Any]:
-    """The first answer's fields beside the prompt's; all answers under `outputs` where there are several."""
+    """Return one row of JSON: the prompt and the first output's fields, with all outputs in `outputs` if several."""
     given = item if isinstance(item, dict) else {"prompt": item}
     answers = [_answer(completion) for completion in output.outputs]
     row = {
@@ -158,7 +159,7 @@ def _answer(completion: CompletionOutput) -> dict[str, Any]:
 
 
 def _logprobs(entries: dict[int, Logprob]) -> list[dict[str, Any]]:
-    """The token itself first. JSON has no infinity: null is a token that could not be drawn."""
+    """Return rows for JSON, the sampled token first. JSON has no infinity, so null stands for probability 0."""
     return [
         {
             "token_id": token_id,

@@ -1,4 +1,4 @@
-"""Options that several commands share, and what is made of them."""
+"""Options that several commands share, and their conversion to arguments of the engine."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ if TYPE_CHECKING:
 DEFAULT_MAX_TOKENS = 512
 
 _SAMPLING: tuple[tuple[str, type, str, str], ...] = (
-    ("top_k", int, "K", "choose among the K likeliest tokens"),
-    ("top_p", float, "P", "choose among the tokens that reach this probability"),
-    ("min_p", float, "P", "choose among the tokens at least P times as likely as the likeliest"),
-    ("presence_penalty", float, "X", "take X off the logits of tokens in the output, -2 to 2"),
-    ("frequency_penalty", float, "X", "take X off the logits of tokens for each time they are in the output"),
-    ("repetition_penalty", float, "X", "divide the logits of tokens in prompt or output by X"),
-    ("min_tokens", int, "N", "tokens to generate before anything may end the output"),
-    ("truncate_prompt_tokens", int, "N", "keep the last N tokens of a longer prompt; -1: what leaves room"),
+    ("top_k", int, "K", "sample among the K likeliest tokens"),
+    ("top_p", float, "P", "sample among the likeliest tokens whose probabilities add up to P"),
+    ("min_p", float, "P", "sample among the tokens at least P times as likely as the likeliest"),
+    ("presence_penalty", float, "X", "subtract X, -2 to 2, from the logit of every token that is in the output"),
+    ("frequency_penalty", float, "X", "subtract X from a token's logit for each time it is in the output"),
+    ("repetition_penalty", float, "X", "divide the logits of tokens in the prompt or output by X"),
+    ("min_tokens", int, "N", "generate N tokens before a stop condition may end the output"),
+    ("truncate_prompt_tokens", int, "N", "keep the last N tokens of a longer prompt; -1: the number that fits"),
 )
 _SAMPLES = (
-    ("n", "answers to each prompt"),
-    ("best_of", "run so many, and give the likeliest"),
-    ("logprobs", "give log-probabilities of each token and of the N likeliest"),
-    ("prompt_logprobs", "the same of the prompt's tokens"),
+    ("n", "number of outputs for each prompt"),
+    ("best_of", "number of samples to generate, of which the n likeliest are returned"),
+    ("logprobs", "return log-probabilities of each token and of the N likeliest tokens at its position"),
+    ("prompt_logprobs", "return the same log-probabilities for the prompt's tokens"),
 )
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """One option for each field of EngineArgs: its name, type, help and default stand there alone."""
+    """Add one option for each field of EngineArgs, with the name, type, help and default of the field."""
     add_field_arguments(parser, EngineArgs, "engine")
 
 
 def add_field_arguments(parser: argparse.ArgumentParser, kind: Any, title: str) -> None:
-    """One option for each field of a dataclass of arguments; what is not given is not in the namespace."""
+    """Add one option for each field of a dataclass of arguments; the namespace has only the options given."""
     group = parser.add_argument_group(title)
     for field in dataclasses.fields(kind):
         flag = "--" + field.name.replace("_", "-")
@@ -56,33 +56,33 @@ def add_field_arguments(parser: argparse.ArgumentParser, kind: Any, title: str) 
 
 
 def engine_kwargs(options: argparse.Namespace) -> dict[str, Any]:
-    """The engine's arguments among the options given."""
+    """Return the engine's arguments among the options given."""
     names = [field.name for field in dataclasses.fields(EngineArgs)]
     return {name: value for name, value in vars(options).items() if name in names}
 
 
 def load_llm(options: argparse.Namespace) -> LLM:
     """Load the model that the options name."""
-    from quire.interfaces.llm import LLM  # loads torch, so not before it is needed
+    from quire.interfaces.llm import LLM  # imported late because it loads torch
 
     return LLM(**engine_kwargs(options))
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """How tokens are chosen."""
+    """Add the options that say how tokens are sampled."""
     group = parser.add_argument_group("sampling")
     group.add_argument(
         "--max-tokens",
         type=int,
         default=DEFAULT_MAX_TOKENS,
         metavar="N",
-        help=f"tokens to generate at most (default: {DEFAULT_MAX_TOKENS})",
+        help=f"largest number of tokens to generate (default: {DEFAULT_MAX_TOKENS})",
     )
     group.add_argument(
         "--temperature",
         type=float,
         metavar="T",
-        help="0 takes the likeliest token; larger is more random (default: what the checkpoint recommends, or 0)",
+        help="0 always takes the likeliest token; larger is more random (default: the checkpoint's, or 0)",
     )
     for name, kind, metavar, text in _SAMPLING:
         group.add_argument("--" + name.replace("_", "-"), type=kind, metavar=metavar, help=text)
@@ -92,11 +92,11 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--bad-words", action="append", metavar="WORD", help="never complete this word; may be given several times"
     )
-    group.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
+    group.add_argument("--ignore-eos", action="store_true", help="continue after an end-of-sequence token")
 
 
 def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
-    """How many answers come out, and what is told of them."""
+    """Add the options for several outputs of a prompt and for log-probabilities."""
     group = parser.add_argument_group("samples and log-probabilities (with --json)")
     for name, text in _SAMPLES:
         flag = "-n" if name == "n" else "--" + name.replace("_", "-")
@@ -104,7 +104,7 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_params(options: argparse.Namespace, llm: LLM) -> SamplingParams:
-    """The options given, over what the checkpoint recommends; greedy if it recommends nothing."""
+    """Return the checkpoint's recommended parameters with the options given; greedy if it recommends nothing."""
     import msgspec
 
     recommended = llm.default_sampling_params()
@@ -125,14 +125,14 @@ def _int_or_text(value: str) -> int | str:
 
 
 def tenant_weights(value: str) -> dict[str, float]:
-    """`a=2,b=0.5` as a mapping; a command-line error for anything else."""
+    """Parse `a=2,b=0.5` into a mapping; anything else is a command-line error."""
     weights = {}
     for item in value.split(","):
         name, _, weight = item.rpartition("=")
         try:
             weights[name] = float(weight)
         except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{value!r}: write name=weight, several with commas: a=2,b=0.5") from error
+            raise argparse.ArgumentTypeError(f"{value!r}: write weights as in a=2,b=0.5") from error
     return weights
 
 

@@ -1,4 +1,4 @@
-"""Show how the memory would be used: weights, activations, KV cache, and what fits into it. Reads no weights."""
+"""Show how memory would be used (weights, activations, KV cache) and what fits into the cache. Reads no weights."""
 
 import argparse
 import json
@@ -8,7 +8,7 @@ from quire.config.args import EngineArgs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Add the command's options."""
     parser.add_argument(
         "model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help="the same as --model MODEL"
     )

@@ -1,8 +1,9 @@
-"""Run a file of requests through the server's endpoints, without a server; OpenAI's batch files, in and out.
+"""Run a batch file in OpenAI's format through the server's endpoints, without starting a server.
 
-Each line of the input is an object with `custom_id`, `method`, `url` and `body`; each line of the output, in the same
-order, has the `custom_id` with the `response` or an `error`. The output appears when all is done. What a run that was
-interrupted has done is in OUTPUT.partial, and --resume goes on from there. Exit status 1: some lines failed.
+Each line of the input is an object with `custom_id`, `method`, `url` and `body`. Each line of the output, in the same
+order, has the `custom_id` and the `response` or an `error`. The output file is created when all lines are done; until
+then the results are in OUTPUT.partial, and --resume continues an interrupted run from there. The exit status is 1 if
+some lines failed.
 """
 
 from __future__ import annotations
@@ -25,28 +26,28 @@ _EXIT_SOME_FAILED = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
-    parser.add_argument("-i", "--input-file", required=True, metavar="FILE", type=Path, help="requests, one a line")
-    parser.add_argument("-o", "--output-file", required=True, metavar="FILE", type=Path, help="answers, one a line")
-    parser.add_argument("--resume", action="store_true", help="go on with a run that was interrupted")
+    """Add the command's options."""
+    parser.add_argument("-i", "--input-file", required=True, metavar="FILE", type=Path, help="requests, one per line")
+    parser.add_argument("-o", "--output-file", required=True, metavar="FILE", type=Path, help="responses, one per line")
+    parser.add_argument("--resume", action="store_true", help="continue a run that was interrupted")
     parser.add_argument(
-        "--max-in-flight", type=int, metavar="N", help="lines at once (default: twice as many as the engine runs)"
+        "--max-in-flight", type=int, metavar="N", help="lines that run at once (default: twice --max-num-seqs)"
     )
     parser.add_argument(
-        "--served-model-name", nargs="+", default=[], metavar="NAME", help="names of the model that lines may ask for"
+        "--served-model-name", nargs="+", default=[], metavar="NAME", help="names that lines may use for the model"
     )
-    parser.add_argument("--tool-parser", default="auto", metavar="FORMAT", help="how the model writes tool calls")
-    parser.add_argument("--reasoning-parser", default="auto", metavar="FORMAT", help="how it marks its reasoning")
+    parser.add_argument("--tool-parser", default="auto", metavar="FORMAT", help="format of the model's tool calls")
+    parser.add_argument("--reasoning-parser", default="auto", metavar="FORMAT", help="format of the model's reasoning")
     add_engine_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Check the files, load the model, run the lines; 1 if some failed."""
+    """Check the files, load the model and run the lines; the exit status is 1 if some lines failed."""
     source, output = options.input_file, options.output_file
     if not source.is_file():
-        raise ConfigError(f"the input file {str(source)!r} is no file that can be read")
+        raise ConfigError(f"the input file {str(source)!r} does not exist or is not a file")
     if output.exists() and (output.is_dir() or output.samefile(source)):
-        raise ConfigError(f"the output file {str(output)!r} must be a file, and not the input")
+        raise ConfigError(f"the output file {str(output)!r} must be a file other than the input")
     if options.max_in_flight is not None and options.max_in_flight < 1:
         raise ConfigError(f"max_in_flight={options.max_in_flight}: must be 1 or more")
     return asyncio.run(_run(options))
@@ -77,7 +78,7 @@ async def _run(options: argparse.Namespace) -> int:
             await llm.shutdown()
         partial.finish()
     except BaseException:
-        print(f"quire: {partial.num_done} of {num_lines} lines are done, kept in {partial.path}", file=sys.stderr)
+        print(f"quire: {partial.num_done} of {num_lines} lines are done and saved in {partial.path}", file=sys.stderr)
         raise
     finally:
         partial.close()
@@ -85,7 +86,7 @@ async def _run(options: argparse.Namespace) -> int:
 
 
 def _batch_run(llm: AsyncLLM, args: ServerArgs, options: argparse.Namespace) -> BatchRun:
-    """The server's application, with all endpoints that generate."""
+    """Return a run over the server's application, with all endpoints that generate."""
     from quire.config.model import EMBEDDED_CHECKPOINTS
     from quire.server.api.batch_file import BatchRun
     from quire.server.app import ROUTES, make_app

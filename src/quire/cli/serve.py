@@ -1,7 +1,7 @@
-"""Serve a model over HTTP, to clients of the OpenAI and Anthropic APIs; the embedded one if none is named.
+"""Serve a model over HTTP to clients of the OpenAI and Anthropic APIs; by default the embedded model.
 
-All options can stand in a configuration file too, in YAML or TOML, under the same names; an option given here counts
-before the file's. docs/operating.md tells how to run a server, docs/configuration.md has all options in tables.
+A configuration file in YAML or TOML can set every option under the same name; an option on the command line takes
+precedence. docs/operating.md explains how to run a server, and docs/configuration.md lists all options.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from quire.server.config import ServerArgs, merge_args
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Add the command's options."""
     parser.add_argument("served_model", nargs="?", metavar="MODEL", help="the same as --model MODEL")
-    parser.add_argument("--config", metavar="FILE", help="configuration file, YAML or TOML (by its name's .toml)")
+    parser.add_argument("--config", metavar="FILE", help="configuration file in YAML, or in TOML if it ends in .toml")
     add_field_arguments(parser, ServerArgs, "server")
     add_engine_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until a signal; its exit status."""
+    """Serve until a signal arrives, and return the exit status."""
     names = {field.name for field in dataclasses.fields(ServerArgs)}
     flags = engine_kwargs(options) | {name: value for name, value in vars(options).items() if name in names}
     if options.served_model is not None and flags.setdefault("model", options.served_model) != options.served_model:
-        raise ConfigError(f"two models are named, {options.served_model!r} and {flags['model']!r}: give one")
+        raise ConfigError(f"two models are given, {options.served_model!r} and {flags['model']!r}: give one")
     args, engine_args = merge_args(options.config, flags)
-    from quire.server.serve import serve  # loads the HTTP server, so not before the arguments are right
+    from quire.server.serve import serve  # after the arguments are checked, because it loads the HTTP server
 
     return serve(args, engine_args)

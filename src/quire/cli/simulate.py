@@ -1,7 +1,7 @@
-"""Replay a trace through the real scheduler and block manager, with a fake model on a virtual clock.
+"""Replay a trace of requests through the real scheduler and block manager, with a fake model and a virtual clock.
 
-One seed gives the same report to the byte. A trace file has one JSON object a line: arrival_s, prompt_len, output_len
-and, as wanted, prefix_group and prefix_len, tenant, priority, n, beam_width, session and think_s.
+The same seed always gives the same report. A trace file has one JSON object per line, with arrival_s, prompt_len and
+output_len, and optionally prefix_group and prefix_len, tenant, priority, n, beam_width, session and think_s.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.cli.options import tenant_weights
 from quire.common.errors import ConfigError
-from quire.config.kv_cache import KVCacheSpec
+from quire.config.kv_cache import FullAttentionSpec
 from quire.config.kv_layout import kv_cache_config
 from quire.config.scheduler import SchedulerConfig
 
@@ -23,35 +23,35 @@ if TYPE_CHECKING:
     from quire.interfaces.simulate.trace import TraceRequest
 
 _SYNTHETIC = ("requests", "shape", "requests_per_s", "n", "beam_width")
-"""options that shape the synthetic trace"""
+"""Options that have an effect only on the synthetic trace."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Add the command's options."""
     trace = parser.add_argument_group("trace")
     trace.add_argument(
         "--trace", type=Path, metavar="FILE", help="replay this JSONL file; without it, a synthetic trace"
     )
-    trace.add_argument("--seed", type=int, default=0, metavar="S", help="of the synthetic trace (default: 0)")
+    trace.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the synthetic trace (default: 0)")
     trace.add_argument("--shape", metavar="NAME", help="mixed, alpaca, sharegpt, chat or tenants (default: mixed)")
     trace.add_argument(
-        "--requests", type=int, metavar="N", help="how many (default: 1000; for chat 256, 32 users of 8 turns)"
+        "--requests", type=int, metavar="N", help="number of requests (default: 1000; for chat 32 users with 8 turns)"
     )
     trace.add_argument(
-        "--requests-per-s", type=float, metavar="R", help="rate of arrivals; for chat, of users (default: 5)"
+        "--requests-per-s", type=float, metavar="R", help="arrivals per second; for chat, of users (default: 5)"
     )
     trace.add_argument("--n", type=int, metavar="N", help="parallel samples of each request (default: 1)")
     trace.add_argument("--beam-width", type=int, metavar="K", help="beams of each request (default: 1)")
     limits = parser.add_argument_group("limits")
     for flag, default, text in (
         ("--num-blocks", 4096, "KV cache blocks"),
-        ("--num-host-blocks", 0, "blocks to swap out to"),
+        ("--num-host-blocks", 0, "blocks of host memory for swapped-out requests"),
         ("--block-size", 16, "token slots per block"),
-        ("--max-num-seqs", 256, "sequences that run at once, at most"),
-        ("--max-num-batched-tokens", 2048, "tokens computed in one step, at most"),
+        ("--max-num-seqs", 256, "largest number of sequences that run at once"),
+        ("--max-num-batched-tokens", 2048, "largest number of tokens computed in one step"),
     ):
         limits.add_argument(flag, type=int, default=default, metavar="N", help=f"{text} (default: {default})")
-    limits.add_argument("--preemption-mode", metavar="MODE", help="swap or recompute (default: what costs less)")
+    limits.add_argument("--preemption-mode", metavar="MODE", help="swap or recompute (default: the cheaper one)")
     limits.add_argument(
         "--policy", default="fcfs", metavar="NAME", help="fcfs, priority, fair or prefix (default: fcfs)"
     )
@@ -60,13 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=tenant_weights,
         default={},
         metavar="A=2,B=1",
-        help="shares under the policy fair (default: 1 each)",
+        help="policy fair: shares of tenants (default: 1 each)",
     )
-    limits.add_argument("--target-step-ms", type=float, metavar="MS", help="shorten prefill chunks to hold this")
+    limits.add_argument("--target-step-ms", type=float, metavar="MS", help="shorten prefill chunks to this step time")
     limits.add_argument("--no-prefix-caching", action="store_true", help="never reuse a prefix")
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON object")
-    output.add_argument("--plot", type=Path, metavar="FILE", help="draw blocks, queues and hit rate, as .png or .svg")
+    output.add_argument("--plot", type=Path, metavar="FILE", help="plot blocks, queues and hit rate as .png or .svg")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
     from quire.interfaces.simulate.report import report
 
     trace, simulator = _trace(options), _simulator(options)
-    if options.plot is not None:  # before minutes of work
+    if options.plot is not None:  # before the simulation, which can take minutes
         check_plot_path(options.plot)
     record = simulator.run(trace)
     if options.plot is not None:
@@ -93,7 +93,7 @@ def _trace(options: argparse.Namespace) -> Iterator[TraceRequest]:
         if given:
             flag = "--" + next(iter(given)).replace("_", "-")
             raise ConfigError(
-                f"{flag} shapes the synthetic trace and has no effect on --trace {options.trace}; drop one"
+                f"{flag} applies only to the synthetic trace, not to --trace {options.trace}: give one of them"
             )
         return read_trace(options.trace)
     return synthetic_trace(options.seed, given.pop("requests", None), **given)
@@ -104,12 +104,12 @@ def _simulator(options: argparse.Namespace) -> Simulator:
 
     if options.block_size < 1 or options.num_host_blocks < 0:
         raise ConfigError("--block-size must be positive, --num-host-blocks not less than 0")
-    spec = KVCacheSpec(num_kv_heads=1, head_dim=2, dtype="float32")
+    spec = FullAttentionSpec(num_kv_heads=1, head_dim=2, dtype="float32")
     cache = kv_cache_config(
         [spec],
         options.block_size,
         num_blocks=options.num_blocks,
-        host_bytes=options.num_host_blocks * options.block_size * spec.bytes_per_token,
+        host_bytes=options.num_host_blocks * spec.block_bytes(options.block_size),
     )
     limits = SchedulerConfig(
         options.max_num_seqs,
@@ -135,7 +135,7 @@ def _print(figures: Mapping[str, Any], as_json: bool) -> None:
 
 
 def _text(value: Any) -> str:
-    """A table within the report as one line."""
+    """Return a value of the report as one line of text."""
     if not isinstance(value, dict):
         return str(value)
     return ", ".join(f"{key} ({_text(own)})" if isinstance(own, dict) else f"{key} {own}" for key, own in value.items())

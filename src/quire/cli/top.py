@@ -1,6 +1,6 @@
-"""Watch a running server in the terminal: blocks, queues with each request's progress, tokens per second, events.
+"""Watch a running server in the terminal: cache blocks, queues, each request's progress, tokens per second and events.
 
-It shows what the page at / shows. --once prints one picture as text and ends, as for a pipe or a ticket.
+It shows the same data as the server's web page. --once prints one snapshot as plain text and exits.
 """
 
 from __future__ import annotations
@@ -25,27 +25,25 @@ if TYPE_CHECKING:
     from quire.engine.view.cache_frame import CacheEvent, CacheMirror, RequestRow
 
 _PATH = "/debug/cache/events"
-_TIMEOUT_S = 30.0  # the server says something, if only a comment, more often
+_TIMEOUT_S = 30.0  # an idle server sends comments more often than this
 _WINDOW_S = 5.0
 _MAX_LINE = 256 * 2**20
 _CELLS = " ▁▂▃▄▅▆▇█"
-_STATE_MARKS = "·░█▓"  # free, cached, owned, pinned: told apart without colour
+_STATE_MARKS = "·░█▓"  # free, cached, owned, pinned; distinct without colour
 _STATE_COLOURS = ("2", "33", "34", "31")
 _ALTERNATE_SCREEN = "\x1b[?1049h\x1b[?25l"
 _USUAL_SCREEN = "\x1b[?25h\x1b[?1049l"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
-    parser.add_argument(
-        "--url", default="http://127.0.0.1:8000", help="where the server listens (default: %(default)s)"
-    )
+    """Add the command's options."""
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="address of the server (default: %(default)s)")
     parser.add_argument("--api-key", default=None, metavar="KEY", help="the server's API key (default: $QUIRE_API_KEY)")
-    parser.add_argument("--once", action="store_true", help="print one picture and end")
+    parser.add_argument("--once", action="store_true", help="print one snapshot and exit")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show the server until Ctrl-C; raises QuireError where there is none, or one that tells nonsense."""
+    """Show the server's state until Ctrl-C. Raises QuireError if there is no server or its data is invalid."""
     try:
         return _show(options)
     except QuireError:
@@ -53,14 +51,14 @@ def run(options: argparse.Namespace) -> int:
     except (LookupError, ArithmeticError, TypeError, ValueError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"[:200]
         raise QuireError(
-            f"what the server at {options.url} tells makes no sense ({reason}): is it a newer one?"
+            f"the server at {options.url} sent invalid data ({reason}): is it a newer version of Quire?"
         ) from error
 
 
 def _show(options: argparse.Namespace) -> int:
     from quire.engine.view.cache_frame import CacheMirror
 
-    keys = options.api_key or os.environ.get("QUIRE_API_KEY", "")  # a server may know several, with commas between
+    keys = options.api_key or os.environ.get("QUIRE_API_KEY", "")  # may list several keys
     key = keys.split(",")[0].strip() or None
     picture = Picture(CacheMirror(), is_coloured=not options.once and "NO_COLOR" not in os.environ)
     updates = watch(options.url, key)
@@ -70,7 +68,7 @@ def _show(options: argparse.Namespace) -> int:
             if picture.is_whole:
                 print("\n".join(picture.lines(*_size())))
                 return 0
-        raise QuireError(f"the server at {options.url} ended the connection before it had told all")
+        raise QuireError(f"the server at {options.url} closed the connection before it had sent a whole snapshot")
     sys.stdout.write(_ALTERNATE_SCREEN)
     try:
         for update in updates:
@@ -81,7 +79,7 @@ def _show(options: argparse.Namespace) -> int:
             sys.stdout.flush()
     finally:
         sys.stdout.write(_USUAL_SCREEN)
-    raise QuireError(f"the server at {options.url} ended the connection")
+    raise QuireError(f"the server at {options.url} closed the connection")
 
 
 def _size() -> tuple[int, int]:
@@ -90,7 +88,7 @@ def _size() -> tuple[int, int]:
 
 
 def watch(url: str, key: str | None) -> Iterator[Any]:
-    """The server's CacheUpdates as they come. Raises ConfigError for a wrong address, QuireError for no answer."""
+    """Yield the server's CacheUpdates. Raises ConfigError for an invalid address, QuireError if no server answers."""
     from quire.engine.view.cache_frame import CacheUpdate
 
     decoder = msgspec.json.Decoder(CacheUpdate)
@@ -109,7 +107,7 @@ def watch(url: str, key: str | None) -> Iterator[Any]:
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise QuireError(
-            f"no quire server answers at {url} ({reason}): start one by `quire serve`, or give --url"
+            f"no quire server answers at {url} ({reason}): start one with `quire serve`, or give --url"
         ) from error
 
 
@@ -122,7 +120,7 @@ def _reason(error: urllib.error.HTTPError) -> str:
 
 
 class Picture:
-    """What the terminal shows of a server."""
+    """The server's state as lines of text for the terminal."""
 
     def __init__(self, mirror: CacheMirror, *, is_coloured: bool) -> None:
         self.mirror = mirror
@@ -132,14 +130,14 @@ class Picture:
 
     @property
     def is_whole(self) -> bool:
-        """All that is held has been told: a large cache comes in several frames."""
+        """Whether every block in use has been received; a large cache arrives in several frames."""
         counters, blocks = self.mirror.counters, self.mirror.tiers["device"].values()
         return self.mirror.setup is not None and sum(b["refs"] > 0 for b in blocks) >= counters.get("used_blocks", 0)
 
     def add(self, update: Any) -> None:
-        """Take over a frame."""
+        """Apply one frame of the server."""
         if update.setup is None and self.mirror.setup is None:
-            return  # of another watcher's time: a snapshot comes
+            return  # a change from before this connection; a snapshot follows
         self.mirror.apply(update)
         self._events.extend(update.events)
         self._tokens.append((update.time_s, self.mirror.counters["generated_tokens"]))
@@ -147,7 +145,7 @@ class Picture:
             self._tokens.popleft()
 
     def lines(self, width: int, height: int) -> list[str]:
-        """As much as fits."""
+        """Return the lines to show, at most `height` of them."""
         if self.mirror.setup is None:
             return ["waiting for the engine"]
         queues = {name: self._queue(name) for name in ("running", "waiting", "swapped")}
@@ -182,11 +180,11 @@ class Picture:
         states[0] = setup.num_blocks - sum(states[1:])
         share = counters["used_blocks"] / setup.num_blocks
         names = ("free", "cached", "owned", "pinned")
-        told = [f"{mark} {count:,} {name}" for mark, count, name in zip(_STATE_MARKS, states, names, strict=True)]
-        return f"cache {share:.1%} held of {setup.num_blocks:,} blocks of {setup.block_size}: " + "  ".join(told)
+        parts = [f"{mark} {count:,} {name}" for mark, count, name in zip(_STATE_MARKS, states, names, strict=True)]
+        return f"cache {share:.1%} of {setup.num_blocks:,} blocks of {setup.block_size} in use: " + "  ".join(parts)
 
     def _map(self, width: int, height: int) -> list[str]:
-        """One mark for so many blocks that all fit: the busiest state among them."""
+        """Return rows of marks that cover all blocks; a mark shows the busiest state of the blocks it stands for."""
         assert self.mirror.setup is not None
         num_blocks, blocks = self.mirror.setup.num_blocks, self.mirror.tiers["device"]
         per_mark = max(1, math.ceil(num_blocks / (width * height)))
@@ -206,13 +204,13 @@ class Picture:
         limit = f"/{row.max_tokens}" if row.max_tokens else ""
         computed = min(row.num_computed_tokens, row.num_prompt_tokens)
         share = row.num_generated_tokens / row.max_tokens if row.max_tokens else 0.0
-        told = f"{row.num_generated_tokens}{limit} tokens, {row.num_blocks} blocks"
+        details = f"{row.num_generated_tokens}{limit} tokens, {row.num_blocks} blocks"
         if row.num_preemptions:
-            told += f", preempted {row.num_preemptions}x"
+            details += f", preempted {row.num_preemptions}x"
         name_width = max(12, width - 84)
         prompt = _bar(computed / row.num_prompt_tokens)
         name = f"{row.request_id[:name_width]:<{name_width}}"
-        return _plain(f"  {name} {row.stage:<7} prompt {prompt} output {_bar(share)} {told}"[:width])
+        return _plain(f"  {name} {row.stage:<7} prompt {prompt} output {_bar(share)} {details}"[:width])
 
     def _event(self, event: CacheEvent) -> str:
         times = f" x{event.count}" if event.count > 1 else ""
@@ -222,12 +220,12 @@ class Picture:
 
 
 def _plain(text: str) -> str:
-    """Without what a terminal would take for a command."""
+    """Replace characters that a terminal would interpret as control sequences."""
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def _bar(share: float, width: int = 10) -> str:
-    """A bar of so many characters, an eighth of one at a time."""
+    """Return a bar of `width` characters, drawn in eighths of a character."""
     eighths = round(min(max(share, 0.0), 1.0) * width * 8)
     whole, rest = divmod(eighths, 8)
     return ("█" * whole + (_CELLS[rest] if rest else "")).ljust(width, "·")

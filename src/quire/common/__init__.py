@@ -1,1 +1,1 @@
-"""What every other package may import: value objects of a step and of requests, errors, fault points, logging."""
+"""Modules that every other package may import: value objects of steps and requests, errors, fault points, logging."""

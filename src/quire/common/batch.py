@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -26,6 +26,14 @@ BlockPairs: TypeAlias = tuple[tuple[int, int], ...]
 """(source block, destination block), each in its own tier"""
 
 Message = TypeVar("Message", "Batch", "StepResult")
+
+
+class Transfer(NamedTuple):
+    """Whole blocks copied from one tier to another. Tier 0 is the device's, 1 the host's."""
+
+    source_tier: int
+    target_tier: int
+    pairs: BlockPairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,10 +173,9 @@ class Batch(msgspec.Struct, frozen=True):
 
     step: int
     sequences: tuple[ScheduledSequence, ...]
-    swap_out: BlockPairs = ()
-    """From the device tier to the host's, before all else: the blocks may be written in this very step."""
-    swap_in: BlockPairs = ()
-    """From the host tier back."""
+    transfers: tuple[Transfer, ...] = ()
+    """Copies of whole blocks, in this order and before all else. Those away from the device come first: the blocks they
+    read may be written by later ones, and by the step itself."""
     copies: tuple[SlotCopy, ...] = ()
     """Copy-on-write and reused parts of blocks, before the forward pass."""
     ignored: tuple[str, ...] = ()

@@ -5,14 +5,14 @@ QuireError
 ├── CheckpointError        a checkpoint is missing, half-written, unsafe or inconsistent
 │   ├── UnsupportedModelError   a well-formed checkpoint of an architecture Quire has no model for
 │   └── TokenizerError     no tokenizer beside the weights, or one that cannot be read
-├── OutOfMemoryError       the machine (or the limit given) has no room for what was asked             (MemoryError)
-├── RequestError           one request is wrong; it alone fails                                        (ValueError)
+├── OutOfMemoryError       the machine (or the limit given) has too little memory for what was asked   (MemoryError)
+├── RequestError           one request is invalid; only that request fails                             (ValueError)
 │   ├── InvalidParamsError a sampling parameter is out of range
 │   ├── InvalidPromptError the prompt is empty, malformed or holds ids outside the vocabulary
 │   └── PromptTooLongError the prompt does not fit the context; the message names both lengths
-├── RequestFailedError     the engine failed in one request's own work; it alone fails
-├── EngineBrokenError      the engine's own accounts are wrong, or nothing succeeds any more: it has to be made again
-├── EngineDeadError        the engine process has ended or hung; no request can be served until there is another
+├── RequestFailedError     an internal error in the work for one request; only that request fails
+├── EngineBrokenError      the engine's internal block accounting is inconsistent, or every step fails: restart it
+├── EngineDeadError        the engine process has ended or hung; no request is served until another one starts
 └── KernelError            a kernel was called with a shape, stride, dtype or device it does not take  (ValueError)
 
 Each message says what was given, what is allowed, and what to do about it.
@@ -44,11 +44,11 @@ class TokenizerError(CheckpointError):
 
 
 class OutOfMemoryError(QuireError, MemoryError):
-    """The machine, or the limit given, has no room for what was asked."""
+    """The machine, or the limit given, has too little memory for what was asked."""
 
 
 class RequestError(QuireError, ValueError):
-    """One request is wrong; it alone fails."""
+    """One request is invalid; only that request fails."""
 
 
 class InvalidParamsError(RequestError):
@@ -64,18 +64,18 @@ class PromptTooLongError(RequestError):
 
 
 class RequestFailedError(QuireError):
-    """The engine failed in one request's own work; it alone fails."""
+    """An internal error occurred in the work for one request; only that request fails."""
 
 
 class EngineBrokenError(QuireError):
-    """The engine's own accounts are wrong, or no step succeeds any more: nothing but a new engine helps."""
+    """The engine's internal block accounting is inconsistent, or every step fails; only a new engine can continue."""
 
 
 class EngineDeadError(QuireError):
-    """The engine process has ended, or did not start; the message says what is known of why."""
+    """The engine process has ended, hung, or failed to start; the message says why, if the reason is known."""
 
     def __init__(self, message: str, retry_after_s: int | None = None) -> None:
-        """`retry_after_s`: when there may be another one; None where there will be none."""
+        """`retry_after_s` is when another engine process may be ready; None if none will be started."""
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
@@ -85,14 +85,13 @@ class KernelError(QuireError, ValueError):
 
 
 def failure(request_id: str, when: str, error: BaseException) -> str:
-    """What a request's caller is told of an exception that was not meant for it: its type, since its text may say
-    things of the engine that are nobody's business."""
+    """Return the message a client gets for an internal error: the exception's type, since its text may be private."""
     return f"request {request_id!r} failed {when}: {type(error).__name__}"
 
 
 @contextmanager
 def failures_named(request_id: str, when: str) -> Iterator[None]:
-    """Raises a RequestFailedError in place of what nobody meant to raise."""
+    """Replace every exception that is not a QuireError by a RequestFailedError that names the request."""
     try:
         yield
     except QuireError:
@@ -102,13 +101,13 @@ def failures_named(request_id: str, when: str) -> Iterator[None]:
 
 
 def nearest_name(name: str, allowed: Iterable[str]) -> str:
-    """`, did you mean 'x'?` for the allowed name closest to `name`, or an empty string if none is close."""
+    """Return `, did you mean 'x'?` for the allowed name closest to `name`, or an empty string if none is close."""
     matches = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.6)
     return f", did you mean {matches[0]!r}?" if matches else ""
 
 
 def error_named(kind: str, message: str) -> QuireError:
-    """The error of this name, made again from what another process tells of it; QuireError for any other name."""
+    """Make an error again from its class name and message, sent by another process; QuireError for unknown names."""
     found = globals().get(kind)
     if isinstance(found, type) and issubclass(found, QuireError):
         return found(message)

@@ -1,11 +1,11 @@
-"""Named places where a test makes something fail: in this process by `inject`, in another by its environment.
+"""Fault points: named places where tests inject failures, in this process or through the environment of another.
 
     with inject(Fault("step.execute", error="MemoryError", after=3)) as injected:
         ...
     assert injected.num_fired == 1
 
-The variable QUIRE_FAULTS holds the same for a process to come, as `environment` writes it: a JSON list of faults. It is
-read once, when this module is loaded. Where nothing is armed a point costs a look at one global name.
+The variable QUIRE_FAULTS does the same for a new process: it is a JSON list of faults, as `environment` writes it, and
+is read once, when this module is imported. While no fault is armed, a fault point costs one look at a global variable.
 """
 
 import builtins
@@ -26,82 +26,81 @@ from quire.common.errors import ConfigError, nearest_name
 from quire.common.log import logger
 
 POINTS: dict[str, str] = {
-    "step.start": "a step begins: nothing is planned yet",
-    "step.execute": "the step is planned, the executor not called yet",
-    "step.run": "in the worker: blocks are moved, the model has not run",
-    "step.commit": "the executor has returned, nothing is committed",
+    "step.start": "a step begins; nothing is scheduled yet",
+    "step.execute": "the step is scheduled; the executor has not been called",
+    "step.run": "the worker has moved blocks; the model has not run",
+    "step.commit": "the executor has returned; nothing is committed",
     "step.end": "the step is committed",
-    "blocks.allocate": "a sequence is about to be given its first blocks; subject: its seq_id",
-    "blocks.append": "a sequence is about to be given more blocks; subject: its seq_id",
-    "blocks.swap_out": "sequences are about to move to the host tier; subject: the first's seq_id",
-    "blocks.swap_in": "sequences are about to move back to the device; subject: the first's seq_id",
-    "cache.swap_out": "a step's blocks are copied to the host tier",
-    "cache.swap_in": "a step's blocks are copied back",
+    "blocks.allocate": "the first blocks of a sequence are about to be allocated; subject: its seq_id",
+    "blocks.append": "more blocks of a sequence are about to be allocated; subject: its seq_id",
+    "blocks.swap_out": "sequences are about to move to the host tier; subject: the first one's seq_id",
+    "blocks.swap_in": "sequences are about to move back to the device; subject: the first one's seq_id",
+    "cache.transfer": "a step's blocks are copied from one tier to another",
     "cache.copy": "a step's slots are copied from block to block",
     "weights.load": "a tensor of a checkpoint is read; subject: its name",
-    "memory.workspace": "memory is taken for what a kernel puts out",
-    "memory.native": "a kernel takes memory to work in; fails once, by std::bad_alloc, and only `after` counts",
-    "tokenizer.encode": "a text becomes tokens",
-    "grammar.compile": "a grammar is compiled, in its thread",
+    "memory.workspace": "memory is allocated for the output of a kernel",
+    "memory.native": "a native kernel allocates temporary memory; fails once, by std::bad_alloc; only `after` applies",
+    "tokenizer.encode": "a text is tokenized",
+    "grammar.compile": "a grammar is compiled, in a thread of its own",
     "grammar.mask": "a sequence's mask is filled; subject: its seq_id",
-    "sampler.row": "a row of logits with changes is made ready for its draw; subject: the seq_id",
-    "sampler.draw": "the tokens of all rows are drawn",
-    "scoring.rows": "tokens given beforehand are scored",
+    "sampler.row": "a row of logits is changed (penalties, bias) before sampling; subject: the seq_id",
+    "sampler.draw": "the tokens of all rows are sampled",
+    "scoring.rows": "the log-probabilities of prompt tokens are computed",
     "commit.sequence": "a sequence's result is committed; subject: the seq_id",
-    "detokenizer.append": "an output gets a token",
-    "detokenizer.text": "an output's text is asked for",
-    "output.make": "a request's output is made; subject: its request id",
+    "detokenizer.append": "a token is added to an output",
+    "detokenizer.text": "an output's text is read",
+    "output.make": "a RequestOutput is made; subject: its request id",
     "api.send": "the API process writes a frame to the engine process",
-    "api.receive": "the API process has read a frame of the engine process; subject: the message's type",
+    "api.receive": "the API process has read a frame from the engine process; subject: the message's type",
     "engine.send": "the engine process writes a frame to the API process",
-    "engine.receive": "the engine process has read a frame of the API process; subject: the message's type",
-    "engine.take": "the step loop takes a request; subject: its request id",
-    "trial.send": "a grammar is written to the process that tries it",
-    "trial.receive": "that process has answered",
-    "http.send": "a part of an HTTP answer goes to the server; subject: the message's type",
-    "http.receive": "a part of an HTTP request has come from the server; subject: the message's type",
+    "engine.receive": "the engine process has read a frame from the API process; subject: the message's type",
+    "engine.take": "the step loop adds a new request; subject: its request id",
+    "trial.send": "a grammar is sent to the process that tests it",
+    "trial.receive": "the process that tests grammars has answered",
+    "http.send": "a part of an HTTP response is sent; subject: the ASGI message's type",
+    "http.receive": "a part of an HTTP request has been received; subject: the ASGI message's type",
     "store.write": "a change of the response store is about to be committed",
-    "batch.write": "an answer is written to a batch's partial file",
+    "batch.write": "a response is written to the partial file of a batch run",
     "log.write": "a line is written to the server's log",
 }
-"""every point there is, and when it is passed. Its subject, where it has one, is what a fault may be limited to"""
+"""Every fault point, with the moment at which it is passed. A fault can be limited to the subject of a point."""
 
 _T = TypeVar("_T")
 _Data = TypeVar("_Data", str, bytes)
 
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What goes wrong, where, and how often. Raises ConfigError for a point or an error that there is not."""
+    """A failure to inject: what fails, where, and how often. Raises ConfigError for unknown points and errors."""
 
     point: str
     action: Literal["raise", "delay", "exit", "kill", "write"] = "raise"
-    """`exit` ends the process at once, `kill` by SIGKILL; `write` lets half of what is written through before it
-    raises, and does nothing at a point that writes nothing"""
+    """`exit` ends the process at once and `kill` sends it SIGKILL. `write` writes half of the data and then raises; at
+    a point that writes no data it only raises."""
     error: str = "RuntimeError"
-    """to raise: a built-in exception, or by the name of its number (`ENOSPC`) an OSError"""
+    """The name of the built-in exception to raise, or of an errno such as `ENOSPC` for an OSError."""
     seconds: float = 1.0
-    """of the delay"""
+    """Length of the delay."""
     status: int = 1
-    """to exit with"""
+    """Exit status of the process."""
     after: int = 0
-    """so many passes go well first"""
+    """Number of passes that succeed before the first failure."""
     times: int | None = 1
-    """so many passes fail then; None: all"""
+    """Number of passes that fail after that; None for all."""
     probability: float = 1.0
-    """with which each of those fails; one that does not still counts"""
+    """Probability with which each of those passes fails; passes that succeed by chance count as well."""
     subject: int | str | None = None
-    """only passes with this subject count; None: all do"""
+    """Only passes with this subject count; None for all passes."""
 
     def __post_init__(self) -> None:
         if self.point not in POINTS:
-            raise ConfigError(f"there is no fault point {self.point!r}{nearest_name(self.point, POINTS)}")
+            raise ConfigError(f"unknown fault point {self.point!r}{nearest_name(self.point, POINTS)}")
         if not isinstance(self.exception(), Exception):
-            raise ConfigError(f"error={self.error!r} is neither a built-in exception nor an error number's name")
+            raise ConfigError(f"error={self.error!r} is neither a built-in exception nor the name of an errno")
         if not 0 <= self.probability <= 1:
             raise ConfigError(f"probability={self.probability} is not between 0 and 1")
 
     def exception(self) -> Exception | None:
-        """A new one, to be raised; None if there is none of this name that has a message alone."""
+        """Return a new exception to raise; None if no exception of this name can be made from a message alone."""
         if isinstance(number := getattr(errno, self.error, None), int):
             return OSError(number, f"{os.strerror(number)} (injected at {self.point})")
         kind = getattr(builtins, self.error, None)
@@ -109,26 +108,26 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return None
         try:
             return kind(f"injected at {self.point}")
-        except TypeError:  # it is made of more than a message
+        except TypeError:  # its constructor needs more than a message
             return None
 
 
 @dataclass(eq=False)
 class Injected:
-    """A fault that is armed."""
+    """A fault that is armed, with its counters."""
 
     fault: Fault
     num_passed: int = 0
     subjects: list[object] = field(default_factory=list)
-    """of the passes that it made fail"""
+    """The subject of each pass that failed because of this fault."""
 
     @property
     def num_fired(self) -> int:
-        """Passes that it made fail."""
+        """Number of passes that failed because of this fault."""
         return len(self.subjects)
 
     def passes(self, point: str, subject: object) -> bool:
-        """Count a pass; False if it is to fail."""
+        """Count a pass of a point and return whether it succeeds."""
         fault = self.fault
         if fault.point != point or (fault.subject is not None and fault.subject != subject):
             return True
@@ -149,14 +148,14 @@ _refuse_memory: Callable[[int], bool] | None = None
 
 
 def fault_point(name: str, subject: object = None) -> None:
-    """A place that tests may make fail."""
+    """Mark a place where tests can inject a failure."""
     if _armed:
         for fault in _due(name, subject):
             _act(fault)
 
 
 def fault_write(name: str, write: Callable[[_Data], _T], data: _Data) -> _T:
-    """`write(data)`, at a place that tests may make fail, also when a part of the data is written."""
+    """Call `write(data)`, at a place where tests can inject a failure before or in the middle of writing."""
     if _armed:
         for fault in _due(name, None):
             if fault.action == "write":
@@ -207,8 +206,11 @@ def _arm(*injected: Injected) -> None:
 
 
 def arm_native(refuse_memory: Callable[[int], bool]) -> None:
-    """The native code is loaded, and `refuse_memory` is how it fails: after so many more requests for memory one is
-    refused, negative: none is. The answer is True if none is due any more from the call before."""
+    """Register how native code injects failed allocations; called when the native extension has been loaded.
+
+    `refuse_memory(n)` lets n more allocations succeed and then one fail; a negative n cancels. It returns True if the
+    failure of the previous call has already happened.
+    """
     global _refuse_memory
     _refuse_memory = refuse_memory
     for injected in _armed:
@@ -217,7 +219,7 @@ def arm_native(refuse_memory: Callable[[int], bool]) -> None:
 
 
 def environment(*faults: Fault) -> dict[str, str]:
-    """What a process to come has to find in its environment to have these armed."""
+    """Return the environment variables with which a new process starts with these faults armed."""
     return {"QUIRE_FAULTS": msgspec.json.encode(faults).decode()}
 
 

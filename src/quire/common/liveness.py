@@ -1,4 +1,4 @@
-"""What tells processes of each other's life: how far the kernels are, and that nobody outlives whom it works for."""
+"""Signs of life between processes: progress of the kernels, and child processes that end with their parent."""
 
 import ctypes
 import signal
@@ -7,12 +7,14 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 num_kernel_events = 0
-"""beginnings and ends of kernel calls in this process. While it grows, a long step gets on; while it is odd, a kernel
-is at work"""
+"""Number of starts and ends of kernel calls in this process. While it grows, a long step is making progress; while it
+is odd, a kernel is running."""
 
 
 def end_with_parent() -> None:
-    """Have the system kill this process as soon as the thread that started it ends, also where this one is stopped or
-    hangs. Only Linux does: elsewhere the end of a socket or pipe has to do."""
+    """Let the system kill this process when the thread that started it ends, even if this process is stopped or hangs.
+
+    This works on Linux only. On other systems the process ends when it notices that a socket or pipe was closed.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

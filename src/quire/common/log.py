@@ -1,6 +1,6 @@
-"""The logger of the engine: INFO and above to standard error, unless the program has set up logging itself.
+"""The engine's logger: INFO and above on standard error, unless the program has configured logging itself.
 
-In a server's formats nobody whose text is logged can forge a line, or a terminal's control sequence.
+The server's formats escape logged text, so that a client cannot forge a log line or a terminal control sequence.
 """
 
 import json
@@ -12,14 +12,14 @@ from typing import Any
 
 logger = logging.getLogger("quire")
 IN_MESSAGE = ("method", "route", "status")
-"""fields of a record that its message has already"""
+"""Fields of a record that are already part of its message."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 chosen_format: str | None = None
-"""what `set_up_logging` was told"""
+"""The format that was given to `set_up_logging`; None before it was called."""
 
 
 def show_messages() -> None:
-    """Print INFO messages if nobody has configured logging; a program's own set-up is left alone."""
+    """Print INFO messages, unless the program has configured logging itself."""
     if not logger.handlers and not logging.getLogger().handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(message)s"))
@@ -29,10 +29,10 @@ def show_messages() -> None:
 
 
 class TextFormatter(logging.Formatter):
-    """A line each. Further lines of a message are indented, so that nobody can make one look like a message."""
+    """Formats a record as text. Further lines of a message are indented, so that they cannot pass for a record."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """Return the text of a record."""
         text = _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", super().format(record)).replace("\n", "\n    ")
         fields = getattr(record, "fields", {}).items()
         return text + "".join(f" {name}={_plain(value)}" for name, value in fields if name not in IN_MESSAGE)
@@ -44,10 +44,10 @@ def _plain(value: Any) -> str:
 
 
 class JsonFormatter(logging.Formatter):
-    """An object each: time (UTC), level, message, and what else there is."""
+    """Formats a record as a JSON object: time (UTC), level, message and all further fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, in ASCII."""
+        """Return the record as one line of ASCII."""
         line = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -60,10 +60,10 @@ class JsonFormatter(logging.Formatter):
 
 
 class _StandardError:
-    """A line that cannot be written is lost, and nobody fails for it: logging sees to that."""
+    """Standard error. A line that cannot be written is lost; the logging module keeps the error from the caller."""
 
     def write(self, text: str) -> object:
-        from quire.common.faults import fault_write  # which logs itself
+        from quire.common.faults import fault_write  # imported late, because faults imports this module
 
         return fault_write("log.write", sys.stderr.write, text)
 
@@ -72,7 +72,10 @@ class _StandardError:
 
 
 def set_up_logging(log_format: str) -> None:
-    """A server's: messages, and uvicorn's errors, to standard error in this format; processes that it starts do so."""
+    """Configure a server's logging: its messages and uvicorn's errors go to standard error in `log_format`.
+
+    Processes that the server starts use the same format.
+    """
     global chosen_format
     chosen_format = log_format
     handler = logging.StreamHandler(_StandardError())

@@ -1,7 +1,7 @@
-"""Memory that is free goes back to the system while there is nothing to do.
+"""Returns free memory to the system while there is nothing to do.
 
-glibc's allocator keeps what lies below anything still in use, in an arena for each thread: a burst of long texts or of
-templates leaves a process several times as large as it was, for good.
+glibc's allocator has an arena for each thread and keeps free memory below the highest address still in use. After a
+burst of long texts or templates, a process would otherwise stay several times as large as before.
 """
 
 import ctypes
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 
 IDLE_S = 1.0
-"""without work, after which it is time"""
+"""Seconds without work after which memory is returned."""
 
 
 def _find_trim() -> Callable[[int], int] | None:
@@ -23,6 +23,6 @@ _trim = _find_trim()
 
 
 def give_back_memory() -> None:
-    """Takes 2 ms, and 25 if there are 250 MB to give back. Does nothing where the allocator is not glibc's."""
+    """Return free memory to the system, in 2 ms (25 ms for 250 MB). Does nothing unless the allocator is glibc's."""
     if _trim is not None:
         _trim(0)

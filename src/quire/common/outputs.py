@@ -1,4 +1,4 @@
-"""What comes out: per request, per sequence, per engine. Attribute names as in vLLM."""
+"""Outputs of requests and sequences, and statistics of the engine. Attribute names are those of vLLM."""
 
 import math
 from dataclasses import dataclass
@@ -10,42 +10,44 @@ FinishReason = Literal["stop", "length", "abort", "ignored"]
 
 
 class Logprob(msgspec.Struct, frozen=True, gc=False):
-    """How likely a token was at its place. There can be hundreds of thousands: the garbage collector passes them by."""
+    """How likely a token was at its position. The garbage collector does not track these: there can be very many."""
 
     logprob: float
-    """natural logarithm; -inf for what could not be drawn. EngineArgs.logprobs_mode says of what"""
+    """Natural logarithm of the probability; -inf for probability 0. EngineArgs.logprobs_mode selects the distribution.
+    """
     rank: int | None = None
-    """among all tokens, from 1"""
+    """Rank among all tokens, from 1."""
     decoded_token: str | None = None
-    """its text alone; None without detokenize"""
+    """Text of this token alone; None without detokenize."""
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One sequence of a request's answer so far."""
+    """The output of one sequence of a request so far."""
 
     index: int
     text: str
-    """while it runs, what no further token can change: it only grows"""
+    """Text of the output. While the sequence runs, this is the part that no further token can change."""
     token_ids: list[int]
     finish_reason: FinishReason | None = None
-    """None while it runs; `ignored`: the prompt was never run, see RequestOutput.error"""
+    """Why the sequence ended; None while it runs. With `ignored` the prompt was never run: see RequestOutput.error."""
     stop_reason: int | str | None = None
-    """the stop token id or stop string that ended it; None for the end-of-sequence token"""
+    """The stop token id or stop string that ended the sequence; None for an end-of-sequence token."""
     cumulative_logprob: float | None = None
-    """sum over all its tokens, where log-probabilities were asked for or decided which samples come out"""
+    """Sum of the log-probabilities of all tokens; None unless they were requested or used to select samples."""
     logprobs: list[dict[int, Logprob]] | None = None
-    """for each of `token_ids`, by token id: the token itself first, then the likeliest, as many as were asked for"""
+    """For each of `token_ids`, log-probabilities by token id: first the token itself, then the likeliest tokens, in the
+    number that was requested."""
 
     @property
     def finished(self) -> bool:
-        """No more tokens will come."""
+        """Whether the sequence has ended."""
         return self.finish_reason is not None
 
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Moments of a request's life, in seconds of time.monotonic()."""
+    """Times of a request's events, in seconds of time.monotonic()."""
 
     arrival_time: float
     first_scheduled_time: float | None = None
@@ -56,7 +58,7 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request's answer so far; cumulative, and final once `finished`."""
+    """The output of a request so far: cumulative, and final once `finished` is true."""
 
     request_id: str
     prompt: str | None
@@ -64,42 +66,42 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0
-    """prompt tokens whose keys and values came from the prefix cache"""
+    """Prompt tokens whose keys and values came from the prefix cache."""
     metrics: RequestMetrics | None = None
     error: str | None = None
-    """why the request could not be run, if it could not"""
+    """Why the request failed; None if it did not."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """for each prompt token, if asked for; None where nothing stands before it to predict it. As far as the prompt is
-    computed; the first delta alone has them"""
+    """Log-probabilities of each prompt token computed so far, if requested; None for the first token, which nothing
+    predicts. With output_kind "delta", only the first output has them."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """How likely a model finds a given continuation of a context: what `LLM.score_tokens` returns for each pair."""
+    """The likelihood of a given continuation of a context: what `LLM.score_tokens` returns for each pair."""
 
     token_ids: list[int]
-    """the continuation's"""
+    """Tokens of the continuation."""
     logprobs: list[float]
-    """of each, after all before it"""
+    """Log-probability of each token, given all tokens before it."""
     ranks: list[int]
-    """of each among all tokens, from 1"""
+    """Rank of each token among all tokens, from 1."""
     num_cached_tokens: int
-    """tokens of the context whose keys and values came from the prefix cache"""
+    """Tokens of the context whose keys and values came from the prefix cache."""
 
     @property
     def sum_logprob(self) -> float:
-        """Of the continuation as a whole."""
+        """Log-probability of the whole continuation."""
         return math.fsum(self.logprobs)
 
     @property
     def is_greedy(self) -> list[bool]:
-        """Of each, whether greedy decoding would have chosen it."""
+        """For each token, whether greedy decoding would have chosen it."""
         return [rank == 1 for rank in self.ranks]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """The engine at one moment; counters run since it was made."""
+    """Statistics of the engine at one moment; counters run since the engine was made."""
 
     num_running: int
     num_waiting: int
@@ -107,26 +109,26 @@ class EngineStats:
     num_blocks: int
     num_used_blocks: int
     num_cached_blocks: int
-    """blocks that nobody holds and whose content can still be found; the others are free"""
+    """Blocks that no sequence uses and whose content the prefix cache can still find."""
     num_steps: int
     num_prompt_tokens: int
-    """prompt tokens of finished and running requests, cached ones included"""
+    """Prompt tokens of finished and running requests, including cached ones."""
     num_generated_tokens: int
     num_preemptions: int
     num_swapped_blocks: int
-    """blocks copied to the host tier or back"""
+    """Blocks copied to the host tier or back."""
     num_prefix_queried_tokens: int
-    """prompt tokens looked up in the prefix cache: all but the last of each prompt, which is always computed, and
-    those that must be computed for log-probabilities"""
+    """Prompt tokens looked up in the prefix cache: all except the last of each prompt, which is always computed, and
+    except tokens that must be computed for log-probabilities."""
     num_prefix_hit_tokens: int
-    """of those, found"""
+    """Prompt tokens found in the prefix cache."""
     num_pinned_blocks: int
     prefix_cache: dict[str, int]
-    """tokens queried, hit (by where), missed (by why), evicted and spilled; see docs/kv-cache.md"""
+    """Tokens queried, hit (by place), missed (by reason), evicted and spilled; see docs/kv-cache.md."""
 
     @property
     def kv_cache_usage(self) -> float:
-        """Share of blocks that sequences hold."""
+        """Share of the blocks that sequences use."""
         return self.num_used_blocks / self.num_blocks
 
     @property
@@ -137,23 +139,23 @@ class EngineStats:
 
 @dataclass(slots=True)
 class BeamSearchSequence:
-    """One of the outputs of a beam search."""
+    """One output of a beam search."""
 
     tokens: list[int]
-    """the prompt's and the output's; the token that ended it only with include_stop_str_in_output"""
+    """Tokens of the prompt and the output, with the token that ended it only if include_stop_str_in_output."""
     cum_logprob: float
-    """sum of the log-probabilities of the output, with that of the token that ended it"""
+    """Sum of the log-probabilities of the output tokens, including the token that ended it."""
     text: str | None = None
-    """of all `tokens`"""
+    """Text of all `tokens`."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
 
 @dataclass(slots=True)
 class BeamSearchOutput:
-    """What a beam search over one prompt has found."""
+    """The outputs of a beam search over one prompt."""
 
     sequences: list[BeamSearchSequence]
-    """the best first: by cum_logprob over the output's length to the power of length_penalty"""
+    """Outputs, best first: by cum_logprob / output length ** length_penalty."""
     error: str | None = None
-    """why the search could not be run, or not to its end"""
+    """Why the search failed; None if it did not."""

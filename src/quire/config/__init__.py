@@ -1,1 +1,1 @@
-"""Frozen value objects that say what an engine is: model, cache, scheduler, parallelism."""
+"""Frozen value objects that configure an engine: model, cache, scheduler, parallelism."""

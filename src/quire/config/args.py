@@ -1,4 +1,4 @@
-"""EngineArgs: everything a user can say about an engine, in one flat list of names."""
+"""EngineArgs: all arguments of an engine in one flat list."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _Choice = TypeVar("_Choice", bound=str)
 
 
 def arg(default: Any, doc: str) -> Any:
-    """A field with its help."""
+    """Declare a field with its default and its help text."""
     return field(default=default, metadata={"help": doc})
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """The arguments, resolved: one config per subsystem."""
+    """The resolved arguments of an engine: one config per subsystem."""
 
     model: ModelConfig
     cache: CacheConfig
@@ -33,66 +33,66 @@ class EngineConfig:
     parallel: ParallelConfig
     seed: int
     max_logprobs: int
-    """per token, that a request may ask for; -1: any number"""
+    """Largest number of log-probabilities per token that a request may ask for; -1 for any number."""
     logprobs_mode: LogprobsMode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineArgs:
-    """vLLM's names where the meaning is the same. Each field's help is its documentation and the CLI's."""
+    """Arguments of an engine, under vLLM's names where the meaning is the same. The CLI shows each field's help."""
 
-    model: str | None = arg(None, "folder, hub id, or quire-tiny / quire-draft; none: quire-tiny")
-    tokenizer: str | None = arg(None, "folder or hub id of the tokenizer, if not the model's")
+    model: str | None = arg(None, "checkpoint folder, hub id, or quire-tiny / quire-draft; none: quire-tiny")
+    tokenizer: str | None = arg(None, "folder or hub id of the tokenizer; none: the model's")
     revision: str | None = arg(None, "branch, tag or commit of a hub id")
-    download_dir: str | None = arg(None, "where hub downloads are kept")
+    download_dir: str | None = arg(None, "folder for downloads from the hub")
     dtype: str = arg("auto", "auto, bfloat16 or float32; float16 checkpoints compute in bfloat16")
-    quantization: str | None = arg(None, "int8 or int4: weights are quantized as they are loaded; none: they are not")
+    quantization: str | None = arg(None, "int8 or int4: quantize the weights while they are loaded; none: do not")
     max_model_len: int | str | None = arg(
-        None, 'longest prompt + output, in tokens; none or "auto": what the model and the cache allow'
+        None, 'largest length of prompt + output, in tokens; none or "auto": what the model and the cache allow'
     )
     block_size: int = arg(16, "token slots per KV cache block")
     kv_cache_memory: int | str | None = arg(
-        None, 'KV cache size in bytes, or "64MiB"; none: what is left of the memory, at most 4 GiB'
+        None, 'KV cache size in bytes, or text such as "64MiB"; none: the memory left, at most 4 GiB'
     )
     kv_cache_dtype: str = arg(
         "auto", "auto (the model's dtype), or int8: about half of bfloat16's memory, nearly as exact"
     )
-    num_gpu_blocks_override: int | None = arg(None, "this many KV cache blocks, whatever the memory")
-    gpu_memory_utilization: float = arg(0.9, "share of the machine's memory the engine may take in all")
-    swap_space: float = arg(0.0, "GiB of memory for the host tier: swapped-out requests, spilled cached blocks")
-    preemption_mode: str | None = arg(None, "swap or recompute; none: what is estimated to cost less")
+    num_gpu_blocks_override: int | None = arg(None, "number of KV cache blocks, regardless of the memory")
+    gpu_memory_utilization: float = arg(0.9, "share of the machine's memory that the engine may use in total")
+    swap_space: float = arg(0.0, "GiB of host memory for swapped-out requests and evicted cached blocks")
+    preemption_mode: str | None = arg(None, "swap or recompute; none: the one with the lower estimated cost")
     enable_prefix_caching: bool = arg(True, "reuse the KV cache of equal prompt prefixes")
-    pinned_fraction: float = arg(0.25, "share of the KV cache blocks that pinned prefixes may take")
-    max_num_seqs: int = arg(256, "sequences that run at once, at most")
-    max_num_batched_tokens: int = arg(2048, "tokens computed in one step, at most")
+    pinned_fraction: float = arg(0.25, "largest share of the KV cache blocks that pinned prefixes may use")
+    max_num_seqs: int = arg(256, "largest number of sequences that run at once")
+    max_num_batched_tokens: int = arg(2048, "largest number of tokens computed in one step")
     target_step_ms: float | None = arg(
-        None, "prompts are computed in chunks so small that a step takes about this long"
+        None, "split prompts into chunks so small that a step takes about this many milliseconds"
     )
     scheduling_policy: str = arg(
-        "fcfs", "who starts next: fcfs, priority, fair (between tenants) or prefix (longest hit)"
+        "fcfs", "order in which requests start: fcfs, priority, fair (between tenants) or prefix (longest hit first)"
     )
     priority_aging_s: float = arg(10.0, "policy priority: seconds of waiting that count as much as one level")
     tenant_weights: Mapping[str, float] | None = arg(
-        None, "policy fair: shares of tenants, as in a=2,b=0.5; 1 if not named"
+        None, "policy fair: shares of tenants, as in a=2,b=0.5; 1 for a tenant not listed"
     )
-    prefix_max_delay_s: float = arg(2.0, "policy prefix: seconds that others may be preferred")
-    tensor_parallel_size: int = arg(1, "only 1 so far")
-    num_threads: int | None = arg(None, "threads; none: what the CPU set and quota allow")
-    cpu_list: str | None = arg(None, "as in 0,2-3: one thread for each of these CPUs, pinned there; none: not pinned")
+    prefix_max_delay_s: float = arg(2.0, "policy prefix: largest delay of a request by later ones, in seconds")
+    tensor_parallel_size: int = arg(1, "only 1 is supported")
+    num_threads: int | None = arg(None, "threads of the kernels; none: the number that the CPU set and quota allow")
+    cpu_list: str | None = arg(None, "CPUs, as in 0,2-3, each with one thread pinned to it; none: no pinning")
     generation_config: str = arg(
-        "auto", "auto: sampling defaults are those of the checkpoint's generation_config.json; none: Quire's own"
+        "auto", "sampling defaults: auto, those of the checkpoint's generation_config.json; none, Quire's own"
     )
-    max_logprobs: int = arg(20, "log-probabilities per token that a request may ask for; -1: any number")
+    max_logprobs: int = arg(20, "largest number of log-probabilities per token in a request; -1: any number")
     logprobs_mode: str = arg(
         "raw_logprobs",
-        "raw_logprobs, processed_logprobs, raw_logits or processed_logits: of what the model gave, or of what was "
-        "drawn from",
+        "raw_logprobs or raw_logits: as the model computed them; processed_logprobs or processed_logits: after "
+        "penalties, bias and sampling cuts",
     )
-    seed: int = arg(0, "seed that requests without one draw theirs from")
+    seed: int = arg(0, "seed from which requests without a seed get theirs")
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineArgs:
-        """As the constructor, but an unknown name is a ConfigError that suggests the nearest one."""
+        """Make EngineArgs, raising a ConfigError with the nearest valid name for an unknown one."""
         names = [f.name for f in dataclasses.fields(cls)]
         for name in kwargs:
             if name not in names:
@@ -100,7 +100,7 @@ class EngineArgs:
         return cls(**kwargs)
 
     def resolve(self) -> EngineConfig:
-        """Check everything and read the checkpoint's config. Raises ConfigError or CheckpointError."""
+        """Check all arguments and read the checkpoint's config. Raises ConfigError or CheckpointError."""
         check_types(self)
         model = ModelConfig.resolve(
             self.model,
@@ -151,12 +151,12 @@ class EngineArgs:
         )
 
     def _uses_generation_config(self) -> bool:
-        """vLLM calls its own defaults `vllm`. End-of-sequence tokens are the checkpoint's in any case."""
+        """Whether sampling defaults come from the checkpoint; `vllm` is vLLM's word for `none`."""
         return _choice("generation_config", self.generation_config, ("auto", "none", "vllm")) == "auto"
 
     def _checked_max_logprobs(self) -> int:
         if self.max_logprobs < -1:
-            raise ConfigError(f"max_logprobs={self.max_logprobs}: must be a count from 0 on, or -1 for any number")
+            raise ConfigError(f"max_logprobs={self.max_logprobs}: must be 0 or more, or -1 for any number")
         return self.max_logprobs
 
     def _swap_bytes(self) -> int:
@@ -166,7 +166,7 @@ class EngineArgs:
 
     @property
     def fits_model_len(self) -> bool:
-        """Whether max_model_len may be shortened to what the cache holds (the user named no number)."""
+        """Whether max_model_len may be reduced to what fits into the cache, because no number was given."""
         return self.max_model_len in (None, "auto")
 
     def _wanted_model_len(self, model: ModelConfig) -> int:
@@ -190,7 +190,7 @@ def _choice(name: str, value: str, allowed: tuple[_Choice, ...]) -> _Choice:
 
 
 def check_types(args: Any) -> None:
-    """Refuse values of a wrong type in a dataclass by name, before something deep inside trips over them."""
+    """Raise ConfigError if a field of a dataclass has a value of the wrong type."""
     for f in dataclasses.fields(args):
         value = getattr(args, f.name)
         allowed = str(f.type).replace("Mapping[str, float]", "dict").replace("tuple[str, ...]", "texts").split(" | ")

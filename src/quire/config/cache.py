@@ -1,4 +1,4 @@
-"""How the KV cache is to be set up."""
+"""Configuration of the KV cache."""
 
 from dataclasses import dataclass
 
@@ -9,25 +9,25 @@ KV_CACHE_DTYPES = ("auto", "int8")
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """What the user wants of the cache; how many blocks follow is the memory plan's to say."""
+    """The user's settings of the KV cache. The memory plan computes the number of blocks from them."""
 
     block_size: int
-    """token slots per block"""
+    """Token slots per block."""
     kv_cache_bytes: int | None
-    """memory for all blocks; None: what the machine has left"""
+    """Memory for all blocks; None for the memory that the machine has left."""
     num_blocks_override: int | None
-    """this many blocks, whatever the memory"""
+    """Number of blocks regardless of the memory; None to compute it."""
     memory_utilization: float
-    """share of the machine's memory (or the container's limit) that weights, activations and cache may take together"""
+    """Share of the machine's memory (or the container's limit) for weights, activations and cache together."""
     enable_prefix_caching: bool
     swap_bytes: int = 0
-    """memory of the host tier, for requests that are swapped out"""
+    """Memory of the host tier, for requests that are swapped out and for cached blocks that are evicted."""
     watermark: float = 0.01
-    """share of blocks kept free when new requests are admitted, so that running ones can grow"""
+    """Share of blocks that admitting new requests leaves free, so that running requests can grow."""
     pinned_fraction: float = 0.25
-    """share of blocks that pinned prefixes may take"""
+    """Largest share of blocks that pinned prefixes may use."""
     dtype: str = "auto"
-    """what keys and values are kept in: one of KV_CACHE_DTYPES; `auto` is the model's dtype"""
+    """Type of stored keys and values, one of KV_CACHE_DTYPES; `auto` is the model's dtype."""
 
     def __post_init__(self) -> None:
         if self.dtype not in KV_CACHE_DTYPES:

@@ -1,24 +1,52 @@
 """What the KV cache of one model looks like: per layer (spec), per set of layers (group), in all (config)."""
 
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from dataclasses import dataclass
+
+from quire.common.errors import ConfigError
 
 MAX_BLOCKS_PER_SEQ = 2**26
 """longer than any sequence"""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+_BLOCK_ALIGNMENT = 8  # bytes: elements of any dtype start at a multiple of their size in every block
+
+
+class KVCacheSpec(ABC):
+    """What one layer keeps of a sequence. Layers of equal spec can share a block table.
+
+    A new kind is a subclass, and a manager of its groups in `quire.kv.managers`. A layer that keeps nothing has blocks
+    of 0 bytes and holds none; a state of constant size is one block of that size.
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def block_bytes(self, block_size: int) -> int:
+        """The bytes of one layer in one block."""
+
+    @abstractmethod
+    def max_blocks(self, num_tokens: int, block_size: int, max_chunk: int | None) -> int:
+        """The most blocks that a sequence holds at once in a group of such layers, on its way to `num_tokens` tokens,
+        where a step computes at most `max_chunk` of them (None: any number)."""
+
+    def with_dtype(self, dtype: str) -> KVCacheSpec:
+        """The spec of the same layer with keys and values in `dtype`. Raises ConfigError if it cannot have that."""
+        return self
 
 
 @dataclass(frozen=True, slots=True)
-class KVCacheSpec:
-    """What one attention layer keeps per token. Layers of equal spec can share a block table."""
+class AttentionSpec(KVCacheSpec):
+    """Keys and values of each token. Abstract: a subclass says which tokens are kept."""
 
     num_kv_heads: int
     head_dim: int
     dtype: str
     """`float32`, `bfloat16`, or `int8` with a float32 scale for each key and each value of a head"""
-    sliding_window: int | None = None
-    """a token sees this many positions, itself included; None sees all"""
 
     @property
     def bytes_per_token(self) -> int:
@@ -26,25 +54,69 @@ class KVCacheSpec:
         head_bytes = self.head_dim + 4 if self.dtype == "int8" else self.head_dim * DTYPE_BYTES[self.dtype]
         return 2 * self.num_kv_heads * head_bytes
 
+    def block_bytes(self, block_size: int) -> int:
+        return block_size * self.bytes_per_token
+
+    def with_dtype(self, dtype: str) -> AttentionSpec:
+        if self.head_dim % 4:
+            raise ConfigError(
+                f"kv_cache_dtype={dtype!r}: this model's heads have {self.head_dim} dimensions, which must be a "
+                "multiple of 4; leave it at auto"
+            )
+        return dataclasses.replace(self, dtype=dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class FullAttentionSpec(AttentionSpec):
+    """A token sees all tokens before it, and all are kept."""
+
+    def max_blocks(self, num_tokens: int, block_size: int, max_chunk: int | None) -> int:
+        return -(-num_tokens // block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class SlidingWindowSpec(AttentionSpec):
+    """A token sees the last `sliding_window` tokens, itself included, and older ones are not kept."""
+
+    sliding_window: int
+
+    def max_blocks(self, num_tokens: int, block_size: int, max_chunk: int | None) -> int:
+        """What the window and a chunk cover, up to one block at either end, and one that is freed a little later."""
+        num_blocks = -(-num_tokens // block_size)
+        if max_chunk is None:
+            return num_blocks
+        return min(num_blocks, (self.sliding_window - 1 + max_chunk) // block_size + 3)
+
+
+def attention_spec(num_kv_heads: int, head_dim: int, dtype: str, sliding_window: int | None = None) -> AttentionSpec:
+    """The spec of an attention layer with a sliding window, or without one (None)."""
+    if sliding_window is None:
+        return FullAttentionSpec(num_kv_heads, head_dim, dtype)
+    return SlidingWindowSpec(num_kv_heads, head_dim, dtype, sliding_window)
+
 
 @dataclass(frozen=True, slots=True)
 class KVCacheGroup:
-    """Layers that share one block table. Layer `layer_ids[i]` lives in tensor i of the KVCacheConfig."""
+    """Layers of equal spec that share one block table. They lie in a block one after another, in this order."""
 
     layer_ids: tuple[int, ...]
     spec: KVCacheSpec
 
+    def block_bytes(self, block_size: int) -> int:
+        """The bytes that the group's layers use of a block."""
+        return len(self.layer_ids) * self.spec.block_bytes(block_size)
+
 
 @dataclass(frozen=True, slots=True)
 class KVCacheConfig:
-    """The memory to allocate: `num_blocks` blocks of `num_tensors` parts of `block_bytes`, shared by all groups.
+    """The memory to allocate: `num_blocks` blocks of `block_bytes` bytes, shared by all groups.
 
-    A block id belongs to one group at a time: group g's layer i uses part i of it.
+    A block belongs to one group at a time, whose layers divide its bytes among themselves. Groups may use different
+    numbers of bytes; a block has room for the largest.
     """
 
     block_size: int
     num_blocks: int
-    num_tensors: int
     groups: tuple[KVCacheGroup, ...]
     num_host_blocks: int = 0
     """blocks of the host tier, for swapped-out requests and spilled content"""
@@ -53,30 +125,28 @@ class KVCacheConfig:
 
     @property
     def block_bytes(self) -> int:
-        """One part of a block: what it holds for one layer; the same for every group."""
-        return self.block_size * self.groups[0].spec.bytes_per_token
+        """A whole block, with all layers of its group."""
+        largest = max(group.block_bytes(self.block_size) for group in self.groups)
+        return -(-largest // _BLOCK_ALIGNMENT) * _BLOCK_ALIGNMENT
 
     @property
     def total_bytes(self) -> int:
         """The whole device tier."""
-        return self.num_tensors * self.num_blocks * self.block_bytes
+        return self.num_blocks * self.block_bytes
 
     @property
     def host_bytes(self) -> int:
         """The whole host tier."""
-        return self.num_tensors * self.num_host_blocks * self.block_bytes
+        return self.num_host_blocks * self.block_bytes
 
     def blocks_to_hold(self, num_tokens: int) -> int:
         """Blocks, in all groups together, that a sequence may hold at once on its way to `num_tokens` tokens."""
-        num_blocks = -(-num_tokens // self.block_size)
-        return sum(min(num_blocks, self._max_blocks(group)) for group in self.groups)
+        return sum(group.spec.max_blocks(num_tokens, self.block_size, self.max_chunk) for group in self.groups)
 
-    def _max_blocks(self, group: KVCacheGroup) -> int:
-        """What the window and a chunk cover, up to one block at either end, and one that is let go a little later."""
-        window = group.spec.sliding_window
-        if window is None or self.max_chunk is None:
-            return MAX_BLOCKS_PER_SEQ
-        return (window - 1 + self.max_chunk) // self.block_size + 3
+    @property
+    def is_length_bounded(self) -> bool:
+        """Whether the number of blocks limits how long a sequence may be; False if every layer forgets old tokens."""
+        return self.max_tokens < MAX_BLOCKS_PER_SEQ * self.block_size
 
     @property
     def max_tokens(self) -> int:

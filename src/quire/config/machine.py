@@ -1,4 +1,4 @@
-"""How much memory this process may use: the machine's, or less where a container sets a limit."""
+"""The memory that this process may use: the machine's, or less if a container sets a limit."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +8,7 @@ from quire.common.errors import OutOfMemoryError
 
 @dataclass(frozen=True, slots=True)
 class MachineMemory:
-    """Both in bytes: the most this process can ever have, and what is free for it now."""
+    """The most memory this process can ever use, and the memory that is available to it now, in bytes."""
 
     limit_bytes: int
     available_bytes: int
@@ -17,8 +17,8 @@ class MachineMemory:
 def machine_memory(root: Path = Path("/")) -> MachineMemory:
     """Read /proc/meminfo and every control group above this process (v2 and v1) below `root`.
 
-    A container's limit counts at each level of the hierarchy; the tightest wins. Pages the kernel could drop (inactive
-    file cache) count as available. On systems without /proc the physical memory is taken.
+    Every level of the hierarchy may set a limit, and the lowest one applies. Pages that the kernel can drop (inactive
+    file cache) count as available. On systems without /proc, the physical memory is returned.
     """
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
@@ -37,7 +37,7 @@ def machine_memory(root: Path = Path("/")) -> MachineMemory:
 
 
 def _control_groups(root: Path) -> list[tuple[Path, tuple[str, str]]]:
-    """The folders of this process's control groups, each with its names for (limit, use)."""
+    """Return the folders of this process's control groups, each with the names of its files for (limit, use)."""
     v2, v1 = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -59,7 +59,7 @@ def _control_groups(root: Path) -> list[tuple[Path, tuple[str, str]]]:
 
 
 def _read_int(path: Path) -> int | None:
-    """The number in a control file; None if there is no file or it says `max`."""
+    """Return the number in a control file; None if the file is missing or says `max`."""
     try:
         text = path.read_text().strip()
     except OSError:
@@ -82,5 +82,5 @@ def _physical_memory() -> MachineMemory:
     try:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError) as error:
-        raise OutOfMemoryError("cannot tell how much memory this machine has; give kv_cache_memory") from error
+        raise OutOfMemoryError("cannot determine how much memory this machine has: set kv_cache_memory") from error
     return MachineMemory(total, total)

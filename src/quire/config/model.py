@@ -8,8 +8,9 @@ from typing import Any
 
 from quire.common.errors import CheckpointError, ConfigError, UnsupportedModelError, nearest_name
 from quire.common.log import logger
+from quire.config.checkpoint.formats import FORMATS, find_format
 from quire.config.hf_config import HFConfig, read_json_object
-from quire.config.safetensors_header import read_header
+from quire.config.quantization import check_quantization, read_quantization
 
 EMBEDDED_CHECKPOINTS = ("quire-tiny", "quire-draft")
 """names of the checkpoints inside this package"""
@@ -18,7 +19,6 @@ _EMBEDDED_ROOT = Path(__file__).parents[1] / "models" / "embedded"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _CONFIG_FILES = ("*.json", "*.jinja")
 TOKENIZER_FILES = (*_CONFIG_FILES, "*.model", "*.txt")
-_WEIGHT_FILES = ("*.safetensors",)
 _NOT_OURS = ("*/*", "consolidated*", "*.bin.index.json")
 """subfolders (other formats, original weights), and second copies of the weights under other names"""
 
@@ -26,13 +26,8 @@ _HALF = ("float16", "half", "fp16")
 _DTYPES = dict.fromkeys(("float32", "float", "fp32"), "float32")
 _DTYPES |= dict.fromkeys(("bfloat16", "bf16", *_HALF), "bfloat16")
 """as asked for -> what is computed in; kernels know no float16"""
-_HEADER_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float32"}
+_STORED_DTYPES = {"float32": "float32", "float16": "float16", "bfloat16": "bfloat16", "float64": "float32"}
 _MAX_LAYERS = 4096
-
-QUANTIZATIONS = ("int8", "int4")
-QUANT_METHOD = "quire"
-QUANTIZED_VERSION = 1
-"""of the layout of saved quantized weights: csrc/quantized/layout.h, under the model's names"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +45,10 @@ class ModelConfig:
     dtype: str
     """what weights, activations and the KV cache are kept in: `float32` or `bfloat16`"""
     quantization: str | None
-    """what matrices are kept in: `int8`, `int4`, or none: `dtype`"""
-    quantized_weights: bool
-    """the checkpoint holds them so already, as `quire quantize` saved them"""
+    """What matrices are kept in, for instance `int4`. None: in `dtype`."""
+    quant_method: str | None
+    """The tool that quantized the checkpoint's weights, as its `quantization_config` names it. None: they are not
+    quantized, and `quantization` happens while they are loaded."""
     checkpoint_dtype: str
     """what the file holds: `float32`, `bfloat16` or `float16`"""
     vocab_size: int
@@ -84,16 +80,16 @@ class ModelConfig:
         is missing or wrong.
         """
         _check_dtype(dtype)
-        _check_quantization(quantization)
+        check_quantization(quantization)
         name = EMBEDDED_CHECKPOINTS[0] if model is None else str(model)
-        path = _find(name, (*TOKENIZER_FILES, *_WEIGHT_FILES), revision, download_dir)
+        path = _find(name, (*TOKENIZER_FILES, *_weight_patterns()), revision, download_dir)
         tokenizer_path = path if tokenizer is None else _find(str(tokenizer), TOKENIZER_FILES, None, download_dir)
         hf = HFConfig.read(path / "config.json")
         generation = _generation_config(path)
         checkpoint_dtype = _checkpoint_dtype(hf, path)
         _check_layers(hf)
         max_positions = hf.size("max_position_embeddings")
-        saved = _saved_quantization(hf)
+        quant_method, saved = read_quantization(hf)
         if saved is not None and quantization not in (None, saved):
             raise ConfigError(f"quantization={quantization!r}: the weights of {name} are {saved} already")
         eos = generation.token_ids("eos_token_id")
@@ -106,7 +102,7 @@ class ModelConfig:
             architecture=_architecture(hf),
             dtype=_compute_dtype(dtype, checkpoint_dtype, name),
             quantization=quantization or saved,
-            quantized_weights=saved is not None,
+            quant_method=quant_method,
             checkpoint_dtype=checkpoint_dtype,
             vocab_size=hf.size("vocab_size"),
             max_position_embeddings=max_positions,
@@ -136,6 +132,10 @@ def rope_config(hf: HFConfig) -> HFConfig:
         },
         section.source,
     )
+
+
+def _weight_patterns() -> tuple[str, ...]:
+    return tuple(pattern for format in FORMATS.values() for pattern in format.patterns)
 
 
 def _find(name: str, patterns: tuple[str, ...], revision: str | None, download_dir: str | Path | None) -> Path:
@@ -190,33 +190,6 @@ def _architecture(hf: HFConfig) -> str:
     return architectures[0]
 
 
-def _saved_quantization(hf: HFConfig) -> str | None:
-    """What `quire quantize` made of the weights; None if they are as they were trained."""
-    if not hf.get("quantization_config"):
-        return None
-    section = hf.section("quantization_config") or HFConfig({}, hf.source)
-    if section.text("quant_method", "") != QUANT_METHOD:
-        raise UnsupportedModelError(
-            f"{hf.source}: the weights are quantized ('quantization_config'); Quire reads float32, bfloat16 and "
-            "float16 weights, and what `quire quantize` saved: take the unquantized checkpoint"
-        )
-    version, format = section.get("version"), section.text("format")
-    if version != QUANTIZED_VERSION or format not in QUANTIZATIONS:
-        raise UnsupportedModelError(
-            f"{section.source}: quantized to {format!r} in version {version!r} of the layout, readable are "
-            f"{', '.join(QUANTIZATIONS)} in version {QUANTIZED_VERSION}: run `quire quantize` again"
-        )
-    return format
-
-
-def _check_quantization(quantization: str | None) -> None:
-    if quantization is not None and quantization not in QUANTIZATIONS:
-        raise ConfigError(
-            f"quantization={quantization!r}{nearest_name(quantization, QUANTIZATIONS)} "
-            f"(allowed: {', '.join(QUANTIZATIONS)}, or none)"
-        )
-
-
 def _check_layers(hf: HFConfig) -> None:
     """Sizes every decoder has, checked before anything is built from them."""
     for key in ("hidden_size", "num_attention_heads"):
@@ -238,9 +211,9 @@ def _checkpoint_dtype(hf: HFConfig, path: Path) -> str:
     """What config.json says, under either of its names; else what the first weight is stored as."""
     stated = hf.text("dtype", hf.text("torch_dtype", "")).removeprefix("torch.")
     if not stated:
-        files = sorted(path.glob("*.safetensors"))
-        tensors = read_header(files[0]).values() if files else ()
-        stated = next((_HEADER_DTYPES[t.dtype] for t in tensors if t.dtype in _HEADER_DTYPES), "float32")
+        format = find_format(path)
+        tensors = format.open(path).tensors.values() if format else ()
+        stated = next((_STORED_DTYPES[t.dtype] for t in tensors if t.dtype in _STORED_DTYPES), "float32")
     if stated not in ("float32", "bfloat16", "float16"):
         raise CheckpointError(f"{hf.source}: 'dtype' is {stated!r}, but must be float32, bfloat16 or float16")
     return stated

@@ -1,4 +1,4 @@
-"""How the work is spread."""
+"""Configuration of threads and parallel processes."""
 
 import os
 import re
@@ -9,28 +9,30 @@ from quire.common.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """Threads of this process, and processes of this engine."""
+    """The threads of this process and the number of processes of this engine."""
 
     num_threads: int | None
-    """threads for the kernels; None: as many as the CPU set and the container's quota allow"""
+    """Threads of the kernels; None for the number that the CPU set and the container's quota allow."""
     tensor_parallel_size: int = 1
+    executor: str = "in_process"
+    """Which executor runs the batches; see quire.runner.executor."""
     cpus: tuple[int, ...] = ()
-    """one for each thread, to be pinned there; none: as many threads as `num_threads` says, not pinned"""
+    """CPUs that each get one thread pinned to them; if empty, `num_threads` threads run unpinned."""
 
     def __post_init__(self) -> None:
         if self.num_threads is not None and self.num_threads < 1:
             raise ConfigError(f"num_threads={self.num_threads}: must be at least 1")
         if self.num_threads is not None and self.cpus:
-            raise ConfigError("num_threads and cpu_list both say how many threads: give one")
+            raise ConfigError("num_threads and cpu_list both set the number of threads: give one")
         if self.tensor_parallel_size != 1:
             raise ConfigError(
-                f"tensor_parallel_size={self.tensor_parallel_size}: only 1 is supported; on one machine num_threads "
-                "uses all its cores"
+                f"tensor_parallel_size={self.tensor_parallel_size}: only 1 is supported; num_threads sets the number "
+                "of cores that are used"
             )
 
 
 def parse_cpu_list(text: str) -> tuple[int, ...]:
-    """`0,2-3` to (0, 2, 3). ConfigError unless each is a CPU that this process may use, named once."""
+    """Parse `0,2-3` into (0, 2, 3). Raises ConfigError unless each CPU may be used by this process and occurs once."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
     cpus: list[int] = []
     for item in text.split(","):
@@ -40,7 +42,7 @@ def parse_cpu_list(text: str) -> tuple[int, ...]:
             raise ConfigError(f"cpu_list={text!r}: write CPU numbers and ranges, as in 0,2-3")
         for cpu in range(first, last + 1):
             if cpu not in allowed or cpu in cpus:
-                given = "named twice" if cpu in cpus else "not one that this process may use"
-                raise ConfigError(f"cpu_list={text!r}: CPU {cpu} is {given}; allowed are {sorted(allowed)}, once each")
+                problem = "listed twice" if cpu in cpus else "not available to this process"
+                raise ConfigError(f"cpu_list={text!r}: CPU {cpu} is {problem}; allowed: {sorted(allowed)}, each once")
             cpus.append(cpu)
     return tuple(cpus)

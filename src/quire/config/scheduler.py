@@ -1,4 +1,4 @@
-"""How much runs at once, and who goes first."""
+"""Configuration of the scheduler: the limits of a step and the order of requests."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,29 +7,29 @@ from quire.common.errors import ConfigError, nearest_name
 
 POLICIES = ("fcfs", "priority", "fair", "prefix")
 _MIN, _MAX = 1e-6, 1e6
-"""of weights and times; with smaller weights, adding a token to a tenant's account could leave it unchanged"""
+"""Range of weights and times. With a smaller weight, adding one token to a tenant's usage could leave it unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """The budgets of one step, and the order of requests."""
+    """The limits of a step and the order of requests."""
 
     max_num_seqs: int
-    """sequences that run at once, at most"""
+    """Largest number of sequences that run at once."""
     max_num_batched_tokens: int
-    """tokens computed in one step, at most; longer prompts are computed in chunks"""
+    """Largest number of tokens computed in one step; longer prompts are computed in chunks."""
     preemption_mode: str | None = None
-    """`swap`, `recompute`, or None: what is estimated to cost less"""
+    """`swap`, `recompute`, or None for the one with the lower estimated cost."""
     policy: str = "fcfs"
-    """one of POLICIES"""
+    """Scheduling policy, one of POLICIES."""
     priority_aging_s: float = 10.0
-    """policy `priority`: waiting so long counts as much as one level"""
+    """Policy `priority`: seconds of waiting that count as much as one level."""
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
-    """policy `fair`: a tenant's share in proportion to the others'; 1 if not named"""
+    """Policy `fair`: each tenant's share in proportion to the others; 1 for a tenant not listed."""
     prefix_max_delay_s: float = 2.0
-    """policy `prefix`: so long others may be preferred"""
+    """Policy `prefix`: largest delay, in seconds, of a request by later requests."""
     target_step_ms: float | None = None
-    """prompts are computed in chunks so small that a step takes about this long; None: only the tokens are limited"""
+    """Prompts are split into chunks so small that a step takes about this long; None for no limit on its time."""
 
     def __post_init__(self) -> None:
         if self.preemption_mode not in (None, "swap", "recompute"):

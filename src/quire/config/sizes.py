@@ -1,4 +1,4 @@
-"""Sizes in bytes, read from people and written for them."""
+"""Parsing and formatting of sizes in bytes."""
 
 import re
 
@@ -10,7 +10,7 @@ for _power, _letter in enumerate("kmgt", start=1):
 
 
 def parse_bytes(name: str, value: int | str) -> int:
-    """Bytes of `value`: an integer, or text such as `"64MiB"`, `"1.5GiB"`, `"500MB"`; `name` is for the error."""
+    """Return the bytes of an integer or a text such as `"64MiB"` or `"500MB"`; `name` appears in the error message."""
     if isinstance(value, int) and not isinstance(value, bool):
         num_bytes = value
     else:
@@ -24,7 +24,7 @@ def parse_bytes(name: str, value: int | str) -> int:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """`num_bytes` in the largest unit that leaves at least 1, such as `1.50 GiB`."""
+    """Format `num_bytes` in the largest unit that gives at least 1, such as `1.50 GiB`."""
     size, unit = float(num_bytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if size < 1024:

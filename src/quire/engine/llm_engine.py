@@ -22,11 +22,10 @@ from quire.engine.requests.sequence import SequenceGroup, SequenceStatus
 from quire.engine.scheduling.scheduler import Scheduler
 from quire.engine.step.commit import Committer
 from quire.engine.step.containment import MAX_CONSECUTIVE_FAILURES, FailureIsolator
-from quire.engine.step.executor import Executor
 from quire.kv.block_space_manager import BlockSpaceManager
 from quire.kv.pins import PinnedPrefix
+from quire.runner.executor import Executor, make_executor
 from quire.runner.memory_plan import MemoryPlan, plan_memory
-from quire.runner.worker import Worker
 from quire.text.grammar.compiler import GrammarCompiler
 from quire.text.tokenizer.tokenizer import Tokenizer
 
@@ -57,7 +56,7 @@ class LLMEngine:
             watermark=config.cache.watermark,
             pinned_fraction=config.cache.pinned_fraction,
         )
-        block_copy_s = plan.kv_cache.block_bytes * plan.kv_cache.num_tensors / _COPY_BYTES_PER_S
+        block_copy_s = plan.kv_cache.block_bytes / _COPY_BYTES_PER_S
         self.scheduler = Scheduler(config.scheduler, self.blocks, block_copy_s=block_copy_s)
         self.committer = Committer(self.scheduler, max_model_len=config.model.max_model_len)
         self.inputs = InputProcessor(config, tokenizer)
@@ -76,9 +75,7 @@ class LLMEngine:
         plan = plan_memory(args)
         logger.info("%s", plan)
         tokenizer = Tokenizer.from_path(plan.config.model.tokenizer_path)
-        config = plan.config
-        worker = Worker(config.model, plan.kv_cache, config.parallel, logprobs_mode=config.logprobs_mode)
-        return cls(plan, worker, tokenizer)
+        return cls(plan, make_executor(plan.config, plan.kv_cache), tokenizer)
 
     def add_request(
         self,

@@ -1,1 +1,1 @@
-"""What a caller holds: LLM, AsyncLLM, and the simulator. Each is a thin layer over one engine."""
+"""The interfaces of the engine: LLM (offline), AsyncLLM (serving) and the simulator, each a thin layer over it."""

@@ -1,4 +1,4 @@
-"""LLM: the offline front door. Prompts in, finished outputs back, in order."""
+"""LLM: the interface for offline use. It takes prompts and returns their finished outputs in the same order."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from quire.kv.pins import PinnedPrefix
 from quire.text.tokenizer.tokenizer import Tokenizer
 
 Conversation: TypeAlias = Sequence[Mapping[str, Any]]
-"""messages, each with a `role` and a `content`"""
+"""Messages, each with a `role` and a `content`."""
 
 
 class LLM:
-    """Generates for many prompts at once; a thin adapter over one engine, which `engine` gives access to.
+    """Generates outputs for many prompts at once. It is a thin adapter over one engine, its attribute `engine`.
 
-    The arguments are the fields of EngineArgs, vLLM's names where the meaning is the same; without a model, the
-    embedded checkpoint is taken. Raises ConfigError for an argument that is unknown or out of range, CheckpointError
-    for a checkpoint that is missing or damaged, OutOfMemoryError where it does not fit. One thread may use it.
+    The arguments are the fields of EngineArgs; the default model is the embedded checkpoint. Raises ConfigError for an
+    argument that is unknown or out of range, CheckpointError for a checkpoint that is missing or damaged, and
+    OutOfMemoryError if the memory does not suffice. An LLM must be used by one thread only.
     """
 
     def __init__(self, model: str | None = None, **kwargs: Any) -> None:
@@ -55,7 +55,7 @@ class LLM:
 
     @classmethod
     def from_engine(cls, engine: LLMEngine) -> LLM:
-        """An LLM over an engine that exists already."""
+        """Make an LLM over an existing engine."""
         llm = cls.__new__(cls)
         llm.engine = engine
         llm._request_ids = _request_ids()
@@ -68,14 +68,14 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Complete one prompt or a list of them, in one batch; outputs come back in the order of the prompts.
+        """Complete one prompt or a list of prompts in one batch, and return the outputs in the order of the prompts.
 
         A prompt is a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`. `sampling_params` is one
-        for all, one for each prompt, or None for what the checkpoint recommends.
+        value for all prompts, one for each prompt, or None for the checkpoint's recommendation.
 
-        A wrong prompt given alone raises its RequestError. In a list it comes back finished, with `error` set and the
-        finish reason `ignored`, and the others run. One in whose work the engine fails comes back with `error` set and
-        what it has so far. If an exception escapes, all requests of this call are aborted.
+        An invalid prompt given alone raises a RequestError. In a list, its output has `error` set and the finish reason
+        `ignored`, and the other prompts run. If an internal error occurs in the work for one prompt, its output has
+        `error` set and the tokens so far. If this method raises, all requests of the call are aborted.
         """
         listed, alone = _listed(prompts)
         params = self._params_per_prompt(sampling_params, len(listed))
@@ -84,9 +84,9 @@ class LLM:
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = False
     ) -> list[BeamSearchOutput]:
-        """The likeliest outputs for each prompt, as far as a search of this width finds them; see docs/beam-search.md.
+        """Find the likeliest outputs of each prompt by beam search; see docs/beam-search.md.
 
-        Prompts, their order and wrong ones are treated as by `generate`.
+        The forms of prompts, the order of outputs and the handling of invalid prompts are the same as in `generate`.
         """
         if not isinstance(params, BeamSearchParams):
             raise InvalidParamsError(f"params must be BeamSearchParams, not {type(params).__name__}")
@@ -95,7 +95,7 @@ class LLM:
         return [self._beam_search_output(output, params) for output in outputs]
 
     def _beam_search_output(self, output: RequestOutput, params: BeamSearchParams) -> BeamSearchOutput:
-        """With the prompt in front of each sequence, as vLLM has it."""
+        """Return the output with the prompt at the beginning of each sequence, as in vLLM."""
         found = [beam for beam in output.outputs if beam.finish_reason != "ignored"]
         sequences = [
             BeamSearchSequence(
@@ -122,9 +122,9 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or a list of them, written down by the checkpoint's chat template or the one given.
+        """Answer one conversation or a list of them, rendered by `chat_template` or else the checkpoint's template.
 
-        As `generate` otherwise. Raises TokenizerError for a template that is missing or broken.
+        Otherwise it works like `generate`. Raises TokenizerError if the template is missing or invalid.
         """
         alone = _is_conversation(messages)
         conversations: list[Any] = [messages] if alone else list(messages)
@@ -148,7 +148,7 @@ class LLM:
         return self._generate(prompts, params, alone, use_tqdm)
 
     def chat_prompt(self, messages: Conversation, **template_arguments: Any) -> dict[str, Any]:
-        """The prompt of a conversation, as `generate` takes it; the arguments are Tokenizer.apply_chat_template's."""
+        """Return a conversation's prompt as `generate` takes it; for arguments see Tokenizer.apply_chat_template."""
         tokenizer = self.get_tokenizer()
         text = tokenizer.apply_chat_template(messages, **template_arguments)
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
@@ -156,12 +156,12 @@ class LLM:
     def score_tokens(
         self, prompts: Prompt | Sequence[Prompt], continuations: Prompt | Sequence[Prompt], *, use_tqdm: bool = True
     ) -> list[TokenScores]:
-        """How likely each continuation is after its prompt, token by token; nothing is generated.
+        """Return the log-probabilities of each continuation's tokens after its prompt; nothing is generated.
 
-        One prompt for all continuations, or as many as there are; all in one batch, so that the common beginnings of
-        prompts are computed once. Two texts are encoded as one: what is scored are the tokens that the prompt alone
-        would not have. These are log-probabilities of the model's own logits, whatever logprobs_mode is. Raises
-        RequestError if any pair is wrong, and runs none of them.
+        Give one prompt for all continuations, or one for each. They run in one batch, so that common prefixes are
+        computed once. A pair of texts is tokenized as one text, and the tokens that differ from those of the prompt
+        alone are scored. Log-probabilities come from the model's own logits for every logprobs_mode. Raises
+        RequestError if any pair is invalid, and then runs none of them.
         """
         contexts, texts = (_listed(given)[0] for given in (prompts, continuations))
         contexts = contexts * len(texts) if len(contexts) == 1 else contexts
@@ -174,31 +174,31 @@ class LLM:
         return [_token_scores(output) for output in outputs]
 
     def perplexity(self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True) -> list[float]:
-        """For each prompt, exp of the mean negative log-probability of its tokens, the first one left out."""
+        """Return, for each prompt, exp of the mean negative log-probability of its tokens except the first."""
         listed, add = _listed(prompts)[0], self.engine.add_scoring_request
         outputs = self._run(listed, lambda request_id, i: add(request_id, listed[i], None), True, use_tqdm)
         scores = [_token_scores(output) for output in outputs]
         return [math.exp(-score.sum_logprob / len(score.logprobs)) for score in scores]
 
     def pin_prefix(self, prompt: Prompt) -> PinnedPrefix:
-        """Compute a prompt if need be and keep its KV cache blocks, whatever else is needed, until `unpin_prefix`.
+        """Keep the KV cache blocks of a prompt until `unpin_prefix`, computing them first if they are not cached.
 
-        Raises RequestError for a prompt that is wrong, or that takes more blocks than `pinned_fraction` leaves.
+        Raises RequestError if the prompt is invalid or needs more blocks than `pinned_fraction` allows.
         """
         self.engine.check_pin(prompt)
         self.generate(prompt, SamplingParams(temperature=0, max_tokens=1, detokenize=False), use_tqdm=False)
         return self.engine.pin_prefix(prompt)
 
     def unpin_prefix(self, pin: PinnedPrefix) -> None:
-        """Let a pinned prefix be evicted like any other. Raises RequestError if it is not pinned any more."""
+        """Allow a pinned prefix to be evicted again. Raises RequestError if it is no longer pinned."""
         self.engine.unpin_prefix(pin)
 
     def get_tokenizer(self) -> Tokenizer:
-        """The checkpoint's tokenizer."""
+        """Return the checkpoint's tokenizer."""
         return self.engine.tokenizer
 
     def default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint recommends, over SamplingParams' own defaults."""
+        """Return the checkpoint's recommended parameters, with SamplingParams' defaults for the rest."""
         return self.engine.default_sampling_params()
 
     def _params_per_prompt(self, given: Any, num_prompts: int) -> list[SamplingParams]:
@@ -221,7 +221,7 @@ class LLM:
         alone: bool,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        """A prompt may be the error that making it raised."""
+        """Run requests; an item of `prompts` may be the error that making the prompt raised."""
 
         def add(request_id: str, place: int) -> None:
             prompt = prompts[place]
@@ -234,8 +234,10 @@ class LLM:
     def _run(
         self, prompts: Sequence[Any], add: Callable[[str, int], None], alone: bool, use_tqdm: bool
     ) -> list[RequestOutput]:
-        """Run all requests to their end; `add` queues the one at a place under the id given. What is wrong with one of
-        them raises if it is `alone`, or all are to be right."""
+        """Run all requests to their end. `add(request_id, i)` queues the request for prompt i.
+
+        With `alone`, an invalid request raises; otherwise its error is in its output.
+        """
         outputs: list[RequestOutput | None] = [None] * len(prompts)
         places: dict[str, int] = {}
         with _Progress(self.engine, len(prompts), use_tqdm) as progress:
@@ -248,7 +250,7 @@ class LLM:
                     except (RequestError, RequestFailedError) as error:
                         if alone:
                             raise
-                        outputs[i] = _refused(request_id, prompt, error)
+                        outputs[i] = _rejected(request_id, prompt, error)
                         progress.update([outputs[i]])
                 while places:
                     with interrupt_deferred():
@@ -272,7 +274,7 @@ class LLM:
 
 
 class _Progress:
-    """A bar of requests done, with tokens per second."""
+    """A progress bar of finished requests, with tokens per second."""
 
     def __init__(self, engine: LLMEngine, total: int, shown: bool) -> None:
         self._engine = engine
@@ -286,21 +288,22 @@ class _Progress:
         self._bar.close()
 
     def update(self, finished: Sequence[RequestOutput | None]) -> None:
-        """Show the rates so far, and `finished` as done."""
+        """Add `finished` to the bar, and show the rates so far."""
         if not self._bar.disable:
             elapsed = max(self._bar.format_dict["elapsed"], 1e-9)
             now: EngineStats = self._engine.stats()
-            read = (now.num_prompt_tokens - self._start.num_prompt_tokens) / elapsed
-            written = (now.num_generated_tokens - self._start.num_generated_tokens) / elapsed
-            self._bar.set_postfix_str(f"input {read:.0f} tokens/s, output {written:.0f} tokens/s", refresh=False)
+            input_rate = (now.num_prompt_tokens - self._start.num_prompt_tokens) / elapsed
+            output_rate = (now.num_generated_tokens - self._start.num_generated_tokens) / elapsed
+            rates = f"input {input_rate:.0f} tokens/s, output {output_rate:.0f} tokens/s"
+            self._bar.set_postfix_str(rates, refresh=False)
             self._bar.update(len(finished))
 
 
 @contextmanager
 def interrupt_deferred() -> Iterator[None]:
-    """Let Ctrl-C wait for the end of the block: a step is not cut in half. A second Ctrl-C is not waited with.
+    """Delay Ctrl-C until the end of the block, so that it does not interrupt a step. A second Ctrl-C is not delayed.
 
-    Does nothing outside the main thread, or where the program handles the signal itself.
+    Does nothing outside the main thread, or if the program handles the signal itself.
     """
     handler = signal.getsignal(signal.SIGINT)
     if handler is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
@@ -327,7 +330,7 @@ def _request_ids() -> Iterator[str]:
 
 
 def _listed(prompts: Any) -> tuple[list[Any], bool]:
-    """Prompts as a list, and whether it was one alone."""
+    """Return the prompts as a list, and whether a single prompt was given."""
     if isinstance(prompts, str | Mapping) or _is_token_ids(prompts):
         return [prompts], True
     return _as_list(prompts), False
@@ -348,12 +351,12 @@ def _token_scores(output: RequestOutput) -> TokenScores:
 
 
 def _is_token_ids(prompts: Any) -> bool:
-    """Whether a list is one prompt, given as token ids."""
+    """Return whether a list is one prompt given as token ids."""
     return isinstance(prompts, Sequence) and len(prompts) > 0 and all(isinstance(item, int) for item in prompts)
 
 
 def _is_conversation(messages: Any) -> bool:
-    """Whether these are the messages of one conversation, right or wrong, and not a list of conversations."""
+    """Return whether these are the messages of one conversation, valid or not, rather than a list of conversations."""
     if isinstance(messages, str) or not isinstance(messages, Sequence):
         return True
     return not messages or isinstance(messages[0], Mapping)
@@ -362,13 +365,13 @@ def _is_conversation(messages: Any) -> bool:
 def _as_list(prompts: Any) -> list[Any]:
     if not isinstance(prompts, Sequence):
         raise InvalidPromptError(
-            f"prompts must be one (text, token ids or a dict) or a list of them, not {type(prompts).__name__}"
+            f"prompts must be a prompt (text, token ids or a dict) or a list of prompts, not {type(prompts).__name__}"
         )
     return list(prompts)
 
 
-def _refused(request_id: str, prompt: Any, error: QuireError) -> RequestOutput:
-    """The output of a request that never ran."""
+def _rejected(request_id: str, prompt: Any, error: QuireError) -> RequestOutput:
+    """Return the output of a request that was rejected."""
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     return RequestOutput(
         request_id=request_id,

@@ -1,23 +1,28 @@
-"""One thin wrapper per kernel. `reference` defines what each computes; the native extension makes it fast."""
+"""One thin wrapper per kernel: it checks its arguments and calls the backend of the device that they are on."""
 
 from quire.kernels.activation import activation, gated_activation
 from quire.kernels.attention import paged_attention
-from quire.kernels.backend import isa, num_threads, set_num_threads
+from quire.kernels.backends import backend_for, backend_of, isa, num_threads, register_backend, set_num_threads
+from quire.kernels.backends.base import Backend
+from quire.kernels.backends.recording import KernelGraph
+from quire.kernels.backends.shapes import Meter
+from quire.kernels.backends.workspace import Workspace, borrowed
 from quire.kernels.embedding import embedding
-from quire.kernels.graph import KernelGraph
 from quire.kernels.kv_cache import copy_blocks, copy_slots, gather_kv, make_layer_cache, write_kv
-from quire.kernels.matmul import PackedWeight, matmul, pack_weight, unpack_weight
+from quire.kernels.matmul import matmul, pack_weight, unpack_weight
 from quire.kernels.norm import add, add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from quire.kernels.quantized import QUANTIZED_FORMATS, QuantizedWeight, mapped_weight, quantize_weight, quantized_bytes
+from quire.kernels.quantized import mapped_weight, quantize_weight, quantized_bytes
 from quire.kernels.rotary import rotary_embedding
 from quire.kernels.sampling import processed_logits, sample, top_logprobs
 from quire.kernels.sampling_tensors import LogitChanges, SamplingTensors, TokenLists
-from quire.kernels.workspace import Workspace, borrowed
+from quire.kernels.weights import QUANTIZED_FORMATS, PackedWeight, QuantizedWeight
 
 __all__ = [
     "QUANTIZED_FORMATS",
+    "Backend",
     "KernelGraph",
     "LogitChanges",
+    "Meter",
     "PackedWeight",
     "QuantizedWeight",
     "SamplingTensors",
@@ -27,6 +32,8 @@ __all__ = [
     "add",
     "add_layer_norm",
     "add_rms_norm",
+    "backend_for",
+    "backend_of",
     "borrowed",
     "copy_blocks",
     "copy_slots",
@@ -44,6 +51,7 @@ __all__ = [
     "processed_logits",
     "quantize_weight",
     "quantized_bytes",
+    "register_backend",
     "rms_norm",
     "rotary_embedding",
     "sample",

@@ -1,9 +1,16 @@
-"""What the kernel wrappers say when they are called with something the native kernels do not take."""
+"""The errors that kernels raise, and what all their wrappers check."""
 
+import torch
 from torch import Tensor
 
 from quire.common import liveness
 from quire.common.errors import KernelError
+
+DTYPES = (torch.float32, torch.bfloat16)
+"""The dtypes that kernels compute with. A dtype's index here is its number in csrc/common.h."""
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+"""The kinds of activation. A kind's index here is its number in csrc/kernel_table.h."""
 
 
 def describe(value: object) -> str:
@@ -16,12 +23,12 @@ def describe(value: object) -> str:
 
 
 def refusal(kernel: str, expected: str, **given: object) -> KernelError:
-    """The error to raise: what `kernel` takes, and what each of its arguments was."""
+    """The error to raise. It says what `kernel` takes, and what each of its arguments was."""
     got = ", ".join(f"{name}: {describe(value)}" for name, value in given.items())
     return KernelError(f"{kernel} takes {expected}; got {got}")
 
 
-class _NativeErrors:
+class _KernelErrors:
     """A class, since contextlib's generators cost as much as a small kernel."""
 
     def __enter__(self) -> None:
@@ -33,16 +40,18 @@ class _NativeErrors:
             raise KernelError(str(error)) from None
 
 
-_NATIVE_ERRORS = _NativeErrors()
+_KERNEL_ERRORS = _KernelErrors()
 
 
-def native_errors() -> _NativeErrors:
-    """A context that turns what a native kernel refuses (values out of range) into a KernelError. It counts as a sign
-    of life: what takes long, or is called in every layer, runs in it."""
-    return _NATIVE_ERRORS
+def kernel_errors() -> _KernelErrors:
+    """A context in which a backend's ValueErrors, for values out of range, become KernelErrors.
+
+    Entering and leaving it counts as a sign of life: kernels that take long or are called in every layer run in it.
+    """
+    return _KERNEL_ERRORS
 
 
 def check_range(what: str, ids: Tensor, limit: int) -> None:
-    """What the native kernels check themselves, for the reference."""
+    """Raise KernelError unless all ids are in [0, limit). The native kernels check this themselves."""
     for bad in ids[(ids < 0) | (ids >= limit)][:1].tolist():
         raise KernelError(f"{what} {bad} is not in [0, {limit})")

@@ -1,33 +1,12 @@
 """Matrix multiplication by weights that are packed once, at load, into the layout the kernel streams."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from quire.kernels import reference
-from quire.kernels.backend import DTYPE_CODES, native
-from quire.kernels.checks import native_errors, refusal
-from quire.kernels.quantized import QuantizedWeight, quantized_matmul
-from quire.kernels.workspace import empty
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PackedWeight:
-    """A weight [n, k] in the kernels' layout. Made by pack_weight; the same for every ISA variant of one build."""
-
-    n: int
-    k: int
-    dtype: torch.dtype
-    data: Tensor
-    """the packed bytes; the weight itself [n, k] where the reference kernels serve"""
-    address: int
-    code: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes kept, padding included."""
-        return self.data.nbytes
+from quire.kernels.backends import backend_of
+from quire.kernels.backends.base import Backend
+from quire.kernels.checks import DTYPES, kernel_errors, refusal
+from quire.kernels.weights import PackedWeight, QuantizedWeight
 
 
 def pack_weight(weight: Tensor) -> PackedWeight:
@@ -35,26 +14,14 @@ def pack_weight(weight: Tensor) -> PackedWeight:
 
     Rows must be contiguous in themselves; they may be strided and at any alignment (a memory-mapped file).
     """
-    code = DTYPE_CODES.get(weight.dtype)
-    if code is None or weight.dim() != 2 or not weight.is_cpu or (weight.stride(1) != 1 and weight.shape[1] > 1):
-        raise refusal("pack_weight", "weight [n, k] float32 or bfloat16 with stride 1 in k, on the CPU", weight=weight)
-    n, k = weight.shape
-    if native is None:
-        data = weight.detach().clone(memory_format=torch.contiguous_format)
-    else:
-        size = weight.element_size()
-        data = torch.empty(native.packed_bytes(n, k, size), dtype=torch.uint8)
-        native.pack(weight.data_ptr(), weight.stride(0) * size, n, k, size, data.data_ptr())
-    return PackedWeight(n, k, weight.dtype, data, data.data_ptr(), code)
+    if weight.dtype not in DTYPES or weight.dim() != 2 or (weight.stride(1) != 1 and weight.shape[1] > 1):
+        raise refusal("pack_weight", "weight [n, k] float32 or bfloat16 with stride 1 in k", weight=weight)
+    return backend_of(weight).pack_weight(weight)
 
 
 def unpack_weight(packed: PackedWeight) -> Tensor:
     """The weight [n, k] that was packed."""
-    if native is None:
-        return packed.data.clone()
-    weight = torch.empty(packed.n, packed.k, dtype=packed.dtype)
-    native.unpack(packed.address, packed.n, packed.k, weight.element_size(), weight.data_ptr())
-    return weight
+    return backend_of(packed.data).unpack_weight(packed)
 
 
 def matmul(
@@ -68,45 +35,28 @@ def matmul(
     x has the weight's dtype and contiguous rows, which may be strided; bias [n] float32. By a quantized weight, x is
     multiplied quantized too, as `reference.quantized_matmul` says.
     """
+    backend = backend_of(x)
     if out_dtype is None:
         out_dtype = packed.dtype
-    out_code = DTYPE_CODES.get(out_dtype)
-    n, k = packed.n, packed.k
-    shape = x.shape
+    shape, k = x.shape, packed.k
     if (
         len(shape) != 2
         or shape[1] != k
         or x.dtype is not packed.dtype
-        or not x.is_cpu
-        or out_code is None
-        or (x.stride(1) != 1 and k > 1)
-        or (bias is not None and not _is_bias(bias, n))
+        or not backend.holds(packed.data)
+        or out_dtype not in DTYPES
+        or not (x.is_contiguous() or k <= 1 or x.stride(1) == 1)
+        or (bias is not None and not _is_bias(backend, bias, packed.n))
     ):
         raise _refusal(x, packed, bias, out_dtype)
-    with native_errors():
-        if isinstance(packed, QuantizedWeight):
-            return quantized_matmul(x, packed, bias, out_dtype)
-        if native is None:
-            return reference.matmul(x, packed.data, bias, out_dtype)
-        rows = shape[0]
-        out = empty((rows, n), out_dtype)
-        native.matmul(
-            packed.code,
-            x.data_ptr(),
-            x.stride(0),
-            rows,
-            packed.address,
-            n,
-            k,
-            0 if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            out_code,
-        )
-    return out
+    with kernel_errors():
+        if isinstance(packed, PackedWeight):
+            return backend.matmul(x, packed, bias, out_dtype)
+        return backend.quantized_matmul(x, packed, bias, out_dtype)
 
 
-def _is_bias(bias: Tensor, n: int) -> bool:
-    return bias.dtype is torch.float32 and bias.shape == (n,) and bias.is_contiguous() and bias.is_cpu
+def _is_bias(backend: Backend, bias: Tensor, n: int) -> bool:
+    return bias.dtype is torch.float32 and bias.shape == (n,) and bias.is_contiguous() and backend.holds(bias)
 
 
 def _refusal(
@@ -115,7 +65,7 @@ def _refusal(
     dtype = str(packed.dtype).removeprefix("torch.")
     takes = (
         f"x [num_tokens, {packed.k}] {dtype} with stride 1 in the last dimension for this weight "
-        f"[{packed.n}, {packed.k}] {dtype}, a contiguous float32 bias [{packed.n}] or None, on the CPU, and out_dtype "
-        "float32 or bfloat16"
+        f"[{packed.n}, {packed.k}] {dtype} on {packed.data.device}, a contiguous float32 bias [{packed.n}] or None, on "
+        "the same device, and out_dtype float32 or bfloat16"
     )
     return refusal("matmul", takes, x=x, bias=bias, out_dtype=out_dtype)

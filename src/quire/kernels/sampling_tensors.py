@@ -1,19 +1,23 @@
-"""What the sampling kernels are told besides the logits, as tensors on the CPU."""
+"""The inputs of the sampling kernels besides the logits, as tensors."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+Holds = Callable[[Tensor], bool]
+"""Whether a tensor is on the device of the logits."""
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLists:
-    """Lists of token ids, one after another."""
+    """Lists of token ids, concatenated."""
 
     starts: Tensor
-    """[num_lists + 1] int64, from 0: list i is ids[starts[i]:starts[i + 1]]"""
+    """[num_lists + 1] int64, from 0 on: list i is ids[starts[i]:starts[i + 1]]."""
     ids: Tensor
-    """[starts[-1]] int32"""
+    """[starts[-1]] int32."""
 
     def __len__(self) -> int:
         return self.starts.shape[0] - 1
@@ -21,35 +25,35 @@ class TokenLists:
     def __getitem__(self, index: int) -> Tensor:
         return self.ids[self.starts[index] : self.starts[index + 1]]
 
-    def fits(self) -> bool:
+    def fits(self, holds: Holds) -> bool:
         """Whether shapes, strides, dtypes and devices are as stated."""
-        starts, ids = self.starts, self.ids
-        return _is(starts, (max(1, starts.numel()),), torch.int64) and _is(ids, (ids.numel(),), torch.int32)
+        starts, ids = (self.starts, (max(1, self.starts.numel()),)), (self.ids, (self.ids.numel(),))
+        return _is(*starts, torch.int64, holds) and _is(*ids, torch.int32, holds)
 
 
 @dataclass(frozen=True, slots=True)
 class LogitChanges:
-    """What is done to the logits of each row before a token is drawn, in the order of the fields."""
+    """Changes of the logits of each row before a token is drawn, applied in the order of the fields."""
 
     mask_of: Tensor
-    """[num_rows] int32: which of `masks` a row has; -1: none"""
+    """[num_rows] int32: the index in `masks` of each row's mask; -1: none."""
     masks: Tensor
-    """[num_masks, ceil(vocab / 32)] int32: token t may be drawn where bit t % 32 of word t // 32 is set"""
+    """[num_masks, ceil(vocab / 32)] int32: token t may be drawn where bit t % 32 of word t // 32 is set."""
     banned: TokenLists
-    """one list per row, of tokens that are not drawn"""
+    """One list per row, of tokens that are not drawn."""
     biased: TokenLists
-    """one list per row, of tokens whose logits get a `bias`"""
+    """One list per row, of tokens whose logits get a `bias`."""
     bias: Tensor
-    """[len(biased.ids)] float32"""
+    """[len(biased.ids)] float32."""
     history_of: Tensor
-    """[num_rows] int32: which of `histories` a row has; -1: none, and no penalties"""
+    """[num_rows] int32: the index in `histories` of each row's history; -1: none, and no penalties."""
     histories: TokenLists
-    """the tokens of prompt and output"""
+    """The tokens of prompt and output."""
     num_prompt_tokens: Tensor
-    """[num_histories] int64: so many of each history are the prompt"""
+    """[num_histories] int64: how many tokens of each history, from its start, are the prompt."""
     penalties: Tensor
     """[num_rows, 3] float32. Repetition: logits of tokens in the history are divided by it where positive, else
-    multiplied. Frequency: subtracted from a token's logit as often as the output has it. Presence: subtracted once"""
+    multiplied. Frequency: subtracted from the logit for each time the output has the token. Presence: once."""
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All of them, in the order of the native struct."""
@@ -57,44 +61,44 @@ class LogitChanges:
         past = (self.history_of, *histories, self.num_prompt_tokens)
         return (self.mask_of, self.masks, *banned, *biased, self.bias, *past, self.penalties)
 
-    def fits(self, num_rows: int, vocab: int) -> bool:
+    def fits(self, num_rows: int, vocab: int, holds: Holds) -> bool:
         """Whether shapes, strides, dtypes and devices are as stated."""
         return (
-            all(_is(t, (num_rows,), torch.int32) for t in (self.mask_of, self.history_of))
-            and _is(self.masks, (self.masks.shape[0], -(-vocab // 32)), torch.int32)
-            and all(lists.fits() for lists in (self.banned, self.biased, self.histories))
+            all(_is(t, (num_rows,), torch.int32, holds) for t in (self.mask_of, self.history_of))
+            and _is(self.masks, (self.masks.shape[0], -(-vocab // 32)), torch.int32, holds)
+            and all(lists.fits(holds) for lists in (self.banned, self.biased, self.histories))
             and len(self.banned) == len(self.biased) == num_rows
-            and _is(self.bias, self.biased.ids.shape, torch.float32)
-            and _is(self.num_prompt_tokens, (len(self.histories),), torch.int64)
-            and _is(self.penalties, (num_rows, 3), torch.float32)
+            and _is(self.bias, self.biased.ids.shape, torch.float32, holds)
+            and _is(self.num_prompt_tokens, (len(self.histories),), torch.int64, holds)
+            and _is(self.penalties, (num_rows, 3), torch.float32, holds)
         )
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingTensors:
-    """How each row's token is drawn: one entry per row."""
+    """How each row's token is drawn. Every tensor has one entry per row."""
 
     temperature: Tensor
-    """[num_rows] float64; 0: the likeliest token"""
+    """[num_rows] float64; 0: the likeliest token."""
     top_k: Tensor
-    """[num_rows] int64; 0: all"""
+    """[num_rows] int64; 0: all."""
     top_p: Tensor
-    """[num_rows] float64, 0 to 1"""
+    """[num_rows] float64, 0 to 1."""
     min_p: Tensor
-    """[num_rows] float64, 0 to 1"""
+    """[num_rows] float64, 0 to 1."""
     uniform: Tensor
-    """[num_rows] float64 in [0, 1): the random numbers"""
+    """[num_rows] float64 in [0, 1): the random numbers."""
     changes: LogitChanges | None = None
 
-    def fits(self, num_rows: int, vocab: int) -> bool:
+    def fits(self, num_rows: int, vocab: int, holds: Holds) -> bool:
         """Whether shapes, strides, dtypes and devices are as stated."""
         rows = (num_rows,)
         return (
-            all(_is(t, rows, torch.float64) for t in (self.temperature, self.top_p, self.min_p, self.uniform))
-            and _is(self.top_k, rows, torch.int64)
-            and (self.changes is None or self.changes.fits(num_rows, vocab))
+            all(_is(t, rows, torch.float64, holds) for t in (self.temperature, self.top_p, self.min_p, self.uniform))
+            and _is(self.top_k, rows, torch.int64, holds)
+            and (self.changes is None or self.changes.fits(num_rows, vocab, holds))
         )
 
 
-def _is(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    return tensor.shape == shape and tensor.dtype is dtype and tensor.is_contiguous() and tensor.is_cpu
+def _is(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, holds: Holds) -> bool:
+    return tensor.shape == shape and tensor.dtype is dtype and tensor.is_contiguous() and holds(tensor)

@@ -2,17 +2,21 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from enum import Enum
 
-from quire.common.batch import BlockIds, BlockPairs, SlotCopy
+from quire.common.batch import BlockIds, SlotCopy, Transfer
 from quire.common.faults import fault_point
 from quire.config.kv_cache import KVCacheConfig
 from quire.kv.block_table import BlockTable
-from quire.kv.content_hash import NO_KEY, ContentKey, HashChain
+from quire.kv.content_hash import NO_KEY, ContentKey
+from quire.kv.hit_lengths import HitLengths
+from quire.kv.managers import make_managers
 from quire.kv.pins import PinnedPrefix, Pins
-from quire.kv.prefix_cache import BlockContent, PrefixCachingBlockAllocator
-from quire.kv.prefix_lookup import PrefixHit, PrefixLookup
+from quire.kv.place import DEVICE, HOST, Place
+from quire.kv.prefix_lookup import PrefixHit
+from quire.kv.prefix_sharing import PrefixSharing
+from quire.kv.sequence_blocks import SequenceBlocks
+from quire.kv.slot_copies import SlotCopies
 from quire.kv.stats import PrefixCacheStats
 from quire.kv.tiers import Tiers
 
@@ -23,25 +27,6 @@ class AllocStatus(Enum):
     OK = "ok"
     LATER = "later"
     NEVER = "never"
-
-
-@dataclass(slots=True)
-class _SequenceBlocks:
-    """One sequence's hold on the cache."""
-
-    tables: list[BlockTable]
-    """one per KV cache group"""
-    num_full: int = 0
-    """blocks at the beginning that are computed, and that others can find"""
-    num_registered: int = 0
-    """blocks from `num_full` to here are announced as being computed by this sequence"""
-    num_writable: int = 0
-    """tokens it can hold without another block or a copy on write, as far as is known"""
-    num_scheduled: int = 0
-    """tokens computed once step `scheduled_step` has succeeded"""
-    scheduled_step: int = -1
-    on_host: bool = False
-    """swapped out: the tables name blocks of the host tier"""
 
 
 class BlockSpaceManager:
@@ -66,43 +51,47 @@ class BlockSpaceManager:
         self.watermark_blocks = int(watermark * config.num_blocks)
         self.stats = PrefixCacheStats()
         self.step = 0
-        self._windows = [group.spec.sliding_window for group in config.groups]
-        self._sequences: dict[int, _SequenceBlocks] = {}
-        self._chains: dict[int, HashChain] = {}
-        self._copies: dict[int, list[SlotCopy]] = {}  # by sequence, until its next tokens are computed
-        self._copy_sources: Counter[int] = Counter()  # their sources, which are held so long
-        self.tiers = Tiers(config, caching=enable_prefix_caching, stats=self.stats)
-        self.pool, self.host = self.tiers.pool, self.tiers.host
-        self.cache: PrefixCachingBlockAllocator | None = None
-        lookup = None
-        if self.tiers.caches is not None:
-            self.cache, host = self.tiers.caches
-            lookup = PrefixLookup(config, self.cache.tracker, host.tracker, self.tiers.evicted, self._join)
-            self.lookup = lookup
-        self.pins = Pins(config, int(pinned_fraction * config.num_blocks), self.cache, lookup)
+        self.managers = make_managers(config)
+        self._token_groups = [group for group, manager in enumerate(self.managers) if manager.holds_tokens]
+        self._sequences: dict[int, SequenceBlocks] = {}
+        hit_lengths = HitLengths()
+        caching = enable_prefix_caching and bool(self._token_groups)
+        self.tiers = Tiers(config, caching=caching, stats=self.stats, on_change=hit_lengths.changed)
+        self.pool = self.tiers.pools[DEVICE]
+        self._copies = SlotCopies(self.pool)
+        self._open_steps: set[int] = set()  # planned, and neither settled nor reverted
+        self.prefixes: PrefixSharing | None = None
+        if caching:
+            self.prefixes = PrefixSharing(config, self.managers, self.tiers, hit_lengths, self.stats, self._join)
+        self.pins = Pins(config, int(pinned_fraction * config.num_blocks), self.prefixes)
 
     # New sequences
 
     def look_up(
         self, seq_id: int, token_ids: Sequence[int], key: ContentKey = NO_KEY, max_tokens: int | None = None
     ) -> PrefixHit:
-        """The longest prefix in the cache; at least one token is left, since its logits are what comes next, and all
-        behind the first `max_tokens`."""
+        """The longest prefix in the cache, within the first `max_tokens` tokens and without the last token of all: its
+        logits choose the next one."""
         max_tokens = len(token_ids) - 1 if max_tokens is None else min(max_tokens, len(token_ids) - 1)
-        if self.cache is None:
-            places: tuple[list[int], ...] = ([],) * self.num_groups
+        if self.prefixes is None:
+            places: tuple[list[Place], ...] = ([],) * self.num_groups
             return PrefixHit(seq_id, token_ids, max_tokens, first=(0,) * self.num_groups, places=places)
-        chain = self._chains.get(seq_id)
-        if chain is None:
-            chain = self._chains[seq_id] = self.lookup.chain(token_ids, key)
-        chain.extend(len(token_ids) // self.block_size, token_ids)
-        return self.lookup.find(seq_id, chain, token_ids, max_tokens)
+        return self.prefixes.look_up(seq_id, token_ids, key, max_tokens)
+
+    def num_cached_tokens(
+        self, seq_id: int, token_ids: Sequence[int], key: ContentKey = NO_KEY, max_tokens: int | None = None
+    ) -> int:
+        """The tokens in whole blocks that `look_up` finds; O(1) while nothing that this depends on has changed."""
+        max_tokens = len(token_ids) - 1 if max_tokens is None else min(max_tokens, len(token_ids) - 1)
+        if self.prefixes is None:
+            return 0
+        return self.prefixes.num_blocks(seq_id, token_ids, key, max_tokens) * self.block_size
 
     def can_allocate(self, hit: PrefixHit) -> AllocStatus:
         """Whether the sequence has room for all its tokens, besides a reserve for those that run."""
-        held = [place for places in hit.places for place in places if place >= 0 and self.pool.ref_counts[place] > 0]
+        held = [block_id for block_id in hit.device_blocks if self.pool.ref_counts[block_id] > 0]
         needed = self.config.blocks_to_hold(len(hit.token_ids))
-        pinned_by_others = self.pins.num_blocks - sum(place in self.pins for place in held)
+        pinned_by_others = self.pins.num_blocks - sum(block_id in self.pins for block_id in held)
         if needed > self.pool.num_blocks - pinned_by_others:
             return AllocStatus.NEVER
         return AllocStatus.OK if needed - len(held) + self._reserve <= self.pool.num_free_blocks else AllocStatus.LATER
@@ -112,83 +101,59 @@ class BlockSpaceManager:
 
         Behind the last block found whole, the longest run of tokens that another block begins with is copied.
         """
-        seq_id, num_tokens = hit.seq_id, len(hit.token_ids)
+        seq_id = hit.seq_id
         assert seq_id not in self._sequences, f"sequence {seq_id} has blocks already"
         fault_point("blocks.allocate", seq_id)
-        if self.tiers.caches is None:
-            self._sequences[seq_id] = _SequenceBlocks([BlockTable() for _ in hit.places])
+        if self.prefixes is None:
+            self._sequences[seq_id] = SequenceBlocks([BlockTable() for _ in hit.places])
             return 0
-        device, host = self.tiers.caches
-        for place in [place for places in hit.places for place in places]:
-            if place >= 0:  # before anything else is given out: that could take it
-                device.acquire(place)
-            else:
-                host.acquire(~place)
         for places in hit.places:
-            device.tracker.count_hits([place for place in places if place >= 0])
+            for tier, block_id in places:  # before anything else is given out: that could take it
+                self.tiers.caches[tier].acquire(block_id)
+        self.prefixes.cache.tracker.count_hits(hit.device_blocks)
         tables = [
-            BlockTable([place if place >= 0 else self.tiers.copy_in(~place) for place in places], first)
+            BlockTable([self.tiers.bring(place) for place in places], first)
             for places, first in zip(hit.places, hit.first, strict=True)
         ]
-        blocks = self._sequences[seq_id] = _SequenceBlocks(tables, hit.num_ready_blocks)
-        num_tail_tokens = self._copy_tail(hit, blocks)
-        num_cached_tokens = hit.num_blocks * self.block_size + num_tail_tokens
-        self._count(hit, num_tail_tokens)
-        chain, blocks.num_registered = self._chains[seq_id], num_tokens // self.block_size
-        for index in range(hit.num_ready_blocks, blocks.num_registered):
-            self.lookup.computing.setdefault(chain.block(index)[0], seq_id)
-        return num_cached_tokens
+        blocks = self._sequences[seq_id] = SequenceBlocks(tables, hit.num_ready_blocks)
+        num_tail_tokens = self._copy_tail(hit, blocks, self.prefixes)
+        self.prefixes.begin(hit, blocks, num_tail_tokens)
+        return hit.num_blocks * self.block_size + num_tail_tokens
 
     @property
     def _reserve(self) -> int:
         """Blocks left to those that run, if any does."""
-        return self.watermark_blocks if any(not blocks.on_host for blocks in self._sequences.values()) else 0
+        return self.watermark_blocks if any(blocks.tier == DEVICE for blocks in self._sequences.values()) else 0
 
     def __contains__(self, seq_id: int) -> bool:
         return seq_id in self._sequences
 
-    def _join(self, owner: int, group: int, index: int) -> int | None:
-        """The block another sequence will have computed by the end of the step being planned."""
+    def _join(self, owner: int, group: int, index: int) -> Place | None:
+        """The block that another sequence will have computed by the end of the step being planned."""
         blocks = self._sequences[owner]
         table, end = blocks.tables[group], (index + 1) * self.block_size
-        is_coming = blocks.scheduled_step == self.step and end <= blocks.num_scheduled and index >= table.first
-        return table[index] if is_coming else None
+        is_coming = blocks.scheduled_step in self._open_steps and end <= blocks.num_scheduled and index >= table.first
+        return Place(DEVICE, table[index]) if is_coming else None
 
-    def _copy_tail(self, hit: PrefixHit, blocks: _SequenceBlocks) -> int:
+    def _copy_tail(self, hit: PrefixHit, blocks: SequenceBlocks, prefixes: PrefixSharing) -> int:
         """Copy the longest run of tokens that a block behind the prefix begins with; returns its length.
 
         Every group must have such a block, and the pool a block to spare for each copy and each source nobody holds.
         """
-        assert self.cache is not None
-        chain, start, num_tokens = self._chains[hit.seq_id], hit.num_blocks * self.block_size, len(hit.token_ids)
-        wanted = chain.content(start, min(start + self.block_size, hit.max_tokens), hit.token_ids)
-        sources = self.lookup.find_tails(chain, hit.num_blocks, wanted)
-        missing = self.config.blocks_to_hold(num_tokens) - sum(len(table.ids()) for table in blocks.tables)
-        unheld = sum(self.pool.ref_counts[block_id] == 0 for block_id, _ in sources)
+        sources = prefixes.find_tails(hit)
+        missing = self.config.blocks_to_hold(len(hit.token_ids)) - sum(len(table.ids()) for table in blocks.tables)
+        unheld = sum(self.pool.ref_counts[block_id] == 0 for _, block_id, _ in sources)
         if not sources or missing + unheld > self.pool.num_free_blocks:
             return 0
-        num_copied = min(n for _, n in sources)
-        self.cache.tracker.count_hits([block_id for block_id, _ in sources])
-        for block_id, _ in sources:
-            self.cache.acquire(block_id)
-        for group, (table, (block_id, _)) in enumerate(zip(blocks.tables, sources, strict=True)):
+        num_copied = min(n for _, _, n in sources)
+        prefixes.cache.tracker.count_hits([block_id for _, block_id, _ in sources])
+        for _, block_id, _ in sources:
+            prefixes.cache.acquire(block_id)
+        for group, block_id, _ in sources:
+            table = blocks.tables[group]
             table.append(self.pool.allocate())
-            self._copy(hit.seq_id, SlotCopy(group, block_id, table[hit.num_blocks], num_copied))
+            self._copies.add(hit.seq_id, SlotCopy(group, block_id, table[hit.num_blocks], num_copied))
         return num_copied
-
-    def _count(self, hit: PrefixHit, num_tail_tokens: int) -> None:
-        """What was found and missed, the first time a sequence is looked up."""
-        chain, num_queried = self._chains[hit.seq_id], hit.max_tokens
-        if chain.looked_up:
-            return
-        chain.looked_up = True
-        self.stats.num_queried_tokens += num_queried
-        for source, count in (hit.num_by_source or {}).items():
-            self.stats.num_block_hit_tokens[source] += count * self.block_size
-        self.stats.num_tail_hit_tokens += num_tail_tokens
-        num_cached = hit.num_blocks * self.block_size + num_tail_tokens
-        for reason, count in self.lookup.explain(chain, num_cached, num_queried).items():
-            self.stats.num_missed_tokens[reason] += count
 
     # Running sequences
 
@@ -199,8 +164,7 @@ class BlockSpaceManager:
     def can_append(self, seq_id: int, num_computed_tokens: int, num_tokens: int) -> bool:
         """Whether the sequence can hold `num_tokens` tokens in all and write those that are not computed yet."""
         blocks = self._sequences[seq_id]
-        wanted = -(-num_tokens // self.block_size)
-        needed = sum(max(0, wanted - table.num_blocks) for table in blocks.tables)
+        needed = self._num_missing(blocks, num_tokens)
         needed += len(self._shared_write_groups(blocks, num_computed_tokens, num_tokens))
         return needed <= self.pool.num_free_blocks
 
@@ -216,14 +180,20 @@ class BlockSpaceManager:
             table, index = blocks.tables[group], num_computed_tokens // self.block_size
             source = table[index]
             table.replace(index, self.pool.allocate())  # the hold on the source passes to the copy
-            self._copy(seq_id, SlotCopy(group, source, table[index], num_computed_tokens % self.block_size))
-        for table in blocks.tables:
-            while table.num_blocks * self.block_size < num_tokens:
+            self._copies.add(seq_id, SlotCopy(group, source, table[index], num_computed_tokens % self.block_size))
+        pairs = list(zip(blocks.tables, self.managers, strict=True))
+        for table, manager in pairs:
+            for _ in range(manager.num_blocks(num_tokens) - table.num_blocks):
                 table.append(self.pool.allocate())
-        blocks.num_writable = min(table.num_blocks for table in blocks.tables) * self.block_size
+        blocks.num_writable = min([manager.max_tokens(table.num_blocks) for table, manager in pairs])
         blocks.num_scheduled, blocks.scheduled_step = num_tokens, self.step
 
-    def _shared_write_groups(self, blocks: _SequenceBlocks, num_computed: int, num_tokens: int) -> list[int]:
+    def _num_missing(self, blocks: SequenceBlocks, num_tokens: int) -> int:
+        """Blocks that the tables lack for `num_tokens` tokens."""
+        pairs = zip(blocks.tables, self.managers, strict=True)
+        return sum([max(0, manager.num_blocks(num_tokens) - table.num_blocks) for table, manager in pairs])
+
+    def _shared_write_groups(self, blocks: SequenceBlocks, num_computed: int, num_tokens: int) -> list[int]:
         """The groups whose partly computed block the next tokens would write into while others hold it.
 
         Those that hold it only to copy its first slots do so before anything is written.
@@ -231,102 +201,50 @@ class BlockSpaceManager:
         index = num_computed // self.block_size
         if num_computed % self.block_size == 0 or num_tokens == num_computed:
             return []
-        counts, sources = self.pool.ref_counts, self._copy_sources
-        last = [(g, table[index]) for g, table in enumerate(blocks.tables) if index < table.num_blocks]
+        counts, sources = self.pool.ref_counts, self._copies.sources
+        tables = blocks.tables
+        last = [(g, tables[g][index]) for g in self._token_groups if index < tables[g].num_blocks]
         return [g for g, block_id in last if counts[block_id] - sources[block_id] > 1]
 
-    def _copy(self, seq_id: int, copy: SlotCopy) -> None:
-        """Note a copy whose source is held for it."""
-        self._copies.setdefault(seq_id, []).append(copy)
-        self._copy_sources[copy.src_block] += 1
-
-    def _release_copies(self, seq_id: int) -> None:
-        for copy in self._copies.pop(seq_id, ()):
-            self.pool.free(copy.src_block)
-            self._copy_sources[copy.src_block] -= 1
-            if not self._copy_sources[copy.src_block]:
-                del self._copy_sources[copy.src_block]
-
-    def copies(self, seq_ids: Sequence[int]) -> tuple[SlotCopy, ...]:
-        """Copies due before these sequences' next tokens are computed, until `publish` says that they are."""
-        return tuple([copy for seq_id in seq_ids if seq_id in self._copies for copy in self._copies[seq_id]])
-
     def publish(self, seq_id: int, token_ids: Sequence[int], num_computed_tokens: int) -> None:
-        """The first `num_computed_tokens` tokens are computed, and the copies due are done.
+        """The first `num_computed_tokens` tokens are computed, in a step that has been settled.
 
         Others can find the full blocks from now on. A block whose content is there already is given back, and the
         other one shared; a block that has slid out of its group's window is given back as well.
         """
         blocks = self._sequences[seq_id]
-        if self._copies:
-            self._release_copies(seq_id)
         if num_computed_tokens < (blocks.num_full + 1) * self.block_size:
             return
         num_full = num_computed_tokens // self.block_size
-        if self.cache is not None:
-            chain = self._chains[seq_id]
-            chain.extend(num_full, token_ids)
-            for index in range(blocks.num_full, num_full):
-                block_hash, tokens = chain.block(index)
-                self._unregister(seq_id, blocks, index, index + 1)
-                self.tiers.evicted.discard(block_hash)
-                for group, table in enumerate(blocks.tables):
-                    if index >= table.first:
-                        content = BlockContent(group, chain.parent(index), tokens, index, block_hash)
-                        content.salt = chain.key.cache_salt
-                        self._publish(table, content)
+        if self.prefixes is not None:
+            self.prefixes.publish(seq_id, blocks, token_ids, num_full)
         blocks.num_full = num_full
-        for table, window in zip(blocks.tables, self._windows, strict=True):
-            if window is not None:
-                for block_id in table.slide(max(0, num_computed_tokens - window + 1) // self.block_size):
-                    self.pool.free(block_id)
-
-    def _publish(self, table: BlockTable, content: BlockContent) -> None:
-        assert self.cache is not None
-        index, block_id, tracker = content.depth, table[content.depth], self.cache.tracker
-        if content.block_hash is not None:
-            other = tracker.find(content.group, content.block_hash, content.tokens)
-            if other is not None and other != block_id:
-                self.cache.acquire(other)
-                table.replace(index, other)
-                tracker.discard(block_id)
+        for table, manager in zip(blocks.tables, self.managers, strict=True):
+            first = manager.first_needed(num_computed_tokens)
+            for block_id in table.slide(first) if first > table.first else ():
                 self.pool.free(block_id)
-                return
-        tracker.add(block_id, content)
 
     def publish_tail(self, seq_id: int, token_ids: Sequence[int], num_computed_tokens: int) -> None:
         """Let others copy out of the last, partly full block, as far as it is computed."""
         blocks = self._sequences[seq_id]
-        start = blocks.num_full * self.block_size
-        if self.cache is None or seq_id in self._copies or num_computed_tokens <= start:  # copies due: a step failed
-            return
-        chain = self._chains[seq_id]
-        assert num_computed_tokens < start + self.block_size, f"sequence {seq_id} has a full block not published"
-        content = chain.content(start, num_computed_tokens, token_ids)
-        for group, table in enumerate(blocks.tables):
-            self._publish(table, BlockContent(group, chain.parent(blocks.num_full), content, blocks.num_full, None))
-
-    def _unregister(self, seq_id: int, blocks: _SequenceBlocks, start: int, end: int) -> None:
-        """Blocks `start` to `end` are not being computed by this sequence any more."""
-        for index in range(start, min(end, blocks.num_registered)):
-            block_hash = self._chains[seq_id].block(index)[0]
-            if self.lookup.computing.get(block_hash) == seq_id:
-                del self.lookup.computing[block_hash]
+        is_computed = num_computed_tokens > blocks.num_full * self.block_size and seq_id not in self._copies
+        if self.prefixes is not None and is_computed:  # copies are left where a step has failed
+            self.prefixes.publish_tail(seq_id, blocks, token_ids, num_computed_tokens)
 
     def fork(self, parent_id: int, child_id: int) -> None:
         """Start a sequence that shares all of another's blocks, the partly full last one too. Copies nothing."""
         parent = self._sequences[parent_id]
         assert child_id not in self._sequences, f"sequence {child_id} has blocks already"
         assert parent_id not in self._copies, f"sequence {parent_id} waits for copies and cannot be forked yet"
-        assert not parent.on_host, f"sequence {parent_id} is swapped out and cannot be forked"
-        child = _SequenceBlocks([table.copy() for table in parent.tables], parent.num_full, parent.num_full)
+        assert parent.tier == DEVICE, f"sequence {parent_id} is swapped out and cannot be forked"
+        child = SequenceBlocks([table.copy() for table in parent.tables], parent.num_full, parent.num_full)
         for table in child.tables:
             for block_id in table.ids():
                 self.pool.share(block_id)
         parent.num_writable = 0  # what it writes next may be shared now
         self._sequences[child_id] = child
-        if self.cache is not None:
-            self._chains[child_id] = self._chains[parent_id].fork()
+        if self.prefixes is not None:
+            self.prefixes.fork(parent_id, child_id)
 
     # Tiers
 
@@ -335,25 +253,25 @@ class BlockSpaceManager:
         sequences = [self._sequences[seq_id] for seq_id in seq_ids]
         if any(seq_id in self._copies for seq_id in seq_ids):  # what they hold is not all there yet
             return False
-        return len(self._holds(sequences)) <= self.host.num_free_blocks
+        return len(self._holds(sequences)) <= self.tiers.pools[HOST].num_free_blocks
 
     def swap_out(self, seq_ids: Sequence[int]) -> None:
         """Move the sequences to the host tier, shared blocks once, in the coming step."""
         fault_point("blocks.swap_out", seq_ids[0])
         sequences = [self._sequences[seq_id] for seq_id in seq_ids]
         for seq_id, blocks in zip(seq_ids, sequences, strict=True):
-            self._unregister(seq_id, blocks, blocks.num_full, blocks.num_registered)
-            blocks.on_host, blocks.num_writable = True, 0
-        self.tiers.move_out([table for blocks in sequences for table in blocks.tables])
+            self._withdraw(seq_id, blocks)
+            blocks.tier, blocks.num_writable = HOST, 0
+        self.tiers.move([table for blocks in sequences for table in blocks.tables], DEVICE, HOST)
 
     def can_swap_in(self, seq_ids: Sequence[int], num_tokens: int) -> bool:
         """Whether the device tier has room for the sequences, grown to `num_tokens` each, each with a last block of its
         own, besides a reserve, as far as there can be one."""
         sequences = [self._sequences[seq_id] for seq_id in seq_ids]
         tables = [table for blocks in sequences for table in blocks.tables]
-        wanted = -(-num_tokens // self.block_size)
-        needed = len(self._holds(sequences)) + sum(max(0, wanted - table.num_blocks) for table in tables)
-        needed += len(tables) - len({table[table.num_blocks - 1] for table in tables})
+        last_blocks = [table[table.num_blocks - 1] for table in tables if table.num_blocks]
+        needed = len(self._holds(sequences)) + sum(self._num_missing(blocks, num_tokens) for blocks in sequences)
+        needed += len(last_blocks) - len(set(last_blocks))
         available, free = self.pool.num_blocks - self.pins.num_blocks, self.pool.num_free_blocks
         return needed <= free and min(needed + len(tables) + self._reserve, available) <= free
 
@@ -362,24 +280,32 @@ class BlockSpaceManager:
         fault_point("blocks.swap_in", seq_ids[0])
         sequences = [self._sequences[seq_id] for seq_id in seq_ids]
         for blocks in sequences:
-            blocks.on_host = False
-        self.tiers.move_in([table for blocks in sequences for table in blocks.tables])
+            blocks.tier = DEVICE
+        self.tiers.move([table for blocks in sequences for table in blocks.tables], HOST, DEVICE)
 
-    def _holds(self, sequences: Sequence[_SequenceBlocks]) -> Counter[int]:
+    def _holds(self, sequences: Sequence[SequenceBlocks]) -> Counter[int]:
         """The blocks these sequences hold, and how often."""
         return Counter(block_id for blocks in sequences for table in blocks.tables for block_id in table.ids())
 
-    def take_transfers(self) -> tuple[BlockPairs, BlockPairs]:
-        """What the coming step is to copy out, (device, host), and then back, (host, device)."""
-        return self.tiers.take_transfers()
+    def take_transfers(self, step: int) -> tuple[Transfer, ...]:
+        """The copies between tiers planned since this was last called: this step does them, in order."""
+        return self.tiers.take_transfers(step)
 
-    def settle(self) -> None:
-        """The step has succeeded: its transfers are done."""
-        self.tiers.settle()
+    def take_copies(self, seq_ids: Sequence[int], step: int) -> tuple[SlotCopy, ...]:
+        """The copies that this step does before it computes the next tokens of these sequences."""
+        return self._copies.take(seq_ids, step)
 
-    def revert(self) -> None:
-        """The step has failed: what it was to spill to the host tier may not be there."""
-        self.tiers.revert()
+    def settle(self, step: int) -> None:
+        """The step has succeeded: its transfers and copies are done."""
+        self._open_steps.discard(step)
+        self._copies.settle(step)
+        self.tiers.settle(step)
+
+    def revert(self, step: int) -> None:
+        """The step has failed: its copies wait for another step, and what it was to spill is not there."""
+        self._open_steps.discard(step)
+        self._copies.revert(step)
+        self.tiers.revert(step)
 
     # Pinned prefixes
 
@@ -400,20 +326,27 @@ class BlockSpaceManager:
     def free(self, seq_id: int) -> None:
         """Take the sequence's blocks back; its hashes stay, for when it comes again."""
         blocks = self._sequences.pop(seq_id)
-        self._release_copies(seq_id)
-        self._unregister(seq_id, blocks, blocks.num_full, blocks.num_registered)
-        tier = self.host if blocks.on_host else self.pool
+        self._copies.drop(seq_id)
+        self._withdraw(seq_id, blocks)
+        pool = self.tiers.pools[blocks.tier]
         for table in blocks.tables:
             for block_id in reversed(table.ids()):
-                tier.free(block_id)
+                pool.free(block_id)
+
+    def _withdraw(self, seq_id: int, blocks: SequenceBlocks) -> None:
+        """The sequence computes none of the blocks that it announced."""
+        if self.prefixes is not None:
+            self.prefixes.withdraw(seq_id, blocks, blocks.num_full, blocks.num_announced)
 
     def forget(self, seq_id: int) -> None:
         """The sequence will not come again."""
-        self._chains.pop(seq_id, None)
+        if self.prefixes is not None:
+            self.prefixes.forget(seq_id)
 
     def advance(self) -> None:
         """A step begins: blocks released from here on count as used later than those before."""
         self.step += 1
+        self._open_steps.add(self.step)
         self.tiers.advance(self.step)
 
     def block_tables(self, seq_id: int) -> tuple[BlockIds, ...]:
@@ -421,9 +354,9 @@ class BlockSpaceManager:
         tables = self._sequences[seq_id].tables
         return (tables[0].snapshot(),) if len(tables) == 1 else tuple([table.snapshot() for table in tables])
 
-    def holdings(self) -> Iterator[tuple[int, bool, list[BlockTable]]]:
-        """Every sequence that has blocks, whether those are of the host tier, and its tables, to be read only."""
-        return ((seq_id, blocks.on_host, blocks.tables) for seq_id, blocks in self._sequences.items())
+    def holdings(self) -> Iterator[tuple[int, int, list[BlockTable]]]:
+        """Every sequence that has blocks, their tier, and its tables, to be read only."""
+        return ((seq_id, blocks.tier, blocks.tables) for seq_id, blocks in self._sequences.items())
 
     def gain(self, seq_ids: Sequence[int]) -> tuple[int, int]:
         """Blocks that only these sequences hold, and all that they hold."""
@@ -438,26 +371,12 @@ class BlockSpaceManager:
     def check_integrity(self) -> None:
         """Every block in one state, every count equal to the entries, copies, pins and transfers that name it, every
         hash that of its tokens; or AssertionError."""
-        others = {
-            False: Counter(b for block_ids in self.pins.block_ids.values() for b in block_ids),
-            True: Counter(self.tiers.held),
-        }
-        others[False] += self._copy_sources
-        for tier, on_host in ((self.pool, False), (self.host, True)):
-            tier.check_integrity()
-            entries = self._holds([blocks for blocks in self._sequences.values() if blocks.on_host is on_host])
-            counts = {b: c for b, c in enumerate(tier.ref_counts) if c > 0}
-            assert entries + others[on_host] == counts, f"counts {counts} differ from the holders' {dict(entries)}"
-        for cache in self.tiers.caches or ():
-            for content in cache.tracker.contents():
-                if content.block_hash is not None:
-                    expected = self.lookup.hasher.child(content.parent, content.tokens)
-                    assert content.block_hash == expected, "a cached block's hash is not that of its tokens"
-        if self.cache is not None:
-            self._check_computing()
-
-    def _check_computing(self) -> None:
-        for block_hash, seq_id in self.lookup.computing.items():
-            blocks, chain = self._sequences[seq_id], self._chains[seq_id]
-            announced = [chain.block(index)[0] for index in range(blocks.num_full, blocks.num_registered)]
-            assert block_hash in announced, f"sequence {seq_id} is said to compute a block that it does not"
+        pinned = Counter(b for block_ids in self.pins.block_ids.values() for b in block_ids) + self._copies.sources
+        for tier, pool in enumerate(self.tiers.pools):
+            pool.check_integrity()
+            entries = self._holds([blocks for blocks in self._sequences.values() if blocks.tier == tier])
+            others = self.tiers.holds(tier) + (pinned if tier == DEVICE else Counter())
+            counts = {b: c for b, c in enumerate(pool.ref_counts) if c > 0}
+            assert entries + others == counts, f"counts {counts} differ from the holders' {dict(entries)}"
+        if self.prefixes is not None:
+            self.prefixes.check_integrity(self._sequences)

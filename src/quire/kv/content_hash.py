@@ -94,6 +94,10 @@ class HashChain:
         """Hash and content of block `index`, which has been hashed."""
         return self._hashes[index + 1], self._tokens[index]
 
+    def has(self, index: int, block_hash: BlockHash) -> bool:
+        """Whether block `index` has been hashed and has this hash."""
+        return index < len(self._tokens) and self._hashes[index + 1] == block_hash
+
     def content(self, start: int, end: int, token_ids: Sequence[int]) -> bytes:
         """Positions start to end as they are compared: tokens, and items of media in place of their placeholders."""
         data = token_bytes(token_ids[start:end])

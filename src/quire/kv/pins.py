@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from quire.common.errors import RequestError
 from quire.config.kv_cache import KVCacheConfig
 from quire.kv.content_hash import ContentKey, HashChain
-from quire.kv.prefix_cache import PrefixCachingBlockAllocator
 from quire.kv.prefix_lookup import PrefixHit, PrefixLookup
+from quire.kv.prefix_sharing import PrefixSharing
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,22 +25,15 @@ class PinnedPrefix:
 class Pins:
     """Holds blocks of the device tier, up to a quota."""
 
-    def __init__(
-        self,
-        config: KVCacheConfig,
-        max_blocks: int,
-        cache: PrefixCachingBlockAllocator | None,
-        lookup: PrefixLookup | None,
-    ) -> None:
-        """Without a cache nothing can be pinned."""
+    def __init__(self, config: KVCacheConfig, max_blocks: int, prefixes: PrefixSharing | None) -> None:
+        """Without prefix caching (None) nothing can be pinned."""
         self.max_blocks = max_blocks
         self.block_ids: dict[int, list[int]] = {}
         """by pin, the blocks it holds"""
         self._counts: Counter[int] = Counter()
         self._next_id = 0
         self._config = config
-        self._cache = cache
-        self._lookup = lookup
+        self._prefixes = prefixes
 
     @property
     def num_blocks(self) -> int:
@@ -52,50 +45,49 @@ class Pins:
 
     def check(self, token_ids: Sequence[int], key: ContentKey) -> None:
         """Raise RequestError if these tokens would take more blocks than may be pinned."""
-        lookup, hit, _ = self._find(token_ids, key)
-        self._check(self._num_new_blocks(token_ids, lookup, hit))
+        prefixes, hit, _ = self._find(token_ids, key)
+        self._check(self._num_new_blocks(token_ids, prefixes.lookup, hit))
 
     def pin(self, token_ids: Sequence[int], key: ContentKey) -> PinnedPrefix:
         """Hold what the device tier has of these tokens, the partly full block at the end too. Raises RequestError."""
-        lookup, hit, chain = self._find(token_ids, key)
-        num_new_blocks = self._num_new_blocks(token_ids, lookup, hit)
-        assert self._cache is not None
+        prefixes, hit, chain = self._find(token_ids, key)
+        lookup = prefixes.lookup
+        num_new_blocks = self._num_new_blocks(token_ids, prefixes.lookup, hit)
         while hit.needs_step:  # a shorter prefix may need other blocks of a window
             hit = lookup.find(-1, chain, token_ids, hit.num_ready_blocks * self._config.block_size)
         start = hit.num_blocks * self._config.block_size
         wanted = chain.content(start, min(start + self._config.block_size, len(token_ids)), token_ids)
         tails = lookup.find_tails(chain, hit.num_blocks, wanted)
-        block_ids = [place for places in hit.places for place in places] + [block_id for block_id, _ in tails]
+        block_ids = hit.device_blocks + [block_id for _, block_id, _ in tails]
         self._check(max(num_new_blocks, len(set(block_ids) - self._counts.keys())))
         for block_id in block_ids:
-            self._cache.acquire(block_id)
+            prefixes.cache.acquire(block_id)
         pin_id, self._next_id = self._next_id, self._next_id + 1
         self.block_ids[pin_id] = block_ids
         self._counts.update(block_ids)
-        return PinnedPrefix(pin_id, start + min((n for _, n in tails), default=0), len(block_ids))
+        return PinnedPrefix(pin_id, start + min((n for _, _, n in tails), default=0), len(block_ids))
 
     def unpin(self, pin_id: int) -> None:
         """Let a prefix go. Raises RequestError for an unknown pin."""
         block_ids = self.block_ids.pop(pin_id, None)
-        if block_ids is None or self._cache is None:
+        if block_ids is None or self._prefixes is None:
             raise RequestError(f"pin {pin_id} is unknown, or unpinned already")
         for block_id in reversed(block_ids):
-            self._cache.free(block_id)
+            self._prefixes.cache.free(block_id)
             self._counts[block_id] -= 1
             if not self._counts[block_id]:
                 del self._counts[block_id]
 
-    def _find(self, token_ids: Sequence[int], key: ContentKey) -> tuple[PrefixLookup, PrefixHit, HashChain]:
-        if self._lookup is None:
+    def _find(self, token_ids: Sequence[int], key: ContentKey) -> tuple[PrefixSharing, PrefixHit, HashChain]:
+        if self._prefixes is None:
             raise RequestError("prefixes can be pinned only with enable_prefix_caching")
-        chain = self._lookup.chain(token_ids, key)
-        return self._lookup, self._lookup.find(-1, chain, token_ids, len(token_ids)), chain
+        lookup = self._prefixes.lookup
+        chain = lookup.chain(token_ids, key)
+        return self._prefixes, lookup.find(-1, chain, token_ids, len(token_ids)), chain
 
     def _num_new_blocks(self, token_ids: Sequence[int], lookup: PrefixLookup, hit: PrefixHit) -> int:
         """All blocks of the prefix, once it is computed, but for those that are pinned already."""
-        num_blocks = -(-len(token_ids) // self._config.block_size)
-        first = lookup.first_needed(len(token_ids) // self._config.block_size)
-        return sum(num_blocks - start for start in first) - sum(p in self for places in hit.places for p in places)
+        return lookup.num_kept(len(token_ids)) - sum(block_id in self for block_id in hit.device_blocks)
 
     def _check(self, num_new_blocks: int) -> None:
         if self.num_blocks + num_new_blocks > self.max_blocks:

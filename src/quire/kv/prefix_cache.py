@@ -3,10 +3,12 @@
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 from quire.kv.allocator import BlockAllocator
 from quire.kv.content_hash import TOKEN_BYTES, BlockHash
 from quire.kv.evictor import LRUEvictor
+from quire.kv.place import DEVICE, Place
 
 MAX_TAIL_CANDIDATES = 64
 """of the blocks that follow one prefix, this many, the newest, are looked through for a common run of tokens"""
@@ -41,9 +43,12 @@ class BlockContent:
 class BlockTracker:
     """Finds content by hash, and what follows a prefix by the prefix's hash. Knows nothing of holders."""
 
-    def __init__(self, num_groups: int) -> None:
+    def __init__(self, num_groups: int, on_change: Callable[[int, BlockHash], None], tier: int = DEVICE) -> None:
+        """`on_change` is called with the depth and the hash of each full block that is added or discarded."""
+        self._on_change = on_change
+        self._tier = tier
         self._contents: dict[int, BlockContent] = {}
-        self._by_hash: list[dict[BlockHash, int]] = [{} for _ in range(num_groups)]
+        self._by_hash: list[dict[BlockHash, Place]] = [{} for _ in range(num_groups)]
         self._children: list[dict[BlockHash, dict[int, None]]] = [{} for _ in range(num_groups)]
         self._beginnings: dict[tuple[str, bytes], dict[BlockHash, None]] = {}
         """first blocks of group 0: salt and tokens -> roots"""
@@ -85,7 +90,8 @@ class BlockTracker:
             self.touched.add(block_id)
         self._children[content.group].setdefault(content.parent, {})[block_id] = None
         if content.block_hash is not None:
-            self._by_hash[content.group][content.block_hash] = block_id
+            self._by_hash[content.group][content.block_hash] = Place(self._tier, block_id)
+            self._on_change(content.depth, content.block_hash)
             if content.depth == 0 and content.group == 0:
                 self._beginnings.setdefault((content.salt, content.tokens), {})[content.parent] = None
 
@@ -102,21 +108,22 @@ class BlockTracker:
             del children[content.parent]
         if content.block_hash is not None:
             del self._by_hash[content.group][content.block_hash]
+            self._on_change(content.depth, content.block_hash)
             if content.depth == 0 and content.group == 0:
                 beginning = content.salt, content.tokens
                 del self._beginnings[beginning][content.parent]
                 if not self._beginnings[beginning]:
                     del self._beginnings[beginning]
 
-    def find(self, group: int, block_hash: BlockHash, tokens: bytes) -> int | None:
+    def find(self, group: int, block_hash: BlockHash, tokens: bytes) -> Place | None:
         """The full block of this hash, if its tokens are these indeed."""
-        block_id = self._by_hash[group].get(block_hash)
-        return block_id if block_id is not None and self._contents[block_id].tokens == tokens else None
+        place = self._by_hash[group].get(block_hash)
+        return place if place is not None and self._contents[place[1]].tokens == tokens else None
 
     def find_tail(self, group: int, parent: BlockHash, tokens: bytes) -> tuple[int, int] | None:
         """Of the blocks behind this prefix, the one that begins with the most of `tokens`, and how many that is."""
         best: tuple[int, int] | None = None
-        for block_id in list(reversed(self._children[group].get(parent, {})))[:MAX_TAIL_CANDIDATES]:
+        for block_id in islice(reversed(self._children[group].get(parent, {})), MAX_TAIL_CANDIDATES):
             num_tokens = _common_tokens(self._contents[block_id].tokens, tokens)
             if num_tokens > (best[1] if best else 0):
                 best = (block_id, num_tokens)
@@ -131,7 +138,7 @@ class BlockTracker:
         """The indices agree with the contents, or AssertionError."""
         contents = self._contents.items()
         hashes = {(c.group, c.block_hash): b for b, c in contents if c.block_hash is not None}
-        indexed = {(group, h): b for group, index in enumerate(self._by_hash) for h, b in index.items()}
+        indexed = {(group, h): p.block_id for group, index in enumerate(self._by_hash) for h, p in index.items()}
         assert hashes == indexed, "the index by hash and the contents disagree"
         children = {(c.group, c.parent, b) for b, c in contents}
         tree = {(g, p, b) for g, index in enumerate(self._children) for p, blocks in index.items() for b in blocks}
@@ -144,11 +151,18 @@ class BlockTracker:
 class PrefixCachingBlockAllocator(BlockAllocator):
     """Blocks are free, owned, or cached: remembered, held by nobody, evictable."""
 
-    def __init__(self, num_blocks: int, num_groups: int, on_evict: Callable[[int, BlockContent], None]) -> None:
-        """`on_evict` learns what block is about to lose what content."""
+    def __init__(
+        self,
+        num_blocks: int,
+        num_groups: int,
+        on_evict: Callable[[int, BlockContent], None],
+        on_change: Callable[[int, BlockHash], None],
+        tier: int = DEVICE,
+    ) -> None:
+        """`on_evict` is called with a block and the content that it is about to lose, `on_change` by the tracker."""
         super().__init__(num_blocks)
         self._free = deque(range(num_blocks))
-        self.tracker = BlockTracker(num_groups)
+        self.tracker = BlockTracker(num_groups, on_change, tier)
         self.evictor = LRUEvictor()
         self.step = 0
         """the time of the cache; the manager moves it on"""

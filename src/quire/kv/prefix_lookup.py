@@ -1,14 +1,21 @@
 """The longest prefix of a sequence that need not be computed, and why it is not longer."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 from quire.config.kv_cache import KVCacheConfig
 from quire.kv.content_hash import BlockHash, ContentHasher, ContentKey, HashChain
+from quire.kv.managers.base import GroupManager
+from quire.kv.place import DEVICE, Place
 from quire.kv.prefix_cache import BlockTracker, EvictedHashes
 from quire.kv.stats import HitSource, MissReason
 
-Join = Callable[[int, int, int], int | None]
+SOURCES = (HitSource.DEVICE, HitSource.HOST)
+"""by tier, as what a hit there is counted"""
+
+Join = Callable[[int, int, int], Place | None]
 """(sequence, group, block index) -> the block, if it will be computed in the step being planned"""
 
 
@@ -26,11 +33,18 @@ class PrefixHit:
     """of these, the ones at the beginning that are computed and in the device tier already"""
     first: tuple[int, ...] = ()
     """by group, the first block that the group's window still needs"""
-    places: tuple[list[int], ...] = ()
-    """by group, from `first` on: a device block, or ~(host block)"""
+    places: tuple[list[Place], ...] = ()
+    """by group, from `first` on, where the blocks are"""
     num_by_source: dict[HitSource, int] | None = None
+    is_settled: bool = True
+    """nothing that decided its length is being computed: it stays so until content is cached, evicted or announced"""
     is_awaited: bool = False
     """the next block is being computed by another sequence: a step or more later there is more to be found"""
+
+    @property
+    def device_blocks(self) -> list[int]:
+        """Those of its blocks that are in the device tier."""
+        return [place.block_id for places in self.places for place in places if place.tier == DEVICE]
 
     @property
     def needs_step(self) -> bool:
@@ -44,16 +58,18 @@ class PrefixLookup:
     def __init__(
         self,
         config: KVCacheConfig,
-        device: BlockTracker,
-        host: BlockTracker,
+        managers: Sequence[GroupManager],
+        trackers: Sequence[BlockTracker],
         evicted: EvictedHashes,
         join: Join,
     ) -> None:
         self._config = config
-        self._windows = [group.spec.sliding_window for group in config.groups]
+        self._managers = managers
+        self._closed = [group for group, manager in enumerate(managers) if manager.is_prefix_closed]
+        self._open = [group for group, manager in enumerate(managers) if not manager.is_prefix_closed]
         self.hasher = ContentHasher()
-        self._device = device
-        self._host = host
+        self._device, *others = trackers
+        self._further = list(zip(SOURCES[1:], others, strict=True))  # the other tiers, from the device outward
         self._evicted = evicted
         self._join = join
         self.computing: dict[BlockHash, int] = {}
@@ -66,29 +82,24 @@ class PrefixLookup:
         return chain
 
     def find(self, seq_id: int, chain: HashChain, token_ids: Sequence[int], max_tokens: int) -> PrefixHit:
-        """The longest prefix of whole blocks within `max_tokens` tokens, all of them hashed in `chain`.
+        """The longest prefix of whole blocks within `max_tokens` tokens that every group accepts.
 
-        Groups of full attention need every block of it, a group with a window the last ones, as far as it reaches back.
+        All full blocks of those tokens are hashed in `chain`.
         """
-        groups, max_blocks = range(len(self._windows)), max_tokens // self._config.block_size
-        places: list[dict[int, int]] = [{} for _ in groups]
-        unready: dict[int, HitSource] = {}
+        max_blocks = max_tokens // self._config.block_size
+        search = _Search(chain, [{} for _ in self._managers])
         num_blocks = max_blocks
-        for group in groups:
-            if self._windows[group] is None:
-                num_blocks = self._run(group, chain, range(num_blocks), places[group], unready)
+        for group in self._closed:
+            num_blocks = self._managers[group].longest_prefix(num_blocks, partial(self._run, search, group))
         num_before = num_blocks + 1
-        while num_blocks < num_before:  # a prefix whose window has a hole is too long: it ends at the hole, and so on
+        while num_blocks < num_before:  # one group's prefix may be too short for another
             num_before = num_blocks
-            for group in groups:
-                if self._windows[group] is not None:
-                    indices = range(num_blocks - 1, self.first_needed(num_blocks)[group] - 1, -1)
-                    num_found = self._run(group, chain, indices, places[group], unready)
-                    if num_found < len(indices):
-                        num_blocks = indices[num_found]
+            for group in self._open:
+                num_blocks = self._managers[group].longest_prefix(num_blocks, partial(self._run, search, group))
         first = self.first_needed(num_blocks)
-        unready = {index: source for index, source in unready.items() if index < num_blocks}
-        counts = {s: sum(source is s for source in unready.values()) for s in (HitSource.HOST, HitSource.JOINED)}
+        unready = {index: source for index, source in search.unready.items() if index < num_blocks}
+        num_found = Counter(unready.values())
+        num_found[HitSource.DEVICE] = num_blocks - len(unready)
         return PrefixHit(
             seq_id,
             token_ids,
@@ -96,42 +107,64 @@ class PrefixLookup:
             num_blocks,
             num_ready_blocks=min(unready, default=num_blocks),
             first=first,
-            places=tuple([places[g][i] for i in range(first[g], num_blocks)] for g in groups),
-            num_by_source={HitSource.DEVICE: num_blocks - len(unready), **counts},
+            places=tuple(
+                [places[i] for i in range(start, num_blocks)] if manager.holds_tokens else []
+                for manager, places, start in zip(self._managers, search.places, first, strict=True)
+            ),
+            num_by_source={source: num_found[source] for source in HitSource},
+            is_settled=search.is_settled,
             is_awaited=num_blocks < max_blocks and chain.block(num_blocks)[0] in self.computing,
         )
 
-    def _run(
-        self, group: int, chain: HashChain, indices: range, places: dict[int, int], unready: dict[int, HitSource]
-    ) -> int:
-        """Find the blocks of `indices` one after another, as many as are there; returns how many."""
-        find = self._device.find
+    def _run(self, search: "_Search", group: int, indices: range) -> int:
+        """Find the blocks of `indices` one after another until one is missing; returns how many there are."""
+        find, chain, places = self._device.find, search.chain, search.places[group]
         for count, index in enumerate(indices):
             block_hash, tokens = chain.block(index)
             place = find(group, block_hash, tokens)
             if place is None:
                 owner = self.computing.get(block_hash)
-                place, source = None, HitSource.JOINED
                 if owner is not None:
-                    place = self._join(owner, group, index)
-                elif (host_block := self._host.find(group, block_hash, tokens)) is not None:
-                    place, source = ~host_block, HitSource.HOST
+                    search.is_settled = False
+                    place, source = self._join(owner, group, index), HitSource.JOINED
+                else:
+                    place, source = self._find_further(group, block_hash, tokens)
                 if place is None:
                     return count
-                unready[index] = source
+                search.unready[index] = source
             places[index] = place
         return len(indices)
 
-    def first_needed(self, num_blocks: int) -> tuple[int, ...]:
-        """By group, the first block that the token behind `num_blocks` blocks still sees."""
-        size = self._config.block_size
-        return tuple([0 if w is None else max(0, num_blocks * size - w + 1) // size for w in self._windows])
+    def _find_further(self, group: int, block_hash: BlockHash, tokens: bytes) -> tuple[Place | None, HitSource]:
+        """The block of this hash in the nearest tier, other than the device's, that has one."""
+        for source, tracker in self._further:
+            place = tracker.find(group, block_hash, tokens)
+            if place is not None:
+                return place, source
+        return None, HitSource.HOST
 
-    def find_tails(self, chain: HashChain, index: int, wanted: bytes) -> list[tuple[int, int]]:
-        """For every group the block behind `index` blocks that begins with the most of `wanted`, and how many tokens
-        that is; an empty list if a group has none."""
-        found = [self._device.find_tail(group, chain.parent(index), wanted) for group in range(len(self._windows))]
-        return [] if None in found else [tail for tail in found if tail is not None]
+    def first_needed(self, num_blocks: int) -> tuple[int, ...]:
+        """By group, the first block that the token behind `num_blocks` blocks still reads."""
+        num_tokens = num_blocks * self._config.block_size
+        return tuple([manager.first_needed(num_tokens) for manager in self._managers])
+
+    def num_kept(self, num_tokens: int) -> int:
+        """Blocks, in all groups together, that a sequence of `num_tokens` computed tokens still needs."""
+        first = self.first_needed(num_tokens // self._config.block_size)
+        kept = zip(self._managers, first, strict=True)
+        return sum(manager.num_blocks(num_tokens) - start for manager, start in kept)
+
+    def find_tails(self, chain: HashChain, index: int, wanted: bytes) -> list[tuple[int, int, int]]:
+        """For every group that holds tokens: its number, the block behind `index` blocks that begins with the most of
+        `wanted`, and how many tokens that is. An empty list if a group has no such block."""
+        tails = []
+        for group, manager in enumerate(self._managers):
+            if manager.holds_tokens:
+                found = self._device.find_tail(group, chain.parent(index), wanted)
+                if found is None:
+                    return []
+                tails.append((group, *found))
+        return tails
 
     def explain(self, chain: HashChain, num_cached: int, num_tokens: int) -> dict[MissReason, int]:
         """Why the tokens from num_cached to num_tokens were not found. `chain` has all full blocks of them."""
@@ -166,3 +199,16 @@ class PrefixLookup:
                 break
             count += 1
         return count
+
+
+@dataclass(slots=True)
+class _Search:
+    """One lookup under way."""
+
+    chain: HashChain
+    places: list[dict[int, Place]]
+    """by group and block index, what was found"""
+    unready: dict[int, HitSource] = field(default_factory=dict)
+    """by block index, what is not in the device tier yet"""
+    is_settled: bool = True
+    """no block that was looked for is being computed"""

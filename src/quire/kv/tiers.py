@@ -1,136 +1,163 @@
-"""The pools of blocks on the device and on the host, and what moves between them."""
+"""The pools of blocks, from the device outward, and the transfers between them."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
-from quire.common.batch import BlockPairs
+from quire.common.batch import Transfer
 from quire.config.kv_cache import KVCacheConfig
 from quire.kv.allocator import BlockAllocator, NaiveBlockAllocator
 from quire.kv.block_table import BlockTable
+from quire.kv.content_hash import BlockHash
+from quire.kv.place import DEVICE, Place
 from quire.kv.prefix_cache import BlockContent, EvictedHashes, PrefixCachingBlockAllocator
 from quire.kv.stats import PrefixCacheStats
 
 
-class Tiers:
-    """Owns both pools. Collects the copies between them while a step is planned.
+@dataclass(slots=True)
+class _StepTransfers:
+    """What the transfers of one step read and write outside the device tier."""
 
-    Within a step all copies out run before all copies in, so a block of the host tier that either touches is held until
-    the step has been committed. A cached block that is evicted from the device tier is kept in the host tier while
-    there is room, and dropped there in turn when room is needed.
+    pairs: dict[tuple[int, int], list[tuple[int, int]]] = field(default_factory=dict)
+    """By source tier and target tier, the blocks to copy."""
+    held: list[Place] = field(default_factory=list)
+    """Of each copy, the block further from the device. It is held until the step has been settled or reverted."""
+    spilled: list[Place] = field(default_factory=list)
+    """Blocks whose cached content comes with the step."""
+
+
+class Tiers:
+    """Owns a pool of blocks for each tier, and collects the copies between them while a step is planned.
+
+    Within a step all copies away from the device run before all copies towards it, those between the furthest tiers
+    first. So a block that a copy reads or writes outside the device tier is held until the step has been settled. A
+    cached block that is evicted from one tier is kept in the next one while there is room.
     """
 
-    def __init__(self, config: KVCacheConfig, *, caching: bool, stats: PrefixCacheStats) -> None:
-        self.pool: BlockAllocator = NaiveBlockAllocator(config.num_blocks)
-        self.host: BlockAllocator = NaiveBlockAllocator(config.num_host_blocks)
-        self.caches: tuple[PrefixCachingBlockAllocator, PrefixCachingBlockAllocator] | None = None
+    def __init__(
+        self,
+        config: KVCacheConfig,
+        *,
+        caching: bool,
+        stats: PrefixCacheStats,
+        on_change: Callable[[int, BlockHash], None],
+    ) -> None:
+        self.caches: list[PrefixCachingBlockAllocator] = []
+        """By tier, its pool; empty without prefix caching."""
+        sizes = (config.num_blocks, config.num_host_blocks)
         if caching:
-            num_groups = len(config.groups)
-            self.pool = device = PrefixCachingBlockAllocator(config.num_blocks, num_groups, self._evicted)
-            self.host = host = PrefixCachingBlockAllocator(config.num_host_blocks, num_groups, self._dropped)
-            self.caches = device, host
+            self.caches = [
+                PrefixCachingBlockAllocator(size, len(config.groups), partial(self._evicted, tier), on_change, tier)
+                for tier, size in enumerate(sizes)
+            ]
+        self.pools: Sequence[BlockAllocator] = self.caches or [NaiveBlockAllocator(size) for size in sizes]
+        """By tier, from the device outward."""
         self.evicted = EvictedHashes()
-        self.held: list[int] = []
-        """blocks of the host tier that the step's copies read or write"""
         self.journal: list[tuple[str, int]] | None = None
-        """("evicted" or "spilled", block), one after another, while somebody watches; it is theirs to empty"""
-        self._spilled: list[int] = []  # of these, the ones whose cached content comes with the step
+        """("evicted" or "spilled", block of the device tier), in order, while a view reads and empties it."""
         self._stats = stats
-        self._swap_out: list[tuple[int, int]] = []
-        self._swap_in: list[tuple[int, int]] = []
+        self._planned = _StepTransfers()
+        self._in_flight: dict[int, _StepTransfers] = {}  # by step
 
-    def move_out(self, tables: Sequence[BlockTable]) -> None:
-        """Exchange the tables' blocks for blocks of the host tier, shared ones once."""
+    def move(self, tables: Sequence[BlockTable], source: int, target: int) -> None:
+        """Exchange the tables' blocks, of one tier, for blocks of another, shared ones once."""
         moved: dict[int, int] = {}
         for table in tables:
             for index, block_id in enumerate(table.ids(), start=table.first):
                 if block_id in moved:
-                    self.host.share(moved[block_id])
+                    self.pools[target].share(moved[block_id])
                 else:
-                    moved[block_id] = host_block = self.host.allocate()
-                    self.host.share(host_block)  # in the step that fills it nobody else may
-                    self.held.append(host_block)
-                    self._swap_out.append((block_id, host_block))
+                    moved[block_id] = new = self.pools[target].allocate()
+                    self._copy(Place(source, block_id), Place(target, new))
                 table.replace(index, moved[block_id])
-                self.pool.free(block_id)
+                self.pools[source].free(block_id)
 
-    def move_in(self, tables: Sequence[BlockTable]) -> None:
-        """Exchange the tables' blocks, of the host tier, for blocks of the device's."""
-        moved: dict[int, int] = {}
-        for table in tables:
-            for index, block_id in enumerate(table.ids(), start=table.first):
-                if block_id in moved:
-                    self.pool.share(moved[block_id])
-                    self.host.free(block_id)
-                else:
-                    moved[block_id] = self.copy_in(block_id)
-                table.replace(index, moved[block_id])
-
-    def copy_in(self, host_block: int) -> int:
-        """A new device block with the content of a host block, whose hold passes to this object."""
-        block_id = self.pool.allocate()
-        self._swap_in.append((host_block, block_id))
-        self.held.append(host_block)
+    def bring(self, place: Place) -> int:
+        """The device block of a place, or a new one with its content; the caller's hold passes to that block."""
+        if place.tier == DEVICE:
+            return place.block_id
+        block_id = self.pools[DEVICE].allocate()
+        self._copy(place, Place(DEVICE, block_id))
+        self.pools[place.tier].free(place.block_id)
         return block_id
 
-    def take_transfers(self) -> tuple[BlockPairs, BlockPairs]:
-        """What the coming step is to copy out, (device, host), and then in, (host, device)."""
-        taken = tuple(self._swap_out), tuple(self._swap_in)
-        self._swap_out.clear()
-        self._swap_in.clear()
-        return taken
+    def _copy(self, source: Place, target: Place) -> None:
+        """Plan a copy, and hold its block that is further from the device."""
+        further = max(source, target)
+        self.pools[further.tier].share(further.block_id)
+        self._planned.held.append(further)
+        pairs = self._planned.pairs.setdefault((source.tier, target.tier), [])
+        pairs.append((source.block_id, target.block_id))
 
-    def settle(self) -> None:
-        """The step has succeeded: its copies are done."""
-        for block_id in self.held:
-            self.host.free(block_id)
-        self.held.clear()
-        self._spilled.clear()
+    def take_transfers(self, step: int) -> tuple[Transfer, ...]:
+        """The transfers that this step must do, in order, before it computes anything."""
+        planned, self._planned = self._planned, _StepTransfers()
+        self._in_flight[step] = planned
+        pairs = planned.pairs
+        outward = sorted((key for key in pairs if key[0] < key[1]), reverse=True)
+        inward = sorted((key for key in pairs if key[0] > key[1]), reverse=True)
+        return tuple([Transfer(source, target, tuple(pairs[source, target])) for source, target in outward + inward])
 
-    def revert(self) -> None:
-        """The step has failed: what it was to spill may not be there."""
-        if self.caches is not None:
-            for block_id in self._spilled:
-                self._lost(self.caches[1].tracker[block_id])
-                self.caches[1].forget(block_id)
-        self.take_transfers()
-        self.settle()
+    def settle(self, step: int) -> None:
+        """The step has succeeded: its transfers are done."""
+        self._release(self._in_flight.pop(step))
+
+    def revert(self, step: int) -> None:
+        """The step has failed: content that it was to spill may not be there. What is planned now, after it or for it,
+        is dropped as well."""
+        planned, self._planned = self._planned, _StepTransfers()
+        for transfers in (self._in_flight.pop(step, _StepTransfers()), planned):
+            for tier, block_id in transfers.spilled:
+                self._lost(self.caches[tier].tracker[block_id])
+                self.caches[tier].forget(block_id)
+            self._release(transfers)
+
+    def _release(self, transfers: _StepTransfers) -> None:
+        for tier, block_id in transfers.held:
+            self.pools[tier].free(block_id)
 
     def advance(self, step: int) -> None:
         """Blocks released from here on count as used in this step."""
-        for cache in self.caches or ():
+        for cache in self.caches:
             cache.step = step
 
-    def _evicted(self, block_id: int, content: BlockContent) -> None:
-        """A cached block of the device tier is about to be given out."""
-        assert self.caches is not None
-        host = self.caches[1]
-        if content.block_hash is not None:
-            known = host.tracker.find(content.group, content.block_hash, content.tokens)
-            if known is not None:
-                host.acquire(known)  # it counts as used now
-                host.free(known)
-                return
-            if host.num_free_blocks:
-                host_block = host.allocate()
-                host.tracker.add(host_block, content)
-                self._swap_out.append((block_id, host_block))
-                self.held.append(host_block)
-                self._spilled.append(host_block)
-                self._stats.num_spilled_tokens += content.num_tokens
-                self._note("spilled", block_id)
-                return
-        self._note("evicted", block_id)
-        self._lost(content)
+    def holds(self, tier: int) -> Counter[int]:
+        """The blocks of a tier that transfers hold, and how often."""
+        steps = (*self._in_flight.values(), self._planned)
+        return Counter(place.block_id for transfers in steps for place in transfers.held if place.tier == tier)
 
-    def _dropped(self, block_id: int, content: BlockContent) -> None:
-        """A cached block of the host tier is about to be given out."""
-        assert self.caches is not None
-        assert content.block_hash is not None, f"block {block_id} of the host tier is partly full"
-        if self.caches[0].tracker.find(content.group, content.block_hash, content.tokens) is None:
+    def _evicted(self, tier: int, block_id: int, content: BlockContent) -> None:
+        """A cached block of this tier is about to be given out: keep its content in the next tier, if there is room."""
+        if content.block_hash is not None and tier + 1 < len(self.caches):
+            further = self.caches[tier + 1]
+            known = further.tracker.find(content.group, content.block_hash, content.tokens)
+            if known is not None:
+                further.acquire(known.block_id)  # it counts as used now
+                further.free(known.block_id)
+                return
+            if further.num_free_blocks:
+                self._spill(Place(tier, block_id), content)
+                return
+        self._note("evicted", Place(tier, block_id))
+        others = [cache.tracker for other, cache in enumerate(self.caches) if other != tier]
+        block_hash, tokens = content.block_hash, content.tokens
+        if block_hash is None or all(other.find(content.group, block_hash, tokens) is None for other in others):
             self._lost(content)
 
-    def _note(self, event: str, block_id: int) -> None:
-        if self.journal is not None:
-            self.journal.append((event, block_id))
+    def _spill(self, source: Place, content: BlockContent) -> None:
+        further = self.caches[source.tier + 1]
+        target = Place(source.tier + 1, further.allocate())
+        further.tracker.add(target.block_id, content)
+        self._copy(source, target)
+        further.free(target.block_id)  # the copy holds it
+        self._planned.spilled.append(target)
+        self._stats.num_spilled_tokens += content.num_tokens
+        self._note("spilled", source)
+
+    def _note(self, event: str, place: Place) -> None:
+        if self.journal is not None and place.tier == DEVICE:
+            self.journal.append((event, place.block_id))
 
     def _lost(self, content: BlockContent) -> None:
         self._stats.num_evicted_tokens += content.num_tokens

@@ -13,61 +13,77 @@ from quire.models.layers.batch_tensors import BatchTensors, LayerKVCache
 from quire.models.layers.weighted_layer import WeightedLayer
 
 
-class CausalLM(nn.Module, ABC):
-    """A decoder with a language model head.
+class Model(nn.Module, ABC):
+    """Hidden states from tokens. What is done with them is a subclass's (`CausalLM`) or the caller's business.
 
-    The class methods work from the config alone: no weights, no instance. An instance is made without weights,
-    `load_model` fills its WeightedLayers; from then on it owns them and never changes. `forward` and `compute_logits`
-    change nothing but the KV cache they are given.
+    The class methods work from the config alone, without weights or an instance. An instance is made without weights,
+    and `load_model` fills its WeightedLayers; from then on it owns them and never changes.
 
     A new family: subclass, name the modules as the checkpoint does (after `renames`), state `fused`, register the
     architecture in `registry.py`, add it to tests/models.
     """
 
     renames: ClassVar[tuple[tuple[str, str], ...]] = ()
-    """(regular expression, replacement), applied in turn to each name of the checkpoint"""
+    """(regular expression, replacement), applied one after the other to each name of the checkpoint."""
     fused: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """module here -> the checkpoint's modules whose weights it stacks"""
+    """Module here -> the checkpoint's modules whose weights it stacks."""
     ignored: ClassVar[tuple[str, ...]] = (r"\.rotary_emb\.inv_freq$", r"\.masked_bias$", r"\.attn\.bias$")
-    """regular expressions of (renamed) tensors that are no weights: tables that old versions saved"""
+    """Regular expressions of (renamed) tensors that are no weights: tables that old versions saved."""
+    num_position_rows: ClassVar[int] = 1
+    """1: `forward` takes positions [num_tokens]. More: [num_position_rows, num_tokens]."""
 
     embed_tokens: nn.Module
-    lm_head: nn.Module
 
     @classmethod
     @abstractmethod
     def kv_cache_specs(cls, config: ModelConfig) -> list[KVCacheSpec]:
-        """What each layer keeps per token, one spec per layer. Raises CheckpointError where the config is malformed."""
+        """What each layer keeps per token, one spec per layer. Raises CheckpointError if the config is malformed."""
 
     @classmethod
+    def copies(cls, config: ModelConfig) -> Mapping[str, str]:
+        """Names of tensors that a checkpoint may hold although another weight serves, and the name of that weight."""
+        return {}
+
     @abstractmethod
-    def activation_width(cls, config: ModelConfig) -> int:
-        """Elements (of config.dtype) alive per token at the widest moment of a layer."""
+    def forward(self, batch: BatchTensors, kv: Sequence[LayerKVCache]) -> Tensor:
+        """Hidden states of all tokens, [num_tokens, hidden]; writes their keys and values into `kv` (one per layer).
+
+        Nothing else changes, but for the batch's embeddings, which are computed in place.
+        """
+
+    def embed(self, batch: BatchTensors) -> Tensor:
+        """What the layers start from and write into: the batch's embeddings, or else its tokens' rows of the table."""
+        rows: Tensor = self.embed_tokens(batch.token_ids) if batch.embeddings is None else batch.embeddings
+        return rows  # [num_tokens, width of the table]
+
+    @classmethod
+    def weight_name(cls, checkpoint_name: str) -> str | None:
+        """The model's name for a tensor of the checkpoint; None for one that is no weight."""
+        name = checkpoint_name
+        for pattern, replacement in cls.renames:
+            name = re.sub(pattern, replacement, name)
+        return None if any(re.search(pattern, name) for pattern in cls.ignored) else name
+
+    def weighted_layers(self) -> list[tuple[str, WeightedLayer]]:
+        """Every layer with weights, once, by its name in the model."""
+        return [(name, module) for name, module in self.named_modules() if isinstance(module, WeightedLayer)]
+
+
+class CausalLM(Model):
+    """A decoder with a language model head."""
+
+    lm_head: nn.Module
 
     @classmethod
     @abstractmethod
     def ties_embeddings(cls, config: ModelConfig) -> bool:
         """Whether the head uses the token table, and has no weights of its own."""
 
-    @abstractmethod
-    def forward(self, batch: BatchTensors, kv: Sequence[LayerKVCache]) -> Tensor:
-        """Hidden states of all tokens, [num_tokens, hidden]; writes their keys and values into `kv` (one per layer)."""
+    @classmethod
+    def copies(cls, config: ModelConfig) -> Mapping[str, str]:
+        return {"lm_head.weight": "embed_tokens.weight"} if cls.ties_embeddings(config) else {}
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden [num_rows, hidden] -> logits [num_rows, vocab] float32."""
         logits: Tensor = self.lm_head(hidden)
         return logits
-
-    @classmethod
-    def weight_name(cls, config: ModelConfig, checkpoint_name: str) -> str | None:
-        """The model's name for a tensor of the checkpoint; None for one that the model does not need."""
-        name = checkpoint_name
-        for pattern, replacement in cls.renames:
-            name = re.sub(pattern, replacement, name)
-        if any(re.search(pattern, name) for pattern in cls.ignored):
-            return None
-        return None if name == "lm_head.weight" and cls.ties_embeddings(config) else name
-
-    def weighted_layers(self) -> list[tuple[str, WeightedLayer]]:
-        """Every layer with weights, once, by its name in the model."""
-        return [(name, module) for name, module in self.named_modules() if isinstance(module, WeightedLayer)]

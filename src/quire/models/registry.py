@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from quire.common.errors import UnsupportedModelError, nearest_name
 
 if TYPE_CHECKING:
-    from quire.models.base import CausalLM
+    from quire.models.base import Model
 
 _MODELS = {
     "LlamaForCausalLM": "quire.models.families.llama:LlamaForCausalLM",
@@ -23,7 +23,7 @@ def supported_architectures() -> list[str]:
     return sorted(_MODELS)
 
 
-def model_class(architecture: str) -> "type[CausalLM]":
+def model_class(architecture: str) -> "type[Model]":
     """The class for `architecture`. Raises UnsupportedModelError, which names the supported ones."""
     if architecture not in _MODELS:
         raise UnsupportedModelError(
@@ -31,5 +31,5 @@ def model_class(architecture: str) -> "type[CausalLM]":
             f"(supported: {', '.join(supported_architectures())}; a checkpoint's own Python code is never run)"
         )
     module, name = _MODELS[architecture].split(":")
-    model: type[CausalLM] = getattr(importlib.import_module(module), name)
+    model: type[Model] = getattr(importlib.import_module(module), name)
     return model

@@ -1,4 +1,4 @@
-"""Owns the memory of the KV cache and moves blocks and tokens in it."""
+"""The memory of the KV cache, and the moves of blocks and tokens in it."""
 
 from collections.abc import Sequence
 
@@ -7,36 +7,37 @@ import torch
 from torch import Tensor
 
 from quire import kernels
-from quire.common.batch import BlockPairs, SlotCopy
-from quire.common.errors import OutOfMemoryError
+from quire.common.batch import SlotCopy, Transfer
 from quire.common.faults import fault_point
-from quire.config.kv_cache import KVCacheConfig
+from quire.config.kv_cache import AttentionSpec, KVCacheConfig
 from quire.models.layers.batch_tensors import LayerKVCache
-
-_ALIGNMENT = 64
 
 
 class CacheEngine:
-    """The blocks of each tier as rows of bytes, allocated up front; layer i of every group is a view of part i of each.
+    """Owns the blocks of each tier: rows of bytes, allocated at the start by the backends of their devices.
 
-    So a block lies in one piece, and is swapped in one.
+    Layer i of every group is a view of part i of each row. So a block lies in one piece, and is swapped in one piece.
     """
 
-    def __init__(self, config: KVCacheConfig) -> None:
+    def __init__(self, config: KVCacheConfig, backend: kernels.Backend) -> None:
         self.config = config
-        row_bytes = config.num_tensors * config.block_bytes
-        self.blocks = _zeros(config.num_blocks, row_bytes)
-        self.host_blocks = _zeros(config.num_host_blocks, row_bytes)
+        self.blocks = backend.zeroed_blocks(config.num_blocks, config.block_bytes)
+        self.tiers = [
+            self.blocks,
+            kernels.backend_for("cpu").zeroed_blocks(config.num_host_blocks, config.block_bytes),
+        ]
         self.layers = self._layer_views()
 
     def _layer_views(self) -> list[LayerKVCache]:
-        """Layer i of the model finds its cache at index i."""
+        """The caches of the model's layers: that of layer i at index i."""
         views: dict[int, LayerKVCache] = {}
         for group_id, group in enumerate(self.config.groups):
             spec = group.spec
+            assert isinstance(spec, AttentionSpec), f"no view of a cache of {type(spec).__name__} is known"
+            part_bytes = spec.block_bytes(self.config.block_size)
             for part, layer_id in enumerate(group.layer_ids):
                 k, v = kernels.make_layer_cache(
-                    self.blocks[:, part * self.config.block_bytes : (part + 1) * self.config.block_bytes],
+                    self.blocks[:, part * part_bytes : (part + 1) * part_bytes],
                     self.config.num_blocks,
                     self.config.block_size,
                     spec.num_kv_heads,
@@ -46,20 +47,15 @@ class CacheEngine:
                 views[layer_id] = LayerKVCache(k, v, group_id)
         return [views[layer_id] for layer_id in range(len(views))]
 
-    def swap_out(self, pairs: BlockPairs) -> None:
-        """Copy blocks to the host tier: (device block, host block)."""
-        if pairs:
-            fault_point("cache.swap_out")
-            kernels.copy_blocks(self.blocks, self.host_blocks, torch.tensor(pairs, dtype=torch.int64))
-
-    def swap_in(self, pairs: BlockPairs) -> None:
-        """Copy blocks back from the host tier: (host block, device block)."""
-        if pairs:
-            fault_point("cache.swap_in")
-            kernels.copy_blocks(self.host_blocks, self.blocks, torch.tensor(pairs, dtype=torch.int64))
+    def transfer(self, transfers: Sequence[Transfer]) -> None:
+        """Copy whole blocks between the tiers, in this order."""
+        for transfer in transfers:
+            fault_point("cache.transfer")
+            source, target = self.tiers[transfer.source_tier], self.tiers[transfer.target_tier]
+            kernels.copy_blocks(source, target, torch.tensor(transfer.pairs, dtype=torch.int64))
 
     def copy_slots(self, copies: Sequence[SlotCopy]) -> None:
-        """Carry out a step's copies, each in all layers of its group."""
+        """Copy the slots that a step needs copied, in all layers of each copy's group."""
         for group in sorted({copy.group for copy in copies}):
             fault_point("cache.copy")
             src, dst = self._slots([copy for copy in copies if copy.group == group])
@@ -76,16 +72,3 @@ class CacheEngine:
             for blocks in ([copy.src_block for copy in copies], [copy.dst_block for copy in copies])
         )
         return torch.from_numpy(src), torch.from_numpy(dst)
-
-
-def _zeros(num_rows: int, row_bytes: int) -> Tensor:
-    """Zeroed rows, from a kernel's alignment on; the pages are taken from the machine only when first written."""
-    num_bytes = num_rows * row_bytes
-    try:
-        memory = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
-    except MemoryError as error:
-        raise OutOfMemoryError(
-            f"the machine refused {num_bytes} bytes for the KV cache: give a smaller kv_cache_memory"
-        ) from error
-    start = -memory.ctypes.data % _ALIGNMENT
-    return torch.from_numpy(memory[start : start + num_bytes]).view(num_rows, row_bytes)

@@ -57,7 +57,7 @@ class DecodeGraphs:
     def can_replay(sequences: Sequence[ScheduledSequence]) -> bool:
         """Whether these make a decode step, and one that is small enough."""
         return (
-            kernels.isa() != "reference"
+            kernels.backend_for("cpu").can_record
             and len(sequences) <= MAX_ROWS
             and all(map(_only_draws, sequences))
             and sum([len(s.token_ids) for s in sequences]) <= MAX_ROWS
@@ -92,7 +92,7 @@ class DecodeGraphs:
 
     def _record(self, num_seqs: int, num_rows: int) -> _Recorded:
         """Run the step, and keep what it ran."""
-        graph = kernels.KernelGraph()
+        graph = kernels.backend_of(self._kv[0].k).graph()
         with self._workspace.recording(), graph.record():
             hidden = self._model(self._tensors(num_seqs, num_rows), self._kv)  # [num_rows, hidden]
             logits = self._model.compute_logits(hidden)

@@ -6,16 +6,17 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from quire.common.errors import ConfigError, OutOfMemoryError
+from quire.common.errors import OutOfMemoryError
 from quire.config.args import EngineArgs, EngineConfig
 from quire.config.cache import CacheConfig
-from quire.config.kv_cache import DTYPE_BYTES, KVCacheConfig, KVCacheSpec
-from quire.config.kv_layout import group_layers, kv_cache_config
+from quire.config.kv_cache import MAX_BLOCKS_PER_SEQ, KVCacheConfig, KVCacheSpec
+from quire.config.kv_layout import kv_cache_config
 from quire.config.machine import MachineMemory, machine_memory
 from quire.config.sizes import format_bytes
-from quire.models.base import CausalLM
+from quire.models.activations import activation_bytes
+from quire.models.base import Model
 from quire.models.registry import model_class
-from quire.models.weights.checkpoint import weight_bytes
+from quire.models.weights.loader import weight_bytes
 from quire.runner.sampling.sampler import MAX_LOGITS_ROWS
 
 DEFAULT_KV_CACHE_LIMIT = 4 * 1024**3
@@ -38,9 +39,15 @@ class MemoryPlan:
         return self.config.model.max_model_len
 
     @property
+    def kv_cache_dtype(self) -> str:
+        """The dtype of keys and values."""
+        wanted = self.config.cache.dtype
+        return self.config.model.dtype if wanted == "auto" else wanted
+
+    @property
     def max_concurrency(self) -> float:
-        """Sequences of max_model_len tokens the cache holds at once."""
-        return self.kv_cache.max_tokens / self.max_model_len
+        """Sequences of max_model_len tokens that the cache holds at once."""
+        return self.kv_cache.num_blocks / max(1, self.kv_cache.blocks_to_hold(self.max_model_len))
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -53,12 +60,12 @@ class MemoryPlan:
             "machine_available_bytes": self.machine.available_bytes,
             "weight_bytes": self.weight_bytes,
             "activation_bytes": self.activation_bytes,
-            "kv_cache_dtype": self.kv_cache.groups[0].spec.dtype,
+            "kv_cache_dtype": self.kv_cache_dtype,
             "kv_cache_bytes": self.kv_cache.total_bytes,
             "swap_bytes": self.kv_cache.host_bytes,
             "num_blocks": self.kv_cache.num_blocks,
             "block_size": self.kv_cache.block_size,
-            "kv_cache_tokens": self.kv_cache.max_tokens,
+            "kv_cache_tokens": self.kv_cache.max_tokens if self.kv_cache.is_length_bounded else None,
             "max_model_len": self.max_model_len,
             "max_concurrency": round(self.max_concurrency, 2),
         }
@@ -66,6 +73,10 @@ class MemoryPlan:
     def __str__(self) -> str:
         model, cache = self.config.model, self.kv_cache
         kinds = [model.architecture, model.dtype, *([f"{model.quantization} weights"] if model.quantization else [])]
+        capacity = f"{cache.max_tokens} tokens in {self.kv_cache_dtype}"
+        if not cache.is_length_bounded:
+            most = cache.blocks_to_hold(self.max_model_len)
+            capacity = f"in {self.kv_cache_dtype}; a sequence holds at most {most}, however long it is"
         rows = [
             ("model", f"{model.model} ({', '.join(kinds)})"),
             (
@@ -76,8 +87,7 @@ class MemoryPlan:
             ("activations", f"{format_bytes(self.activation_bytes)} at most"),
             (
                 "KV cache",
-                f"{format_bytes(cache.total_bytes)} = {cache.num_blocks} blocks of {cache.block_size}, "
-                f"{cache.max_tokens} tokens in {cache.groups[0].spec.dtype}",
+                f"{format_bytes(cache.total_bytes)} = {cache.num_blocks} blocks of {cache.block_size}, {capacity}",
             ),
             *(
                 [("swap space", f"{format_bytes(cache.host_bytes)} = {cache.num_host_blocks} blocks")]
@@ -98,7 +108,7 @@ def plan_memory(args: EngineArgs) -> MemoryPlan:
     model = model_class(config.model.architecture)
     machine = machine_memory()
     weights = weight_bytes(config.model)
-    activations = _activation_bytes(model, config)
+    activations = _activation_bytes(config)
     cache = _kv_cache(model, config, machine, weights + activations)
     if cache.max_tokens < config.model.max_model_len:
         if not args.fits_model_len:
@@ -110,17 +120,16 @@ def plan_memory(args: EngineArgs) -> MemoryPlan:
     return MemoryPlan(config, cache, machine, weights, activations)
 
 
-def _activation_bytes(model: type[CausalLM], config: EngineConfig) -> int:
-    """The peak of a step: the widest moment of a layer for all tokens, and float32 logits for all sequences and for a
-    chunk of those whose log-probabilities are wanted."""
-    num_tokens = config.scheduler.max_num_batched_tokens
+def _activation_bytes(config: EngineConfig) -> int:
+    """The peak of a step: a forward pass of all tokens, and float32 logits for all sequences and for a chunk of those
+    whose log-probabilities are wanted."""
     # One for each sample, also where one token of a prompt has several.
     num_logits = config.scheduler.max_num_seqs + MAX_LOGITS_ROWS
-    per_token = model.activation_width(config.model) * DTYPE_BYTES[config.model.dtype]
-    return num_tokens * per_token + num_logits * config.model.vocab_size * 4
+    forward = activation_bytes(config.model, config.scheduler.max_num_batched_tokens)
+    return forward + num_logits * config.model.vocab_size * 4
 
 
-def _kv_cache(model: type[CausalLM], config: EngineConfig, machine: MachineMemory, others: int) -> KVCacheConfig:
+def _kv_cache(model: type[Model], config: EngineConfig, machine: MachineMemory, others: int) -> KVCacheConfig:
     cache, specs = config.cache, _kv_cache_specs(model, config)
     if cache.swap_bytes + others > machine.limit_bytes:
         raise OutOfMemoryError(
@@ -148,27 +157,18 @@ def _kv_cache(model: type[CausalLM], config: EngineConfig, machine: MachineMemor
     return result
 
 
-def _kv_cache_specs(model: type[CausalLM], config: EngineConfig) -> list[KVCacheSpec]:
+def _kv_cache_specs(model: type[Model], config: EngineConfig) -> list[KVCacheSpec]:
     """The model's, in the dtype that the user wants."""
     specs = model.kv_cache_specs(config.model)
-    if config.cache.dtype == "auto":
-        return specs
-    for head_dim in {spec.head_dim for spec in specs if spec.head_dim % 4}:
-        raise ConfigError(
-            f"kv_cache_dtype={config.cache.dtype!r}: this model's heads have {head_dim} dimensions, which must be a "
-            "multiple of 4; leave it at auto"
-        )
-    return [dataclasses.replace(spec, dtype=config.cache.dtype) for spec in specs]
+    return specs if config.cache.dtype == "auto" else [spec.with_dtype(config.cache.dtype) for spec in specs]
 
 
 def _bytes_left(cache: CacheConfig, machine: MachineMemory) -> int:
     return min(int(machine.limit_bytes * cache.memory_utilization), machine.available_bytes)
 
 
-def _largest_useful(model: type[CausalLM], config: EngineConfig) -> int:
+def _largest_useful(model: type[Model], config: EngineConfig) -> int:
     """Bytes for max_num_seqs sequences of max_model_len tokens: more could never be filled."""
     specs = _kv_cache_specs(model, config)
-    groups = group_layers(specs)
-    blocks_per_seq = -(-config.model.max_model_len // config.cache.block_size) * len(groups)
-    block_bytes = len(groups[0].layer_ids) * config.cache.block_size * specs[0].bytes_per_token
-    return config.scheduler.max_num_seqs * blocks_per_seq * block_bytes
+    cache = kv_cache_config(specs, config.cache.block_size, num_blocks=MAX_BLOCKS_PER_SEQ)
+    return config.scheduler.max_num_seqs * cache.blocks_to_hold(config.model.max_model_len) * cache.block_bytes

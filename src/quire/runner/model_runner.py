@@ -32,7 +32,7 @@ class ModelRunner:
         self.model = model
         self.kv = kv
         self.block_size = block_size
-        self._workspace = kernels.Workspace()
+        self._workspace = kernels.backend_of(kv[0].k).workspace()
         self._graphs = DecodeGraphs(model, kv, block_size, -(-max_model_len // block_size), self._workspace)
         self._sampler = Sampler(logprobs_mode)
 

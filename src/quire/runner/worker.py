@@ -7,7 +7,7 @@ from quire.common.params import LogprobsMode
 from quire.config.kv_cache import KVCacheConfig
 from quire.config.model import ModelConfig
 from quire.config.parallel import ParallelConfig
-from quire.models.weights.loader import load_model
+from quire.models.weights.loader import load_causal_lm
 from quire.runner.cache_engine import CacheEngine
 from quire.runner.model_runner import ModelRunner
 
@@ -22,17 +22,19 @@ class Worker:
         parallel: ParallelConfig,
         logprobs_mode: LogprobsMode = "raw_logprobs",
     ) -> None:
-        if num_threads := parallel.num_threads or len(parallel.cpus):
-            kernels.set_num_threads(num_threads, parallel.cpus)
-        self.cache_engine = CacheEngine(kv_cache)
+        backend = kernels.backend_for("cpu")
+        self._threads = backend.threads(parallel.num_threads, parallel.cpus)
+        self.cache_engine = CacheEngine(kv_cache, backend)
+        with self._threads:
+            loaded = load_causal_lm(model)
         self.runner = ModelRunner(
-            load_model(model), self.cache_engine.layers, kv_cache.block_size, model.max_model_len, logprobs_mode
+            loaded, self.cache_engine.layers, kv_cache.block_size, model.max_model_len, logprobs_mode
         )
 
     def execute(self, batch: Batch) -> StepResult:
         """Move blocks, run the model, draw tokens."""
-        self.cache_engine.swap_out(batch.swap_out)
-        self.cache_engine.swap_in(batch.swap_in)
-        self.cache_engine.copy_slots(batch.copies)
-        fault_point("step.run")
-        return self.runner.run(batch)
+        with self._threads:
+            self.cache_engine.transfer(batch.transfers)
+            self.cache_engine.copy_slots(batch.copies)
+            fault_point("step.run")
+            return self.runner.run(batch)

@@ -1,4 +1,4 @@
-"""The application: one table of endpoints, from which requests are routed and /openapi.json is made."""
+"""The ASGI application: one table of endpoints, from which routes and /openapi.json are made."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from quire.server.http import openapi
 from quire.server.http.bodies import warning
 from quire.server.http.endpoint import Endpoint
 from quire.server.http.errors import ANTHROPIC_PATH, ApiError, status_error
-from quire.server.http.state import ServerState, add_context
+from quire.server.http.state import ServerState, begin_request
 from quire.server.operations import debug, health
-from quire.server.page import static_page
+from quire.server.page import endpoint as page
 
 Wrap: TypeAlias = Callable[[ASGIApp, Endpoint], ASGIApp]
-"""puts something around one endpoint, such as its guard"""
+"""Wraps one endpoint in middleware, such as authentication."""
 
 ROUTES: tuple[Endpoint, ...] = (
     *completions.ENDPOINTS,
@@ -37,9 +37,9 @@ ROUTES: tuple[Endpoint, ...] = (
     *tokens.ENDPOINTS,
     *health.ENDPOINTS,
     *debug.ENDPOINTS,
-    *static_page.ENDPOINTS,
+    *page.ENDPOINTS,
 )
-"""what is served, but for /openapi.json, which describes it"""
+"""All endpoints except /openapi.json, which describes them."""
 
 
 def make_app(
@@ -51,8 +51,8 @@ def make_app(
 ) -> Application:
     """The ASGI application.
 
-    `around` stands around everything, paths that nobody knows too, the first outermost; `wrap` around each endpoint.
-    Both find the request's context (`context_of(scope)`), and may raise ApiError before an answer begins.
+    `around` is middleware for all requests, including unknown paths, the first outermost; `wrap` adds middleware to
+    each endpoint. Both can use the request's context (`context_of(scope)`) and raise ApiError before a response begins.
     """
     routes = (*routes, openapi.endpoint(routes))
     return Application(
@@ -82,7 +82,7 @@ class Application:
             await self._router(scope, receive, send)
             return
         scope["app"] = self
-        context, has_begun = add_context(scope), False
+        context, has_begun = begin_request(scope), False
 
         async def send_with_context(message: Message) -> None:
             nonlocal has_begun
@@ -100,11 +100,11 @@ class Application:
             await self._router(scope, receive, send_with_context)
         except Exception as error:
             answer = context.api_error(self._refusal(scope, error) if isinstance(error, HTTPException) else error)
-            if not has_begun:  # else it is cut off: there is no way to say more
+            if not has_begun:  # otherwise the response is truncated: HTTP has no way to report an error now
                 await answer.to_response(scope["path"])(scope, receive, send_with_context)
 
     def _refusal(self, scope: Scope, error: HTTPException) -> ApiError:
-        """No such path, or no such method there: then all that the path has are named."""
+        """The response for an unknown path or method; for a method it lists those of the path."""
         headers = dict(error.headers or {})
         if error.status_code == 405:
             matching = [r for r in self._router.routes if r.matches(scope)[0] is not Match.NONE]

@@ -32,62 +32,62 @@ _BYTES = ("max_body_bytes", "max_header_bytes", "response_store_max_bytes")
 class ServerArgs:
     """vLLM's names where the meaning is the same. Each field's help is its documentation and the CLI's."""
 
-    host: str = arg("127.0.0.1", "address to listen on; beyond this machine only with an API key")
-    port: int = arg(8000, "port to listen on; 0: any that is free")
+    host: str = arg("127.0.0.1", "address to listen on; one that other machines can reach requires an API key")
+    port: int = arg(8000, "port to listen on; 0: any free port")
     uds: str | None = arg(None, "listen on this Unix socket instead of host and port")
-    served_model_name: tuple[str, ...] = arg((), "names the model answers to, the first in answers; none: its own")
-    page: bool = arg(True, "serve the playground and the view of the cache at /")
+    served_model_name: tuple[str, ...] = arg((), "names of the model for clients; responses use the first")
+    page: bool = arg(True, "serve the web page with the playground and the live view at /")
 
-    api_key: tuple[str, ...] = arg((), "keys that clients must send one of; visible to other users of the machine")
-    api_key_file: str | None = arg(None, "file of keys, a name:key on each line; the name is the tenant")
-    allow_unauthenticated: bool = arg(False, "listen beyond this machine though there is no API key")
-    guard_metrics: bool = arg(False, "/metrics needs an API key too")
-    guard_health: bool = arg(False, "/health and /ready need an API key too")
+    api_key: tuple[str, ...] = arg((), "API keys; other users of this machine can see them")
+    api_key_file: str | None = arg(None, "file of API keys, name:key on each line; the name becomes the tenant")
+    allow_unauthenticated: bool = arg(False, "allow other machines to connect without an API key")
+    guard_metrics: bool = arg(False, "require an API key for /metrics too")
+    guard_health: bool = arg(False, "require an API key for /health and /ready too")
     allowed_hosts: tuple[str, ...] = arg(
-        (), "names that requests may be for (the Host header), * for any; none: this machine's, where no key is needed"
+        (), "accepted values of the Host header, * for any; none: names of this machine only, if no API key is required"
     )
     trusted_proxies: tuple[str, ...] = arg(
-        (), "addresses or networks whose X-Forwarded-For and X-Forwarded-Proto are believed, * for any"
+        (), "addresses or networks of proxies whose X-Forwarded-For and X-Forwarded-Proto are used, * for any"
     )
-    allowed_origins: tuple[str, ...] = arg((), "origins of other sites' pages that browsers may let call, * for any")
-    allow_credentials: bool = arg(False, "those pages' calls may carry cookies and credentials")
-    ssl_certfile: str | None = arg(None, "TLS: certificate chain, in PEM")
-    ssl_keyfile: str | None = arg(None, "TLS: its private key, if not in the same file")
-    ssl_ca_certs: str | None = arg(None, "TLS: clients must show a certificate that these authorities signed")
+    allowed_origins: tuple[str, ...] = arg((), "origins of web sites that may call this server (CORS), * for any")
+    allow_credentials: bool = arg(False, "calls from those pages may carry cookies and credentials")
+    ssl_certfile: str | None = arg(None, "TLS: file with the certificate chain, in PEM")
+    ssl_keyfile: str | None = arg(None, "TLS: file with the private key, if it is not in the certificate's file")
+    ssl_ca_certs: str | None = arg(None, "TLS: require client certificates signed by the authorities in this file")
 
-    max_body_bytes: int | str = arg("32MiB", "longest body of a request")
-    max_header_bytes: int | str = arg("64KiB", "longest request line and headers")
-    header_timeout_s: float = arg(10.0, "seconds that request line and headers may take to come")
-    body_timeout_s: float = arg(60.0, "seconds that a body may take to come")
+    max_body_bytes: int | str = arg("32MiB", "maximum size of a request body")
+    max_header_bytes: int | str = arg("64KiB", "maximum size of request line and headers")
+    header_timeout_s: float = arg(10.0, "seconds within which request line and headers must be received")
+    body_timeout_s: float = arg(60.0, "seconds within which a request body must be received")
     idle_timeout_s: float = arg(
-        75.0, "seconds that a connection is kept without a request, or a client that reads nothing"
+        75.0, "seconds after which a connection is closed that sends no request or does not read its response"
     )
     request_timeout_s: float | None = arg(None, "seconds after which a request is aborted")
     hang_timeout_s: float | None = arg(
-        8.0, "seconds, 3 at least, after which an engine that is busy and gets nowhere is replaced; none: never"
+        8.0, "seconds (at least 3) after which an engine that is busy but makes no progress is replaced; none: never"
     )
-    keep_alive_s: float = arg(15.0, "seconds without a token after which a stream gets a comment, so that it is kept")
-    max_prompts_per_request: int = arg(1024, "prompts in one request")
-    max_choices_per_request: int = arg(1024, "prompts times n, or times best_of, in one request")
+    keep_alive_s: float = arg(15.0, "seconds without a token after which a stream sends a comment")
+    max_prompts_per_request: int = arg(1024, "maximum number of prompts in one request")
+    max_choices_per_request: int = arg(1024, "maximum of prompts times n, or times best_of, in one request")
 
-    max_waiting: int = arg(1024, "requests that may wait for their turn; more are told to come again (429)")
-    max_concurrent_per_tenant: int | None = arg(None, "requests of one API key, or one address, at once")
-    requests_per_minute: int | None = arg(None, "requests of one API key, or one address")
-    tokens_per_minute: int | None = arg(None, "tokens, of prompts and outputs, of one API key, or one address")
-    drain_timeout_s: float = arg(30.0, "seconds that running requests have to finish once the server is told to stop")
+    max_waiting: int = arg(1024, "maximum number of requests in the queue; further ones are refused (429)")
+    max_concurrent_per_tenant: int | None = arg(None, "maximum number of simultaneous requests of one tenant")
+    requests_per_minute: int | None = arg(None, "requests per minute of one tenant: an API key or an address")
+    tokens_per_minute: int | None = arg(None, "tokens, of prompts and outputs, per minute of one tenant")
+    drain_timeout_s: float = arg(30.0, "seconds that running requests may take to finish when the server stops")
 
-    allow_client_chat_template: bool = arg(False, "requests may bring a chat template of their own")
-    tool_parser: str = arg("auto", f"how the model writes tool calls: {', '.join(TOOL_PARSERS)}")
+    allow_client_chat_template: bool = arg(False, "let requests contain their own chat template")
+    tool_parser: str = arg("auto", f"format of the model's tool calls: {', '.join(TOOL_PARSERS)}")
     reasoning_parser: str = arg(
-        "auto", "how the model marks its reasoning: auto, none, think, mistral, or two tags, as START...END"
+        "auto", "tags around the model's reasoning: auto, none, think, mistral, or two tags written START...END"
     )
-    response_store: str | None = arg(None, "file that keeps the answers of /v1/responses; none: kept until the end")
-    response_store_max: int = arg(10_000, "answers kept there; the oldest go first")
-    response_store_max_bytes: int | str = arg("256MiB", "bytes that they may have in all, with what was asked")
+    response_store: str | None = arg(None, "file for stored responses; none: kept in memory")
+    response_store_max: int = arg(10_000, "maximum number of stored responses; the oldest are deleted first")
+    response_store_max_bytes: int | str = arg("256MiB", "maximum size of all stored responses with their inputs")
 
-    log_format: str = arg("text", "text or json, a line for each message and request")
-    log_requests: bool = arg(True, "log a line for each request, without what was said")
-    log_prompts: bool = arg(False, "log the bodies of requests too, prompts and all")
+    log_format: str = arg("text", "format of the log: text, or json with one object per line")
+    log_requests: bool = arg(True, "log a line for each request, without the text of prompts and responses")
+    log_prompts: bool = arg(False, "log the bodies of requests too, including prompts")
     otlp_endpoint: str | None = arg(None, "send a trace of each request to this OpenTelemetry collector")
 
     def __post_init__(self) -> None:
@@ -97,29 +97,29 @@ class ServerArgs:
                 raise ConfigError(f"{name}={value!r}{nearest_name(value, allowed)} (allowed: {', '.join(allowed)})")
         for name, least in _AT_LEAST.items():
             if (value := getattr(self, name)) is not None and not least <= value < float("inf"):
-                raise ConfigError(f"{name}={value}: must be {least} or more")
+                raise ConfigError(f"{name}={value}: must be at least {least}")
         for name in _MORE_THAN_0:
             if (value := getattr(self, name)) is not None and not 0 < value < float("inf"):
-                raise ConfigError(f"{name}={value}: must be a number of seconds, more than 0")
+                raise ConfigError(f"{name}={value}: must be a number of seconds greater than 0")
         for name in _BYTES:
             if parse_bytes(name, getattr(self, name)) < 1024:
-                raise ConfigError(f"{name}={getattr(self, name)!r}: must be 1024 bytes or more")
+                raise ConfigError(f"{name}={getattr(self, name)!r}: must be at least 1024 bytes")
         self._check_listening()
 
     def _check_listening(self) -> None:
         if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port={self.port}: must be from 0 to 65535; 0 takes any that is free")
+            raise ConfigError(f"port={self.port}: must be from 0 to 65535; 0 selects a free port")
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
-            raise ConfigError("ssl_keyfile and ssl_ca_certs need ssl_certfile, the server's certificate")
+            raise ConfigError("ssl_keyfile and ssl_ca_certs require ssl_certfile, the server's certificate")
         for proxy in self.trusted_proxies:
             if proxy != "*" and not _is_network(proxy):
-                raise ConfigError(f"trusted_proxies has {proxy!r}: must be addresses or networks, as 10.0.0.0/8, or *")
+                raise ConfigError(f"trusted_proxies has {proxy!r}: must be addresses, networks (10.0.0.0/8) or *")
         if self.log_prompts and not self.log_requests:
-            raise ConfigError("log_prompts adds to the lines that log_requests writes: give both, or neither")
+            raise ConfigError("log_prompts requires log_requests: enable both or neither")
         if not self.allow_unauthenticated and not self.is_local and not self.has_api_key:
             raise ConfigError(
-                f"host={self.host!r} can be reached from other machines and there is no API key: give api_key_file, "
-                "api_key or QUIRE_API_KEY, or allow_unauthenticated if everybody may use this server"
+                f"host={self.host!r} can be reached from other machines, and no API key is configured: set "
+                "api_key_file, api_key or QUIRE_API_KEY, or allow_unauthenticated if any client may use this server"
             )
 
     @property
@@ -170,7 +170,7 @@ def merge_args(config_file: str | None, flags: Mapping[str, Any]) -> tuple[Serve
     for name in given:
         if name not in server_names and name not in engine_names:
             suggestion = nearest_name(name, server_names + engine_names)
-            raise ConfigError(f"unknown argument {name!r}{suggestion}: see docs/configuration.md for all")
+            raise ConfigError(f"unknown argument {name!r}{suggestion}; docs/configuration.md lists all arguments")
     engine = EngineArgs(**{name: value for name, value in given.items() if name in engine_names})
     check_types(engine)
     return ServerArgs(**{name: _tuple(value) for name, value in given.items() if name in server_names}), engine
@@ -189,7 +189,7 @@ def _read_config_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"the configuration file {str(path)!r} cannot be read: {error}") from error
     values = {} if values is None else values
     if not isinstance(values, dict):
-        raise ConfigError(f"the configuration file {str(path)!r} must hold names and values, as in `port: 8000`")
+        raise ConfigError(f"the configuration file {str(path)!r} must contain names and values, such as `port: 8000`")
     lists = {f.name for f in dataclasses.fields(ServerArgs) if str(f.type) == "tuple[str, ...]"}
     named = {str(name).replace("-", "_"): value for name, value in values.items()}
     return {name: [value] if name in lists and isinstance(value, str) else value for name, value in named.items()}

@@ -1,4 +1,4 @@
-"""`quire serve`: listen, load the model, serve until a signal, finish what runs, stop."""
+"""`quire serve`: listen, load the model, serve until a signal, drain, stop."""
 
 from __future__ import annotations
 
@@ -28,17 +28,16 @@ from quire.config.args import EngineArgs
 from quire.config.model import EMBEDDED_CHECKPOINTS
 from quire.interfaces.async_llm.async_llm import AsyncLLM
 from quire.server.api.responses import endpoint as responses
-from quire.server.api.responses.run import Shelf
 from quire.server.app import ROUTES, make_app
 from quire.server.config import ServerArgs, describe_args
 from quire.server.http.auth import AllowedHosts, ApiKeys, Authentication, checks_hosts
 from quire.server.http.endpoint import Endpoint
 from quire.server.http.protocol import limited_protocol
-from quire.server.http.state import ServerState
+from quire.server.http.state import RequestContext, ServerState
 from quire.server.operations.admission import Admission
-from quire.server.operations.lifecycle import Admitting, Front, Gate
+from quire.server.operations.lifecycle import AdmissionControl, DrainGate, LoadingApp
 from quire.server.operations.metrics import METRICS_ENDPOINT, Metrics
-from quire.server.operations.request_log import NamedRoute, Observer, RecordListener, RequestRecord, log_request
+from quire.server.operations.request_log import EngineListener, NamedRoute, Observer, log_request
 from quire.server.operations.tracing import Tracer
 
 _NUM_FILES = 65_536
@@ -74,18 +73,18 @@ class _Service:
         self._args = args
         self._engine_args = engine_args
         self._keys = keys
-        self._front = Front()
-        self._http = _Server(_uvicorn_config(self._front, args))
+        self._loading_app = LoadingApp()
+        self._http = _Server(_uvicorn_config(self._loading_app, args))
         self._stop = asyncio.Event()
         self._draining: asyncio.Task[None] | None = None
         self._exit_status = 0
 
     async def run(self, sock: socket.socket, began: float) -> int:
-        """All of it."""
+        """Load the model, serve until a signal, and stop. Returns the exit status."""
         self._catch_signals()
         http = asyncio.create_task(self._http.serve(sockets=[sock]))
         llm, url = None, _url(self._args, sock)
-        logger.info("loading the model; %s answers that it is not ready yet", url)
+        logger.info("loading the model; meanwhile %s answers 503", url)
         try:
             llm = await self._load()
             if llm is not None:
@@ -98,7 +97,7 @@ class _Service:
         return self._exit_status
 
     def _catch_signals(self) -> None:
-        """The first asks to stop, the second does not wait for what runs."""
+        """Install signal handlers: the first signal drains the server, the second aborts running requests."""
         loop = asyncio.get_running_loop()
 
         def on_signal(number: int) -> None:
@@ -113,7 +112,7 @@ class _Service:
             loop.add_signal_handler(number, on_signal, number)
 
     async def _load(self) -> AsyncLLM | None:
-        """None if a signal came before the model was there."""
+        """Load the model; None if a signal arrived before it was loaded."""
         made = AsyncLLM.from_args(self._engine_args, hang_timeout_s=self._args.hang_timeout_s)
         loading = asyncio.create_task(made)
         stopped = asyncio.create_task(self._stop.wait())
@@ -129,14 +128,14 @@ class _Service:
         args = self._args
         names = args.served_model_name or (self._engine_args.model or EMBEDDED_CHECKPOINTS[0],)
         state = ServerState(llm=llm, args=args, model_names=names)
-        responses.shelf_of(state)  # a store that is wrong stops the server before anybody asks for it
-        gate = Gate(
+        responses.stored_responses(state)  # a store that cannot be opened stops the server before its first request
+        gate = DrainGate(
             request_timeout_s=args.request_timeout_s,
             drain_timeout_s=args.drain_timeout_s,
             on_idle=give_back_memory,
         )
         with _tracer(args, names[0]) as tracer:
-            self._front.app = build_app(state, gate, self._keys, [tracer] if tracer is not None else [])
+            self._loading_app.app = build_app(state, gate, self._keys, [tracer] if tracer is not None else [])
             gc.collect()
             gc.freeze()  # as in the engine process
             logger.info(
@@ -148,22 +147,21 @@ class _Service:
             await asyncio.wait({self._draining})
 
 
-async def finish(state: ServerState, gate: Gate) -> None:
-    """First what somebody waits for, then in what time is left what runs in the background. Cancelling this, once, ends
-    the waiting, not the cleaning up."""
+async def finish(state: ServerState, gate: DrainGate) -> None:
+    """Drain requests whose clients wait, then background responses in the remaining time. Cancelling this call once
+    ends the waiting; cleaning up continues."""
     ends_s, task = time.monotonic() + state.args.drain_timeout_s, asyncio.current_task()
     await gate.drain()
-    shelf: Shelf | None = state.parts.get(responses.PART)
-    if shelf is not None:
+    if state.responses is not None:
         hurries = task is not None and task.cancelling()
-        await shelf.shutdown(0.0 if hurries else max(0.0, ends_s - time.monotonic()))
+        await state.responses.shutdown(0.0 if hurries else max(0.0, ends_s - time.monotonic()))
     gate.close()
 
 
 def build_app(
-    state: ServerState, gate: Gate, keys: ApiKeys, sinks: Sequence[Callable[[RequestRecord], None]] = ()
+    state: ServerState, gate: DrainGate, keys: ApiKeys, sinks: Sequence[Callable[[RequestContext], None]] = ()
 ) -> ASGIApp:
-    """The application with all that operating it takes: records, metrics, keys, limits, deadlines."""
+    """The application with its middleware for operation: logs, metrics, keys, limits and deadlines."""
     args, llm = state.args, state.llm
     scheduler = llm.config.scheduler
     admission = Admission(
@@ -178,14 +176,14 @@ def build_app(
         cache=llm.config.cache,
         engine_pid=lambda: llm.engine_pid,
     )
-    state.parts["metrics"] = metrics
-    for listener in (metrics, RecordListener()):
+    state.metrics = metrics
+    for listener in (metrics, EngineListener()):
         llm.add_listener(listener)
     is_guarded = {"api": True, "page": False, "metrics": args.guard_metrics, "health": args.guard_health}
 
     def wrap(app: ASGIApp, endpoint: Endpoint) -> ASGIApp:
         if endpoint.generates:
-            app = Admitting(app, admission)
+            app = AdmissionControl(app, admission)
         if keys and is_guarded[endpoint.kind]:
             app = Authentication(app, keys)
         if endpoint.kind in ("api", "page"):
@@ -205,7 +203,7 @@ def build_app(
             expose_headers=["x-request-id", "x-quire-warning", "retry-after"],
         )
     logs = [log_request] if args.log_requests else []
-    return Observer(app, [metrics.on_record, *logs, *sinks], keep_bodies=args.log_prompts)
+    return Observer(app, [metrics.on_http_response, *logs, *sinks], keep_bodies=args.log_prompts)
 
 
 @contextlib.contextmanager
@@ -242,15 +240,13 @@ def _uvicorn_config(app: ASGIApp, args: ServerArgs) -> uvicorn.Config:
     try:
         config.load()
     except (OSError, ssl.SSLError) as error:
-        raise ConfigError(
-            f"ssl_certfile={args.ssl_certfile!r}, or the key that belongs to it, cannot be used: {error}"
-        ) from error
+        raise ConfigError(f"ssl_certfile={args.ssl_certfile!r} or its private key cannot be used: {error}") from error
     return config
 
 
 @contextlib.contextmanager
 def _listening(args: ServerArgs) -> Iterator[socket.socket]:
-    """A bound socket, closed in the end. Raises ConfigError if it cannot be had."""
+    """A bound socket, closed in the end. Raises ConfigError if it is unavailable."""
     sock = _bind_path(Path(args.uds)) if args.uds is not None else _bind_port(args.host, args.port)
     with sock:
         try:
@@ -267,22 +263,22 @@ def _bind_port(host: str, port: int) -> socket.socket:
         )[0]
         sock = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise ConfigError(f"host={host!r} is no address of this machine: {error}") from error
+        raise ConfigError(f"host={host!r} is not an address of this machine: {error}") from error
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind(address)
         sock.listen(_BACKLOG)
     except OSError as error:
         sock.close()
-        what = "in use by another program" if error.errno == errno.EADDRINUSE else f"not to be had: {error.strerror}"
+        what = "in use by another program" if error.errno == errno.EADDRINUSE else f"unavailable: {error.strerror}"
         raise ConfigError(
-            f"port {port} of {host} is {what}; choose another with --port, 0 for any that is free"
+            f"port {port} of {host} is {what}; choose another one with --port, or 0 for any free port"
         ) from error
     return sock
 
 
 def _bind_path(path: Path) -> socket.socket:
-    """What a server that was killed has left behind is taken away first."""
+    """Bind a Unix socket, after removing one that a killed server left behind."""
     sock = socket.socket(socket.AF_UNIX)
     try:
         if path.is_socket():
@@ -294,7 +290,7 @@ def _bind_path(path: Path) -> socket.socket:
         sock.listen(_BACKLOG)
     except OSError as error:
         sock.close()
-        raise ConfigError(f"uds={str(path)!r} cannot be made: {error}") from error
+        raise ConfigError(f"uds={str(path)!r} cannot be created: {error}") from error
     except ConfigError:
         sock.close()
         raise
@@ -309,7 +305,7 @@ def _url(args: ServerArgs, sock: socket.socket) -> str:
 
 
 def _allow_many_connections() -> None:
-    """Each is a file to the system, which gives a process 1,024 unless it asks for more."""
+    """Raise the limit on open files, since each connection is one and the default is 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _NUM_FILES if hard == resource.RLIM_INFINITY else min(_NUM_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,1 +1,1 @@
-"""Text to tokens and back, chat templates, grammars. No torch here."""
+"""Tokenizers, chat templates and grammars. This package does not import torch."""

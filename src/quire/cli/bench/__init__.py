@@ -1,7 +1,7 @@
-"""Measure how fast this machine runs a model, the kernels and the scheduler: one JSON line per row.
+"""Measure how fast this machine runs a model, the kernels and the scheduler; each result is one line of JSON.
 
-`throughput` and `latency` generate for random prompts: greedy, end-of-sequence tokens ignored, prefix cache off. What
-the machine can do at best is measured in the same run, and a row says what share of it was reached.
+`throughput` and `latency` use random prompts and greedy decoding, ignore end-of-sequence tokens, and turn the prefix
+cache off. The machine's limits are measured in the same run, and each result says what share of them was reached.
 """
 
 import argparse
@@ -13,34 +13,34 @@ from typing import Any
 from quire.cli.options import add_engine_arguments
 
 _BENCHMARKS = {
-    "throughput": "tokens per second of a batch that starts together",
-    "latency": "time to the first token and from token to token, at a load",
-    "kernels": "all kernels but attention, by rows",
-    "attention": "decode and prefill, by context and sequences",
-    "scheduler": "bookkeeping of a decode step, by running and waiting requests; no model",
+    "throughput": "tokens per second of a batch of prompts that all start together",
+    "latency": "time to the first token and between tokens, under load",
+    "kernels": "every kernel except attention, for each number of rows",
+    "attention": "decode and prefill attention, for each context length and number of sequences",
+    "scheduler": "bookkeeping of a decode step, for each number of running and waiting requests; without a model",
 }
 _PROMPTS = {
-    "num_prompts": (8, "prompts in all"),
-    "input_len": (128, "tokens of each"),
-    "output_len": (64, "to generate"),
+    "num_prompts": (8, "number of prompts"),
+    "input_len": (128, "tokens in each prompt"),
+    "output_len": (64, "tokens to generate for each prompt"),
 }
-_MACHINE = {"threads": (0, "of the kernels; 0: what the CPU set allows"), "seconds": (2.0, "time for each row")}
+_MACHINE = {"threads": (0, "kernel threads; 0: what the CPU set allows"), "seconds": (2.0, "seconds for each row")}
 _OPTIONS: Mapping[str, Mapping[str, tuple[Any, str]]] = {
-    "throughput": _PROMPTS | {"runs": (2, "times to run it; the last counts")},
+    "throughput": _PROMPTS | {"runs": (2, "number of runs, of which the last is reported")},
     "latency": _PROMPTS
     | {
-        "concurrency": (4, "requests that are there at any time"),
-        "request_rate": (0.0, "arrivals a second, at random, instead; 0: off"),
+        "concurrency": (4, "requests that run at any time"),
+        "request_rate": (0.0, "random arrivals per second, in place of --concurrency; 0: off"),
     },
     "kernels": _MACHINE | {"rows": ((1, 4, 8, 36, 128, 1024), "tokens in the batch")},
     "attention": _MACHINE
     | {"context": ((128, 512, 2048, 8000, 16000), "tokens in the cache"), "num_seqs": ((1, 8, 32), "sequences")},
-    "scheduler": {"num_seqs": ((1, 16, 64, 256), "running"), "waiting": ((0, 100, 10_000, 100_000), "behind them")},
+    "scheduler": {"num_seqs": ((1, 16, 64, 256), "running"), "waiting": ((0, 100, 10_000, 100_000), "requests")},
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of each benchmark."""
+    """Add a subcommand with its options for each benchmark."""
     parsers = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
     for name, summary in _BENCHMARKS.items():
         command = parsers.add_parser(name, help=summary, description=summary, allow_abbrev=False)
@@ -60,11 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if "threads" in _OPTIONS[name]:
             command.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
         if name == "throughput":
-            command.add_argument("--json", action="store_true", help="print nothing but the JSON object")
+            command.add_argument("--json", action="store_true", help="print only the JSON object")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run one of them, printing each row as it comes."""
+    """Run one benchmark and print each row as soon as it is measured."""
     module = importlib.import_module(f"quire.cli.bench.{options.benchmark}")  # most load torch
     for row in module.measure(options):
         print(json.dumps(row), flush=True)

@@ -1,4 +1,7 @@
-"""Attention over paged keys and values: decoding is limited by reading them, prefill by multiply-adds."""
+"""Benchmark of attention over paged keys and values.
+
+Decode attention is limited by reading keys and values, prefill attention by multiply-adds.
+"""
 
 import argparse
 from collections.abc import Callable, Iterator
@@ -11,17 +14,18 @@ import torch
 
 from quire import kernels
 from quire.cli.bench.limits import COLD_BYTES, compare
-from quire.config.kv_cache import KVCacheSpec
+from quire.config.kv_cache import FullAttentionSpec
 
 _HEADS = ((14, 2, 64), (32, 8, 128), (12, 12, 64))
-"""num_heads, num_kv_heads, head_dim"""
+"""Each entry is (num_heads, num_kv_heads, head_dim)."""
 _BLOCK_SIZE, _LONGEST_PREFILL, _LARGEST_CACHE = 16, 2048, 2**30
 
 
 def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A row for each shape, context and batch; caches over 1 GiB and prompts over 2,048 tokens are left out.
+    """Yield a row for each shape, context and batch, except caches over 1 GiB and prompts over 2,048 tokens.
 
-    `shared`: the sequences decode behind one prefix, all of their blocks but the last, whose bytes count once.
+    In a `shared` row the sequences decode after one common prefix: all of their blocks but the last are shared, and the
+    bytes of shared blocks are counted once.
     """
     kernels.set_num_threads(options.threads or kernels.num_threads())
     torch.set_num_threads(1)
@@ -31,7 +35,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     cases += [("prefill", heads, 1, context) for heads, context in product(_HEADS, options.context)]
     for (kind, heads, num_seqs, context), cache in product(cases, (options.dtype, "int8")):
         query_len = context if kind == "prefill" else 1
-        spec = KVCacheSpec(heads[1], heads[2], cache)
+        spec = FullAttentionSpec(heads[1], heads[2], cache)
         num_own = _BLOCK_SIZE if kind == "shared" else context
         num_bytes = spec.bytes_per_token * (context - num_own + num_own * num_seqs)
         if num_bytes <= _LARGEST_CACHE and query_len <= _LONGEST_PREFILL:
@@ -48,7 +52,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def _calls(
     num_heads: int,
-    spec: KVCacheSpec,
+    spec: FullAttentionSpec,
     context: int,
     query_len: int,
     num_seqs: int,
@@ -56,17 +60,17 @@ def _calls(
     *,
     shared: bool,
 ) -> list[Callable[[], object]]:
-    """Calls for equal sequences in shuffled blocks of their own, so many that no cache holds them."""
+    """Return calls that attend to equal sequences in shuffled blocks; together they exceed every CPU cache."""
     num_kv_heads, head_dim = spec.num_kv_heads, spec.head_dim
     block_bytes = _BLOCK_SIZE * spec.bytes_per_token
     blocks_per_call = -(-context // _BLOCK_SIZE) * num_seqs
     num_blocks = max(1, COLD_BYTES // (block_bytes * blocks_per_call)) * blocks_per_call
-    memory = np.zeros(num_blocks * block_bytes + 64, np.uint8)  # in huge pages, as the engine has it
+    memory = np.zeros(num_blocks * block_bytes + 64, np.uint8)  # NumPy asks for huge pages, as the engine does
     start = -memory.ctypes.data % 64
     buffer = torch.from_numpy(memory[start : start + num_blocks * block_bytes])
     cache_dtype = getattr(torch, spec.dtype)
     k_cache, v_cache = kernels.make_layer_cache(buffer, num_blocks, _BLOCK_SIZE, num_kv_heads, head_dim, cache_dtype)
-    for slots in torch.arange(num_blocks * _BLOCK_SIZE).tensor_split(-(-num_blocks // 256)):  # takes the pages
+    for slots in torch.arange(num_blocks * _BLOCK_SIZE).tensor_split(-(-num_blocks // 256)):  # touches every page
         key, value = torch.randn(2, len(slots), num_kv_heads, head_dim).to(dtype)
         kernels.write_kv(key, value, k_cache, v_cache, slots)
     query = torch.randn(query_len * num_seqs, num_heads, head_dim).to(dtype)

@@ -1,5 +1,8 @@
-"""The kernels but attention. A product of few rows is limited by reading the weights, one of many by the multiply-adds;
-all else moves bytes, each of which is counted once."""
+"""Benchmark of every kernel except attention.
+
+A matrix product of few rows is limited by reading the weights, one of many rows by the multiply-adds. All other kernels
+move bytes, and each byte read or written is counted once.
+"""
 
 import argparse
 from collections.abc import Callable, Iterator
@@ -18,7 +21,7 @@ _DRAWS = ((0.0, 0, 1.0), (0.8, 0, 1.0), (0.8, 50, 1.0), (0.8, 0, 0.95))  # tempe
 
 
 def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A row for each kernel and size."""
+    """Yield a row for each kernel and size."""
     kernels.set_num_threads(options.threads or kernels.num_threads())
     torch.set_num_threads(1)
     dtype = getattr(torch, options.dtype)
@@ -26,7 +29,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         weight = torch.randn(n, k).to(dtype)
         plain = weights == options.dtype
         size = weight.nbytes if plain else kernels.quantized_bytes(n, k, weights)
-        copies = [  # none stays in a cache
+        copies = [  # too many to stay in a CPU cache
             kernels.pack_weight(weight) if plain else kernels.quantize_weight(weight, weights)
             for _ in range(1 + COLD_BYTES // size)
         ]
@@ -45,7 +48,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _row_kernels(rows: int, dtype: torch.dtype) -> Iterator[tuple[str, float, Callable[[], object]]]:
-    """Name, bytes read and written, call."""
+    """Yield (name, bytes read and written, call) of each kernel that works on rows of activations."""
     x, residual = torch.randn(2, rows, _WIDTH).to(dtype)
     weight, bias = torch.ones(_WIDTH), torch.zeros(_WIDTH)
     heads, positions, cos_sin = x.view(rows, -1, 64), torch.arange(rows), torch.randn(rows, 64)
@@ -59,7 +62,7 @@ def _row_kernels(rows: int, dtype: torch.dtype) -> Iterator[tuple[str, float, Ca
 
 
 def _draws(rows: int) -> Iterator[tuple[str, float, Callable[[], object]]]:
-    """Sampling, and log-probabilities, from logits peaked as a language model's."""
+    """Yield (name, bytes read, call) of sampling and log-probabilities, with logits as peaked as a language model's."""
     logits, full = torch.randn(rows, _VOCAB) * 3, torch.ones(rows, dtype=torch.float64)
     for temperature, top_k, top_p in _DRAWS:
         cuts = ((full * top_k).long(), full * top_p, full * 0)

@@ -1,7 +1,6 @@
-"""How long a user waits for the first token, and from token to token.
+"""Benchmark of latency: the time to the first token, and the time between tokens.
 
-Requests arrive at random at a given rate, whether the engine keeps up or not; or a given number of them is always
-there.
+Requests arrive at random at a given rate, whether or not the engine keeps up; or a fixed number of them always runs.
 """
 
 import argparse
@@ -18,7 +17,7 @@ from quire.engine.llm_engine import LLMEngine
 
 
 def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One row. `of_limit` compares the median time between tokens with reading all weights once."""
+    """Yield one row. `of_limit` is the time to read all weights once, divided by the median time between tokens."""
     options.enable_prefix_caching = False
     llm = load_llm(options)
     config = llm.engine.model_config
@@ -40,25 +39,25 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def token_times(
     engine: LLMEngine, prompts: Sequence[list[int]], output_len: int, concurrency: int, request_rate: float = 0.0
 ) -> list[list[float]]:
-    """When each request arrived, and when each of its tokens was there."""
-    clock, rng, times, num_there = time.monotonic, random.Random(0), list[list[float]](), 0
+    """Return, for each request, the time of its arrival followed by the time of each of its tokens."""
+    clock, rng, times, num_unfinished = time.monotonic, random.Random(0), list[list[float]](), 0
     due = clock()
-    while len(times) < len(prompts) or num_there:
-        while len(times) < len(prompts) and (due <= clock() if request_rate else num_there < concurrency):
+    while len(times) < len(prompts) or num_unfinished:
+        while len(times) < len(prompts) and (due <= clock() if request_rate else num_unfinished < concurrency):
             arrival = due if request_rate else clock()
             prompt = {"prompt_token_ids": prompts[len(times)]}
             engine.add_request(str(len(times)), prompt, greedy(output_len), arrival_time=arrival)
             times.append([arrival])
-            due, num_there = due + rng.expovariate(request_rate or 1.0), num_there + 1
-        if not num_there:
+            due, num_unfinished = due + rng.expovariate(request_rate or 1.0), num_unfinished + 1
+        if not num_unfinished:
             time.sleep(max(0.0, due - clock()))
         for output in engine.step():
             times[int(output.request_id)].append(clock())
-            num_there -= output.finished
+            num_unfinished -= output.finished
     return times
 
 
 def percentiles_ms(values: Sequence[float]) -> dict[str, float]:
-    """By nearest rank."""
+    """Return the percentiles 50, 90 and 99 of seconds, in milliseconds, by the nearest-rank method."""
     ordered = sorted(values)
     return {f"p{p}": round(ordered[-(-len(ordered) * p // 100) - 1] * 1e3, 3) for p in (50, 90, 99)}

@@ -1,4 +1,4 @@
-"""What this machine can do at best, measured beside what is compared with it."""
+"""The limits of this machine, measured at the same time as the work that is compared with them."""
 
 import dataclasses
 import math
@@ -15,19 +15,19 @@ import torch
 
 from quire import kernels
 from quire.common.errors import ConfigError
-from quire.kernels import backend
+from quire.kernels.backends.native_backend import DTYPE_CODES, NativeBackend
 from quire.models.layers.embedding import Embedding
 from quire.models.layers.linear import LmHead
 from quire.models.registry import model_class
 from quire.runner.memory_plan import MemoryPlan
 
 COLD_BYTES = 256 * 2**20
-"""more than caches hold"""
+"""More bytes than any CPU cache holds."""
 _PEAK_ROUNDS, _MIN_CALLS = 50_000, 3
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """How long one call takes."""
+    """Return how many seconds one call takes."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
@@ -35,21 +35,21 @@ def seconds(call: Callable[[], object]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Two speeds, of all threads that the kernels run on together."""
+    """Two speeds of this machine, with all threads of the kernels at work together."""
 
     read_bytes_per_s: float
     flops_per_s: float
-    """of multiply-adds in registers, which count two: of bytes for quantized weights, bfloat16 ones where the CPU has
-    them"""
+    """Operations per second of multiply-adds in registers, each counted as two: of 8-bit integers for quantized
+    weights, and of bfloat16 where the CPU has such instructions."""
 
     @classmethod
     def measure(cls, dtype: str, repeats: int = 5) -> "Limits":
         """The best of a few tries; `dtype` may be a format of quantized weights. ConfigError without native kernels."""
-        native, bytes_code = backend.native, len(backend.DTYPE_CODES)
-        quantized = dtype in kernels.QUANTIZED_FORMATS
-        code = bytes_code if quantized else backend.DTYPE_CODES[getattr(torch, dtype)]
-        if native is None:
+        backend = kernels.backend_for("cpu")
+        if not isinstance(backend, NativeBackend):
             raise ConfigError("the machine's limits are measured by the native kernels: install Quire with them")
+        native, quantized = backend.native, dtype in kernels.QUANTIZED_FORMATS
+        code = len(DTYPE_CODES) if quantized else DTYPE_CODES[getattr(torch, dtype)]
         memory = _cold_memory()
         flops = native.multiply_in_registers(code, 1) * kernels.num_threads() * _PEAK_ROUNDS
         read_s = min(seconds(lambda: native.read_memory(memory.ctypes.data, memory.nbytes)) for _ in range(repeats))
@@ -57,24 +57,24 @@ class Limits:
         return cls(memory.nbytes / read_s, flops / peak_s)
 
     def least_s(self, num_bytes: float, flops: float) -> float:
-        """Of work that reads and multiplies at once."""
+        """Return the least time of work that reads and multiplies at the same time."""
         return max(num_bytes / self.read_bytes_per_s, flops / self.flops_per_s)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightCosts:
-    """What a step reads and multiplies by."""
+    """The weights that a step reads and multiplies by."""
 
     num_bytes: int
-    """of all weights, as they are kept; a table of which a step reads some rows does not count"""
+    """Bytes of all weights as they are stored, without tables of which a step reads only some rows."""
     body: int
-    """elements of the matrices that every token passes"""
+    """Elements of the matrices that multiply every token."""
     head: int
-    """and of the one that only tokens pass after which another is drawn"""
+    """Elements of the output head, which multiplies only the tokens after which another token is sampled."""
 
     @classmethod
     def of(cls, plan: MemoryPlan) -> "WeightCosts":
-        """Worked out from the checkpoint's configuration."""
+        """Compute the costs from the checkpoint's configuration."""
         config = plan.config.model
         num_bytes, body, head = plan.weight_bytes, 0, 0
         model = model_class(config.architecture)(dataclasses.replace(config, max_model_len=1))  # no long rotary table
@@ -91,11 +91,12 @@ class WeightCosts:
     def generation_s(
         self, limits: Limits, *, num_prompts: int, input_len: int, output_len: int, max_num_batched_tokens: int
     ) -> float:
-        """The least time of `num_prompts` prompts that start together: the sum of its steps' least times.
+        """Return the least time for `num_prompts` prompts that start together: the sum of the least times of all steps.
 
-        Prompts first, so many tokens in a step as fit, each giving a first token; then steps of one token for every
-        prompt. Each step reads all weights once and does two operations per element and token, whichever takes longer.
-        Attention, the cache and activations are left out, so this is never reached.
+        The first steps compute the prompts, with the largest number of tokens that fits into a step; each later step
+        computes one token for every prompt. A step reads all weights once and does two operations per element and
+        token, and takes as long as the slower of the two. Attention, the KV cache and activations are not counted, so
+        no run can reach this limit.
         """
         prompt_tokens = num_prompts * input_len
         num_steps = math.ceil(prompt_tokens / max_num_batched_tokens)
@@ -107,16 +108,17 @@ class WeightCosts:
 
 @cache
 def _cold_memory() -> npt.NDArray[np.float32]:
-    """NumPy asks for huge pages, as the kernels' weights have them; reading small ones is a third slower."""
+    """Return memory in huge pages (NumPy asks for them), like the kernels' weights: small pages read a third slower."""
     return np.ones(COLD_BYTES // 4, np.float32)
 
 
 def compare(
     calls: Sequence[Callable[[], object]], num_bytes: float, flops: float, dtype: str, budget_s: float
 ) -> dict[str, Any]:
-    """Time calls in turn for `budget_s`, a few at least, and the limits between them: on a shared machine both move.
+    """Time the calls one after the other for `budget_s` seconds, and measure the machine's limits between them.
 
-    The best counts, on both sides. Each call moves `num_bytes` and does `flops` operations.
+    Both change while other programs use the machine, so they are measured interleaved, and the best of each counts.
+    Each call moves `num_bytes` bytes and does `flops` operations; at least a few calls are timed.
     """
     start, times, limits = time.perf_counter(), list[float](), list[Limits]()
     for call in cycle(calls):

@@ -1,6 +1,6 @@
-"""The bookkeeping of a step: the real scheduler, block manager and commit, with tokens drawn at once.
+"""Benchmark of a step's bookkeeping: the real scheduler, block manager and commit, with random tokens and no model.
 
-By the thread's CPU clock, so that other programs do not count.
+Times are those of the thread's CPU clock, so other programs do not count.
 """
 
 import argparse
@@ -13,8 +13,7 @@ from typing import Any
 
 from quire.cli.bench.throughput import greedy
 from quire.common.batch import Draw, StepResult
-from quire.common.outputs import RequestMetrics
-from quire.config.kv_cache import KVCacheSpec
+from quire.config.kv_cache import FullAttentionSpec
 from quire.config.kv_layout import kv_cache_config
 from quire.config.scheduler import SchedulerConfig
 from quire.engine.requests.output import OutputBuilder, SampleOutput
@@ -27,10 +26,10 @@ _PROMPT_LEN, _NUM_STEPS, _VOCAB = 256, 200, 151936
 
 
 def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A row for each number of sequences that decode and of requests that wait behind them."""
+    """Yield a row for each number of decoding sequences and each number of waiting requests."""
     for num_seqs, num_waiting in product(options.num_seqs, options.waiting):
         rng, clock = random.Random(0), time.thread_time
-        spec = KVCacheSpec(1, 2, "float32")  # accounting knows no tensors: any will do
+        spec = FullAttentionSpec(1, 2, "float32")  # any: block accounting uses no tensors
         config = kv_cache_config([spec], 16, num_blocks=num_seqs * (_PROMPT_LEN + _NUM_STEPS) // 8)
         blocks = BlockSpaceManager(config, enable_prefix_caching=True)
         scheduler = Scheduler(SchedulerConfig(num_seqs, num_seqs * _PROMPT_LEN), blocks)
@@ -40,7 +39,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         start, params = clock(), greedy(_NUM_STEPS)
         for prompt in prompts:
             seq = Sequence(scheduler.new_seq_id(), prompt, (Draw(0.0, 0, 1.0, b""),), SampleOutput(params))
-            scheduler.add(SequenceGroup(OutputBuilder(str(seq.seq_id), prompt, params, RequestMetrics(0.0)), seq))
+            scheduler.add(SequenceGroup(OutputBuilder(str(seq.seq_id), prompt, params, 0.0), seq))
         times = {"add": [(clock() - start) / len(prompts)], "schedule": [], "commit": []}
         for _ in range(_NUM_STEPS - 1):
             start = clock()

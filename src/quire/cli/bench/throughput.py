@@ -1,7 +1,7 @@
-"""Tokens per second of a batch: prompts that all start together. The first run warms up, so the last one counts.
+"""Benchmark of throughput: tokens per second of prompts that all start together.
 
-`fraction_of_limit` is the least time that this machine, whose speeds are measured right after, could take for it
-(`WeightCosts.generation_s` says what counts), divided by the time it took. Without native kernels there is none.
+The first run warms up, so the last run is reported. `fraction_of_limit` is the least time this machine could take
+(`WeightCosts.generation_s` says what it counts), divided by the time taken. It is null without native kernels.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from collections.abc import Iterator
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
+from quire import kernels
 from quire.cli.bench.limits import Limits, WeightCosts
 from quire.cli.options import load_llm
 from quire.common.errors import RequestError
 from quire.common.params import SamplingParams
-from quire.kernels import backend
 
 if TYPE_CHECKING:
     from quire.interfaces.llm import LLM
 
 _SEED = 0
 _FIRST_TOKEN_ID = 3
-"""lower ids are special tokens in most vocabularies"""
+"""Lower ids are special tokens in most vocabularies."""
 
 
 def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Load, run, yield the last run's row; the others are printed, unless only JSON is wanted."""
+    """Load the model, run the batch, and yield the last run's row; print every run unless only JSON is wanted."""
     start = time.perf_counter()
     options.enable_prefix_caching = False
     llm = load_llm(options)
@@ -45,29 +45,29 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 f"{result['total_tokens_per_s']:.1f} total tokens/s",
                 flush=True,
             )
-    result |= _limit(options, llm, result["elapsed_s"])  # after the peak of memory was taken: measuring needs some
+    result |= _limit(options, llm, result["elapsed_s"])  # last, because measuring raises the peak of memory
     if not options.json and result["fraction_of_limit"] is not None:
         print(
-            f"limit: {result['limit_s']:.3f} s at {result['read_gb_per_s']:.1f} GB/s and "
-            f"{result['gflop_per_s']:.0f} GFLOP/s; fraction of limit {result['fraction_of_limit']:.2f}"
+            f"limit of this machine: {result['limit_s']:.3f} s, at {result['read_gb_per_s']:.1f} GB/s and "
+            f"{result['gflop_per_s']:.0f} GFLOP/s; fraction of the limit reached: {result['fraction_of_limit']:.2f}"
         )
     yield result
 
 
 def random_prompts(num_prompts: int, input_len: int, vocab_size: int) -> list[list[int]]:
-    """Prompts of random token ids, the same ones every time."""
+    """Return prompts of random token ids, the same at every call."""
     generator = random.Random(_SEED)
     first = min(_FIRST_TOKEN_ID, vocab_size - 1)
     return [[generator.randrange(first, vocab_size) for _ in range(input_len)] for _ in range(num_prompts)]
 
 
 def greedy(output_len: int) -> SamplingParams:
-    """So many tokens, whatever they are."""
+    """Return parameters that generate exactly `output_len` tokens."""
     return SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
 
 
 def run_once(llm: LLM, prompts: list[list[int]], output_len: int) -> float:
-    """Seconds for one batch; RequestError if a prompt was refused or cut short."""
+    """Return the seconds that one batch takes. Raises RequestError if a prompt was rejected or an output cut short."""
     start = time.perf_counter()
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], greedy(output_len), use_tqdm=False)
     elapsed_s = time.perf_counter() - start
@@ -75,7 +75,7 @@ def run_once(llm: LLM, prompts: list[list[int]], output_len: int) -> float:
         if len(output.outputs[0].token_ids) != output_len:
             raise RequestError(
                 output.error
-                or f"a prompt got {len(output.outputs[0].token_ids)} tokens instead of {output_len}: the "
+                or f"an output has {len(output.outputs[0].token_ids)} tokens instead of {output_len}: the model's "
                 "context is too short"
             )
     return elapsed_s
@@ -101,10 +101,12 @@ def _result(options: argparse.Namespace, llm: LLM, elapsed_s: float, load_s: flo
 
 
 def _limit(options: argparse.Namespace, llm: LLM, elapsed_s: float) -> dict[str, float | None]:
-    if backend.native is None:
+    if kernels.isa() == "reference":
         return dict.fromkeys(("limit_s", "read_gb_per_s", "gflop_per_s", "fraction_of_limit"))
     plan, config = llm.engine.plan, llm.engine.model_config
-    limits = Limits.measure(config.quantization or config.dtype)
+    parallel = plan.config.parallel
+    with kernels.backend_for("cpu").threads(parallel.num_threads, parallel.cpus):
+        limits = Limits.measure(config.quantization or config.dtype)
     limit_s = WeightCosts.of(plan).generation_s(
         limits,
         num_prompts=options.num_prompts,

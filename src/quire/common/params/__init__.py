@@ -1,4 +1,4 @@
-"""What a caller may ask of a request."""
+"""Parameters of a request."""
 
 from quire.common.params.beam_search import BeamSearchParams
 from quire.common.params.logprobs_mode import LOGPROBS_MODES, LogprobsMode

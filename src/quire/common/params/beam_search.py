@@ -1,4 +1,4 @@
-"""What a beam search keeps, and when it ends."""
+"""Parameters of a beam search."""
 
 from typing import Literal
 
@@ -17,39 +17,39 @@ MAX_LENGTH_PENALTY = 10.0
 class BeamSearchParams(msgspec.Struct, frozen=True):
     """How wide and how far to search for the likeliest outputs; names and defaults as in vLLM and transformers.
 
-    Checked when made: a value out of range raises InvalidParamsError, which names the field, the value and the range.
+    The constructor raises InvalidParamsError for a value out of range; the error names the field, value and range.
     """
 
     beam_width: int
-    """sequences that are followed at once"""
+    """Number of beams that are kept at each step."""
     max_tokens: int
-    """tokens to generate at most"""
+    """Largest number of tokens to generate."""
     ignore_eos: bool = False
-    """do not stop at the checkpoint's end-of-sequence tokens"""
+    """If True, the checkpoint's end-of-sequence tokens do not end an output."""
     temperature: float = 0.0
-    """logits are divided by it; 0 and 1 leave them as they are. Nothing is drawn at random"""
+    """Logits are divided by this number; 0 and 1 leave them unchanged. Beam search never samples at random."""
     length_penalty: float = 1.0
-    """outputs are ranked by the sum of their log-probabilities over length ** length_penalty: more than 0 favours long
-    ones, less than 0 short ones"""
+    """Outputs are ranked by the sum of their log-probabilities / length ** length_penalty: a penalty above 0 favours
+    long outputs, one below 0 short outputs."""
     include_stop_str_in_output: bool = False
-    """leave the token that ended an output at its end"""
+    """If True, the token that ended an output stays at its end."""
     early_stopping: EarlyStopping = False
-    """True: end with `beam_width` finished outputs. False: end when the best beam, were it to finish now, would not
-    come among them. "never": when it cannot even with the length that favours it most"""
+    """True: stop as soon as `beam_width` outputs are finished. False: stop when the best running beam, if it finished
+    now, would not be among the best. "never": stop when it could not be, even at its most favourable length."""
     n: int | None = None
-    """outputs returned, the best first; None: beam_width of them"""
+    """Number of outputs to return, best first; None for beam_width."""
     stop_token_ids: list[int] | None = None
-    """token ids that end an output, besides the end-of-sequence tokens"""
+    """Token ids that end an output, in addition to the end-of-sequence tokens."""
     structured_outputs: StructuredOutputsParams | None = None
-    """every output is a sentence of a grammar; log-probabilities are those among the tokens that it allows"""
+    """Structure of every output; log-probabilities are normalized over the tokens that it allows."""
     skip_special_tokens: bool = True
-    """leave special tokens out of the text"""
+    """If True, the text leaves out special tokens."""
     detokenize: bool = True
-    """make text"""
+    """If False, no text is produced."""
     priority: int = 0
-    """smaller runs first, with the scheduling policy `priority`"""
+    """Priority for the scheduling policy `priority`; smaller numbers run first."""
     tenant: str = ""
-    """whose request it is, for the scheduling policy `fair`"""
+    """The tenant that the request belongs to, for the scheduling policy `fair`."""
 
     def __post_init__(self) -> None:
         check_int("beam_width", self.beam_width, 1, MAX_BEAMS, f"1 to {MAX_BEAMS}")
@@ -65,10 +65,10 @@ class BeamSearchParams(msgspec.Struct, frozen=True):
             raise InvalidParamsError(
                 "ignore_eos=True: with structured_outputs, an end-of-sequence token ends an output"
             )
-        self.sampling_params()  # checks what it takes over
+        self.sampling_params()  # checks the fields that it copies
 
     def sampling_params(self) -> SamplingParams:
-        """The request as the rooms of the engine see it that know nothing of beams: `beam_width` samples."""
+        """Return the request as the parts of the engine that know no beams see it: `beam_width` samples."""
         return SamplingParams(
             n=self.beam_width,
             temperature=self.temperature,

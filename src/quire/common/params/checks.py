@@ -1,4 +1,4 @@
-"""Bounds of single values, refused with the field, the value and what is allowed."""
+"""Checks of single values. An error names the field, the value and what is allowed."""
 
 import math
 import reprlib
@@ -9,7 +9,7 @@ from quire.common.errors import InvalidParamsError
 
 
 def refuse(name: str, value: Any, allowed: str) -> InvalidParamsError:
-    """The error to raise: what was given, shortened, and what may be."""
+    """Return the error to raise, with the given value (shortened) and what is allowed."""
     return InvalidParamsError(f"{name}={reprlib.repr(value)}: must be {allowed}")
 
 
@@ -38,29 +38,29 @@ def check_flag(name: str, value: Any) -> None:
 def check_text(name: str, value: Any, max_len: int) -> None:
     """Raise InvalidParamsError unless `value` is Unicode text of at most `max_len` characters."""
     ok = isinstance(value, str) and len(value) <= max_len
-    if not ok or any("\ud800" <= char <= "\udfff" for char in value):  # a surrogate is no character
+    if not ok or any("\ud800" <= char <= "\udfff" for char in value):  # surrogates are not characters
         raise refuse(name, value, f"a Unicode string of at most {max_len} characters")
 
 
 def check_texts(name: str, values: Any, max_num: int, max_len: int) -> None:
-    """Raise InvalidParamsError unless these are strings, none empty, at most `max_num`, `max_len` characters in all."""
+    """Raise InvalidParamsError unless these are at most `max_num` non-empty strings of `max_len` characters in all."""
     _check_list(name, values, max_num, "strings")
     left = max_len
     for value in values:
         check_text(name, value, max_len)
         if not value:
-            raise refuse(name, value, "strings, none of them empty")
+            raise refuse(name, value, "a list of non-empty strings")
         left -= len(value)
     if left < 0:
-        raise InvalidParamsError(f"{name} has {max_len - left} characters in all; at most {max_len} are allowed")
+        raise InvalidParamsError(f"{name} has {max_len - left} characters in total; at most {max_len} are allowed")
 
 
 def check_ids(name: str, values: Any, max_num: int) -> None:
-    """Raise InvalidParamsError unless these are token ids, 0 or larger, at most `max_num`."""
+    """Raise InvalidParamsError unless these are at most `max_num` token ids, each 0 or larger."""
     _check_list(name, values, max_num, "token ids")
     if set(map(type, values)) != {int} or min(values) < 0:  # many times faster than one by one
         for value in values:
-            check_int(name, value, 0, None, "token ids, integers from 0 on")
+            check_int(name, value, 0, None, "a list of token ids, which are integers from 0")
 
 
 def _check_list(name: str, values: Any, max_num: int, kind: str) -> None:

@@ -1,4 +1,4 @@
-"""How tokens are chosen, and when to stop."""
+"""Parameters that say how tokens are sampled and when an output ends."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -29,10 +29,10 @@ _GREEDY_BELOW = 1e-5
 
 _NUMBERS = (
     ("temperature", 0.0, 1e6, "0 for greedy, or a positive number up to 1e6"),
-    ("min_p", 0.0, 1.0, "0 to 1"),
-    ("presence_penalty", -2.0, 2.0, "-2 to 2"),
-    ("frequency_penalty", -2.0, 2.0, "-2 to 2"),
-    ("repetition_penalty", 0.01, 100.0, "0.01 to 100; 1 changes nothing"),
+    ("min_p", 0.0, 1.0, "from 0 to 1"),
+    ("presence_penalty", -2.0, 2.0, "from -2 to 2"),
+    ("frequency_penalty", -2.0, 2.0, "from -2 to 2"),
+    ("repetition_penalty", 0.01, 100.0, "from 0.01 to 100; 1 changes nothing"),
 )
 _FLAGS = (
     "include_stop_str_in_output",
@@ -44,76 +44,77 @@ _FLAGS = (
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are chosen and when to stop; names and defaults as in vLLM.
+    """Parameters that say how tokens are sampled and when an output ends; names and defaults are vLLM's.
 
-    Checked when made: a value out of range raises InvalidParamsError, which names the field, the value and the range.
-    What only an engine can know (its vocabulary, its limits) is checked when the request is added. docs/sampling.md has
-    all definitions and bounds in one table, and the order in which they are applied.
+    The constructor raises InvalidParamsError for a value out of range; the error names the field, value and range.
+    What depends on the engine (its vocabulary, its limits) is checked when the request is added. docs/sampling.md lists
+    all definitions and bounds, and the order in which they are applied.
     """
 
     n: int = 1
-    """samples of the answer; they share the prompt's blocks"""
+    """Number of outputs; they share the blocks of the prompt."""
     best_of: int | None = None
-    """samples to run, of which the `n` likeliest come out, best first, at the end; None: `n`"""
+    """Number of samples to generate, of which the `n` likeliest are returned at the end, best first; None for `n`."""
     temperature: float = 1.0
-    """0 takes the likeliest token (greedy); larger is more random"""
+    """0 always takes the likeliest token (greedy decoding); larger values are more random."""
     top_p: float = 1.0
-    """keep the likeliest tokens that together reach this probability"""
+    """Sample only among the likeliest tokens whose probabilities add up to this number."""
     top_k: int = 0
-    """keep this many of the likeliest tokens; 0 or -1 keeps all"""
+    """Sample only among this number of the likeliest tokens; 0 or -1 for all tokens."""
     min_p: float = 0.0
-    """keep the tokens that are at least this times as likely as the likeliest"""
+    """Sample only among tokens whose probability is at least this share of the likeliest token's."""
     presence_penalty: float = 0.0
-    """taken off the logit of every token that is in the output"""
+    """Subtracted from the logit of every token that is in the output."""
     frequency_penalty: float = 0.0
-    """taken off the logit of a token, times how often it is in the output"""
+    """Subtracted from a token's logit, times the number of times the token is in the output."""
     repetition_penalty: float = 1.0
-    """logits of tokens in prompt or output are divided by it where they are positive, else multiplied"""
+    """Positive logits of tokens in the prompt or output are divided by this number, negative ones multiplied by it."""
     seed: int | None = None
-    """the same seed, prompt and params give the same tokens, alone or in any batch; None draws one from the engine's"""
+    """The same seed, prompt and parameters give the same tokens in any batch; None derives one from the engine's seed.
+    """
     max_tokens: int | None = 16
-    """tokens to generate at most; None: as many as the context has room for"""
+    """Largest number of tokens to generate; None for the number that fits into the context."""
     min_tokens: int = 0
-    """tokens to generate before an end-of-sequence token, a stop token or a stop string may end the output"""
+    """Number of tokens before an end-of-sequence token, a stop token or a stop string may end the output."""
     stop: str | list[str] | None = None
-    """strings that end the output; they are not part of it unless include_stop_str_in_output"""
+    """Strings that end the output; the text leaves them out unless include_stop_str_in_output."""
     stop_token_ids: list[int] | None = None
-    """token ids that end the output; the text leaves the last one out unless include_stop_str_in_output"""
+    """Token ids that end the output; the text leaves out the stop token unless include_stop_str_in_output."""
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    """do not stop at the checkpoint's end-of-sequence tokens"""
+    """If True, the checkpoint's end-of-sequence tokens do not end the output."""
     logprobs: int | None = None
-    """log-probabilities of each token drawn and of so many of the likeliest; -1: of all, None: of none"""
+    """Return log-probabilities of each sampled token and of this number of the likeliest; -1 for all, None for none."""
     prompt_logprobs: int | None = None
-    """the same of the prompt's tokens"""
+    """Return the same log-probabilities for the tokens of the prompt."""
     logit_bias: dict[int, float] | None = None
-    """token id -> what is added to its logit"""
+    """Maps token ids to numbers that are added to their logits."""
     bad_words: list[str] | None = None
-    """words whose last token is not drawn after their others, with or without a space before them"""
+    """Words that must not be completed, with or without a space before them."""
     allowed_token_ids: list[int] | None = None
-    """no other token is drawn"""
+    """Sample only among these tokens."""
     logits_processors: list[Callable[[list[int], Any], Any]] | None = None
-    """called in order with the output so far and the logits [vocab] float32, a tensor of its own; give the logits back.
-    Offline only, and slow"""
+    """Functions called in order with the output so far and a copy of the logits ([vocab], float32); each returns the
+    logits. They are slow, and available only with `LLM`."""
     skip_special_tokens: bool = True
-    """leave special tokens out of the text (they stay in token_ids)"""
+    """If True, the text leaves out special tokens (token_ids keep them)."""
     spaces_between_special_tokens: bool = True
-    """where the tokenizer puts spaces between tokens, also between special ones"""
+    """If the tokenizer puts spaces between tokens, put them between special tokens as well."""
     detokenize: bool = True
-    """make text; without it only token ids come out and stop strings are not allowed"""
+    """If False, no text is produced, only token ids, and stop strings are not allowed."""
     truncate_prompt_tokens: int | None = None
-    """keep only so many tokens, the last, of a longer prompt; -1: as many as leave room for max_tokens"""
+    """Keep only this number of tokens from the end of a longer prompt; -1 to leave space for max_tokens."""
     cache_salt: str = ""
-    """requests of different salts share no cached prefix; it may stand with the prompt instead"""
+    """Requests with different salts share no cached prefix. The salt may also be given with the prompt."""
     structured_outputs: StructuredOutputsParams | None = None
-    """the form that the output must have"""
+    """The structure that the output must have."""
     output_kind: OutputKind = "cumulative"
-    """what comes out of a step that brought a token: all so far, what is new since the last time, or nothing before
-    the end; `LLM.generate` gives the whole in any case"""
+    """What a step that adds a token returns: the whole output so far, the new part only, or nothing before the end.
+    `LLM.generate` returns the whole output in every case."""
     priority: int = 0
-    """smaller runs first, with the scheduling policy `priority`"""
+    """Priority for the scheduling policy `priority`; smaller numbers run first."""
     tenant: str = ""
-    """whose request it is, for the scheduling policy `fair`"""
+    """The tenant that the request belongs to, for the scheduling policy `fair`."""
 
     def __post_init__(self) -> None:
         for name, low, high, allowed in _NUMBERS:
@@ -144,19 +145,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         if self.ranks_samples and self.is_greedy:
             raise InvalidParamsError(
                 f"best_of={self.best_of} with temperature={self.temperature}: greedy samples are all the same; "
-                "give a temperature, or leave best_of out"
+                "set a higher temperature, or leave out best_of"
             )
 
     def _check_lengths(self) -> None:
         if self.max_tokens is not None:
-            check_int("max_tokens", self.max_tokens, 1, None, "at least 1, or None for what the context holds")
-        most = "" if self.max_tokens is None else f" to max_tokens={self.max_tokens}"
-        check_int("min_tokens", self.min_tokens, 0, self.max_tokens, f"an integer from 0{most or ' on'}")
+            check_int("max_tokens", self.max_tokens, 1, None, "at least 1, or None for the number that fits")
+        allowed = "0 or more" if self.max_tokens is None else f"from 0 to max_tokens={self.max_tokens}"
+        check_int("min_tokens", self.min_tokens, 0, self.max_tokens, allowed)
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
-                check_int(name, value, ALL_LOGPROBS, None, "a count from 0 on, -1 for the whole vocabulary, or None")
+                check_int(name, value, ALL_LOGPROBS, None, "0 or more, -1 for the whole vocabulary, or None")
         if (keep := self.truncate_prompt_tokens) is not None and (keep != -1 or isinstance(keep, bool)):
-            check_int("truncate_prompt_tokens", keep, 1, None, "at least 1, -1 for what the context holds, or None")
+            check_int("truncate_prompt_tokens", keep, 1, None, "at least 1, -1 for the number that fits, or None")
 
     def _check_tokens(self) -> None:
         if self.bad_words is not None:
@@ -165,7 +166,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             check_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
             if not self.allowed_token_ids:
                 raise InvalidParamsError(
-                    "allowed_token_ids is empty, nothing could be drawn: give ids, or None for all"
+                    "allowed_token_ids is empty, so no token could be sampled: give ids, or None for all"
                 )
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
@@ -186,26 +187,26 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         if strings is not None:
             check_texts("stop", strings, MAX_STOP_STRINGS, MAX_STOP_LEN)
         if strings and not self.detokenize:
-            raise InvalidParamsError("stop strings are searched in the text, and detokenize=False makes none")
+            raise InvalidParamsError("stop strings need text, which detokenize=False turns off: remove one of them")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as a tuple."""
+        """The strings of `stop` as a tuple."""
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
     def is_greedy(self) -> bool:
-        """The likeliest token is taken: a temperature this close to 0 is 0."""
+        """Whether the likeliest token is always taken; a temperature very close to 0 counts as 0."""
         return self.temperature < _GREEDY_BELOW
 
     @property
     def num_samples(self) -> int:
-        """Samples to run."""
+        """Number of samples to generate."""
         return self.n if self.best_of is None else self.best_of
 
     @property
     def ranks_samples(self) -> bool:
-        """More samples run than come out."""
+        """Whether more samples are generated than returned."""
         return self.num_samples > self.n

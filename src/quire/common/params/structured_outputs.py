@@ -1,15 +1,16 @@
-"""The form that an output must have."""
+"""Parameters for structured output: the structure that an output must have."""
 
 from typing import Any
 
 import msgspec
 
 from quire.common.errors import InvalidParamsError
+from quire.common.params.checks import refuse
 
 MAX_BYTES = {"json": 256 * 1024, "regex": 64 * 1024, "choice": 256 * 1024, "grammar": 64 * 1024, "json_object": 4}
-"""of each structure, in UTF-8"""
+"""Largest size of each structure, in bytes of UTF-8."""
 MAX_GBNF_BYTES = 16 * 1024
-"""of a grammar with `::=` rules, which is translated first, in time that grows as the square"""
+"""Largest size of a GBNF grammar (`::=` rules), which is first translated in time quadratic in its size."""
 MAX_CHOICES = 10_000
 MAX_WHITESPACE_PATTERN_BYTES = 256
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -19,33 +20,34 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "grammar": (str,),
     "json_object": (bool,),
 }
+_ALLOWED = {str: "a non-empty string", dict: "a dict", list: "a non-empty list", bool: "True or False"}
 _JSON_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The output is a sentence of a grammar: exactly one structure is given. Names as in vLLM.
+    """The structure that an output must have; exactly one is given. Names are those of vLLM.
 
-    Checked when made: InvalidParamsError for none or several structures, for what is no JSON, for options that belong
-    to another structure, and beyond the limits of size above. What takes a compiler to tell (a schema's keywords, a
-    regular expression's syntax) ends the request later.
+    The constructor raises InvalidParamsError for none or several structures, for malformed JSON, for options that
+    belong to another structure, and for sizes above the limits of this module. Errors that only the compiler finds (a
+    schema's keywords, a regular expression's syntax) end the request later.
     """
 
     json: str | dict[str, Any] | None = None
-    """a JSON schema"""
+    """A JSON schema."""
     regex: str | None = None
-    """a regular expression that the whole output matches; no look-around, no references back"""
+    """A regular expression that the whole output matches, without look-around and back-references."""
     choice: list[str] | None = None
-    """one of these strings"""
+    """Strings, one of which is the output."""
     grammar: str | None = None
-    """a context-free grammar, as GBNF (`root ::= ...`) or Lark (`start: ...`)"""
+    """A context-free grammar in GBNF (`root ::= ...`) or Lark (`start: ...`)."""
     json_object: bool | None = None
-    """any JSON object"""
+    """True for any JSON object."""
     disable_any_whitespace: bool = False
-    """JSON without spaces and line breaks between its tokens"""
+    """If True, the JSON has no spaces and line breaks between its tokens."""
     disable_additional_properties: bool = False
-    """objects whose schema names properties have no others, unless it says otherwise"""
+    """If True, objects with named properties have no other properties, unless their schema allows them."""
     whitespace_pattern: str | None = None
-    """a regular expression for what may stand between the tokens of JSON"""
+    """A regular expression for the whitespace between the tokens of the JSON."""
 
     def __post_init__(self) -> None:
         given = self._given()
@@ -56,8 +58,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_
             )
         name, value = given[0], getattr(self, given[0])
         if not isinstance(value, _TYPES[name]) or value == "" or value == []:
-            allowed = " or ".join(t.__name__ for t in _TYPES[name])
-            raise InvalidParamsError(f"{name} must be a {allowed} that is not empty, not {type(value).__name__}")
+            raise refuse(name, value, " or ".join(_ALLOWED[t] for t in _TYPES[name]))
         if name == "choice":
             self._check_choice()
         is_gbnf = self.grammar is not None and "::=" in self.grammar
@@ -68,7 +69,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_
 
     @property
     def structure(self) -> str:
-        """The name of the field that is given."""
+        """Name of the field that is set."""
         return self._given()[0]
 
     def _given(self) -> list[str]:
@@ -79,7 +80,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_
         if len(self.choice) > MAX_CHOICES:
             raise InvalidParamsError(f"choice has {len(self.choice):,} strings: at most {MAX_CHOICES:,} are allowed")
         if not all(isinstance(s, str) and s for s in self.choice):
-            raise InvalidParamsError("choice must be a list of strings, none of them empty")
+            raise InvalidParamsError("choice must be a list of non-empty strings")
 
     def _check_schema(self) -> None:
         try:
@@ -97,7 +98,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_
             if not isinstance(value, wanted) or value == "":
                 raise InvalidParamsError(f"{option}={value!r}: must be a {wanted.__name__}")
             if value and name not in ("json", "json_object"):
-                raise InvalidParamsError(f"{option} goes with json or json_object, not with {name}")
+                raise InvalidParamsError(f"{option} can be used with json or json_object, not with {name}")
         if self.whitespace_pattern is not None:
             _check_bytes("whitespace_pattern", self.whitespace_pattern, MAX_WHITESPACE_PATTERN_BYTES)
             if self.disable_any_whitespace:
@@ -105,11 +106,11 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_
 
 
 def _check_bytes(name: str, value: Any, limit: int) -> None:
-    """Raise InvalidParamsError if it is longer in UTF-8, as JSON where it is no text, or cannot be written so."""
+    """Raise InvalidParamsError if the value, as UTF-8 text or JSON, is longer than `limit` or cannot be encoded."""
     try:
         num_bytes = len(value.encode() if isinstance(value, str) else msgspec.json.encode(value))
     except UnicodeEncodeError:
-        raise InvalidParamsError(f"{name} has characters that are no Unicode text") from None
+        raise InvalidParamsError(f"{name} has surrogates, which are not valid Unicode text") from None
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidParamsError(f"{name} cannot be written as JSON: {error}") from None
     if num_bytes > limit:

@@ -264,7 +264,7 @@ def _sequence_delta(sample: SampleOutput) -> SequenceDelta:
 
 
 def _reasons(output: SampleOutput | CompletionOutput) -> tuple[FinishReason | None, int | None]:
-    """Why it ended; which stop string it was is found out where text is made."""
+    """Return why it ended. Stop strings are found in the API process, where text is made."""
     return output.finish_reason, output.stop_reason if isinstance(output.stop_reason, int) else None
 
 

@@ -1,6 +1,7 @@
-"""Requests whose grammars are being compiled. No torch here."""
+"""The queue of requests whose grammars are being compiled. This module does not import torch."""
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED
 from concurrent.futures import wait as wait_for
@@ -16,72 +17,93 @@ from quire.engine.scheduling.scheduler import Scheduler
 from quire.text.grammar.compiler import Compilation, GrammarCompiler
 
 COMPILE_LIMIT_S = 20.0
-"""from when a thread begins: the library's own limits end a compilation sooner, this one is for its bugs"""
+"""Time limit of one compilation, from when a thread begins it. The library's own limits end a compilation sooner; this
+one guards against bugs in it."""
 
 MAX_BYTES_IN_USE = 8 * 1024**2
-"""of the sources of the grammars of all requests, to the end of each; compiled, they take up to fifty times as much"""
+"""Limit on the source text of all grammars in use. A compiled grammar takes up to fifty times its source's size."""
 
 
 class GrammarQueue:
-    """Holds requests back until their grammars are compiled; the scheduler does not know them before.
+    """Keeps requests until their grammars are compiled, and then adds them to the scheduler.
 
-    While those in use take too much memory, no more are compiled but such as still fit.
+    A grammar is in use from its compilation to the end of its request. While those in use leave too little memory for
+    another one, its request waits; the tenant with the least memory in use is served first.
 
-    A request whose grammar fails, or takes too long, ends with the status FINISHED_IGNORED and says why.
+    A request whose grammar fails, or takes too long, ends with the status FINISHED_IGNORED and an error message.
     """
 
     def __init__(self, compiler: GrammarCompiler, clock: Callable[[], float] = time.monotonic) -> None:
         self.compiler = compiler
         self.clock = clock
-        self._held: dict[SequenceGroup, int] = {}  # whose compilation has to wait: bytes of the source
-        self._in_use: dict[SequenceGroup, int] = {}  # the same of the others, whether they wait or run
+        self._held: dict[SequenceGroup, int] = {}  # waiting for memory, with the bytes of the source
+        self._in_use: dict[SequenceGroup, int] = {}  # those being compiled or run, with the same
         self._waiting: dict[SequenceGroup, Compilation] = {}
-        self._deadlines: dict[SequenceGroup, float] = {}  # of those that have begun
+        self._deadlines: dict[SequenceGroup, float] = {}  # of the compilations that a thread has begun
         self._failed: list[SequenceGroup] = []
+        self._served: list[str] = []  # tenants with held requests, the last one that was served at the end
 
     def __len__(self) -> int:
-        """Requests that wait, or whose end nobody has been told."""
+        """Requests that wait, or have failed and were not yet reported by `take_failed`."""
         return len(self._held) + len(self._waiting) + len(self._failed)
 
     def queued(self, limit: int) -> list[SequenceGroup]:
-        """So many of those that wait, at most."""
+        """At most `limit` of the waiting requests."""
         return list(islice(chain(self._waiting, self._held), limit))
 
     def prepare(self) -> None:
-        """Load what the first grammar would load, which takes up to a second in which no step could run."""
+        """Load the libraries that the first grammar needs, which takes up to a second and would delay its step."""
         self.compiler.prepare()
 
     def add(self, group: SequenceGroup) -> None:
-        """Have a new request's grammar compiled."""
+        """Add a new request and compile its grammar as soon as there is memory."""
         self._held[group] = len(msgspec.json.encode(group.params.structured_outputs))
         self._begin()
 
     def _begin(self) -> None:
-        """Have those compiled for which there is memory."""
-        num_in_use = sum(self._in_use.values())
-        for group, num_bytes in list(self._held.items()):
-            if num_in_use and num_in_use + num_bytes > MAX_BYTES_IN_USE:
-                continue
-            num_in_use += num_bytes
-            self._in_use[group] = self._held.pop(group)
-            params = group.params
+        """Start the compilations for which there is memory, always from the tenants with the least in use."""
+        in_use: Counter[str] = Counter()
+        for user, num_bytes in self._in_use.items():
+            in_use[user.params.tenant] += num_bytes
+        while (group := self._next(in_use)) is not None:
+            params, num_bytes = group.params, self._held.pop(group)
             assert params.structured_outputs is not None
+            self._in_use[group] = num_bytes
+            in_use[params.tenant] += num_bytes
+            waiting = {held.params.tenant for held in self._held}
+            self._served = [tenant for tenant in self._served if tenant in waiting and tenant != params.tenant]
+            self._served.append(params.tenant)
             jumps = _jumps(group.seqs[0].draws[0])
             self._waiting[group] = self.compiler.submit(params.structured_outputs, params.tenant, jumps=jumps)
 
+    def _next(self, in_use: Counter[str]) -> SequenceGroup | None:
+        """The first request, of the tenants that use the least memory, whose grammar fits into what is left. Of two
+        such tenants the one comes first that was served longer ago.
+
+        Where none of them fits, tenants that use more wait too: they would take the memory that is becoming free.
+        """
+        total = in_use.total()
+        least = min((in_use[group.params.tenant] for group in self._held), default=0)
+        candidates = [group for group in self._held if in_use[group.params.tenant] == least]
+        if len(candidates) > 1:
+            turns = {tenant: turn for turn, tenant in enumerate(self._served, start=1)}
+            candidates.sort(key=lambda group: turns.get(group.params.tenant, 0))
+        fitting = (group for group in candidates if not total or total + self._held[group] <= MAX_BYTES_IN_USE)
+        return next(fitting, None)
+
     def forget(self, group: SequenceGroup) -> None:
-        """A request has ended: its grammar takes no memory any more."""
+        """A request has ended, and the memory of its grammar is free."""
         self._in_use.pop(group, None)
 
     def remove(self, group: SequenceGroup) -> bool:
-        """Forget a request; False if it is not here."""
+        """Remove a request. Returns False if it is not in this queue."""
         if group in self._failed:
             self._failed.remove(group)
             return True
-        return self._give_up(group)
+        return self._discard(group)
 
-    def _give_up(self, group: SequenceGroup) -> bool:
-        """What nobody waits for any more, and no thread has begun, is not compiled: it would keep others waiting."""
+    def _discard(self, group: SequenceGroup) -> bool:
+        """Remove a waiting request; cancels its compilation unless it has begun. Returns False if it is not waiting."""
         compilation = self._waiting.pop(group, None)
         self._deadlines.pop(group, None)
         if compilation is not None:
@@ -89,11 +111,11 @@ class GrammarQueue:
         return compilation is not None or self._held.pop(group, None) is not None
 
     def wait(self, timeout_s: float) -> None:
-        """Until a compilation has ended."""
+        """Wait until a compilation has ended, at most `timeout_s`."""
         wait_for([compilation.future for compilation in self._waiting.values()], timeout_s, FIRST_COMPLETED)
 
     def admit(self, scheduler: Scheduler) -> None:
-        """Hand the scheduler the requests whose grammars are ready."""
+        """Add the requests whose grammars are ready to the scheduler."""
         if self._held:
             self._begin()
         for group, compilation in list(self._waiting.items()):
@@ -103,7 +125,7 @@ class GrammarQueue:
                 group.error = f"the grammar was not compiled within {COMPILE_LIMIT_S:g} s: make it simpler"
             else:
                 continue
-            self._give_up(group)
+            self._discard(group)
             (seq,) = group.seqs
             if group.error is None and self._start(group, seq, compilation):
                 scheduler.add(group)
@@ -115,10 +137,10 @@ class GrammarQueue:
 
     @staticmethod
     def _start(group: SequenceGroup, seq: Sequence, compilation: Compilation) -> bool:
-        """Whether the sequence has its grammar now, or else has failed."""
+        """Give the sequence its grammar. Returns False, with the group's error set, if that fails."""
         try:
             seq.grammar = compilation.state
-            for token_id in seq.output.token_ids:  # of its past in another engine
+            for token_id in seq.output.token_ids:  # generated by an engine that was replaced
                 seq.grammar.advance(token_id)
         except Exception as error:
             group.error = failure(group.request_id, "when its grammar was compiled", error)
@@ -127,20 +149,21 @@ class GrammarQueue:
         return group.error is None
 
     def _is_late(self, group: SequenceGroup, compilation: Compilation) -> bool:
-        """Waiting for other grammars does not count: what is simple is not refused because theirs are slow."""
+        """Time spent waiting for a thread does not count: a simple grammar is not refused because others are slow."""
         if not compilation.has_begun:
             return False
         now = self.clock()
         return now > self._deadlines.setdefault(group, now + COMPILE_LIMIT_S)
 
     def take_failed(self) -> list[SequenceGroup]:
-        """The requests that have failed since."""
+        """The requests that have failed since the last call."""
         failed, self._failed = self._failed, []
         return failed
 
 
 def _jumps(draw: Draw) -> bool:
-    """Whether forced tokens are appended without a draw: not where more is wanted of one, or it may be forbidden."""
+    """Whether a token that the grammar forces may be appended without a draw: only if nothing else depends on the draw,
+    such as log-probabilities, or could forbid the token."""
     return (
         draw.logprobs is None
         and draw.allowed_token_ids is None

@@ -11,7 +11,6 @@ from msgspec.structs import replace
 
 from quire.common.batch import Draw
 from quire.common.errors import CheckpointError, InvalidParamsError, InvalidPromptError, PromptTooLongError
-from quire.common.outputs import RequestMetrics
 from quire.common.params import BeamSearchParams, SamplingParams
 from quire.common.params.checks import check_text
 from quire.common.params.sampling import ALL_LOGPROBS, MAX_SALT_LEN
@@ -77,7 +76,7 @@ class InputProcessor:
             scores = PromptScores(1, token_ids[1:], num_top, decode)
         detokenizer = self._detokenizer(token_ids, params)
         sample = SampleOutput(params, self.model.eos_token_ids, detokenizer, logprobs)
-        outputs = OutputBuilder(request_id, token_ids, params, RequestMetrics(arrival_time), text, scores)
+        outputs = OutputBuilder(request_id, token_ids, params, arrival_time, text, scores)
         return CheckedRequest(outputs, sample, key, search)
 
     def scoring_request(
@@ -86,7 +85,7 @@ class InputProcessor:
         """A request to score the continuation's tokens, or without one the context's own. Raises RequestError."""
         token_ids, first, key = self.continuation(context, continuation)
         scores = PromptScores(first, token_ids[first:], 0, None)
-        outputs = OutputBuilder(request_id, token_ids, _SCORING, RequestMetrics(arrival_time), scores=scores)
+        outputs = OutputBuilder(request_id, token_ids, _SCORING, arrival_time, scores=scores)
         return CheckedRequest(outputs, SampleOutput(_SCORING), key)
 
     # Prompts

@@ -7,7 +7,7 @@ token. They know nothing of blocks, queues or steps.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING
 
 from quire.common.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
@@ -61,7 +61,7 @@ class SampleOutput:
         return True
 
     def fork(self, index: int) -> SampleOutput:
-        """A sample that has the same output so far and continues by itself. None of it has been emitted."""
+        """Return a sample with the same output so far, of which nothing has been emitted, that continues by itself."""
         detokenizer = None if self.detokenizer is None else self.detokenizer.fork()
         logprobs = None if self.logprobs is None else self.logprobs.fork()
         other = SampleOutput(self.params, self.eos_token_ids, detokenizer, logprobs, index)
@@ -69,7 +69,7 @@ class SampleOutput:
         return other
 
     def to_completion(self, *, delta: bool = False) -> CompletionOutput:
-        """The whole output so far, or with `delta` what is new since the last delta."""
+        """Return the whole output so far, or with `delta` what is new since the last delta."""
         is_finished = self.finish_reason is not None
         text = "" if self.detokenizer is None else self.detokenizer.stable_text(is_finished)
         num_tokens, num_chars = self.num_emitted if delta else (0, 0)
@@ -88,12 +88,12 @@ class SampleOutput:
 
 @dataclass(slots=True, eq=False)
 class OutputBuilder:
-    """Makes the outputs that the caller of one request receives, out of those of its samples and what they share."""
+    """Makes the outputs of one request for its caller from those of its samples. Holds what the samples share."""
 
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
-    metrics: RequestMetrics
+    arrival_time: InitVar[float]
     prompt: str | None = None
     scores: PromptScores | None = None
     """Log-probabilities of prompt tokens, where they are wanted."""
@@ -101,36 +101,34 @@ class OutputBuilder:
     error: str | None = None
     has_emitted_prompt: bool = False
     """A delta has contained the prompt's log-probabilities."""
+    metrics: RequestMetrics = field(init=False)
     emits_only_end: bool = field(init=False)
     """The caller receives one output, once all samples have finished."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, arrival_time: float) -> None:
+        self.metrics = RequestMetrics(arrival_time)
         self.emits_only_end = self.params.output_kind == "final_only" or self.params.ranks_samples
 
     def to_output(
         self, samples: list[SampleOutput], completions: list[CompletionOutput] | None = None
     ) -> RequestOutput:
-        """An output of the kind that was asked for. `completions` replaces what the samples give: a beam search's."""
+        """Return an output of the kind that the parameters ask for. The `completions`, a beam search's, replace those
+        of the samples."""
         is_delta = self.params.output_kind == "delta"
-        prompt_logprobs = None
+        if completions is None:
+            completions = self._completions(samples, is_delta)
+        output = self._output(completions, all(sample.finish_reason is not None for sample in samples))
+        output.num_cached_tokens, output.metrics = self.num_cached_tokens, self.metrics
         if self.scores is not None and not (is_delta and self.has_emitted_prompt):
-            prompt_logprobs, self.has_emitted_prompt = self.scores.to_dicts(), True
-        return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
-            outputs=self._completions(samples, is_delta) if completions is None else completions,
-            finished=all(sample.finish_reason is not None for sample in samples),
-            num_cached_tokens=self.num_cached_tokens,
-            metrics=self.metrics,
-            error=self.error,
-            prompt_logprobs=prompt_logprobs,
-        )
+            output.prompt_logprobs, self.has_emitted_prompt = self.scores.to_dicts(), True
+        return output
 
     def to_failed_output(self, samples: list[SampleOutput]) -> RequestOutput:
-        """The last output where nothing but the error can be returned."""
-        outputs = [CompletionOutput(sample.index, "", [], sample.finish_reason) for sample in samples]
-        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, True, error=self.error)
+        """Return the last output of a request of which only the error can be returned."""
+        return self._output([CompletionOutput(sample.index, "", [], sample.finish_reason) for sample in samples], True)
+
+    def _output(self, outputs: list[CompletionOutput], finished: bool) -> RequestOutput:
+        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, finished, error=self.error)
 
     def _completions(self, samples: list[SampleOutput], is_delta: bool) -> list[CompletionOutput]:
         if self.params.ranks_samples:
@@ -139,15 +137,16 @@ class OutputBuilder:
 
     def _best(self, samples: list[SampleOutput]) -> list[CompletionOutput]:
         """The `n` likeliest samples, best first, numbered in this order."""
-        outputs = [sample.to_completion() for sample in samples]
-        outputs = sorted(outputs, key=lambda output: -(output.cumulative_logprob or 0.0))[: self.params.n]
+        outputs = sorted(
+            (sample.to_completion() for sample in samples), key=lambda one: -(one.cumulative_logprob or 0.0)
+        )
         for place, output in enumerate(outputs):
             output.index = place
-        return outputs
+        return outputs[: self.params.n]
 
 
 def text_of(detokenizer: IncrementalDetokenizer | None, token_ids: Iterable[int]) -> str:
-    """The text that these tokens would add, which `detokenizer` does not take over; empty if none is wanted."""
+    """Return the text that these tokens would add; `detokenizer` does not change, and None makes no text."""
     if detokenizer is None:
         return ""
     detokenizer = detokenizer.fork()

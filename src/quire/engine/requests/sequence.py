@@ -84,7 +84,7 @@ class Sequence:
     ) -> None:
         self.seq_id = seq_id
         self.token_ids = list(prompt_token_ids)
-        """The prompt's tokens and behind them those of `output`."""
+        """The prompt's tokens, followed by those of `output`."""
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_computed_tokens = 0
         self.num_served_tokens = 0
@@ -124,12 +124,12 @@ class Sequence:
         return other
 
     def extend(self, token_ids: SequenceOf[int]) -> None:
-        """Append tokens that end nothing: no stop token or stop string is looked for."""
+        """Append tokens without looking for stop tokens or stop strings."""
         self.token_ids += token_ids
         self.output.token_ids += token_ids
 
     def finish(self, status: SequenceStatus) -> None:
-        """Set one of the finished statuses."""
+        """End the sequence with one of the finished statuses."""
         self.status = status
         self.output.finish_reason = status.finish_reason
 
@@ -253,12 +253,12 @@ class SequenceGroup:
         return self.error is not None and any(seq.status is SequenceStatus.FINISHED_ABORTED for seq in self.seqs)
 
     def to_output(self) -> RequestOutput | None:
-        """What the caller receives after a step that changed the request; None where nothing is due yet."""
+        """Return what the caller receives after a step that changed the request; None if nothing is due yet."""
         if self.outputs.emits_only_end and not self.is_finished:
             return None
         completions = None if self.search is None else self.search.outputs(self.seqs)
         return self.outputs.to_output([seq.output for seq in self.seqs], completions)
 
     def to_failed_output(self) -> RequestOutput:
-        """The last output where nothing but the error can be returned."""
+        """Return the last output of a request of which only the error can be returned."""
         return self.outputs.to_failed_output([seq.output for seq in self.seqs])

@@ -140,7 +140,9 @@ class Scheduler:
 
     def _num_cached_tokens(self, group: SequenceGroup) -> int:
         self.planning_group = group
-        return self._look_up(group, group.unfinished_seqs[0]).num_blocks * self.blocks.block_size
+        seq = group.unfinished_seqs[0]
+        max_tokens = None if seq.scores is None else seq.scores.max_cached_tokens
+        return self.blocks.num_cached_tokens(seq.seq_id, seq.token_ids, group.content_key, max_tokens)
 
     def _look_up(self, group: SequenceGroup, seq: Sequence) -> PrefixHit:
         """The longest cached prefix that leaves the tokens to compute whose successors must still be scored."""
@@ -168,14 +170,13 @@ class Scheduler:
             drafts = plan.drafts.get(seq.seq_id, ()) if plan.drafts else ()
             sequences.append(scheduled_sequence(seq, num_tokens, drafts, self.blocks.block_tables(seq.seq_id)))
         self.planning_group = None
-        swap_out, swap_in = self.blocks.take_transfers()
-        self.num_swapped_blocks += len(swap_out) + len(swap_in)
+        transfers = self.blocks.take_transfers(self.num_steps)
+        self.num_swapped_blocks += sum([len(transfer.pairs) for transfer in transfers])
         batch = Batch(
             self.num_steps,
             tuple(sequences),
-            swap_out=swap_out,
-            swap_in=swap_in,
-            copies=self.blocks.copies([seq.seq_id for seq, _ in plan.scheduled]),
+            transfers=transfers,
+            copies=self.blocks.take_copies([seq.seq_id for seq, _ in plan.scheduled], self.num_steps),
             ignored=tuple(self._current.ended),
         )
         self._current.scheduled = plan.scheduled
@@ -197,9 +198,12 @@ class Scheduler:
         if self.config.target_step_ms is not None:
             known = self.step_time.max_tokens(self.config.target_step_ms / 1e3)
             limit = min(budget, max(known if known is not None else FIRST_CHUNK, num_decodes + MIN_CHUNK))
-        running_seqs = [seq for step in self._in_flight.values() for seq, _ in step.scheduled]
-        busy = {owner[0] for seq in running_seqs if (owner := self.owner(seq.seq_id)) is not None}
-        return StepPlan(budget, max(1, limit - num_decodes), num_seqs, only=only, busy=busy)
+        return StepPlan(budget, max(1, limit - num_decodes), num_seqs, only=only, busy=self.busy_groups())
+
+    def busy_groups(self) -> Set[SequenceGroup]:
+        """The unfinished requests of all batches in flight."""
+        seqs = [seq for step in self._in_flight.values() for seq, _ in step.scheduled]
+        return {owner[0] for seq in seqs if (owner := self.owner(seq.seq_id)) is not None}
 
     def _add_drafts(self, plan: StepPlan) -> None:
         """Have drafts verified with the tokens, rows and blocks that are left. Nothing is preempted for them."""
@@ -293,7 +297,8 @@ class Scheduler:
         return bool(behind)
 
     def preempt(self, group: SequenceGroup) -> None:
-        """Preempt a running request before the next step; it continues later where it was."""
+        """Preempt a running request before the next step; it continues later where it was. It must not be busy."""
+        assert group not in self.busy_groups(), f"request {group.request_id!r} is in a batch that is in flight"
         self._preempt(self._cost.estimate(group))
 
     def _preempt(self, preemption: Preemption) -> None:
@@ -462,7 +467,7 @@ class Scheduler:
     def settle(self, step: int) -> None:
         """The batch of this step has been executed."""
         self._in_flight.pop(step)
-        self.blocks.settle()
+        self.blocks.settle(step)
 
     def revert(self, step: int | None = None) -> None:
         """The batch of this step failed, or the step being planned if None. Sequences that rely on blocks it was to
@@ -480,7 +485,7 @@ class Scheduler:
                 self.running.remove(group)
                 self.policy.add(group)
         self._current = InFlight(ended=failed.ended + ([] if step is None else self._current.ended))
-        self.blocks.revert()
+        self.blocks.revert(self.num_steps if step is None else step)
 
     def check_integrity(self) -> None:
         """AssertionError unless every sequence with blocks is known, every known sequence is unfinished and its request

@@ -1,4 +1,4 @@
-"""What a step changes for the beams of a request. No torch here."""
+"""Beams after a step: a part of commit. No torch here."""
 
 from quire.engine.requests.sequence import SequenceGroup, SequenceStatus
 from quire.engine.scheduling.scheduler import Scheduler

@@ -95,7 +95,9 @@ class Committer:
         elif group.search is not None:
             seq.beam_candidates = result.logprobs[draws[0]]
             self.num_generated_tokens += 1
-            self._advance_beams(group)
+            advance_beams(self.scheduler, group)
+            if group.is_finished:
+                group.metrics.finished_time = self.clock()
         elif len(draws) > 1 and seq.num_computed_tokens == seq.num_prompt_tokens:
             for sample, draw in zip(group.seqs, draws, strict=True):
                 self._append(group, sample, result, draw)
@@ -198,11 +200,6 @@ class Committer:
         if group.is_finished:
             group.metrics.finished_time = self.clock()
         self.scheduler.finish(group, seq)
-
-    def _advance_beams(self, group: SequenceGroup) -> None:
-        advance_beams(self.scheduler, group)
-        if group.is_finished:
-            group.metrics.finished_time = self.clock()
 
 
 def _accepted_drafts(scheduled: ScheduledSequence, drawn: tuple[int, ...]) -> list[int]:

@@ -76,9 +76,9 @@ class CacheView:
         self._number = 0
         self._rows: dict[int, RequestRow] = {}
         self._counters: dict[str, int] = {}
-        caches = self._blocks.tiers.caches or (None, None)
-        pools = self._blocks.pool, self._blocks.host
-        trackers = [None if cache is None else cache.tracker for cache in caches]
+        pools = self._blocks.tiers.pools
+        trackers: list[BlockTracker | None] = [cache.tracker for cache in self._blocks.tiers.caches]
+        trackers = trackers or [None] * len(pools)
         self._tiers = [_Tier(pool, tracker) for pool, tracker in zip(pools, trackers, strict=True)]
         self._scheduler.journal, self._blocks.tiers.journal = [], []
 
@@ -113,8 +113,8 @@ class CacheView:
         holds = _Holds(self._scheduler, self._blocks)
         pinned = [block_id for block_ids in self._blocks.pins.block_ids.values() for block_id in block_ids]
         device, host = [
-            tier.changes(holds.entries(on_host), [] if on_host else pinned) if tier.num_blocks else None
-            for tier, on_host in zip(self._tiers, (False, True), strict=True)
+            tier.changes(holds.entries(number), pins) if tier.num_blocks else None
+            for number, (tier, pins) in enumerate(zip(self._tiers, (pinned, []), strict=True))
         ]
         rows = self._request_rows(holds.num_blocks)
         changed = [row for order, row in rows.items() if self._rows.get(order) != row]
@@ -263,8 +263,8 @@ class _Holds:
         self.num_blocks: dict[int, int] = {}
         """by request"""
         self._block_size = blocks.block_size
-        self._tables: tuple[list[_Table], list[_Table]] = ([], [])
-        for seq_id, on_host, tables in blocks.holdings():
+        self._tables: list[list[_Table]] = [[] for _ in blocks.tiers.pools]  # by tier
+        for seq_id, tier, tables in blocks.holdings():
             owner = scheduler.owner(seq_id)
             assert owner is not None, f"sequence {seq_id} has blocks and is not known"
             order, num_computed, count = owner[0].order, owner[1].num_computed_tokens, 0
@@ -274,12 +274,12 @@ class _Holds:
                 if table.first:
                     ids = ids[table.first :]
                 count += len(ids)
-                self._tables[on_host].append((ids, table.first, num_computed, order, key))
+                self._tables[tier].append((ids, table.first, num_computed, order, key))
             self.num_blocks[order] = self.num_blocks.get(order, 0) + count
 
-    def entries(self, on_host: bool) -> _Entries:
+    def entries(self, tier: int) -> _Entries:
         """All table entries of one tier."""
-        return _Entries(self._tables[on_host], self._block_size)
+        return _Entries(self._tables[tier], self._block_size)
 
 
 class _Tier:

@@ -1,1 +1,1 @@
-"""AsyncLLM: the serving front door. Requests in, outputs as they come, from an engine in a process of its own."""
+"""AsyncLLM: the interface for servers, which streams outputs from an engine that runs in a process of its own."""

@@ -1,4 +1,4 @@
-"""AsyncLLM: the serving front door. Requests in, outputs as they come."""
+"""AsyncLLM: the interface for servers, which streams the outputs of many concurrent requests."""
 
 from __future__ import annotations
 
@@ -23,27 +23,28 @@ from quire.interfaces.async_llm.supervisor import Supervisor
 from quire.text.tokenizer.tokenizer import Tokenizer
 
 _LONG_TEXT = 4096
-"""characters from which on a text is encoded in a thread: less takes about a millisecond"""
+"""Number of characters from which a text is tokenized in a thread; a shorter one takes about a millisecond."""
 HANG_TIMEOUT_S = 8.0
 
 _T = TypeVar("_T")
 
 
 class AsyncLLM:
-    """Generates for many callers at once, in one event loop, over an engine in a process of its own.
+    """Serves many concurrent callers in one event loop, with an engine in a process of its own.
 
-    Prompts are checked and made tokens of here, and tokens are made text of here: the engine's steps wait for neither.
+    Prompts are checked and tokenized, and outputs are detokenized, in this process, so the engine's steps do not wait
+    for either.
     """
 
     config: EngineConfig
-    """the arguments, resolved; max_model_len is what the engine has room for"""
+    """The resolved arguments; max_model_len is the length that fits into the engine's KV cache."""
     model_config: ModelConfig
     tokenizer: Tokenizer
 
     def __init__(
         self, engine: Supervisor, ready: Ready, config: EngineConfig, tokenizer: Tokenizer, holds: bool
     ) -> None:
-        """Use `from_args`."""
+        """Use `from_args` instead."""
         model = replace(config.model, max_model_len=ready.max_model_len)
         self.config = replace(config, model=model)
         self.model_config = model
@@ -58,11 +59,11 @@ class AsyncLLM:
     async def from_args(
         cls, args: EngineArgs, *, hang_timeout_s: float | None = HANG_TIMEOUT_S, holds: bool = False
     ) -> AsyncLLM:
-        """Start the engine process and wait until it is ready. Raises what LLM raises: ConfigError, CheckpointError,
-        OutOfMemoryError; EngineDeadError if the process ends before.
+        """Start the engine process and wait until it is ready.
 
-        When it dies, or hangs for `hang_timeout_s`, another one is started, which goes on with the requests. New ones
-        are refused meanwhile, or, with `holds`, wait too.
+        Raises ConfigError, CheckpointError or OutOfMemoryError, as LLM does, and EngineDeadError if the process ends
+        before it is ready. When the process dies, or hangs for `hang_timeout_s`, another one is started and continues
+        the requests. Meanwhile new requests are rejected; with `holds` they wait for the new process.
         """
         config = await asyncio.to_thread(args.resolve)
         engine = Supervisor(args, hang_timeout_s)
@@ -79,22 +80,22 @@ class AsyncLLM:
         return cls(engine, ready, config, tokenizer, holds)
 
     def default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint recommends, over SamplingParams' own defaults."""
+        """Return the checkpoint's recommended parameters, with SamplingParams' defaults for the rest."""
         return recommended_params(self.model_config.generation_config)
 
     async def generate(self, prompt: Prompt, params: Params, *, request_id: str) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of one request as they come, of the kind that params.output_kind says; the last is `finished`.
+        """Yield the outputs of one request as params.output_kind says; the last one is `finished`.
 
-        Raises RequestError, before anything is queued, for a request that is wrong, and EngineDeadError where there is
-        no engine, or a second one has died with it, and RequestFailedError where its own work failed here. What
-        only the engine finds out, such as a grammar that is wrong, comes as the last output's `error`. Closing the
-        generator aborts the request. A caller that is slow gets several steps' tokens in one output. A beam search has
-        one output, at its end.
+        Raises RequestError for an invalid request before it is queued, EngineDeadError if there is no engine or two
+        engines have died while running the request, and RequestFailedError for an internal error in this process.
+        Errors that only the engine finds, such as an invalid grammar, are in the last output's `error`. Closing the
+        generator aborts the request. A slow caller gets the tokens of several steps in one output. A beam search has a
+        single output.
         """
         _check_params(params)
         text = _text(prompt)
         now = time.monotonic()
-        with failures_named(request_id, "when it was taken in"):
+        with failures_named(request_id, "when it was added"):
             checked = await _in_thread(text, lambda: self._inputs.request(request_id, prompt, params, now))
         request = self._requests.add(checked, params)
         try:
@@ -105,16 +106,16 @@ class AsyncLLM:
                 if output.finished:
                     return
         finally:
-            self._requests.leave(request)
+            self._requests.abort_request(request)
 
     async def score(self, context: Prompt, continuation: Prompt | None, *, request_id: str) -> RequestOutput:
-        """One output with `prompt_logprobs` of the continuation's tokens, or of the context's own without one.
+        """Return an output with `prompt_logprobs` of the continuation's tokens, or of the context's if there is none.
 
-        Raises as `generate`; cancelling it aborts the request.
+        Raises the same errors as `generate`. Cancelling the call aborts the request.
         """
         texts = [_text(prompt) or "" for prompt in (context, continuation) if prompt is not None]
         now = time.monotonic()
-        with failures_named(request_id, "when it was taken in"):
+        with failures_named(request_id, "when it was added"):
             checked = await _in_thread(
                 "".join(texts), lambda: self._inputs.scoring_request(request_id, context, continuation, now)
             )
@@ -123,10 +124,10 @@ class AsyncLLM:
             await self._engine.drain()
             return await request.next_output()
         finally:
-            self._requests.leave(request)
+            self._requests.abort_request(request)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Raises PromptTooLongError for one that is longer than any prompt can be."""
+        """Return the token ids of a text. Raises PromptTooLongError if no prompt can be as long."""
         return await _in_thread(text, lambda: self._inputs.encode(text, add_special_tokens))
 
     def chat_prompt(
@@ -139,9 +140,9 @@ class AsyncLLM:
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The prompt of a conversation, with `prompt` and `prompt_token_ids`, as `generate` takes it.
+        """Return the prompt of a conversation, with `prompt` and `prompt_token_ids`, as `generate` takes it.
 
-        Raises TokenizerError or RequestError. It takes its time with long conversations, and may run in a thread.
+        Raises TokenizerError or RequestError. A long conversation takes a while; this method may run in a thread.
         """
         text = self.tokenizer.apply_chat_template(
             messages,
@@ -154,74 +155,74 @@ class AsyncLLM:
         return {"prompt": text, "prompt_token_ids": self._inputs.encode(text, add_special_tokens=False)}
 
     async def abort(self, request_id: str) -> None:
-        """End a request now: its last output has the finish reason `abort`. Does nothing for an unknown id."""
+        """End a request now; its last output has the finish reason `abort`. Does nothing for an unknown id."""
         self._requests.abort(request_id)
 
     def stats(self) -> EngineStats:
-        """The engine after its latest step."""
+        """Return the engine's statistics after its latest step."""
         return self._requests.stats
 
     def add_listener(self, listener: RequestListener) -> None:
-        """Tell someone of every request from now on."""
+        """Report the events of all requests to a listener from now on."""
         self._requests.listeners.append(listener)
 
     def watch_cache(self) -> AsyncGenerator[bytes, None]:
-        """Frames of the cache view, which are made only while somebody watches. The first is a whole one, and so is
-        any that comes when another watcher begins, or another engine. Raises EngineDeadError; ends for one that does
-        not keep up."""
+        """Yield frames of the cache view, which the engine makes only while at least one watcher exists.
+
+        The first frame is a whole snapshot, and so is the frame after another watcher or another engine has started.
+        Raises EngineDeadError if there is no engine. The generator ends for a watcher that does not keep up.
+        """
         return self._watchers.watch()
 
     @property
     def death(self) -> EngineDeadError | None:
-        """Why there is no engine now; None while one runs."""
+        """Why no engine runs; None while one runs."""
         return self._engine.death
 
     @property
     def is_running(self) -> bool:
-        """There is an engine."""
+        """Whether an engine runs."""
         return self._engine.death is None
 
     @property
     def is_lost(self) -> bool:
-        """There will be no engine soon, or ever: nobody waits for one."""
+        """Whether no engine is expected soon, so that requests do not wait for one."""
         return self._engine.is_lost
 
     @property
     def num_restarts(self) -> int:
-        """Engines started after the first."""
+        """Number of engines started after the first."""
         return self._engine.num_restarts
 
     @property
     def num_replayed(self) -> int:
-        """Requests that went on in another engine."""
+        """Number of requests that another engine has continued."""
         return self._requests.num_replayed
 
     @property
     def engine_pid(self) -> int:
-        """The engine process, for those who look at its memory."""
+        """Process id of the engine process, for example to read its memory use."""
         return self._engine.pid
 
     async def shutdown(self) -> None:
         """End the engine process; requests that still run raise EngineDeadError."""
         await self._engine.close()
 
-    # Requests
-
 
 def _text(prompt: Prompt) -> str | None:
-    """What is to be encoded, if anything."""
+    """Return the text that must be tokenized; None if the prompt has token ids."""
     text = prompt.get("prompt") if isinstance(prompt, Mapping) and not prompt.get("prompt_token_ids") else prompt
     return text if isinstance(text, str) else None
 
 
 async def _in_thread(text: str | None, make: Callable[[], _T]) -> _T:
-    """What `make` returns: from a thread if it has to encode a long text."""
+    """Return the result of `make`, called in a thread if it tokenizes a long text."""
     return make() if text is None or len(text) < _LONG_TEXT else await asyncio.to_thread(make)
 
 
 def _read_tokenizer(path: Any) -> Tokenizer:
     tokenizer = Tokenizer.from_path(path)
-    _ = tokenizer.max_token_len  # takes a moment with a large vocabulary: not with the first request
+    _ = tokenizer.max_token_len  # computed now, because it is slow for a large vocabulary
     return tokenizer
 
 
@@ -229,4 +230,4 @@ def _check_params(params: Any) -> None:
     if not isinstance(params, Params):
         raise InvalidParamsError(f"params must be SamplingParams or BeamSearchParams, not {type(params).__name__}")
     if isinstance(params, SamplingParams) and params.logits_processors:
-        raise InvalidParamsError("logits_processors run in the engine's process: they can be used with LLM only")
+        raise InvalidParamsError("logits_processors cannot be sent to the engine process: use them with LLM only")

@@ -1,4 +1,4 @@
-"""Those who watch the cache view, which the engine makes only for them."""
+"""The watchers of the cache view, which the engine produces only while there are any."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from quire.engine.process.messages import CacheFrame, Ready, SetCacheView, StepD
 from quire.interfaces.async_llm.supervisor import Supervisor
 
 _MAX_CACHE_FRAMES = 64
-"""that a watcher may be behind"""
+"""Largest number of frames that a watcher may be behind."""
 
 
 class CacheWatchers:
-    """Hands each frame to all of them. They stay when an engine dies: the next one's first frame is a whole one."""
+    """Sends each frame to all watchers. They stay when an engine dies; the next engine begins with a whole snapshot."""
 
     def __init__(self, engine: Supervisor) -> None:
         self._engine = engine
         self._watchers: list[asyncio.Queue[bytes | None]] = []
 
     async def watch(self) -> AsyncGenerator[bytes, None]:
-        """As AsyncLLM.watch_cache."""
+        """Yield frames; see AsyncLLM.watch_cache."""
         frames: asyncio.Queue[bytes | None] = asyncio.Queue(_MAX_CACHE_FRAMES)
         self._engine.send(SetCacheView(on=True))
         self._watchers.append(frames)
@@ -37,26 +37,26 @@ class CacheWatchers:
                 self._engine.send(SetCacheView(on=False))
 
     def on_message(self, message: StepDone | CacheFrame) -> None:
-        """A frame, for those who keep up."""
+        """Queue a frame for every watcher, and drop watchers that do not keep up."""
         if not isinstance(message, CacheFrame):
             return
         for frames in list(self._watchers):
             if frames.qsize() < _MAX_CACHE_FRAMES - 1:
                 frames.put_nowait(message.payload)
-            else:  # it could not follow without what it misses
+            else:  # a frame is a change: a watcher that misses one cannot apply the next
                 self._watchers.remove(frames)
                 frames.put_nowait(None)
 
     def on_death(self, error: EngineDeadError) -> None:
-        """They wait."""
+        """Do nothing: watchers wait for the next engine."""
 
     def on_restart(self, ready: Ready) -> None:
-        """The view begins anew."""
+        """Turn the view on in the new engine, which begins with a whole snapshot."""
         if self._watchers:
             self._engine.send(SetCacheView(on=True))
 
     def on_loss(self, error: EngineDeadError) -> None:
-        """No more frames."""
+        """End all watchers."""
         for frames in self._watchers:
             frames.put_nowait(None)
         self._watchers.clear()

@@ -33,19 +33,19 @@ from quire.engine.process.messages import (
 )
 
 _EXIT_LIMIT_S = 5.0
-"""an engine process whose socket is closed ends by itself; after so long it is killed"""
+"""An engine process ends when its socket is closed. After this time it is killed."""
 
 _READ_AHEAD_BYTES = 1024**2
 
 LOADING_PATIENCE = 5
-"""while it loads, an engine may be silent so many times as long"""
+"""Factor by which the hang timeout is longer while an engine loads."""
 _TICK_S = 0.5
 
 
 class EngineClient:
-    """One engine process, and the messages to and from it. `ready` is what it said when it had started.
+    """One engine process, and the messages to and from it. `ready` is its message after it has started.
 
-    A process that hangs is killed: one that is silent for the time given, or is busy and gets nowhere (heartbeat.py).
+    A process that hangs is killed: one that is silent for the given time, or busy without progress (heartbeat.py).
     """
 
     def __init__(
@@ -62,16 +62,19 @@ class EngineClient:
         self._writer = writer
         self._decoder: msgspec.msgpack.Decoder[ToClient] = msgspec.msgpack.Decoder(ToClient)
         self._is_heard = self._is_alive = False
-        """since the watch last looked: anything came; a sign of life was in it"""
+        """Since the last tick of the watch: whether a message was received; whether one of them showed progress."""
         self._progress: int | None = None
         self._hang = ""
-        """why it was killed, if it was"""
+        """Why the process was killed; empty if it was not."""
         self._watching = asyncio.create_task(self._watch(hang_timeout_s))
 
     @classmethod
     async def start(cls, args: EngineArgs, hang_timeout_s: float | None = None) -> EngineClient:
-        """Start the process and wait until the engine is ready. Raises as it did; EngineDeadError if it is gone, or
-        shows no sign of life for LOADING_PATIENCE * hang_timeout_s."""
+        """Start the process and wait until the engine is ready.
+
+        Raises the error with which the engine failed to start, and EngineDeadError if the process ends or makes no
+        progress for LOADING_PATIENCE * hang_timeout_s.
+        """
         ours, its = socket.socketpair()
         with its:
             try:
@@ -95,18 +98,21 @@ class EngineClient:
         return client
 
     async def read(self, *readers: Callable[[StepDone | CacheFrame], None]) -> None:
-        """Hand every message to these, until there will be no more. One that cannot be taken is the last: what was in
-        it another engine brings again, and nobody misses a token."""
+        """Pass every message to the readers until the connection ends.
+
+        A message that a reader cannot process ends the connection too: another engine then generates its tokens again,
+        so that no request misses a token.
+        """
         while isinstance(message := await self._receive(), StepDone | CacheFrame):
             try:
                 for reader in readers:
                     reader(message)
             except Exception:
-                logger.exception("a message of the engine could not be taken")
+                logger.exception("a message from the engine could not be processed")
                 return
 
     async def _receive(self) -> ToClient | None:
-        """The next message that is no heartbeat; None once there are no more, or what comes is none."""
+        """Return the next message other than a heartbeat; None if the connection has ended or the data is malformed."""
         try:
             while True:
                 num_bytes = frame_len(await self._reader.readexactly(LENGTH_BYTES))
@@ -121,11 +127,11 @@ class EngineClient:
         except (asyncio.IncompleteReadError, OSError):
             return None
         except Exception:
-            logger.exception("the engine's messages cannot be read")
+            logger.exception("a message from the engine could not be read")
             return None
 
     async def _watch(self, hang_timeout_s: float | None) -> None:
-        """Kill a process that hangs. Ticks are counted, not time: while this process stands still they do too."""
+        """Kill a process that hangs. Ticks are counted, not time, because ticks stop while this process is stalled."""
         num_ticks, heard = 0, False
         while hang_timeout_s is not None:
             await asyncio.sleep(_TICK_S)
@@ -133,27 +139,29 @@ class EngineClient:
             self._is_alive = self._is_heard = False
             limit_s = hang_timeout_s * (1 if self.ready is not None else LOADING_PATIENCE)
             if num_ticks * _TICK_S >= limit_s:
-                self._hang = f"its process {'did not get on' if heard else 'was silent'} for {limit_s:g} s"
+                self._hang = f"its process {'made no progress' if heard else 'was silent'} for {limit_s:g} s"
                 self._process.kill()
                 return
 
     def send(self, message: ToEngine) -> None:
-        """Have a message sent; see `drain`. Raises what `to_frame` does, and then sends nothing. Where it cannot be
-        written the connection ends, and with it the process."""
+        """Queue a message to be sent; see `drain`. Raises the errors of `to_frame`, and then sends nothing.
+
+        If the message cannot be written, the connection is closed, which ends the engine process.
+        """
         frame = to_frame(message)
         try:
             fault_write("api.send", self._writer.write, frame)
         except Exception:
-            logger.exception("the engine cannot be written to")
+            logger.exception("a message to the engine could not be written")
             self._writer.close()
 
     async def drain(self) -> None:
-        """Wait until not much is left to send, or nobody is there to send to."""
+        """Wait until little is left to send, or the connection has ended."""
         with contextlib.suppress(OSError):
             await self._writer.drain()
 
     async def end(self) -> str:
-        """Close the socket and wait for the process; how it has ended, in words."""
+        """Close the socket, wait for the process to end, and return a description of how it ended."""
         self._watching.cancel()
         self._writer.close()
         try:
@@ -167,7 +175,7 @@ class EngineClient:
 
 
 def _start_process(its: socket.socket) -> subprocess.Popen[bytes]:
-    """In a session of its own, so that Ctrl-C at a terminal reaches the client alone."""
+    """Start the process in a session of its own, so that Ctrl-C in a terminal reaches only the client."""
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
     descriptor = its.fileno()
     return subprocess.Popen(

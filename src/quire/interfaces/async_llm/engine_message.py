@@ -1,4 +1,4 @@
-"""The message that adds a request to the engine process."""
+"""Conversion of a request to the message that is sent to the engine process."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Params = SamplingParams | BeamSearchParams
 
 
 def engine_message(key: int, request: CheckedRequest, params: Params | None, seed: int) -> AddRequest | AddScoring:
-    """Without `params` the request is only scored; `seed` is for params that have none. Raises what msgspec does for
-    what cannot be written."""
+    """Return the message for a request, which is only scored if `params` is None; `seed` is used if they have none.
+    Raises msgspec's errors if encoding fails."""
     outputs, salt = request.outputs, request.content_key.cache_salt
     request_id, token_ids, arrival_time = outputs.request_id, outputs.prompt_token_ids, outputs.metrics.arrival_time
     if params is None:
@@ -25,9 +25,9 @@ def engine_message(key: int, request: CheckedRequest, params: Params | None, see
 
 
 def _engine_params(params: Params, seed: int) -> Params:
-    """What the engine has to do: it makes no text, cuts no prompt, and runs all samples without choosing any."""
+    """Return the parameters for the engine, which makes no text, cuts no prompt and returns all samples."""
     structure = params.structured_outputs
-    if structure is not None and isinstance(structure.json, dict):  # JSON may be deeper than msgpack goes
+    if structure is not None and isinstance(structure.json, dict):  # JSON may be nested deeper than msgpack allows
         structure = replace(structure, json=msgspec.json.encode(structure.json).decode())
     if isinstance(params, BeamSearchParams):
         return replace(params, detokenize=False, structured_outputs=structure)

@@ -1,6 +1,6 @@
-"""What the engine sends, made into outputs: text, stop strings, log-probabilities, samples in order of likelihood.
+"""Turns the engine's messages into outputs: text, stop strings, log-probabilities, samples ranked by likelihood.
 
-The outputs are made by the same objects as in the engine, so callers receive what the engine itself would return.
+The outputs are made by the same classes as in the engine, so callers receive what the engine itself would return.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from quire.engine.process.messages import AddRequest, AddScoring, Progress, Requ
 from quire.engine.requests.output import OutputBuilder, SampleOutput, text_of
 
 _LOGPROB_ROWS_AT_ONCE = 64
-"""It takes a millisecond or two to make these where each has 20 tokens."""
+"""Rows converted at once; with 20 log-probabilities each, this takes a millisecond or two."""
 
 
 class RequestState:
-    """One request that runs: deltas in, outputs out. What is not fetched adds up in one next output, so a slow caller
-    costs the memory of its tokens, which max_model_len bounds."""
+    """One running request: turns the engine's deltas into outputs.
+
+    Deltas that the caller has not fetched are merged into one output, so a slow caller costs only the memory of its
+    tokens, which max_model_len bounds.
+    """
 
     def __init__(self, message: AddRequest | AddScoring, outputs: OutputBuilder, sample: SampleOutput) -> None:
         """`message` is the one that adds the request to the engine; `sample` is its first sample."""
@@ -30,25 +33,25 @@ class RequestState:
         self.outputs = outputs
         self.samples = [sample]
         self.num_deaths = 0
-        """Number of engines that died while the request was in them."""
+        """Number of engines that died while they ran this request."""
         self._repeated: dict[int, list[int]] = {}
-        """By sample, the tokens that an engine which has begun it again still has to repeat."""
+        """For each sample by index, the emitted tokens that an engine generating it again has not yet repeated."""
         self._is_beam_search = isinstance(message, AddRequest) and message.is_beam_search
         self._beams: list[CompletionOutput] | None = None
         self._changed = asyncio.Event()
         self._failure: QuireError | None = None
         self.is_finished = False
-        """Nothing more will come."""
+        """Whether the request has ended."""
 
     @property
     def finish_reason(self) -> str:
-        """Why, in one word, of the first output: stop, length, abort or error."""
+        """Why the first output ended: stop, length, abort or error."""
         reason = self._beams[0].finish_reason if self._beams else self.samples[0].finish_reason
         failed = self._failure is not None or self.outputs.error is not None
         return "error" if failed or reason is None else reason
 
     async def next_output(self) -> RequestOutput:
-        """What is new, as soon as there is anything to return. Raises what the request has failed with."""
+        """Wait for new tokens or the end, and return the next output. Raises the error if the request has failed."""
         await self._changed.wait()
         self._changed.clear()
         if self._failure is not None:
@@ -62,14 +65,14 @@ class RequestState:
             raise
 
     async def _make_logprobs(self) -> None:
-        """A few rows at a time: other requests have their turn in between."""
+        """Convert log-probabilities a few rows at a time, and let other requests run in between."""
         scores = self.outputs.scores
         for rows in (scores and scores.rows, *(sample.logprobs for sample in self.samples)):
             while rows and rows.make(_LOGPROB_ROWS_AT_ONCE):
                 await asyncio.sleep(0)
 
     def update(self, delta: RequestDelta) -> int:
-        """Take what the engine has sent. Returns the number of new tokens; any behind a stop string do not count."""
+        """Apply a delta of the engine. Returns the number of new tokens, without those after a stop string."""
         outputs, samples = self.outputs, self.samples
         outputs.num_cached_tokens, outputs.error = delta.num_cached_tokens, delta.error
         outputs.metrics = delta.metrics or outputs.metrics
@@ -85,15 +88,18 @@ class RequestState:
         if delta.finished:
             self._finish("abort" if delta.error else "stop")
         self.is_finished = all(sample.finish_reason is not None for sample in samples)
-        if self.is_finished and outputs.metrics.finished_time is None:  # by a stop string, which the engine never sees
+        if self.is_finished and outputs.metrics.finished_time is None:  # by a stop string, found here only
             outputs.metrics.finished_time = time.monotonic()
         if self.is_finished or (num_tokens and not outputs.emits_only_end):
             self._changed.set()
         return num_tokens
 
     def replay(self) -> AddRequest | AddScoring:
-        """The message that makes another engine continue from here. A single sample continues behind its last token.
-        Several begin again, and so do beams and scores, of which nothing has been emitted."""
+        """Return the message with which another engine continues this request.
+
+        A single sample continues after its last token. Several samples start again from the prompt, and so do beam
+        searches and scores, which have emitted nothing yet.
+        """
         if isinstance(self.message, AddScoring):
             return self.message
         progress = Progress(self.outputs.metrics, self.outputs.num_cached_tokens)
@@ -104,18 +110,18 @@ class RequestState:
         return replace(self.message, progress=progress)
 
     def abort(self) -> None:
-        """End the request; what has come so far is the last output."""
+        """End the request; the tokens so far are its last output."""
         self._finish("abort")
         self.outputs.metrics.finished_time = time.monotonic()
         self._changed.set()
 
     def fail(self, error: QuireError) -> None:
-        """End the request; its caller receives this error."""
+        """End the request with an error, which `next_output` raises."""
         self._failure, self.is_finished = error, True
         self._changed.set()
 
     def _finish(self, reason: FinishReason) -> None:
-        """End the samples that have not ended."""
+        """Give the samples that have not ended this finish reason."""
         for sample in self.samples:
             sample.finish_reason = sample.finish_reason or reason
         self.is_finished = True
@@ -135,14 +141,16 @@ class RequestState:
         return num_tokens
 
     def _num_repeated(self, delta: SequenceDelta) -> int:
-        """How many of these tokens came before, from an engine that has died. Raises EngineDeadError if those were
-        others."""
+        """Return how many tokens of the delta repeat those emitted before an engine died.
+
+        Raises EngineDeadError if the tokens differ from those emitted before.
+        """
         repeated = self._repeated.get(delta.index)
         if not repeated:
             return 0
         count = min(len(repeated), len(delta.token_ids))
         if repeated[:count] != delta.token_ids[:count]:
-            raise EngineDeadError("another engine goes on differently")
+            raise EngineDeadError("the new engine generated different tokens than the one that died")
         del repeated[:count]
         return count
 

@@ -1,4 +1,4 @@
-"""Keeps an engine process running: starts it, and another one when it has died or hung."""
+"""Keeps an engine process running: starts it, and starts another one when it has died or hung."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from quire.interfaces.async_llm.engine_client import EngineClient
 FIRST_DELAY_S = 0.5
 MAX_DELAY_S = 30.0
 HEALTHY_S = 10.0
-"""an engine that has lived so long has not died of its start: the next one is started after the first delay again"""
+"""After an engine has run for this time, the delay before the next start begins at FIRST_DELAY_S again."""
 MAX_FAILED_STARTS = 3
-"""after so many in a row the requests that wait for an engine are given up; starting goes on"""
+"""After this number of consecutive failed starts, waiting requests fail. Further starts are still attempted."""
 
 
 class Supervised(Protocol):
-    """Who uses the engine. Called in the event loop."""
+    """A user of the engine, which is notified of its events in the event loop."""
 
     def on_message(self, message: StepDone | CacheFrame) -> None:
-        """The engine has sent it."""
+        """The engine has sent a message."""
         ...
 
     def on_death(self, error: EngineDeadError) -> None:
-        """The engine is gone; another one is being started."""
+        """The engine has ended; another one is being started."""
         ...
 
     def on_restart(self, ready: Ready) -> None:
-        """There is an engine again, which knows nothing of what the last one was told."""
+        """Another engine is ready, which has received none of the earlier messages."""
         ...
 
     def on_loss(self, error: EngineDeadError) -> None:
-        """There will be none soon, or ever."""
+        """No engine is expected soon."""
         ...
 
 
 class Supervisor:
-    """One engine process after another, of the same arguments. Between two of them `send` raises, saying why."""
+    """Runs an engine process, and a new one with the same arguments when it ends. `send` raises while none runs."""
 
     def __init__(
         self,
@@ -63,43 +63,43 @@ class Supervisor:
         self._delay_s = FIRST_DELAY_S
         self._load_s = 0.0
         self.death: EngineDeadError | None = None
-        """why there is no engine now"""
+        """Why no engine runs; None while one runs."""
         self.is_lost = False
-        """there will be none soon: several in a row did not even start"""
+        """Whether no engine is expected soon, because of several consecutive failed starts or a shutdown."""
         self.num_restarts = 0
 
     async def start(self) -> Ready:
-        """Start the first engine. Raises as EngineClient.start does."""
+        """Start the first engine. Raises the errors of EngineClient.start."""
         began_s = self._clock()
         self._client = await self._start(self._args, self._hang_timeout_s)
         self._load_s = self._clock() - began_s
         assert self._client.ready is not None
-        # What the first has made of "auto" the others keep: positions may be scaled by it, and limits were told.
+        # Later engines keep the length resolved from "auto": positions may be scaled by it, and clients know it.
         self._args = dataclasses.replace(self._args, max_model_len=self._client.ready.max_model_len)
         return self._client.ready
 
     def supervise(self, *users: Supervised) -> None:
-        """From now on, and tell these of it."""
+        """Start supervising the engine, and notify these users of its events."""
         self._running = asyncio.create_task(self._supervise(users))
 
     @property
     def pid(self) -> int:
-        """The engine process's, or the last one's."""
+        """Process id of the engine process, or of the last one if none runs."""
         return self._client.pid
 
     def send(self, message: ToEngine) -> None:
-        """Have a message sent; see `drain`. Raises EngineDeadError without an engine, and what `to_frame` does."""
+        """Queue a message to be sent; see `drain`. Raises EngineDeadError if no engine runs, or `to_frame`'s errors."""
         if self.death is not None:
             raise self.death
         self._client.send(message)
 
     async def drain(self) -> None:
-        """Wait until not much is left to send, or there is no engine."""
+        """Wait until little is left to send, or no engine runs."""
         if self.death is None:
             await self._client.drain()
 
     async def close(self) -> None:
-        """End the process, or the start of one. The users are told of its loss."""
+        """End the engine process, even while it starts, and notify the users."""
         if self._running is None:
             await self._client.end()
             return
@@ -117,7 +117,7 @@ class Supervisor:
                 lived_s = self._clock() - began_s
                 if lived_s >= HEALTHY_S:
                     self._delay_s = FIRST_DELAY_S
-                logger.error("the engine has died after %.1f s: %s", lived_s, cause)
+                logger.error("the engine ended unexpectedly after %.1f s: %s", lived_s, cause)
                 death = self._note_death(cause)
                 for user in users:
                     user.on_death(death)
@@ -136,11 +136,11 @@ class Supervisor:
 
     def _note_death(self, cause: str) -> EngineDeadError:
         retry_after_s = max(1, math.ceil(self._delay_s + self._load_s))
-        self.death = EngineDeadError(f"the engine is not running, {cause}; another is being started", retry_after_s)
+        self.death = EngineDeadError(f"the engine is not running: {cause}; another is being started", retry_after_s)
         return self.death
 
     async def _start_another(self, users: Sequence[Supervised], cause: str) -> EngineClient:
-        """After a while that doubles each time, until one starts that lives."""
+        """Start engines until one is ready, after a delay that doubles each time."""
         num_failed, began_s = 0, self._clock()
         while True:
             delay_s, self._delay_s = self._delay_s, min(2 * self._delay_s, MAX_DELAY_S)
@@ -149,10 +149,10 @@ class Supervisor:
             start_s = self._clock()
             try:
                 client = await self._start(self._args, self._hang_timeout_s)
-            except Exception as error:  # of whatever kind: to try again is all that can be done
+            except Exception as error:  # whatever it is, the only remedy is another attempt
                 num_failed += 1
-                logger.error("the engine could not be started (%d in a row): %s", num_failed, error)
-                cause = f"{cause}, and the last that was started failed ({error})"[:500]
+                logger.error("the engine could not be started (attempt %d): %s", num_failed, error)
+                cause = f"{cause}, and the latest start failed ({error})"[:500]
                 death = self._note_death(cause)
                 if num_failed == MAX_FAILED_STARTS:
                     self.is_lost = True
@@ -160,5 +160,5 @@ class Supervisor:
                         user.on_loss(death)
             else:
                 self._load_s = self._clock() - start_s
-                logger.info("the engine runs again, %.1f s after the last one ended", self._clock() - began_s)
+                logger.info("another engine is running, %.1f s after the last one ended", self._clock() - began_s)
                 return client

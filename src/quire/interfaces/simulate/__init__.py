@@ -1,1 +1,1 @@
-"""The real scheduler and block manager under a fake model and a virtual clock: one seed is one replayable run."""
+"""The simulator: the real scheduler and block manager with a fake model and a virtual clock; runs are repeatable."""

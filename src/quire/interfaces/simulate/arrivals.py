@@ -1,4 +1,4 @@
-"""When each request of a trace is submitted, and with what prompt."""
+"""The times at which the requests of a trace are submitted, and the history of conversations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.interfaces.simulate.trace import TraceRequest
 
 @dataclass(slots=True)
 class _Session:
-    """A conversation: at most one turn of it runs, later ones queue."""
+    """A conversation, of which at most one turn runs at a time; later turns wait."""
 
     history: array[int] = field(default_factory=lambda: array("i"))
     end_s: float = -inf
@@ -23,7 +23,7 @@ class _Session:
 
 
 class Arrivals:
-    """Hands out a trace, which is sorted by arrival, on a clock; a turn of a session only after the one before it."""
+    """Submits the requests of a trace, sorted by arrival; a turn of a session waits for the end of the previous one."""
 
     def __init__(self, trace: Iterable[TraceRequest]) -> None:
         self._trace = enumerate(trace)
@@ -33,14 +33,14 @@ class Arrivals:
 
     @property
     def next_s(self) -> float | None:
-        """When the next request is submitted, as far as that is known; None when nobody is to come."""
+        """Time at which the next request is submitted; None if no submission is scheduled."""
         times = [self._ready[0][0]] if self._ready else []
         if self._upcoming is not None:
             times.append(self._upcoming[1].arrival_s)
         return min(times, default=None)
 
     def due(self, now_s: float) -> Iterator[tuple[float, int, TraceRequest]]:
-        """Those submitted up to now: when, their numbers in the trace, and what they ask."""
+        """Yield (time, index in the trace, request) of the requests submitted up to now."""
         while self._upcoming is not None and self._upcoming[1].arrival_s <= now_s:
             index, request = self._upcoming
             session = self._session(request)
@@ -54,12 +54,12 @@ class Arrivals:
             yield heappop(self._ready)
 
     def history(self, request: TraceRequest) -> list[int]:
-        """The conversation before this turn: prompts and answers."""
+        """Return the tokens of the conversation before this turn: its prompts and answers."""
         session = self._session(request)
         return [] if session is None else session.history.tolist()
 
     def ended(self, request: TraceRequest, now_s: float, token_ids: Iterable[int] | None = None) -> None:
-        """A request is done; `token_ids` is the conversation with its answer, None where there was no answer."""
+        """Note that a request has ended; `token_ids` is the conversation with the answer, None without an answer."""
         session = self._session(request)
         if session is None:
             return

@@ -1,4 +1,4 @@
-"""Stands in for beam search, for its effect on memory: which beams die at each step, and whose forks replace them."""
+"""A substitute for beam search with the same effect on memory: beams end and are replaced by forks of others."""
 
 import random
 from dataclasses import dataclass
@@ -8,17 +8,17 @@ from quire.engine.requests.sequence import Sequence
 from quire.interfaces.simulate.trace import VOCAB_SIZE
 
 INDEX_STEP = 7919
-"""between the first tokens of a prompt's samples or beams"""
+"""Difference between the first tokens of consecutive samples or beams of a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class BeamChurn:
-    """Each beam dies at each step with probability `rate`; request, length and beam alone decide, not the schedule."""
+    """Ends each beam at each step with probability `rate`. The choice depends on request, length and beam only."""
 
     rate: float = 0.1
 
     def replacements(self, request: int, num_output_tokens: int, beam_width: int) -> list[tuple[int, int]]:
-        """(loser, parent) by beam number, to be done one after another."""
+        """Return (ended beam, parent of its replacement) pairs, to be applied in order."""
         rng = random.Random(f"beams {request} {num_output_tokens}")
         losers = [beam for beam in range(beam_width) if rng.random() < self.rate]
         return [(loser, (loser + rng.randrange(1, beam_width)) % beam_width) for loser in losers]
@@ -26,7 +26,7 @@ class BeamChurn:
 
 @dataclass(frozen=True, slots=True)
 class ChurningBeams:
-    """The BeamSelector of one request: each beam goes on with the token it has drawn, or as another's child."""
+    """The BeamSelector of one request: each beam continues with its sampled token or becomes a child of another."""
 
     churn: BeamChurn
     request: int
@@ -34,7 +34,7 @@ class ChurningBeams:
     max_tokens: int
 
     def select(self, beams: list[Sequence]) -> list[tuple[int, int]]:
-        """The next beams; none at the end."""
+        """Return (parent, token id) of the next beams; an empty list at the end."""
         length = beams[0].num_output_tokens + 1
         drawn = [int(beam.beam_candidates.token_ids[0, 0]) for beam in beams if beam.beam_candidates is not None]
         if length == self.max_tokens:
@@ -46,9 +46,9 @@ class ChurningBeams:
             children = [(0, (drawn[0] + INDEX_STEP * index) % VOCAB_SIZE) for index in range(self.beam_width)]
         for loser, parent in self.churn.replacements(self.request, length, self.beam_width):
             place, token_id = children[parent]
-            children[loser] = place, (token_id + 1 + loser) % VOCAB_SIZE  # another than its parent's
+            children[loser] = place, (token_id + 1 + loser) % VOCAB_SIZE  # differs from its parent's token
         return children
 
     def outputs(self, beams: list[Sequence]) -> list[CompletionOutput]:
-        """As they are."""
+        """Return the outputs of the beams."""
         return [beam.output.to_completion() for beam in beams]

@@ -1,4 +1,4 @@
-"""A model without weights: what a step costs, and which tokens it draws."""
+"""A model without weights: it defines the duration of a step and the tokens that are sampled."""
 
 from array import array
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from quire.interfaces.simulate.trace import VOCAB_SIZE
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Seconds of a step: a start, the weights streamed or multiplied, the cache read, the blocks swapped."""
+    """Computes the duration of a step from a fixed part, its tokens, the context read and the blocks swapped."""
 
     step_s: float = 0.020
     token_s: float = 0.0008
@@ -22,9 +22,9 @@ class CostModel:
     swapped_block_s: float = 2e-5
 
     def seconds(self, batch: Batch) -> float:
-        """How long the batch would take."""
+        """Return the seconds that the batch takes."""
         context = sum(s.end for s in batch.sequences)
-        swapped = len(batch.swap_out) + len(batch.swap_in)
+        swapped = sum(len(transfer.pairs) for transfer in batch.transfers)
         return (
             self.step_s
             + self.token_s * max(0, batch.num_tokens - 32)
@@ -34,9 +34,9 @@ class CostModel:
 
 
 class FakeModel:
-    """The next token is a hash of the whole history, so that a wrong one is seen to the end of the request.
+    """Each token is a hash of all tokens before it, so that one wrong token changes all later ones.
 
-    Samples of one history differ by their index. `history` finds the tokens of a sequence by its id.
+    Samples with the same history differ by their index. `history` returns the tokens of a sequence by its id.
     """
 
     def __init__(self, history: Callable[[int], Sequence[int]]) -> None:
@@ -44,7 +44,7 @@ class FakeModel:
         self._states: dict[int, tuple[int, blake2b]] = {}
 
     def execute(self, batch: Batch) -> StepResult:
-        """A token for each draw, as sure as can be."""
+        """Return a token for each draw, with probability 1."""
         tokens: list[int] = []
         logprobs: dict[int, TokenLogprobs] = {}
         for scheduled in batch.sequences:
@@ -59,7 +59,7 @@ class FakeModel:
         return StepResult(tuple(tokens), logprobs)
 
     def _advance(self, scheduled: ScheduledSequence) -> blake2b:
-        """The hash of all tokens up to the end of these."""
+        """Return the hash of all tokens of the sequence up to the end of the scheduled ones."""
         length, state = self._states.get(scheduled.seq_id, (-1, None))
         if state is None or length != scheduled.start:  # new, or computed again
             history = self._history(scheduled.seq_id)[: scheduled.start]
@@ -69,7 +69,7 @@ class FakeModel:
         return state
 
     def forget(self, seq_id: int) -> None:
-        """The sequence has ended."""
+        """Drop the state of a sequence that has ended."""
         self._states.pop(seq_id, None)
 
 

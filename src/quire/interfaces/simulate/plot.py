@@ -1,4 +1,4 @@
-"""A simulation as a picture: KV blocks, queues and hit rate over virtual time."""
+"""A plot of a simulation: KV cache blocks, queues and prefix hit rate over virtual time."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,12 +17,12 @@ _STYLE: dict[Any, Any] = {
     "font.size": 9,
     "grid.alpha": 0.25,
     "lines.linewidth": 1.5,
-    "svg.hashsalt": "quire",  # with no date among the metadata: equal runs give equal bytes
+    "svg.hashsalt": "quire",  # with metadata that has no date, equal runs give equal bytes
 }
 
 
 def check_plot_path(path: Path) -> None:
-    """ConfigError if `save_plot` could not write there: another format, no such folder, or matplotlib is missing."""
+    """Raise ConfigError for an unknown format, a missing folder, or if matplotlib is not installed."""
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"cannot plot to {path}: the name must end in {' or '.join(SUFFIXES)}")
     if not path.parent.is_dir():
@@ -30,11 +30,11 @@ def check_plot_path(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise ConfigError("plots are drawn by matplotlib; install it with: pip install 'quire[plot]'") from error
+        raise ConfigError("plots need matplotlib: install it with pip install 'quire[plot]'") from error
 
 
 def save_plot(moments: Sequence[Moment], num_blocks: int, path: Path) -> None:
-    """Draw a run's moments as PNG or SVG, to the byte the same for the same run and matplotlib."""
+    """Plot a run as PNG or SVG. The same run gives the same bytes with the same version of matplotlib."""
     check_plot_path(path)
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -53,7 +53,7 @@ def save_plot(moments: Sequence[Moment], num_blocks: int, path: Path) -> None:
             axes.grid(visible=True)
             axes.margins(x=0)
             axes.set_xlim(left=0)
-        for axes in (memory, queues):  # above the panel, where no curve is
+        for axes in (memory, queues):  # above the panel, where it covers no curve
             axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False, borderaxespad=0.2)
         figure.align_ylabels()
         try:
@@ -65,14 +65,14 @@ def save_plot(moments: Sequence[Moment], num_blocks: int, path: Path) -> None:
 def _draw_memory(axes: Any, columns: dict[str, list[float]], num_blocks: int) -> None:
     used, cached = columns["num_used_blocks"], columns["num_cached_blocks"]
     axes.stackplot(
-        columns["time_s"], used, cached, colors=[_BLUE, _PALE], labels=["used", "cached, held by nobody"], linewidth=0
+        columns["time_s"], used, cached, colors=[_BLUE, _PALE], labels=["in use", "cached, not in use"], linewidth=0
     )
     axes.axhline(num_blocks, color=_GREY, linestyle="--", label="all blocks")
     axes.set(ylabel="KV cache blocks", ylim=(0, num_blocks * 1.05))
 
 
 def _columns(moments: Sequence[Moment]) -> dict[str, list[float]]:
-    """Each field over time, as means of runs of moments where there are more than a picture can show."""
+    """Return each field over time, averaged over runs of moments if there are more than MAX_POINTS."""
     run = -(-len(moments) // MAX_POINTS) or 1
     runs = [moments[start : start + run] for start in range(0, len(moments), run)]
     names = ("time_s", "num_used_blocks", "num_cached_blocks", "num_running", "num_waiting", "num_swapped", "hit_rate")

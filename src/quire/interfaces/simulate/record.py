@@ -1,4 +1,4 @@
-"""What a run leaves for the report and the plot."""
+"""The figures of a run that the report and the plot need."""
 
 from array import array
 from collections import defaultdict
@@ -17,7 +17,7 @@ MAX_MOMENTS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One look at the blocks and queues."""
+    """The state of blocks and queues at one time."""
 
     time_s: float
     num_running: int
@@ -26,28 +26,28 @@ class Moment:
     num_used_blocks: int
     num_cached_blocks: int
     num_table_entries: int
-    """of block tables on the device; more than `num_used_blocks` where blocks are shared"""
+    """Entries of all block tables on the device; more than `num_used_blocks` if blocks are shared."""
     num_empty_slots: int
-    """in the used blocks"""
+    """Empty slots in used blocks."""
     hit_rate: float
-    """so far, of prompt tokens"""
+    """Share of prompt tokens found in the prefix cache so far."""
 
 
 @dataclass(slots=True)
 class TenantFigures:
-    """One tenant's share of a run."""
+    """The figures of one tenant in a run."""
 
     num_requests: int = 0
     num_tokens: int = 0
-    """of prompts and outputs of finished requests"""
+    """Tokens of prompts and outputs of finished requests."""
     num_contended_tokens: int = 0
-    """computed while at least two tenants had requests that no step had taken up yet"""
+    """Tokens computed while at least two tenants had requests waiting for their first step."""
     first_token_s: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Record:
-    """Figures that only the run itself can collect."""
+    """Figures collected while a trace runs."""
 
     first_token_s: list[float] = field(default_factory=list)
     per_token_s: list[float] = field(default_factory=list)
@@ -61,10 +61,10 @@ class Record:
     num_swapped_out_blocks: int = 0
     num_swapped_in_blocks: int = 0
     outputs_digest: int = 0
-    """sum of the 128-bit hashes of all outputs"""
+    """Sum of the 128-bit hashes of all outputs, modulo 2**128."""
 
     def finished(self, index: int, request: TraceRequest, group: SequenceGroup) -> None:
-        """A request has all its tokens."""
+        """Record a finished request."""
         metrics = group.metrics
         assert metrics.first_token_time is not None
         assert metrics.finished_time is not None
@@ -84,10 +84,10 @@ class Record:
             self.outputs_digest = (self.outputs_digest + own) % 2**128
 
     def look(self, time_s: float, scheduler: Scheduler, blocks: BlockSpaceManager) -> None:
-        """Note this moment; beyond MAX_MOMENTS every other one goes, and they are taken half as often."""
+        """Record the current state. Beyond MAX_MOMENTS, every other moment is dropped and the interval doubles."""
         if scheduler.num_steps % self.steps_per_moment:
             return
-        empty: dict[int, int] = {}  # by the partly full block, which forks share until one writes
+        empty: dict[int, int] = {}  # by block: forks share a partly full block until one of them writes
         for seq in (seq for group in scheduler.running for seq in group.seqs_in(SequenceStatus.RUNNING)):
             num_empty = -seq.num_computed_tokens % blocks.block_size
             if num_empty:
@@ -99,7 +99,7 @@ class Record:
                 num_waiting=scheduler.num_waiting,
                 num_swapped=len(scheduler.swapped),
                 num_used_blocks=blocks.num_used_blocks,
-                num_cached_blocks=len(blocks.cache.evictor) if blocks.cache else 0,
+                num_cached_blocks=blocks.pool.num_cached_blocks,
                 num_table_entries=int(np.frombuffer(blocks.pool.ref_counts, np.int64).sum()),
                 num_empty_slots=sum(empty.values()),
                 hit_rate=blocks.stats.hit_rate,

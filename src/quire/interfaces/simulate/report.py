@@ -1,4 +1,4 @@
-"""A simulation in figures."""
+"""The report of a simulation."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,13 +10,13 @@ _PERCENTILES = (50, 90, 99)
 
 
 def report(simulator: Simulator) -> dict[str, Any]:
-    """Throughput, latencies, hit rate, preemptions, traffic, waste, sharing; rounded, so that equal runs print alike.
+    """Return throughput, latencies, hit rate, preemptions, swapping, waste and sharing, rounded.
 
-    `kv_waste` is the share of slots in held blocks that hold no token; `sharing_savings` the share of blocks that
-    sharing saves, 1 - blocks held / block table entries (Kwon et al. 2023, PagedAttention, figure 15). Both are means
-    over the record's moments. `hit_of_possible` is the share of the prompt tokens known from earlier requests that
-    were found in the cache. `outputs_digest` stands for all outputs and does not depend on their order: it changes with
-    the trace, never with the schedule.
+    `kv_waste` is the share of slots in used blocks that contain no token. `sharing_savings` is the share of blocks that
+    sharing saves, 1 - used blocks / block table entries (Kwon et al. 2023, PagedAttention, figure 15). Both are means
+    over the record's moments. `hit_of_possible` is the share of prompt tokens known from earlier requests that were
+    found in the cache. `outputs_digest` is a hash of all outputs that does not depend on their order; it changes with
+    the trace, but never with the schedule.
     """
     record, blocks, scheduler = simulator.record, simulator.blocks, simulator.scheduler
     num_tokens, stats = simulator.committer.num_generated_tokens, blocks.stats
@@ -74,6 +74,6 @@ def _share(part: float, whole: float) -> float:
 
 
 def _percentiles(values: Sequence[float], percents: Sequence[int] = _PERCENTILES) -> dict[str, float]:
-    """Nearest-rank percentiles; none of no values."""
+    """Return percentiles by the nearest-rank method; an empty dict if there are no values."""
     ordered = sorted(values)
     return {f"p{p}": round(ordered[-(-len(ordered) * p // 100) - 1], 4) for p in percents if ordered}

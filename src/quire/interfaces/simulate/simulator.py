@@ -1,10 +1,9 @@
-"""Replays a trace through the real scheduler, block manager and commit."""
+"""Replays a trace through the real scheduler, block manager and commit, with a fake model and a virtual clock."""
 
 from collections import Counter
 from collections.abc import Iterable
 
 from quire.common.batch import Batch, Draw
-from quire.common.outputs import RequestMetrics
 from quire.common.params import SamplingParams
 from quire.config.kv_cache import KVCacheConfig
 from quire.config.scheduler import SchedulerConfig
@@ -24,7 +23,7 @@ _BEAM_DRAWS = (Draw(0.0, 0, 1.0, b"", logprobs=1),) * MAX_WIDTH
 
 
 class Simulator:
-    """One engine's worth of scheduling on a virtual clock. It runs one trace."""
+    """Runs one trace through the bookkeeping of an engine on a virtual clock."""
 
     def __init__(
         self,
@@ -46,13 +45,13 @@ class Simulator:
         self.churn = churn or BeamChurn()
         self.record = Record()
         self.arrivals = Arrivals(())
-        self._requests: dict[str, tuple[TraceRequest, SequenceGroup]] = {}  # submitted and not ended
-        self._new: dict[str, int] = {}  # of those, what no step has taken up yet, and how long their history is
-        self._backlog: Counter[str] = Counter()  # of those, how many each tenant has
-        self._prefix_lens: dict[int | None, int] = {}  # tokens of each prefix group that somebody has begun to compute
+        self._requests: dict[str, tuple[TraceRequest, SequenceGroup]] = {}  # submitted, not ended
+        self._new: dict[str, int] = {}  # length of the history of each request that waits for its first step
+        self._backlog: Counter[str] = Counter()  # number of those requests of each tenant
+        self._prefix_lens: dict[int | None, int] = {}  # length of each group's prefix of which computation has begun
 
     def run(self, trace: Iterable[TraceRequest]) -> Record:
-        """All requests of a trace, which is sorted by arrival, to their end."""
+        """Run all requests of a trace, sorted by arrival, to their end."""
         self.arrivals = Arrivals(trace)
         while True:
             for submitted_s, index, request in self.arrivals.due(self.now_s):
@@ -65,7 +64,7 @@ class Simulator:
                 self.now_s = max(self.now_s, self.arrivals.next_s)
 
     def step(self) -> None:
-        """One step of the engine; the clock moves by what it costs."""
+        """Run one step of the engine and advance the clock by its duration."""
         contended = sum(count > 0 for count in self._backlog.values()) > 1
         batch = self.scheduler.schedule()
         self._note(batch, contended)
@@ -95,8 +94,7 @@ class Simulator:
         if request.beam_width > 1:
             search, draws = ChurningBeams(self.churn, index, request.beam_width, request.output_len), _BEAM_DRAWS
         seq = Sequence(self.scheduler.new_seq_id(), prompt, draws[: params.n], SampleOutput(params))
-        outputs = OutputBuilder(str(index), prompt, params, RequestMetrics(submitted_s))
-        group = SequenceGroup(outputs, seq, search=search)
+        group = SequenceGroup(OutputBuilder(str(index), prompt, params, submitted_s), seq, search=search)
         self._requests[group.request_id] = (request, group)
         if params.n > self.scheduler.config.max_num_seqs:
             self._ignore(group)
@@ -111,9 +109,12 @@ class Simulator:
         return owner
 
     def _note(self, batch: Batch, contended: bool) -> None:
-        """Who gets tokens in this step, and who for the first time."""
-        self.record.num_swapped_out_blocks += len(batch.swap_out)
-        self.record.num_swapped_in_blocks += len(batch.swap_in)
+        """Record the tokens that each tenant gets in this step, and the requests that run for the first time."""
+        for transfer in batch.transfers:
+            if transfer.source_tier < transfer.target_tier:
+                self.record.num_swapped_out_blocks += len(transfer.pairs)
+            else:
+                self.record.num_swapped_in_blocks += len(transfer.pairs)
         if not contended and not self._new:
             return
         for scheduled in batch.sequences:
@@ -124,10 +125,10 @@ class Simulator:
                 self._note_first(group)
 
     def _note_first(self, group: SequenceGroup) -> None:
-        """What of the prompt was known before, and how much of that was found."""
+        """Record how many tokens of a prompt could have been cached, and how many were found."""
         request = self._requests[group.request_id][0]
         self._backlog[request.tenant] -= 1
-        known_len = self._new.pop(group.request_id) - 1  # of an answer's last token there are no keys and values
+        known_len = self._new.pop(group.request_id) - 1  # the last token of an answer has no keys and values
         begun_len = self._prefix_lens.get(request.prefix_group, 0)
         self._prefix_lens[request.prefix_group] = max(begun_len, request.prefix_len)
         known_len = max(0, known_len, min(begun_len, request.prefix_len))
@@ -141,7 +142,7 @@ class Simulator:
         self.arrivals.ended(request, self.now_s, group.seqs[0].token_ids)
 
     def _ignore(self, group: SequenceGroup) -> None:
-        """It can never run, or not to its end."""
+        """End a request that can never run to its end."""
         request = self._end(group)
         if self._new.pop(group.request_id, None) is not None:
             self._backlog[request.tenant] -= 1

@@ -1,4 +1,4 @@
-"""What arrives when, as a file says it: one JSON object a line."""
+"""Traces of requests: a file with one JSON object per line."""
 
 import random
 from collections.abc import Iterator
@@ -18,27 +18,28 @@ VOCAB_SIZE = 32_000
 
 
 class TraceRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One request of a trace; a line of a JSONL file. Ranges are checked when decoded, consistency always."""
+    """One request of a trace, a line of its file. Ranges are checked while decoding, consistency in the constructor."""
 
     arrival_s: Seconds
     prompt_len: Count
-    """tokens of the prompt; in a later turn of a session, those it adds to the conversation so far"""
+    """Number of prompt tokens; in a later turn of a session, the tokens added to the conversation."""
     output_len: Count
-    """tokens to generate, for each of `n` samples or beams"""
+    """Number of tokens to generate for each sample or beam."""
     prefix_group: Annotated[int, Meta(ge=0)] | None = None
-    """requests of one group begin with the same tokens..."""
+    """Requests of one group begin with the same `prefix_len` tokens."""
     prefix_len: Annotated[int, Meta(ge=0)] = 0
-    """...this many of them"""
+    """Number of tokens that the prompt shares with its prefix group."""
     tenant: Annotated[str, Meta(min_length=1, max_length=64)] = "default"
     priority: Annotated[int, Meta(ge=-(10**9), le=10**9)] = 0
-    """smaller is more urgent; read by the policy `priority`"""
+    """Priority for the policy `priority`; smaller numbers run first."""
     n: Width = 1
-    """parallel samples"""
+    """Number of parallel samples."""
     beam_width: Width = 1
     session: Annotated[int, Meta(ge=0)] | None = None
-    """a conversation: a turn is submitted when it has arrived and the turn before it has ended..."""
+    """Number of the conversation. A turn is submitted `think_s` after the end of the previous turn, but not before its
+    arrival."""
     think_s: Seconds = 0.0
-    """...this long ago"""
+    """Seconds between the end of the previous turn and this one."""
 
     def __post_init__(self) -> None:
         if self.n > 1 and self.beam_width > 1:
@@ -51,10 +52,10 @@ class TraceRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.prefix_len > self.prompt_len:
             raise ConfigError(f"prefix_len={self.prefix_len}: must be at most prompt_len, {self.prompt_len}")
         if self.think_s and self.session is None:
-            raise ConfigError(f"think_s={self.think_s}: only a turn of a session has a turn to wait after")
+            raise ConfigError(f"think_s={self.think_s}: give a session, or leave it out")
 
     def prompt_token_ids(self, index: int) -> list[int]:
-        """Tokens that request number `index` brings: the group's, then its own."""
+        """Return the prompt tokens of request number `index`: those of its prefix group, then its own."""
         group = _tokens(f"prefix {self.prefix_group}", self.prefix_len) if self.prefix_len else []
         return group + _tokens(f"prompt {index}", self.prompt_len - self.prefix_len)
 
@@ -64,7 +65,7 @@ def _tokens(name: str, num_tokens: int) -> list[int]:
 
 
 def read_trace(path: Path) -> Iterator[TraceRequest]:
-    """The requests of a JSONL file, in order of arrival. ConfigError names the line that is wrong."""
+    """Yield the requests of a JSONL file, in order of arrival. Raises ConfigError that names an invalid line."""
     decoder = msgspec.json.Decoder(TraceRequest)
     sessions: set[int] = set()
     latest = 0.0
@@ -85,9 +86,9 @@ def read_trace(path: Path) -> Iterator[TraceRequest]:
 
 
 def _check_place(request: TraceRequest, latest: float, sessions: set[int]) -> None:
-    """What a line must agree on with those before it."""
+    """Check that a line is consistent with the lines before it."""
     if request.arrival_s < latest:
-        raise ConfigError(f"arrival_s {request.arrival_s} is before {latest}; sort the lines")
+        raise ConfigError(f"arrival_s={request.arrival_s} is before the previous line's {latest}: sort the lines")
     if request.session is None:
         return
     if request.session in sessions and request.prefix_len:

@@ -1,4 +1,4 @@
-"""Synthetic traces: a seed and the shape of a load."""
+"""Synthetic traces, made from a seed and the name of a shape."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -24,9 +24,9 @@ def synthetic_trace(
     n: int = 1,
     beam_width: int = 1,
 ) -> Iterator[TraceRequest]:
-    """A trace of the shape named (see SHAPES), 1,000 requests unless told; each has `n` samples or beams.
+    """Return a trace of a shape (see SHAPES), by default of 1,000 requests; each has `n` samples or `beam_width` beams.
 
-    `chat` has its 32 users of 8 turns unless told, else as many users as make `num_requests` turns.
+    Users of `chat` have 8 turns each; by default there are 32 users, otherwise enough for `num_requests` turns.
     """
     if shape not in SHAPES:
         raise ConfigError(f"shape={shape!r}: must be one of {', '.join(SHAPES)}")
@@ -42,7 +42,10 @@ def synthetic_trace(
 
 
 def mixed_trace(seed: int, num_requests: int | None = None, requests_per_s: float = 5.0) -> Iterator[TraceRequest]:
-    """Poisson arrivals, log-normal lengths around 160 tokens in and 60 out; half share one of 20 prefixes."""
+    """Yield requests with Poisson arrivals and log-normal lengths, of about 160 tokens in and 60 out.
+
+    Half of the requests begin with one of 20 shared prefixes.
+    """
     rng = random.Random(f"trace {seed}")
     for arrival_s in _arrivals(rng, num_requests or NUM_REQUESTS, requests_per_s):
         prompt_len = 1 + int(min(rng.lognormvariate(4.8, 0.8), 1500))
@@ -58,7 +61,7 @@ def dataset_trace(
     num_requests: int | None = None,
     requests_per_s: float = 5.0,
 ) -> Iterator[TraceRequest]:
-    """Poisson arrivals, unrelated prompts, log-normal lengths with the means given."""
+    """Yield requests with Poisson arrivals, unrelated prompts, and log-normal lengths with the given means."""
     rng = random.Random(f"dataset {seed}")
     for arrival_s in _arrivals(rng, num_requests or NUM_REQUESTS, requests_per_s):
         yield TraceRequest(arrival_s, _length(rng, mean_prompt_len, 0.9), _length(rng, mean_output_len, 0.7))
@@ -67,9 +70,10 @@ def dataset_trace(
 def chat_trace(
     seed: int, *, users: int = 32, turns: int = 8, system_len: int = 1000, users_per_s: float = 5.0
 ) -> Iterator[TraceRequest]:
-    """Conversations that all begin with one system prompt; about 40 new tokens a turn, answers of about 120.
+    """Yield conversations that all begin with the same system prompt.
 
-    Users come in a Poisson stream and take about 5 s to type.
+    A turn adds about 40 tokens, and an answer has about 120. Users arrive in a Poisson stream and take about 5 s to
+    write a message.
     """
     rng = random.Random(f"chat {seed}")
     for user, arrival_s in enumerate(_arrivals(rng, users, users_per_s)):
@@ -89,7 +93,7 @@ def chat_trace(
 def tenants_trace(
     seed: int, num_requests: int | None = None, requests_per_s: float = 5.0, *, tenants: int = 3, flood: float = 10.0
 ) -> Iterator[TraceRequest]:
-    """Like `mixed`, from tenants of which one, `flood`, sends this many times as much as each of the others."""
+    """Yield requests like those of `mixed` from several tenants; the first sends `flood` times as many as any other."""
     rng = random.Random(f"tenants {seed}")
     names = ["flood", *(f"steady-{i}" for i in range(1, tenants))]
     for request in mixed_trace(seed, num_requests, requests_per_s * (flood + tenants - 1)):
@@ -97,7 +101,7 @@ def tenants_trace(
 
 
 def _arrivals(rng: random.Random, num: int, per_s: float) -> Iterator[float]:
-    """A Poisson stream."""
+    """Yield the times of a Poisson stream."""
     arrival_s = 0.0
     for _ in range(num):
         arrival_s += rng.expovariate(per_s)
@@ -105,7 +109,7 @@ def _arrivals(rng: random.Random, num: int, per_s: float) -> Iterator[float]:
 
 
 def _length(rng: random.Random, mean: float, sigma: float) -> int:
-    """Log-normal with this mean; sigma is the spread of its logarithm."""
+    """Return a random log-normal length; `sigma` is the standard deviation of its logarithm."""
     return max(1, min(MAX_LEN, round(rng.lognormvariate(log(mean) - sigma**2 / 2, sigma))))
 
 
@@ -122,4 +126,4 @@ SHAPES: dict[str, Callable[[int, int | None, float], Iterator[TraceRequest]]] = 
     "chat": _chat,
     "tenants": tenants_trace,
 }
-"""by name; the lengths of `alpaca` and `sharegpt` have the means of Kwon et al. 2023 (PagedAttention), figure 11"""
+"""Traces by name. Mean lengths of `alpaca` and `sharegpt` are those of Kwon et al. 2023 (PagedAttention), figure 11."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from quire import kernels
 from quire.common.errors import CheckpointError
-from quire.config.kv_cache import KVCacheSpec
+from quire.config.kv_cache import KVCacheSpec, attention_spec
 from quire.config.model import ModelConfig
 from quire.models.base import CausalLM
 from quire.models.layers.activation import activation_kind
@@ -107,25 +107,15 @@ class LlamaForCausalLM(CausalLM):
     def kv_cache_specs(cls, config: ModelConfig) -> list[KVCacheSpec]:
         shape = cls.shape(config)
         return [
-            KVCacheSpec(shape.num_kv_heads, shape.head_dim, config.dtype, window) for window in shape.sliding_windows
+            attention_spec(shape.num_kv_heads, shape.head_dim, config.dtype, window) for window in shape.sliding_windows
         ]
-
-    @classmethod
-    def activation_width(cls, config: ModelConfig) -> int:
-        shape = cls.shape(config)
-        query = shape.num_heads * shape.head_dim
-        qkv = query + 2 * shape.num_kv_heads * shape.head_dim
-        normed = qkv if shape.qk_norm else 0
-        attention = qkv + normed + query + shape.hidden_size
-        mlp = max(3 * shape.intermediate_size, shape.intermediate_size + shape.hidden_size)
-        return 2 * shape.hidden_size + max(attention, mlp)
 
     @classmethod
     def ties_embeddings(cls, config: ModelConfig) -> bool:
         return cls.shape(config).tied
 
     def forward(self, batch: BatchTensors, kv: Sequence[LayerKVCache]) -> Tensor:
-        residual: Tensor = self.embed_tokens(batch.token_ids)  # [num_tokens, hidden]
+        residual = self.embed(batch)  # [num_tokens, hidden]
         x: Tensor | None = None
         for layer, layer_kv in zip(self.layers, kv, strict=True):
             x = layer(x, residual, batch, layer_kv)
@@ -147,7 +137,7 @@ class LlamaLayer(nn.Module):
         """x [num_tokens, hidden] is yet to be added to residual (None: nothing is); so is what this returns."""
         x = self.input_layernorm(residual) if x is None else self.input_layernorm.add(x, residual)
         x = self.post_attention_layernorm.add(self.self_attn(x, batch, kv), residual)
-        out: Tensor = self.mlp(x)
+        out: Tensor = self.mlp(x, batch)
         return out
 
 
@@ -171,14 +161,14 @@ class LlamaAttention(nn.Module):
         self.attn = Attention(head_dim**-0.5, sliding_window)
 
     def forward(self, x: Tensor, batch: BatchTensors, kv: LayerKVCache) -> Tensor:
-        heads = self.qkv_proj(x).unflatten(1, (-1, self.head_dim))  # [num_tokens, all heads, head_dim]
+        heads = self.qkv_proj(x, batch).unflatten(1, (-1, self.head_dim))  # [num_tokens, all heads, head_dim]
         query, key, value = heads.split(self.num_heads, dim=1)
         if self.qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
             self.rotary(batch.positions, query, key)
         else:
             self.rotary(batch.positions, heads[:, : -self.num_heads[2]])  # queries and keys lie side by side
-        out: Tensor = self.o_proj(self.attn(query, key, value, batch, kv).flatten(1))
+        out: Tensor = self.o_proj(self.attn(query, key, value, batch, kv).flatten(1), batch)
         return out
 
 
@@ -192,6 +182,6 @@ class LlamaMLP(nn.Module):
         self.down_proj = Linear(width, shape.hidden_size, bias=shape.mlp_bias, dtype=shape.dtype)
         self.act = shape.hidden_act
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(kernels.gated_activation(self.gate_up_proj(x), self.act))
+    def forward(self, x: Tensor, batch: BatchTensors) -> Tensor:
+        out: Tensor = self.down_proj(kernels.gated_activation(self.gate_up_proj(x, batch), self.act), batch)
         return out

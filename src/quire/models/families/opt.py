@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from quire import kernels
 from quire.common.errors import CheckpointError
-from quire.config.kv_cache import KVCacheSpec
+from quire.config.kv_cache import KVCacheSpec, attention_spec
 from quire.config.model import ModelConfig
 from quire.models.base import CausalLM
 from quire.models.layers.activation import activation_kind
@@ -101,21 +101,17 @@ class OPTForCausalLM(CausalLM):
     @classmethod
     def kv_cache_specs(cls, config: ModelConfig) -> list[KVCacheSpec]:
         shape = OPTShape.read(config)
-        return [KVCacheSpec(shape.num_heads, shape.hidden_size // shape.num_heads, config.dtype)] * shape.num_layers
-
-    @classmethod
-    def activation_width(cls, config: ModelConfig) -> int:
-        shape = OPTShape.read(config)
-        return 2 * shape.hidden_size + max(5 * shape.hidden_size, 2 * shape.ffn_dim, shape.ffn_dim + shape.hidden_size)
+        head_dim = shape.hidden_size // shape.num_heads
+        return [attention_spec(shape.num_heads, head_dim, config.dtype) for _ in range(shape.num_layers)]
 
     @classmethod
     def ties_embeddings(cls, config: ModelConfig) -> bool:
         return OPTShape.read(config).tied
 
     def forward(self, batch: BatchTensors, kv: Sequence[LayerKVCache]) -> Tensor:
-        residual: Tensor = self.embed_tokens(batch.token_ids)  # [num_tokens, embed_width]
+        residual = self.embed(batch)  # [num_tokens, embed_width]
         if self.project_in is not None:
-            residual = self.project_in(residual)
+            residual = self.project_in(residual, batch)
         kernels.add(self.embed_positions(batch.positions), residual)  # [num_tokens, hidden]
         x: Tensor | None = None
         for layer, layer_kv in zip(self.layers, kv, strict=True):
@@ -124,7 +120,7 @@ class OPTForCausalLM(CausalLM):
             residual = self.final_layer_norm.add(x, residual)
         elif x is not None:
             kernels.add(x, residual)
-        return residual if self.project_out is None else self.project_out(residual)
+        return residual if self.project_out is None else self.project_out(residual, batch)
 
 
 class OPTLayer(nn.Module):
@@ -147,12 +143,12 @@ class OPTLayer(nn.Module):
         if self.pre_norm:
             normed = self.self_attn_layer_norm(residual) if x is None else self.self_attn_layer_norm.add(x, residual)
             normed = self.final_layer_norm.add(self.self_attn(normed, batch, kv), residual)
-            return self._mlp(normed), residual
+            return self._mlp(normed, batch), residual
         hidden = self.self_attn_layer_norm.add(self.self_attn(residual, batch, kv), residual)
-        return None, self.final_layer_norm.add(self._mlp(hidden), hidden)
+        return None, self.final_layer_norm.add(self._mlp(hidden, batch), hidden)
 
-    def _mlp(self, x: Tensor) -> Tensor:
-        out: Tensor = self.fc2(kernels.activation(self.fc1(x), self.activation))
+    def _mlp(self, x: Tensor, batch: BatchTensors) -> Tensor:
+        out: Tensor = self.fc2(kernels.activation(self.fc1(x, batch), self.activation), batch)
         return out
 
 
@@ -169,9 +165,9 @@ class OPTAttention(nn.Module):
         self.attn = Attention(self.head_dim**-0.5)
 
     def forward(self, x: Tensor, batch: BatchTensors, kv: LayerKVCache) -> Tensor:
-        heads = self.qkv_proj(x).unflatten(1, (-1, self.head_dim))  # [num_tokens, 3 * num_heads, head_dim]
+        heads = self.qkv_proj(x, batch).unflatten(1, (-1, self.head_dim))  # [num_tokens, 3 * num_heads, head_dim]
         query, key, value = heads.split(self.num_heads, dim=1)
-        out: Tensor = self.out_proj(self.attn(query, key, value, batch, kv).flatten(1))
+        out: Tensor = self.out_proj(self.attn(query, key, value, batch, kv).flatten(1), batch)
         return out
 
 

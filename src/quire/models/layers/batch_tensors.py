@@ -19,10 +19,11 @@ class GroupTensors:
 class BatchTensors:
     """The tokens of all scheduled sequences, one after another, without padding."""
 
-    token_ids: Tensor
-    """[num_tokens] int64"""
+    token_ids: Tensor | None
+    """[num_tokens] int64. None only if `embeddings` are given."""
     positions: Tensor
-    """[num_tokens] int64: position of each token in its sequence"""
+    """[num_tokens] int64: the position of each token in its sequence. A model whose `num_position_rows` is greater than
+    1 takes [num_position_rows, num_tokens]."""
     query_start: Tensor
     """[num_seqs + 1] int32: sequence s owns rows query_start[s] to query_start[s + 1]"""
     seq_lens: Tensor
@@ -31,6 +32,9 @@ class BatchTensors:
     """one per KVCacheGroup"""
     logit_rows: Tensor
     """[num_logits] int64: the rows whose logits are wanted"""
+    embeddings: Tensor | None = None
+    """[num_tokens, width of the token table]: what the layers start from, in the place of the tokens' rows of the
+    table. The model computes in this memory, so it holds something else afterwards."""
 
 
 @dataclass(frozen=True, slots=True)

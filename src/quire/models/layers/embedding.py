@@ -1,18 +1,20 @@
 """Token and position tables, and the head that shares the token table."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
 from quire import kernels
 from quire.models.layers.weight_format import Matrix, Packed, WeightFormat
-from quire.models.layers.weighted_layer import WeightedLayer, WeightSpec
+from quire.models.layers.weighted_layer import Part, WeightedLayer, WeightSpec
 
 
 class Embedding(WeightedLayer):
-    """Rows of a table [num_rows, width], by index. The table stays mapped from the checkpoint where its dtype is right.
+    """Rows of a table [num_rows, width], by index. The table stays mapped from the checkpoint if its dtype is right.
 
-    `packed`: it is kept in the layout of the matrix kernel instead, for a head tied to it. `first_row`: the row that
-    index 0 means.
+    With `packed` it is kept in the layout of the matrix kernel instead, for a head tied to it. Index 0 is the table's
+    row `first_row`.
     """
 
     table: Tensor | Matrix
@@ -27,13 +29,16 @@ class Embedding(WeightedLayer):
         self.format: WeightFormat = Packed()
         self.first_row = first_row
 
-    def weight_specs(self) -> dict[str, WeightSpec]:
+    def weight_specs(self) -> Mapping[str, WeightSpec]:
+        parts = (Part(self.shape),)
         if self.packed:
-            return {"weight": self.format.spec((self.shape,), self.dtype)}
-        return {"weight": WeightSpec((self.shape,), self.dtype, kept=True)}
+            return self.format.specs(parts, self.dtype)
+        return {"weight": WeightSpec(parts, self.dtype, kept=True)}
 
-    def set_weight(self, name: str, weight: Tensor) -> None:
-        self.table = self.format.matrix(weight, self.shape, self.dtype) if self.packed else weight[self.first_row :]
+    def set_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        self.table = (
+            self.format.matrix(tensors, self.shape, self.dtype) if self.packed else tensors["weight"][self.first_row :]
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [num_tokens] -> [num_tokens, width]."""

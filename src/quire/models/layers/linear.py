@@ -1,15 +1,18 @@
 """Matrix multiplications, by weights in the format that a pass over modules chose (as they are, unless one did)."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from quire import kernels
+from quire.models.layers.batch_tensors import BatchTensors
 from quire.models.layers.weight_format import Matrix, Packed, WeightFormat
-from quire.models.layers.weighted_layer import WeightedLayer, WeightSpec
+from quire.models.layers.weighted_layer import Part, WeightedLayer, WeightSpec
 
 
-class Linear(WeightedLayer):
-    """`x @ weight.T + bias`. Several `out_features` make one matrix of projections that a checkpoint keeps apart."""
+class Projection(WeightedLayer):
+    """A matrix [n, k] and a bias. A pass may replace `format` and narrow `parts` before the weights are loaded."""
 
     weight: Matrix
 
@@ -17,31 +20,40 @@ class Linear(WeightedLayer):
         self, in_features: int, out_features: int | tuple[int, ...], *, bias: bool, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self.in_features = in_features
-        self.out_features = (out_features,) if isinstance(out_features, int) else out_features
+        sizes = (out_features,) if isinstance(out_features, int) else out_features
+        self.parts = tuple(Part((n, in_features)) for n in sizes)
         self.dtype = dtype
         self.format: WeightFormat = Packed()
         self.has_bias = bias
         self.bias: Tensor | None = None
 
-    def weight_specs(self) -> dict[str, WeightSpec]:
-        specs = {"weight": self.format.spec(tuple((n, self.in_features) for n in self.out_features), self.dtype)}
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The rows n and columns k of the matrix."""
+        return sum(part.size[0] for part in self.parts), self.parts[0].size[1]
+
+    def weight_specs(self) -> Mapping[str, WeightSpec]:
+        specs = self.format.specs(self.parts, self.dtype)
+        if not self.has_bias:
+            return specs
+        bias = WeightSpec(tuple(Part(part.shape[:1], part.rows) for part in self.parts), torch.float32)
+        return {**specs, "bias": bias}
+
+    def set_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        self.weight = self.format.matrix(tensors, self.shape, self.dtype)
         if self.has_bias:
-            specs["bias"] = WeightSpec(tuple((n,) for n in self.out_features), torch.float32)
-        return specs
+            self.bias = tensors["bias"].clone()  # [n]
 
-    def set_weight(self, name: str, weight: Tensor) -> None:
-        if name == "weight":
-            self.weight = self.format.matrix(weight, (sum(self.out_features), self.in_features), self.dtype)
-        else:
-            self.bias = weight.clone()  # [sum(out_features)]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [num_tokens, in_features] -> [num_tokens, sum(out_features)]."""
+class Linear(Projection):
+    """`x @ weight.T + bias`. Several `out_features` make one matrix of projections that a checkpoint keeps apart."""
+
+    def forward(self, x: Tensor, batch: BatchTensors) -> Tensor:
+        """x [num_tokens, in_features] -> [num_tokens, sum(out_features)]; row i is of the batch's token i."""
         return kernels.matmul(x, self.weight, self.bias)
 
 
-class LmHead(Linear):
+class LmHead(Projection):
     """The projection to the vocabulary; its result is float32 whatever the model computes in."""
 
     def __init__(self, hidden_size: int, vocab_size: int, dtype: torch.dtype) -> None:

@@ -1,10 +1,12 @@
 """Norms, alone and fused with the residual sum before them."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from quire import kernels
-from quire.models.layers.weighted_layer import WeightedLayer, WeightSpec
+from quire.models.layers.weighted_layer import Part, WeightedLayer, WeightSpec
 
 
 class RMSNorm(WeightedLayer):
@@ -17,11 +19,11 @@ class RMSNorm(WeightedLayer):
         self.width = width
         self.eps = eps
 
-    def weight_specs(self) -> dict[str, WeightSpec]:
-        return {"weight": WeightSpec(((self.width,),), torch.float32)}
+    def weight_specs(self) -> Mapping[str, WeightSpec]:
+        return {"weight": WeightSpec((Part((self.width,)),), torch.float32)}
 
-    def set_weight(self, name: str, weight: Tensor) -> None:
-        self.weight = weight.clone()  # [width]
+    def set_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        self.weight = tensors["weight"].clone()  # [width]
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., width] -> its norm, in new memory."""
@@ -42,12 +44,13 @@ class LayerNorm(WeightedLayer):
         self.weight = torch.ones(width)
         self.bias = torch.zeros(width)
 
-    def weight_specs(self) -> dict[str, WeightSpec]:
-        spec = WeightSpec((tuple(self.weight.shape),), torch.float32)
+    def weight_specs(self) -> Mapping[str, WeightSpec]:
+        spec = WeightSpec((Part(tuple(self.weight.shape)),), torch.float32)
         return {"weight": spec, "bias": spec} if self.affine else {}
 
-    def set_weight(self, name: str, weight: Tensor) -> None:
-        setattr(self, name, weight.clone())  # [width]
+    def set_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        if self.affine:
+            self.weight, self.bias = tensors["weight"].clone(), tensors["bias"].clone()  # [width] each
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., width] -> its norm, in new memory."""

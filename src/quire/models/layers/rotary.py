@@ -13,7 +13,9 @@ from quire.config.model import ModelConfig, rope_config
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates query and key heads by their position. One instance, and so one table, serves all layers of a model.
+    """Rotates query and key heads by their position, of which it takes one row: a token has one position.
+
+    One instance, and so one table, serves all layers of a model.
 
     The table is made once, for positions up to `config.max_model_len`. Dynamic NTK and longrope scaling depend, in
     transformers, on the longest sequence of the batch at hand; here they depend on max_model_len, so that a token's

@@ -1,4 +1,4 @@
-"""What the loader knows of a layer: which weights it has, of which shapes, and how to hand them over."""
+"""What the loader knows of a layer: which ranges of which tensors it wants, and how to hand them over."""
 
 import math
 from abc import ABC, abstractmethod
@@ -8,46 +8,68 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+Range = tuple[int, int]
+"""The first index, and the one after the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor of a checkpoint, or a range of its rows and columns: a shard, or one of several fused projections."""
+
+    shape: tuple[int, ...]
+    """The shape of the whole tensor in the checkpoint."""
+    rows: Range | None = None
+    """A range of the first dimension. None: all of it."""
+    columns: Range | None = None
+    """A range of the second dimension. None: all of it."""
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """The shape of the range."""
+        ranges = (self.rows, self.columns)[: len(self.shape)]
+        sizes = (length if r is None else r[1] - r[0] for length, r in zip(self.shape, ranges, strict=False))
+        return (*sizes, *self.shape[2:])
+
 
 @dataclass(frozen=True, slots=True)
 class WeightSpec:
-    """One weight of a layer: tensors of these shapes in a checkpoint, stacked along the first dimension."""
+    """One tensor that a layer wants: parts of a checkpoint's tensors, stacked along one dimension."""
 
-    parts: tuple[tuple[int, ...], ...]
+    parts: tuple[Part, ...]
     dtype: torch.dtype
+    """Floating point is converted to it. Integers, which may be a kernel's own layout, must be stored in it."""
+    axis: int = 0
+    """The dimension along which the parts are stacked."""
     kept: bool = False
-    """the layer keeps the very tensor it is given; else it takes what it needs from it before `set_weight` returns"""
+    """Whether the layer keeps this very tensor. If not, it copies what it needs before `set_weights` returns."""
     kept_bytes: int | None = None
-    """what the layer makes of it takes; none: as much as the stack in `dtype`"""
+    """The size of what the layer makes of it. None: as large as the stack."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the stack."""
-        return (sum(part[0] for part in self.parts), *self.parts[0][1:])
-
-    @property
-    def is_packed(self) -> bool:
-        """The checkpoint holds what a kernel laid out, not numbers."""
-        return self.dtype == torch.uint8
+        """The shape of the stack."""
+        first = self.parts[0].size
+        length = sum(part.size[self.axis] for part in self.parts)
+        return (*first[: self.axis], length, *first[self.axis + 1 :])
 
     @property
     def stack_bytes(self) -> int:
-        """Of the stack, in `dtype`."""
+        """The size of the stack."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def num_bytes(self) -> int:
-        """That the layer keeps."""
+        """What the layer keeps of it."""
         return self.stack_bytes if self.kept_bytes is None else self.kept_bytes
 
 
 class WeightedLayer(nn.Module, ABC):
-    """A layer with weights of its own. It owns them from `set_weight` on; `forward` before that is an error."""
+    """A layer with weights of its own. It owns them from `set_weights` on; `forward` before that is an error."""
 
     @abstractmethod
     def weight_specs(self) -> Mapping[str, WeightSpec]:
-        """Every weight the layer needs, by its name in the layer."""
+        """Every tensor the layer wants, by its name in the layer and, below the layer's name, in the checkpoint."""
 
     @abstractmethod
-    def set_weight(self, name: str, weight: Tensor) -> None:
-        """Take a weight of the spec's dtype and shape; its memory is a file's, or reused unless `kept`."""
+    def set_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take all tensors, of the specs' dtypes and shapes. Their memory is a file's, or reused unless `kept`."""

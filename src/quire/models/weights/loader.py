@@ -1,112 +1,199 @@
-"""From a checkpoint's files to a model ready to run, one weight at a time."""
+"""From a checkpoint's files to a model ready to run, one layer at a time."""
 
+import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from quire.common.errors import CheckpointError, KernelError
+from quire.common.errors import CheckpointError, KernelError, UnsupportedModelError
 from quire.common.faults import fault_point
 from quire.common.log import logger
+from quire.config.checkpoint.formats import open_checkpoint
+from quire.config.checkpoint.tensors import Checkpoint
 from quire.config.model import ModelConfig
-from quire.models.base import CausalLM
-from quire.models.layers.weighted_layer import WeightedLayer, WeightSpec
+from quire.models.base import CausalLM, Model
+from quire.models.layers.weighted_layer import Part, WeightedLayer, WeightSpec
 from quire.models.registry import model_class
-from quire.models.weights.checkpoint import Checkpoint
 from quire.models.weights.quantization import choose_formats
+
+_MAX_NAMED = 20
+"""Weights that an error message names."""
+_ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """One weight of a layer, and the tensors of the checkpoint that make it up, by the model's names."""
+    """One tensor that a layer wants, and the checkpoint's tensors (by the model's names) that its parts are of."""
 
     target: str
-    """the weight's name in the model"""
+    """The tensor's name in the model."""
     layer: WeightedLayer
     name: str
-    """and in the layer"""
+    """The tensor's name in the layer."""
     spec: WeightSpec
     sources: tuple[str, ...]
 
+    def is_stored_so(self, checkpoint: Checkpoint, names: Mapping[str, str]) -> bool:
+        """Whether the checkpoint holds the very tensor, so that nothing has to be copied."""
+        only = self.spec.parts[0]
+        stored = checkpoint.tensors[names[self.sources[0]]].dtype
+        return len(self.sources) == 1 and only.columns is None and getattr(torch, stored) is self.spec.dtype
 
-_MAX_NAMED = 20
-"""weights in a message"""
 
-
-def load_model(config: ModelConfig) -> CausalLM:
+def load_model(config: ModelConfig) -> Model:
     """Build the model and fill it. Weights stream from the mapped files: stacked, packed or quantized, dropped.
 
-    Peak memory is the packed weights and the largest weight of a layer. Names and shapes are compared with the headers
-    before any weight is read. Raises UnsupportedModelError, or CheckpointError naming the missing, unexpected and
-    wrong-shaped weights.
+    Peak memory is the packed weights and what the largest layer stacks. Names, shapes and dtypes are compared with the
+    headers before any weight is read. Raises UnsupportedModelError, or CheckpointError naming the weights that are
+    missing, unexpected, or of a wrong shape or dtype.
     """
     started = time.perf_counter()
-    checkpoint = Checkpoint(config.path)
-    model = model_class(config.architecture)(config)
-    choose_formats(model, config)
+    checkpoint = open_checkpoint(config.path)
+    model = build_model(config, checkpoint)
     names = names_in_checkpoint(model, config, checkpoint)
-    wanted = list(assignments(model))
+    wanted = assignments(model)
     _check(config, checkpoint, names, wanted)
-    _check_tied_head(model, config, checkpoint, names)
-    # One buffer for all stacks: fresh ones would leave holes between the packed weights.
-    stacks = (assignment.spec.stack_bytes for assignment in wanted if len(assignment.sources) > 1)
-    scratch = torch.empty(max(stacks, default=0), dtype=torch.uint8)
+    _check_copies(model, config, checkpoint, names)
+    by_layer: dict[WeightedLayer, list[Assignment]] = {}
     for assignment in wanted:
+        by_layer.setdefault(assignment.layer, []).append(assignment)
+    # One buffer for all stacks: fresh ones would leave holes between the packed weights.
+    stacks = (sum(_aligned(a.spec.stack_bytes) for a in group if len(a.sources) > 1) for group in by_layer.values())
+    scratch = torch.empty(max(stacks, default=0), dtype=torch.uint8)
+    for layer, group in by_layer.items():
         try:
-            _assign(assignment, checkpoint, [names[source] for source in assignment.sources], scratch)
+            _fill(layer, group, checkpoint, names, scratch)
         except KernelError as error:
-            raise CheckpointError(f"{config.path}: {assignment.target}: {error}") from error
+            raise CheckpointError(f"{config.path}: {group[0].target}: {error}") from error
     logger.info("loaded %s in %.2f s", config.model, time.perf_counter() - started)
     return model.eval()
 
 
-def names_in_checkpoint(model: CausalLM, config: ModelConfig, checkpoint: Checkpoint) -> dict[str, str]:
+def load_causal_lm(config: ModelConfig) -> CausalLM:
+    """As load_model. Raises UnsupportedModelError, before any weight is read, if the model has no head."""
+    kind = model_class(config.architecture)
+    if not issubclass(kind, CausalLM):
+        raise UnsupportedModelError(
+            f"{config.model}: a {config.architecture} gives hidden states and has no language model head, so it cannot "
+            "generate text"
+        )
+    model = load_model(config)
+    assert isinstance(model, CausalLM)
+    return model
+
+
+def build_model(config: ModelConfig, checkpoint: Checkpoint) -> Model:
+    """The model without weights; its layers know in which formats they will want them."""
+    model = model_class(config.architecture)(config)
+    choose_formats(model, config, checkpoint)
+    return model
+
+
+def weight_bytes(config: ModelConfig) -> int:
+    """Memory the weights will take, as the layers keep them. Reads headers, no weights."""
+    model = build_model(dataclasses.replace(config, max_model_len=1), open_checkpoint(config.path))
+    return sum(assignment.spec.num_bytes for assignment in assignments(model))
+
+
+def names_in_checkpoint(model: Model, config: ModelConfig, checkpoint: Checkpoint) -> dict[str, str]:
     """The model's name -> the checkpoint's, for every tensor that the model needs."""
     names: dict[str, str] = {}
+    copies = model.copies(config)
     for theirs in checkpoint.tensors:
-        ours = model.weight_name(config, theirs)
+        ours = model.weight_name(theirs)
         if ours in names:
             raise CheckpointError(f"{config.path}: {names[ours]!r} and {theirs!r} are the same weight {ours!r}")
-        if ours is not None:
+        if ours is not None and ours not in copies:
             names[ours] = theirs
     return names
 
 
-def assignments(model: CausalLM) -> Iterator[Assignment]:
-    """Every weight of the model, in order."""
+def assignments(model: Model) -> list[Assignment]:
+    """Every tensor that the model wants, layer by layer."""
+    found = []
     for module_name, layer in model.weighted_layers():
         parent, _, own = module_name.rpartition(".")
         for name, spec in layer.weight_specs().items():
             parts = model.fused.get(own, (own,)) if len(spec.parts) > 1 else (own,)
             modules = [f"{parent}.{part}" if parent else part for part in parts]
-            yield Assignment(
-                f"{module_name}.{name}", layer, name, spec, tuple(f"{module}.{name}" for module in modules)
-            )
+            sources = tuple(f"{module}.{name}" for module in modules)
+            found.append(Assignment(f"{module_name}.{name}", layer, name, spec, sources))
+    return found
+
+
+@contextmanager
+def reading(checkpoint: Checkpoint, name: str, part: Part | None = None) -> Iterator[Tensor]:
+    """A tensor of the checkpoint, or a part of it: the checkpoint's own memory, never to be written to.
+
+    It stays valid after the context, which only marks one pass over it (see Checkpoint.reading).
+    """
+    info = checkpoint.tensors[name]
+    part = part or Part(info.shape)
+    dtype: torch.dtype = getattr(torch, info.dtype)
+    with checkpoint.reading(name, part.rows) as data:
+        raw = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
+        if raw.data_ptr() % dtype.itemsize:
+            raw = raw.clone()  # the file leaves it unaligned
+        tensor = raw.view(dtype).view(dataclasses.replace(part, columns=None).size)
+        yield tensor if part.columns is None else tensor[:, slice(*part.columns)]
+
+
+def _fill(
+    layer: WeightedLayer, group: list[Assignment], checkpoint: Checkpoint, names: Mapping[str, str], scratch: Tensor
+) -> None:
+    """Give the layer its tensors: those of the checkpoint where they are right as they are, and stacks in scratch."""
+    tensors, used = {}, 0
+    with ExitStack() as stack:
+        for assignment in group:
+            fault_point("weights.load", assignment.target)
+            spec = assignment.spec
+            if assignment.is_stored_so(checkpoint, names):
+                source = names[assignment.sources[0]]
+                tensors[assignment.name] = stack.enter_context(reading(checkpoint, source, spec.parts[0]))
+                continue
+            memory = scratch[used : used + spec.stack_bytes]
+            if spec.kept or len(memory) < spec.stack_bytes:
+                memory = torch.empty(spec.stack_bytes, dtype=torch.uint8)
+            else:
+                used += _aligned(spec.stack_bytes)
+            weight = tensors[assignment.name] = memory.view(spec.dtype).view(spec.shape)
+            start = 0
+            for source, part in zip(assignment.sources, spec.parts, strict=True):
+                length = part.size[spec.axis]
+                with reading(checkpoint, names[source], part) as tensor:
+                    weight.narrow(spec.axis, start, length).copy_(tensor)
+                start += length
+        layer.set_weights(tensors)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _check(config: ModelConfig, checkpoint: Checkpoint, names: dict[str, str], assignments: list[Assignment]) -> None:
     """Raise CheckpointError naming everything that does not fit between model and checkpoint."""
     wanted = {
-        source: shape
+        source: (part.shape, assignment.spec.dtype)
         for assignment in assignments
-        for source, shape in zip(assignment.sources, assignment.spec.parts, strict=True)
+        for source, part in zip(assignment.sources, assignment.spec.parts, strict=True)
     }
-    packed = {source for assignment in assignments for source in assignment.sources if assignment.spec.is_packed}
-    shapes = {ours: checkpoint.tensors[theirs].shape for ours, theirs in names.items()}
+    stored = {ours: checkpoint.tensors[theirs] for ours, theirs in names.items()}
     problems = {
-        "missing": [source for source in wanted if source not in shapes],
-        "unexpected": [names[ours] for ours in shapes if ours not in wanted],
+        "missing": [source for source in wanted if source not in stored],
+        "unexpected": [names[ours] for ours in stored if ours not in wanted],
         "of a wrong shape": [
-            f"{names[source]} {list(shapes[source])} instead of {list(shape)}"
-            for source, shape in wanted.items()
-            if source in shapes and shapes[source] != shape
+            f"{names[source]} {list(stored[source].shape)} instead of {list(shape)}"
+            for source, (shape, _) in wanted.items()
+            if source in stored and stored[source].shape != shape
         ],
-        "packed that should not be, or the reverse": [
-            names[source]
-            for source in wanted
-            if source in shapes and (checkpoint.tensors[names[source]].dtype == "U8") != (source in packed)
+        "of a wrong dtype": [
+            f"{names[source]} {stored[source].dtype}"
+            for source, (_, dtype) in wanted.items()
+            if source in stored and not _can_become(stored[source].dtype, dtype)
         ],
     }
     found = [f"{len(these)} weight(s) {what}: {_named(these)}" for what, these in problems.items() if these]
@@ -116,39 +203,26 @@ def _check(config: ModelConfig, checkpoint: Checkpoint, names: dict[str, str], a
         )
 
 
+_CONVERTIBLE = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
+
+
+def _can_become(stored: str, wanted: torch.dtype) -> bool:
+    dtype: torch.dtype = getattr(torch, stored)
+    return dtype is wanted or {dtype, wanted} <= _CONVERTIBLE
+
+
 def _named(these: list[str]) -> str:
     return ", ".join(these[:_MAX_NAMED]) + (" and others" if len(these) > _MAX_NAMED else "")
 
 
-def _check_tied_head(model: CausalLM, config: ModelConfig, checkpoint: Checkpoint, names: dict[str, str]) -> None:
+def _check_copies(model: Model, config: ModelConfig, checkpoint: Checkpoint, names: dict[str, str]) -> None:
     """A checkpoint may hold a tied head once more; a head that differs from the token table would be lost silently."""
-    head, table = "lm_head.weight", names["embed_tokens.weight"]
-    if not model.ties_embeddings(config) or head not in checkpoint.tensors:
-        return
-    with checkpoint.reading(head) as theirs, checkpoint.reading(table) as ours:
-        if not torch.equal(theirs, ours):
-            raise CheckpointError(
-                f"{config.path}: {head} differs from {table}, although config.json ties them: "
-                "set tie_word_embeddings to false there"
-            )
-
-
-def _assign(assignment: Assignment, checkpoint: Checkpoint, sources: list[str], scratch: Tensor) -> None:
-    """Give the layer its weight: the mapped tensor itself where it is right as it is."""
-    fault_point("weights.load", assignment.target)
-    spec = assignment.spec
-    if len(sources) == 1:
-        with checkpoint.reading(sources[0]) as mapped:
-            if mapped.dtype == spec.dtype:
-                assignment.layer.set_weight(assignment.name, mapped)
-                return
-    num_bytes = spec.stack_bytes
-    fresh = spec.kept or num_bytes > len(scratch)
-    memory = torch.empty(num_bytes, dtype=torch.uint8) if fresh else scratch[:num_bytes]
-    weight = memory.view(spec.dtype).view(spec.shape)
-    start = 0
-    for source, part in zip(sources, spec.parts, strict=True):
-        with checkpoint.reading(source) as mapped:
-            weight[start : start + part[0]] = mapped
-        start += part[0]
-    assignment.layer.set_weight(assignment.name, weight)
+    for copy, weight in model.copies(config).items():
+        if copy not in checkpoint.tensors:
+            continue
+        with reading(checkpoint, copy) as theirs, reading(checkpoint, names[weight]) as ours:
+            if not torch.equal(theirs, ours):
+                raise CheckpointError(
+                    f"{config.path}: {copy} differs from {names[weight]}, although config.json ties them: "
+                    "set tie_word_embeddings to false there"
+                )

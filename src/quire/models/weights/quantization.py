@@ -1,23 +1,41 @@
-"""The pass over a model's modules that chooses in which format each keeps its matrix."""
+"""The passes over a model's modules that choose in which format each keeps its matrix."""
 
+from collections.abc import Callable
+
+from quire.config.checkpoint.tensors import Checkpoint
 from quire.config.model import ModelConfig
-from quire.models.base import CausalLM
+from quire.config.quantization import QUANT_METHOD
+from quire.models.base import Model
 from quire.models.layers.embedding import Embedding
-from quire.models.layers.linear import Linear, LmHead
-from quire.models.layers.weight_format import Quantized, SavedQuantized
+from quire.models.layers.linear import LmHead, Projection
+from quire.models.layers.weight_format import Quantized, SavedQuantized, WeightFormat
 
 _FORMATS = {"int8": ("int8", "int8"), "int4": ("int4", "int8")}
 """quantization -> the format of projections, and of the head: a token's logit differs from the next best by little"""
 
 
-def choose_formats(model: CausalLM, config: ModelConfig) -> None:
-    """Set the formats that `config.quantization` asks for, before the layers are asked for their specs."""
-    if config.quantization is None:
-        return
-    make = SavedQuantized if config.quantized_weights else Quantized
-    projection, head = (make(format) for format in _FORMATS[config.quantization])
+def choose_formats(model: Model, config: ModelConfig, checkpoint: Checkpoint) -> None:
+    """Give each layer the format that the checkpoint or the user asks for, before the layers are asked for specs."""
+    if config.quant_method is not None:
+        PASSES[config.quant_method](model, config, checkpoint)
+    elif config.quantization is not None:
+        _set_formats(model, config.quantization, Quantized)
+
+
+def _set_formats(model: Model, quantization: str, make: Callable[[str], WeightFormat]) -> None:
+    projection, head = (make(format) for format in _FORMATS[quantization])
     for module in model.modules():
         if isinstance(module, LmHead | Embedding):
             module.format = head
-        elif isinstance(module, Linear):
+        elif isinstance(module, Projection):
             module.format = projection
+
+
+def _saved_by_quire(model: Model, config: ModelConfig, checkpoint: Checkpoint) -> None:
+    assert config.quantization is not None
+    _set_formats(model, config.quantization, SavedQuantized)
+
+
+PASSES: dict[str, Callable[[Model, ModelConfig, Checkpoint], None]] = {QUANT_METHOD: _saved_by_quire}
+"""quant_method of a checkpoint -> the pass that sets each module's `format`; it may look at the tensors' names, dtypes
+and shapes. `quire.config.quantization.METHODS` has the same keys."""

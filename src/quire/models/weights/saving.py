@@ -12,12 +12,15 @@ from torch import Tensor
 
 from quire import kernels
 from quire.common.errors import ConfigError
-from quire.config.model import QUANT_METHOD, QUANTIZED_VERSION, TOKENIZER_FILES, ModelConfig
-from quire.models.base import CausalLM
+from quire.config.checkpoint.formats import open_checkpoint
+from quire.config.checkpoint.safetensors import DTYPES, INDEX_FILE, SINGLE_FILE
+from quire.config.model import TOKENIZER_FILES, ModelConfig
+from quire.config.quantization import QUANT_METHOD, QUANTIZED_VERSION
+from quire.models.base import Model
 from quire.models.layers.embedding import Embedding
-from quire.models.weights.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
-from quire.models.weights.loader import assignments, load_model, names_in_checkpoint
+from quire.models.weights.loader import assignments, load_model, names_in_checkpoint, reading
 
+_SPELLINGS = {in_torch: spelling for spelling, (in_torch, _) in DTYPES.items()}
 _ALIGNMENT = 64
 """of the first weight: the packed ones, which come first, are multiples of it long"""
 
@@ -28,9 +31,9 @@ def save_quantized(config: ModelConfig, folder: Path) -> None:
     Packed matrices go under the model's names, stacked as its layers have them; all else as and where it was. The
     folder appears when it is complete. Raises ConfigError if it is there already or there is nothing to quantize.
     """
-    if config.quantization is None or config.quantized_weights:
+    if config.quantization is None or config.quant_method is not None:
         raise ConfigError(
-            f"{config.model}: " + ("quantized already" if config.quantized_weights else "quantize to what?")
+            f"{config.model}: " + ("quantized already" if config.quant_method is not None else "quantize to what?")
         )
     if folder.exists():
         raise ConfigError(f"{folder} exists already: name a new folder")
@@ -49,9 +52,9 @@ def save_quantized(config: ModelConfig, folder: Path) -> None:
         _write(partial / SINGLE_FILE, _tensors(model, config))
 
 
-def _tensors(model: CausalLM, config: ModelConfig) -> dict[str, tuple[str, Tensor]]:
+def _tensors(model: Model, config: ModelConfig) -> dict[str, tuple[str, Tensor]]:
     """Name -> dtype as safetensors spells it, and the tensor: the packed ones first."""
-    checkpoint = Checkpoint(config.path)
+    checkpoint = open_checkpoint(config.path)
     names = names_in_checkpoint(model, config, checkpoint)
     packed, plain = {}, {}
     for assignment in assignments(model):
@@ -61,7 +64,8 @@ def _tensors(model: CausalLM, config: ModelConfig) -> dict[str, tuple[str, Tenso
             packed[assignment.target] = ("U8", matrix.data)
         else:
             for source in (names[source] for source in assignment.sources):
-                plain[source] = (checkpoint.tensors[source].dtype, checkpoint.mapped(source))
+                with reading(checkpoint, source) as tensor:
+                    plain[source] = (_SPELLINGS[checkpoint.tensors[source].dtype], tensor)
     return packed | plain
 
 

@@ -148,7 +148,7 @@ class DrawTensors:
     def _forbidden(
         self, rows: list[DrawRow], errors: dict[int, str]
     ) -> tuple[npt.NDArray[np.int32], list[int], list[list[int]]]:
-        """Each distinct mask once [num_masks, num_words], the index of each row's mask, and each row's banned tokens."""
+        """Each distinct mask once [num_masks, num_words], the index of each row's mask, each row's banned tokens."""
         if self._words is None:  # kept from step to step, since fresh memory costs more than filling it
             self._words = np.empty((len(self.draws), -(-self.vocab // 32)), np.int32)
         count = 0

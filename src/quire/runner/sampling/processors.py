@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire import kernels
 from quire.common.batch import ScheduledSequence
 from quire.common.errors import InvalidParamsError
-from quire.kernels.workspace import empty
 from quire.runner.sampling.draw_tensors import DrawTensors, draw_rows
 from quire.runner.sampling.named_processor import NamedProcessor
 
@@ -22,7 +22,7 @@ def run_processors(
     A processor sees its row as mask and bad words leave it. What it allows again stays forbidden.
     """
     errors: dict[int, str] = {}
-    changed = empty(logits.shape, torch.float32)
+    changed = kernels.backend_of(logits).empty(logits.shape, torch.float32)
     changed.copy_(logits)
     vocab, rows = logits.shape[1], draw_rows(sequences)
     for index in draws.processed_rows:

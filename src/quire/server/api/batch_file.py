@@ -1,4 +1,4 @@
-"""Files of requests, run through the server's own application: the formats of OpenAI's Batch API.
+"""Batch files in the format of OpenAI's Batch API, processed by the server's own application.
 
 Answers are written to a partial file beside the output as they come, in any order, each behind its place in the input.
 What is in it is done, whatever happens: a later run goes on from there. In the end it is put in order, and the output
@@ -25,7 +25,7 @@ from quire.common.errors import ConfigError, EngineDeadError, QuireError
 from quire.common.faults import fault_write
 
 MAX_FRAME_BYTES = 64 * 1024
-"""of a line, around its body"""
+"""Maximum size of a line, not counting its body."""
 
 
 class BatchRequest(msgspec.Struct):
@@ -38,7 +38,7 @@ class BatchRequest(msgspec.Struct):
 
 
 class BatchResponse(msgspec.Struct):
-    """What the server answered, be it an error of its own."""
+    """The server's response, which may be an error."""
 
     status_code: int
     request_id: str
@@ -46,7 +46,7 @@ class BatchResponse(msgspec.Struct):
 
 
 class BatchError(msgspec.Struct):
-    """Why there is no answer."""
+    """Why there is no response."""
 
     code: str
     message: str
@@ -70,7 +70,7 @@ class _Body(msgspec.Struct):
 
 
 def read_lines(source: Path, max_body_bytes: int) -> Iterator[bytes | None]:
-    """The lines that are not blank; None for one that is too long to be read."""
+    """All lines that are not blank; None for a line that is too long."""
     limit = max_body_bytes + MAX_FRAME_BYTES
     with source.open("rb") as file:
         while line := file.readline(limit):
@@ -84,19 +84,19 @@ def read_lines(source: Path, max_body_bytes: int) -> Iterator[bytes | None]:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRun:
-    """How a file is run."""
+    """How a batch file is processed."""
 
     app: ASGIApp
     paths: Collection[str]
-    """that may be asked, by POST"""
+    """Paths that lines may name."""
     is_running: Callable[[], bool]
-    """whether an engine answers, or may soon"""
+    """Whether an engine runs or is being restarted."""
     max_in_flight: int
-    """lines at once"""
+    """Lines that are processed at the same time."""
     max_body_bytes: int
 
     async def run(self, source: Path, partial: PartialFile, progress: Callable[[], object]) -> int:
-        """Run the lines that have no answer yet; `progress` is called after each. Returns how many of them failed.
+        """Process the lines without a result; `progress` is called after each. Returns the number of lines that failed.
 
         Raises EngineDeadError if the engine ends, QuireError if an answer cannot be kept; the lines without an answer
         are then left for another run.
@@ -126,18 +126,18 @@ class BatchRun:
     async def _result(self, line: bytes | None, is_duplicate: bool) -> BatchResult:
         result = BatchResult(id=f"batch_req_{secrets.token_hex(12)}", custom_id=None)
         if line is None:
-            message = f"the line is longer than {self.max_body_bytes:,} bytes, the most that a body may have"
+            message = f"the line is longer than {self.max_body_bytes:,} bytes, the maximum size of a body"
             result.error = BatchError("line_too_long", message)
             return result
         result.custom_id = _custom_id(line)
         try:
             request = msgspec.json.decode(line, type=BatchRequest)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            result.error = BatchError("invalid_line", f"the line is no request: {error}")
+            result.error = BatchError("invalid_line", f"the line is not a valid request: {error}")
             return result
         result.error = self._refusal(request)
         if is_duplicate:
-            message = f"custom_id={request.custom_id[:100]!r} is that of an earlier line: give each its own"
+            message = f"custom_id={request.custom_id[:100]!r} was used by an earlier line; it must be unique"
             result.error = BatchError("duplicate_custom_id", message)
         if result.error is None:
             status, headers, body = await call(self.app, request.url, bytes(request.body))
@@ -154,11 +154,11 @@ class BatchRun:
             streams = bool(msgspec.json.decode(request.body, type=_Body).stream)
         except (msgspec.DecodeError, RecursionError):
             streams = False  # the endpoint says what is wrong with the body
-        return BatchError("invalid_body", "stream: a batch has no streams, leave it out") if streams else None
+        return BatchError("invalid_body", "stream: not supported in batch files") if streams else None
 
 
 def _numbered(lines: Iterable[bytes | None]) -> Iterator[tuple[int, bytes | None, bool]]:
-    """Each line with its place, and whether an earlier one has its custom_id already."""
+    """Each line with its index, and whether an earlier one has the same custom_id."""
     seen: set[bytes] = set()
     for i, line in enumerate(lines):
         custom_id = _custom_id(line)
@@ -175,7 +175,7 @@ def _custom_id(line: bytes | None) -> str | None:
 
 
 async def call(app: ASGIApp, path: str, body: bytes) -> tuple[int, Mapping[str, str], bytes]:
-    """POST JSON to an ASGI application, by a call: status, headers (names in lower case) and body of its answer."""
+    """POST JSON to an ASGI application in this process. Returns status, headers (names in lower case) and body."""
     scope = {
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http",
         "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
@@ -203,20 +203,22 @@ async def call(app: ASGIApp, path: str, body: bytes) -> tuple[int, Mapping[str, 
 
 
 class PartialFile:
-    """Answers as they come, each line behind its place in the input; the first line tells which input that is."""
+    """Results in the order of completion, each after its line's index; the first line is the digest of the input."""
 
     def __init__(self, output: Path, source: Path, num_lines: int, *, resume: bool) -> None:
-        """Begin, or with `resume` go on with what there is. Raises ConfigError."""
+        """Create the file, or with `resume` continue an existing one. Raises ConfigError."""
         self._output = output
         self.path = output.with_name(output.name + ".partial")
         self._offsets = array("Q", bytes(8 * num_lines))
-        """of each answer; 0: there is none"""
+        """Offset of each result in the file; 0 if there is none."""
         with source.open("rb") as file:
             head = hashlib.file_digest(file, "sha256").hexdigest().encode() + b"\n"
         try:
             self._file: BinaryIO = self.path.open("r+b" if resume and self.path.exists() else "x+b", buffering=0)
         except FileExistsError:
-            raise ConfigError(f"{self.path} holds a run that did not end: go on with --resume, or delete it") from None
+            raise ConfigError(
+                f"{self.path} belongs to a run that was interrupted: continue with --resume, or delete it"
+            ) from None
         except OSError as error:
             raise ConfigError(f"the output cannot be written: {error}") from error
         self._size = self._file.seek(0, os.SEEK_END)
@@ -227,21 +229,21 @@ class PartialFile:
 
     @property
     def num_done(self) -> int:
-        """Lines that have an answer."""
+        """Number of lines that have a result."""
         return len(self._offsets) - self._offsets.count(0)
 
     def has(self, index: int) -> bool:
-        """Whether the line at this place has an answer."""
+        """Whether the line with this index has a result."""
         return self._offsets[index] != 0
 
     def add(self, index: int, result: bytes) -> None:
-        """Keep the answer to a line; it is in the system's hands when this returns."""
+        """Write the result of a line; the operating system has it when this returns."""
         offset = self._size
         self._write(b"%d %b\n" % (index, result))
         self._offsets[index] = offset
 
     def finish(self) -> None:
-        """Write the output, all of it or nothing, and end the partial file."""
+        """Write the whole output file atomically and delete the partial file."""
         ordered = self._output.with_name(self._output.name + ".tmp")
         with self._writing(), ordered.open("wb") as file, self.path.open("rb") as answers:
             for offset in self._offsets:
@@ -254,11 +256,11 @@ class PartialFile:
         self.path.unlink()
 
     def close(self) -> None:
-        """Leave it for a later run."""
+        """Close the file and keep it for a later run."""
         self._file.close()
 
     def _write(self, data: bytes) -> None:
-        """All of it, or nothing: others may yet write behind it."""
+        """Write all of it, or undo the write, because further lines may follow."""
         with self._writing():
             try:
                 left = data
@@ -275,14 +277,16 @@ class PartialFile:
         try:
             yield
         except OSError as error:
-            raise QuireError(f"the answers cannot be written: {error}; make room, then go on with --resume") from error
+            raise QuireError(
+                f"the responses cannot be written: {error}; free disk space and continue with --resume"
+            ) from error
 
     def _find_answers(self, head: bytes) -> None:
-        """A line cut off at the end is taken away."""
+        """Read the existing results; an incomplete last line is removed."""
         with self.path.open("rb") as file:
             if file.readline() != head:
                 self.close()
-                raise ConfigError(f"{self.path} holds answers to another input: delete it, or give that input")
+                raise ConfigError(f"{self.path} belongs to another input file: delete it, or use that file")
             self._size = file.tell()
             while (line := file.readline()).endswith(b"\n"):
                 self._offsets[int(line.partition(b" ")[0])] = self._size

@@ -1,4 +1,4 @@
-"""Who may call: API keys, and the host names that requests are for."""
+"""Access control: API keys, and checks of the Host header."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KEY_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class ApiKeys:
-    """Names of keys, and the keys as hashes: neither lengths nor contents show in the time a comparison takes."""
+    """Names of keys, and the keys as hashes, so that the time of a comparison reveals nothing about a key."""
 
     _digests: tuple[tuple[str, bytes], ...]
 
@@ -36,16 +36,16 @@ class ApiKeys:
         owners: dict[str, str] = {}
         for name, key in named:
             if not key.strip() or key != key.strip():
-                raise ConfigError(f"the API key named {name!r} is empty or has blanks around it")
+                raise ConfigError(f"the API key named {name!r} is empty or has white space around it")
             if owners.setdefault(key, name) != name:
-                raise ConfigError(f"one API key is given under two names, {owners[key]!r} and {name!r}")
+                raise ConfigError(f"the same API key has two names, {owners[key]!r} and {name!r}")
         return cls(tuple((name, sha256(key.encode()).digest()) for name, key in named))
 
     def __bool__(self) -> bool:
         return bool(self._digests)
 
     def name_of(self, key: bytes) -> str | None:
-        """Whose key it is; None if nobody's. Takes as long whichever it is."""
+        """The name of a key, or None if it is unknown. The time does not depend on the key."""
         digest, found = sha256(key).digest(), None
         for name, known in self._digests:
             if hmac.compare_digest(digest, known):
@@ -54,7 +54,7 @@ class ApiKeys:
 
 
 def _read_key_file(path: Path) -> Iterator[tuple[str, str]]:
-    """`name:key` on each line; empty lines and those that begin with # are left out. No message quotes a line."""
+    """Parse `name:key` lines, ignoring empty lines and lines that begin with #. Error messages never quote a line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -65,7 +65,7 @@ def _read_key_file(path: Path) -> Iterator[tuple[str, str]]:
         name, colon, key = line.partition(":")
         if not colon or not _KEY_NAME.fullmatch(name):
             raise ConfigError(
-                f"api_key_file={str(path)!r}, line {number}: write name:key, the name of letters, digits, '.', '_', '-'"
+                f"api_key_file={str(path)!r}, line {number}: must be name:key; names: letters, digits, '.', '_', '-'"
             )
         yield name, key.strip()
 
@@ -79,12 +79,12 @@ class Authentication:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Hand on. Raises ApiError (401)."""
+        """Call the endpoint if the key is valid. Raises ApiError (401)."""
         names = [name for key in _given_keys(scope) if (name := self._keys.name_of(key)) is not None]
         if not names:
             raise ApiError(
                 401,
-                "this server needs an API key: send `Authorization: Bearer KEY` or `x-api-key: KEY`",
+                "this server requires an API key: send `Authorization: Bearer KEY` or `x-api-key: KEY`",
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
@@ -105,24 +105,28 @@ class AllowedHosts:
     give its own name this machine's address, and then read what a server without keys answers (DNS rebinding)."""
 
     def __init__(self, app: ASGIApp, hosts: tuple[str, ...]) -> None:
-        """`hosts` without ports; none: names of this machine itself."""
+        """`hosts` are names without ports; if empty, names of this machine are allowed."""
         self._app = app
         self._hosts = frozenset(host.lower() for host in hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Hand on. Raises ApiError (403)."""
+        """Call the application if the host is allowed. Raises ApiError (403)."""
         if scope["type"] == "http" and not self._allows(scope):
-            raise ApiError(403, "requests for this host are not served: name it in allowed_hosts", code="wrong_host")
+            raise ApiError(
+                403, "requests for this host are refused; the operator can add it to allowed_hosts", code="wrong_host"
+            )
         await self._app(scope, receive, send)
 
     def _allows(self, scope: Scope) -> bool:
-        given = [value.decode("latin-1").lower() for name, value in scope["headers"] if name == b"host"]
-        hosts = [re.sub(r":\d*$", "", host) for host in given]
-        return all(host in self._hosts if self._hosts else is_loopback(host) for host in hosts)
+        given = next((value for name, value in scope["headers"] if name == b"host"), None)
+        if given is None:  # only HTTP/1.0 allows this, which no browser speaks; the protocol refuses more than one
+            return True
+        host = re.sub(r":\d*$", "", given.decode("latin-1").lower())
+        return host in self._hosts if self._hosts else is_loopback(host)
 
 
 def checks_hosts(args: ServerArgs, has_keys: bool) -> bool:
-    """Whether to check; by default, where every program on this machine may call."""
+    """Whether to check hosts: by default, if any program on this machine may call the server."""
     if args.allowed_hosts:
         return "*" not in args.allowed_hosts
     return not has_keys and args.is_local and args.uds is None

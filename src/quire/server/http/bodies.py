@@ -1,4 +1,4 @@
-"""Bodies of requests: read under a limit, decoded strictly, their unknown fields named."""
+"""Request bodies: received within limits, decoded strictly, with their unknown fields reported."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from quire.server.http.state import ServerState, context_of, state_of
 T = TypeVar("T", bound=msgspec.Struct)
 MAX_NAMED_FIELDS = 10
 MAX_MARKS = {b",": 1_000_000, b":": 200_000, b"[": 200_000, b"{": 200_000}
-"""in a body, also in its texts: decoding that takes less than half a second, in which nothing else runs"""
+"""Limits on characters in a body, strings included, so that decoding takes less than half a second."""
 _TO_ZERO = bytes.maketrans(b"123456789", b"000000000")
 _LONG_NUMBER = b"0" * 19
 _QUICK_BYTES = 64 * 1024
-"""bodies up to here are decoded at once, others in a thread beside the event loop"""
+"""Bodies up to this size are decoded at once, larger ones in a thread."""
 MAX_BODIES = 16
-"""of the longest that is allowed: so much is held of all together"""
+"""Limit on all bodies that are being received, as a multiple of the largest allowed body."""
 _SMALL_BYTES = 1024**2
-"""bodies up to here are always taken"""
+"""Bodies up to this size are always accepted."""
 _PLACE = re.compile(r"(?P<what>.*?)(?: - at `(?:key in )?\$\.?(?P<where>.*)`)?", re.DOTALL)
 _MISSING = re.compile(r"missing required field `(\w+)`")
 
@@ -49,10 +49,12 @@ async def read_struct(request: Request, kind: type[T]) -> T:
 
 
 def decode(raw: bytes | bytearray, kind: type[T]) -> tuple[T, list[str]]:
-    """JSON as a struct, and the names of fields that it has not. Raises ApiError, 400 or 413."""
+    """Decode JSON to a struct; also returns the names of unknown fields. Raises ApiError (400 or 413)."""
     for mark, limit in MAX_MARKS.items():
         if (count := raw.count(mark)) > limit:
-            message = f"the body has {count:,} times the character {mark.decode()!r}; at most {limit:,} are allowed"
+            message = (
+                f"the body contains the character {mark.decode()!r} {count:,} times; at most {limit:,} are allowed"
+            )
             raise ApiError(413, message, code="request_too_large")
     has_long_numbers = _LONG_NUMBER in raw.translate(_TO_ZERO)  # many times faster than a pattern
     try:
@@ -62,7 +64,7 @@ def decode(raw: bytes | bytearray, kind: type[T]) -> tuple[T, list[str]]:
     except msgspec.ValidationError as error:
         raise _wrong_field(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise invalid(f"the body is not JSON in UTF-8: {error}", code="invalid_json") from None
+        raise invalid(f"the body is not valid JSON in UTF-8: {error}", code="invalid_json") from None
     except RecursionError:
         raise invalid("the body is nested too deeply", code="invalid_json") from None
     return body, list(_unknown_fields(data, body, ""))
@@ -78,14 +80,14 @@ def warning(unknown_fields: list[str]) -> str:
 def _check_media_type(request: Request) -> None:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type and media_type != "application/json" and not media_type.endswith("+json"):
-        raise ApiError(415, f"content-type is {media_type[:100]!r}: send application/json")
+        raise ApiError(415, f"content-type is {media_type[:100]!r}; it must be application/json")
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
-        raise ApiError(415, f"content-encoding is {encoding[:100]!r}: send the body as it is")
+        raise ApiError(415, f"content-encoding is {encoding[:100]!r}; send the body without an encoding")
 
 
 async def _read(request: Request, state: ServerState, body: bytearray) -> None:
-    """Nothing beyond the limit is kept, and of a body that says it is longer nothing is read."""
+    """Receive a body up to the limit. A body whose content-length exceeds it is not read at all."""
     limit, timeout_s = state.args.max_body, state.args.body_timeout_s
     stated = request.headers.get("content-length", "")
     if stated.isdigit() and (len(stated) > 18 or int(stated) > limit):
@@ -100,35 +102,37 @@ async def _read(request: Request, state: ServerState, body: bytearray) -> None:
                 if len(body) > _SMALL_BYTES and state.num_body_bytes > MAX_BODIES * limit:
                     raise _busy()
     except TimeoutError:
-        raise ApiError(408, f"the body did not come within {timeout_s:g} s", headers={"connection": "close"}) from None
+        raise ApiError(
+            408, f"the body was not received within {timeout_s:g} s", headers={"connection": "close"}
+        ) from None
     except ClientDisconnect:
-        raise ApiError(400, "the client went away before all of the body had come") from None
+        raise ApiError(400, "the client disconnected before the body was complete") from None
 
 
 def _busy() -> ApiError:
     headers = {"connection": "close", "retry-after": "5"}
-    return ApiError(429, "too many long bodies are coming in at once; try again in 5 s", code="busy", headers=headers)
+    return ApiError(429, "too many large bodies are being received; try again in 5 s", code="busy", headers=headers)
 
 
 def _too_large(limit: int) -> ApiError:
-    message = f"the body is longer than {limit:,} bytes, the most this server takes"
+    message = f"the body is longer than the limit of {limit:,} bytes"
     return ApiError(413, message, code="request_too_large", headers={"connection": "close"})
 
 
 def _check_int(digits: str) -> None:
     if not -(2**63) <= int(digits) < 2**63:
-        raise invalid(f"the number {digits[:40]} is beyond 64 bits", code="invalid_json")
+        raise invalid(f"the number {digits[:40]} does not fit into 64 bits", code="invalid_json")
 
 
 def _check_keys(pairs: list[tuple[str, Any]]) -> None:
-    """Two readers of a body might choose differently between fields of one name."""
+    """Refuse duplicate fields, between which two parsers might choose differently."""
     if len(dict(pairs)) < len(pairs):
         ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
-        raise invalid(f"the field {key[:100]!r} is given twice", key[:100], "duplicate_field")
+        raise invalid(f"the field {key[:100]!r} occurs twice", key[:100], "duplicate_field")
 
 
 def _wrong_field(message: str) -> ApiError:
-    """From the decoder's words: "Expected `int`, got `str` - at `$.max_tokens`"."""
+    """Convert the decoder's message: "Expected `int`, got `str` - at `$.max_tokens`"."""
     found = _PLACE.fullmatch(message)
     where = (found and found.group("where")) or ""
     what = found.group("what") if found else message
@@ -137,11 +141,11 @@ def _wrong_field(message: str) -> ApiError:
     what = what.replace("`", "")
     what = what[:1].lower() + what[1:]
     is_field = where[:1].isalpha()
-    return invalid(f"{where}: {what}" if is_field else f"the body is wrong: {what}", where if is_field else None)
+    return invalid(f"{where}: {what}" if is_field else f"invalid body: {what}", where if is_field else None)
 
 
 def _unknown_fields(data: Any, made: Any, where: str) -> Iterator[str]:
-    """Places in the data that the struct made of it knows nothing of."""
+    """Paths of fields in the data that the struct does not have."""
     if isinstance(made, msgspec.Struct) and isinstance(data, dict):
         names = dict(zip(made.__struct_encode_fields__, made.__struct_fields__, strict=True))
         for key, value in data.items():

@@ -1,4 +1,4 @@
-"""Endpoints: rows of a table that says what the server answers, and how."""
+"""Endpoints: the rows of the table from which routes and /openapi.json are made."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from quire.server.http.state import state_of
 
 Handler: TypeAlias = Callable[[Request], Awaitable[ASGIApp]]
-"""takes a request and gives its answer; raises ApiError, RequestError or anything else, which are answered too"""
+"""Returns the response to a request. May raise ApiError, RequestError or any other exception."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """One row."""
+    """One endpoint."""
 
     path: str
-    """with parameters as in `/v1/models/{model}`, `{name:path}` for one that may have slashes"""
+    """Path with parameters such as `/v1/models/{model}`; `{name:path}` may contain slashes."""
     method: Literal["GET", "POST", "DELETE"]
     handler: Handler
     summary: str
     request: type[msgspec.Struct] | None = None
-    """its body"""
+    """Type of the request body."""
     response: Any = None
-    """body of the answer, of a type that msgspec can describe; None: no JSON"""
+    """Type of the response body, which msgspec must be able to describe. None: not JSON."""
     chunk: Any = None
-    """data of one event, where the answer can be a stream"""
+    """Type of an event's data, if the response can be a stream."""
     media_type: str = "application/json"
     generates: bool = False
-    """makes the engine generate: counted, and admitted only within limits"""
+    """Whether it makes the engine generate: such requests are counted and limited."""
     kind: Literal["api", "health", "metrics", "page"] = "api"
-    """who may call it: `api` needs a key where there are keys"""
+    """Determines access: `api` requires a key if keys are configured."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, as an ASGI application; returns when the answer is sent or nobody is there to read it."""
+        """Handle a request, as an ASGI application; returns when the response was sent or the client disconnected."""
         request = Request(scope, receive, send)
         state = state_of(request)
         state.num_in_flight += self.generates
@@ -65,5 +65,5 @@ async def choices_response(body: Any) -> Response:
 
 
 def json_response(body: Any, status: int = 200) -> Response:
-    """The answer in JSON."""
+    """A JSON response."""
     return Response(msgspec.json.encode(body), status, media_type="application/json")

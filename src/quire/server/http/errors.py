@@ -1,4 +1,4 @@
-"""What clients are told when something is wrong: an HTTP status and a JSON body in the shape that their SDK reads."""
+"""Error responses: an HTTP status and a JSON body in the format that the client's SDK expects."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ _LEADING_NAME = re.compile(r"(?:messages|tools)\[\d+\]|\w+")
 
 
 class ErrorBody(msgspec.Struct, kw_only=True):
-    """What is wrong."""
+    """Details of an error."""
 
     message: str
     type: str
     param: str | None = None
-    """the field that is wrong, if it is one"""
+    """Name of the invalid field, if there is one."""
     code: str | None = None
 
 
@@ -57,7 +57,7 @@ class ErrorResponse(msgspec.Struct):
 
 
 class ApiError(Exception):
-    """Ends a request with an HTTP status: raised by handlers and middleware, made into an answer in one place."""
+    """Ends a request with an HTTP status. Handlers and middleware raise it; Application sends the response."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """`type` None: what the status is usually called."""
+        """`type` None: the usual type for this status."""
         super().__init__(message)
         self.status = status
         self.message = message
@@ -80,11 +80,11 @@ class ApiError(Exception):
         self.request_id: str | None = None
 
     def to_response(self, path: str) -> Response:
-        """The answer, in the shape that clients of this path read."""
+        """The response, in the format of this path's protocol."""
         return Response(self.to_json(path), self.status, self.headers, media_type="application/json")
 
     def to_json(self, path: str) -> bytes:
-        """The body alone, as it also stands in the events of a stream."""
+        """The body alone, which is also used in events of a stream."""
         body = self._anthropic_body() if path.startswith(ANTHROPIC_PATH) else self._openai_body()
         return msgspec.json.encode(body)
 
@@ -99,20 +99,20 @@ class ApiError(Exception):
         return {"type": "error", "error": {"type": kind, "message": self._text()}, "request_id": self.request_id}
 
     def _text(self) -> str:
-        """A client's own text may be in it: shortened, and without what is no Unicode."""
+        """The message, which may quote a client's text: shortened, and without invalid Unicode."""
         text = self.message.encode("utf-8", "replace").decode()
         return text if len(text) <= MAX_MESSAGE_LEN else text[:MAX_MESSAGE_LEN] + "..."
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """The request is wrong: 400, with the field's name."""
+    """A 400 response that names the invalid field."""
     return ApiError(400, message, param=param, code=code)
 
 
 def api_error(error: BaseException, request_id: str, field_names: Mapping[str, str]) -> ApiError:
-    """The answer to any exception. What the client did wrong is said as it is; anything else is logged under the
-    request's id and told without its insides. `field_names`: what the body calls fields that the engine, or another
-    protocol that this one is translated to, calls otherwise."""
+    """The response to any exception. An error of the client is described in full; any other error is logged with the
+    request's id, and the response has no internal details. `field_names` maps the engine's names of fields, or those of
+    a protocol that this one is translated to, to the body's own."""
     found = _api_error(error, request_id)
     found.request_id = request_id
     name = (found.param or "").partition("[")[0]
@@ -136,17 +136,17 @@ def _api_error(error: BaseException, request_id: str) -> ApiError:
             return invalid("the request is nested too deeply", code="invalid_json")
         case QuireError() if not isinstance(error, RequestFailedError):
             logger.error("request %s: %s: %s", request_id, type(error).__name__, error)
-            message, retry_s = "the engine cannot serve this request now; try again later", None
+            message, retry_s = "the engine cannot serve this request at the moment; try again later", None
             if isinstance(error, EngineDeadError):
                 retry_s = error.retry_after_s
             headers = None if retry_s is None else {"retry-after": str(retry_s)}
             return ApiError(503, message, code="engine_unavailable", headers=headers)
     logger.error("request %s failed", request_id, exc_info=error)
-    return ApiError(500, f"internal error; it is logged under the request id {request_id}", code="internal_error")
+    return ApiError(500, f"internal error; see the server's log for request id {request_id}", code="internal_error")
 
 
 def _param(error: RequestError) -> str | None:
-    """Messages about a field begin with its name."""
+    """The field that a message is about: messages begin with its name."""
     found = _LEADING_NAME.match(str(error))
     name = found.group() if found else ""
     if "[" in name:
@@ -155,13 +155,11 @@ def _param(error: RequestError) -> str | None:
 
 
 def status_error(status: int, method: str, path: str, headers: Mapping[str, str] | None = None) -> ApiError:
-    """For a path or method that no endpoint has, and other refusals of the router."""
+    """The response for unknown paths, unsupported methods and other refusals of the router."""
     match status:
         case 404:
-            return ApiError(
-                404, f"there is no {path[:200]!r} here; /openapi.json lists what there is", code="not_found"
-            )
+            return ApiError(404, f"unknown path {path[:200]!r}; /openapi.json lists all endpoints", code="not_found")
         case 405:
-            message = f"{method[:20]} is not what {path[:200]!r} takes"
+            message = f"{path[:200]!r} does not support the method {method[:20]}"
             return ApiError(405, message, code="method_not_allowed", headers=headers)
     return ApiError(status, HTTPStatus(status).phrase, headers=headers)

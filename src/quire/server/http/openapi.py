@@ -1,4 +1,4 @@
-"""/openapi.json: the table of endpoints as OpenAPI 3.2, with every status that an endpoint can answer."""
+"""/openapi.json: the table of endpoints in OpenAPI 3.2, with every status that an endpoint can return."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _ANTHROPIC_ERROR = {
 
 
 def endpoint(rows: Sequence[Endpoint]) -> Endpoint:
-    """The endpoint that describes these and itself."""
+    """The endpoint that describes `rows` and itself."""
 
     @lru_cache(maxsize=1)
     def described() -> bytes:
@@ -52,7 +52,7 @@ def endpoint(rows: Sequence[Endpoint]) -> Endpoint:
 
 
 def describe(rows: Iterable[Endpoint]) -> dict[str, Any]:
-    """The document."""
+    """The OpenAPI document of these endpoints."""
     rows = list(rows)
     bodies = [kind for row in rows for kind in (row.request, row.response, row.chunk) if kind is not None]
     types = list(dict.fromkeys([*bodies, ErrorResponse]))
@@ -113,7 +113,7 @@ def _event(schema: Any) -> dict[str, Any]:
 
 
 def _statuses(row: Endpoint) -> set[int]:
-    """All but 200 that the endpoint, or what stands around it, may answer. 499 reaches nobody."""
+    """All statuses except 200 that the endpoint or its middleware may return; 499 is never received by a client."""
     statuses = set(_ALWAYS)
     if row.request is not None:
         statuses |= set(_WITH_BODY)

@@ -1,6 +1,6 @@
-"""Server-sent events: framing, keep-alives, and what happens when the client goes away.
+"""Server-sent events: framing, keep-alive comments, and closing when the client disconnects.
 
-(HTML standard, section 9.2.) A stream that nobody reads any more is closed, which aborts its requests.
+(HTML standard, section 9.2.) When the client disconnects, its stream is closed, which aborts its requests.
 """
 
 from __future__ import annotations
@@ -13,20 +13,18 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from quire.server.http.errors import ApiError
-from quire.server.http.state import context_of, state_of
+from quire.server.http.state import CLIENT_CLOSED_REQUEST, context_of, state_of
 
 T = TypeVar("T")
 Events = AsyncGenerator[bytes, None]
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 PEEK_S = 1.0
-"""so long the answer's status waits for the first event: what fails before is told by the status"""
-CLIENT_CLOSED_REQUEST = 499
-"""nobody reads it; logs show it (nginx's number)"""
+"""Time to wait for the first event before the status is sent: an earlier error determines the status."""
 _HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # proxies: pass each event on at once
+    (b"x-accel-buffering", b"no"),  # proxies must not buffer events
 )
 _END: Final = None
 
@@ -38,7 +36,7 @@ def frame(data: bytes, event: str | None = None) -> bytes:
 
 
 def openai_error(error: ApiError) -> bytes:
-    """The last events of a stream that fails."""
+    """The last events of a failed stream."""
     return frame(error.to_json("")) + DONE
 
 
@@ -49,7 +47,7 @@ async def event_stream(
     error_event: Callable[[ApiError], bytes],
     keep_alive: bytes = KEEP_ALIVE,
 ) -> EventStream:
-    """The answer that sends `events`, each framed already.
+    """The response that sends `events`, which are already framed.
 
     What they raise within PEEK_S, before the first of them, is raised here; later it becomes the last event, made by
     `error_event`. They are closed when the answer ends, however it does, and when the client goes before it begins.
@@ -64,19 +62,19 @@ async def event_stream(
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client goes away; ApiError then."""
+    """The result of `work`, which is cancelled if the client disconnects. Raises ApiError (499) then."""
     task, watch = asyncio.create_task(work), asyncio.create_task(_disconnected(request.receive))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ApiError(CLIENT_CLOSED_REQUEST, "the client went away")
+            raise ApiError(CLIENT_CLOSED_REQUEST, "the client disconnected")
         return task.result()
     finally:
         await _cancel(task, watch)
 
 
 class EventStream:
-    """An answer of events, as an ASGI application."""
+    """A streamed response, as an ASGI application."""
 
     def __init__(self, events: _Peeked, keep_alive: bytes, keep_alive_s: float) -> None:
         self._events = events
@@ -85,7 +83,7 @@ class EventStream:
         self._last_sent_s = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all events, or as many as somebody is there for."""
+        """Send all events, until the client disconnects."""
         tasks: list[asyncio.Task[None]] = []
         try:
             await send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
@@ -103,7 +101,7 @@ class EventStream:
             await self._events.aclose()
 
     async def _pump(self, send: Send) -> None:
-        """A client that reads slowly stops it here, and what comes meanwhile is merged in the engine's door."""
+        """Send events. It waits for a client that reads slowly; the engine's interface merges outputs meanwhile."""
         clock = asyncio.get_running_loop().time
         async for event in self._events:
             self._last_sent_s = clock()
@@ -111,7 +109,7 @@ class EventStream:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _keep_alives(self, send: Send) -> None:
-        """A comment whenever nothing was sent for a while, so that nobody in between gives the connection up."""
+        """Send a comment whenever nothing was sent for a while, so that proxies keep the connection open."""
         clock = asyncio.get_running_loop().time
         self._last_sent_s = clock()
         while True:
@@ -124,7 +122,7 @@ class EventStream:
 
 
 class _Peeked:
-    """Events of which the first is waited for beforehand. What they raise later becomes the last event."""
+    """Events whose first can be awaited in advance. A later exception becomes the last event."""
 
     def __init__(self, events: Events, to_event: Callable[[Exception], bytes]) -> None:
         self._events = events
@@ -133,7 +131,7 @@ class _Peeked:
         self._has_failed = False
 
     async def peek(self) -> None:
-        """Wait for the first event a little; raise what it raises. Then nothing needs to be closed any more."""
+        """Wait up to PEEK_S for the first event. If it raises, close the events and raise the same exception."""
         self._first = asyncio.create_task(self._next())
         try:
             await asyncio.wait({self._first}, timeout=PEEK_S)
@@ -160,7 +158,7 @@ class _Peeked:
         return event
 
     async def aclose(self) -> None:
-        """Close the events, also those that nobody has begun to read."""
+        """Close the events, also if reading has not begun."""
         if self._first is not None:
             await _cancel(self._first)
         await self._events.aclose()
@@ -170,7 +168,7 @@ class _Peeked:
 
 
 async def _disconnected(receive: Receive) -> None:
-    """Returns when the client has gone. The request's body must have been read."""
+    """Returns when the client has disconnected. The request's body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

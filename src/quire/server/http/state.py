@@ -1,4 +1,4 @@
-"""What a handler is given: the server's state, and the context of the request it answers."""
+"""State that handlers and middleware use: one ServerState for the server, one RequestContext for each HTTP request."""
 
 from __future__ import annotations
 
@@ -6,48 +6,57 @@ import asyncio
 import secrets
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 from starlette.types import Scope
 
+from quire.common.params import BeamSearchParams, SamplingParams
 from quire.server.api.tools import ReasoningFormat, ToolFormat, choose_reasoning_format, choose_tool_format
 from quire.server.config import ServerArgs
 from quire.server.http.errors import ApiError, api_error
 
 if TYPE_CHECKING:
     from quire.interfaces.async_llm.async_llm import AsyncLLM
+    from quire.server.api.responses.run import StoredResponses
+    from quire.server.operations.metrics import Metrics
 
 MAX_REQUEST_ID_LEN = 128
+CLIENT_CLOSED_REQUEST = 499
+"""Status of a request whose client disconnected before it was answered: nginx's number, seen in logs only."""
+_METHODS = frozenset(["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
 _CONTEXT = "quire"
-"""key of the request's context in the ASGI scope"""
+"""Key of the RequestContext in the ASGI scope."""
 
 
 @dataclass(kw_only=True)
 class ServerState:
-    """One server: its engine, its arguments and what it keeps. `request.app.state` is it.
+    """One server: its engine, its arguments and what it keeps between requests. It is `request.app.state`.
 
-    Handlers may change `num_in_flight`, `num_body_bytes`, `is_draining` and what `parts` hold; the rest stays as it was
-    made.
+    Handlers may change the counters, `is_draining` and `responses`; everything else stays as it was created.
     """
 
     llm: AsyncLLM
     args: ServerArgs
     model_names: tuple[str, ...]
-    """names the model answers to, the first in answers"""
+    """Names under which the model is served; responses use the first."""
     tool_format: ToolFormat | None = field(init=False)
-    """how the model writes tool calls; None: tools are only for the template"""
+    """Format of the model's tool calls. None: its output is not searched for calls."""
     reasoning_format: ReasoningFormat | None = field(init=False)
-    """how the model marks its reasoning; None: it does not"""
+    """Tags around the model's reasoning. None: it marks none."""
     started: float = field(default_factory=time.time)
     num_in_flight: int = 0
-    """requests that generate, now"""
+    """Requests that generate, at this moment."""
     num_body_bytes: int = 0
-    """of bodies that are being read"""
+    """Size of all bodies that are being received, at this moment."""
+    num_cache_watchers: int = 0
+    """Open streams of /debug/cache/events."""
     is_draining: bool = False
-    """no new requests are wanted: /ready says so"""
-    parts: dict[str, Any] = field(default_factory=dict)
-    """what other endpoints keep, by their module's name: the response store, metrics"""
+    """The server is shutting down, which /ready reports."""
+    responses: StoredResponses | None = None
+    """Stored responses; opened when first needed."""
+    metrics: Metrics | None = None
+    """Metrics, where they are collected."""
 
     def __post_init__(self) -> None:
         templates = self.llm.tokenizer.chat_templates
@@ -56,77 +65,118 @@ class ServerState:
         self.reasoning_format = choose_reasoning_format(self.args.reasoning_parser, template)
 
     def check_model(self, name: str | None) -> str:
-        """The name to answer with. Raises ApiError (404) for a model that is not served."""
+        """The model name for the response. Raises ApiError (404) for a model that is not served."""
         if name is None or name in self.model_names:
             return name or self.model_names[0]
         raise ApiError(
             404,
-            f"the model {name[:200]!r} is not served here; there is {', '.join(self.model_names)}",
+            f"the model {name[:200]!r} is not served here; available: {', '.join(self.model_names)}",
             param="model",
             code="model_not_found",
         )
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class RequestContext:
-    """One HTTP request, from its headers to the end of its answer: what middleware and handlers tell each other."""
+    """One HTTP request, from its headers to the end of its response, and the only state of it.
+
+    Middleware, handlers and the engine's listener fill it in; logs, metrics and traces read it at the end. It holds no
+    text of prompts or responses, except `body` where an operator asked for it.
+    """
 
     request_id: str
-    """the client's own, or one drawn; in the answer's `x-request-id`"""
-    arrival_time: float = field(default_factory=time.monotonic)
-    tenant: str = ""
-    """the API key's name, where there are keys"""
-    unknown_fields: list[str] = field(default_factory=list)
-    """of the body; told in `x-quire-warning`"""
-    field_names: dict[str, str] = field(default_factory=dict)
-    """what the body calls fields that errors name otherwise, such as `prompt`"""
-    facts: dict[str, Any] = field(default_factory=dict)
-    """what a log may tell of the request: model, counts of tokens; never text"""
-    background: asyncio.Task[None] | None = None
-    """generation that goes on after the answer"""
+    """Chosen by the client or drawn at random; sent back as `x-request-id`."""
     is_named: bool = False
-    """the client chose the id"""
+    """Whether the client chose the id."""
+    method: str = "other"
+    """`other` for methods that HTTP does not define, so that metrics stay bounded."""
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    route: str = "other"
+    """Path template of the endpoint, `other` if there is none: a bounded set of values."""
+    tenant: str = ""
+    """Name of the API key, if keys are in use."""
+    model: str = ""
+    """Name under which the model was requested."""
+    field_names: dict[str, str] = field(default_factory=dict)
+    """The body's names for fields that error messages of the engine call otherwise, such as `prompt`."""
+    unknown_fields: list[str] = field(default_factory=list)
+    """Fields of the body that were ignored; reported as `x-quire-warning`."""
+    body: bytearray | None = None
+    """Beginning of the body, if bodies are logged."""
+    params: SamplingParams | BeamSearchParams | None = None
+    """Parameters of the last engine request."""
+    background: asyncio.Task[None] | None = None
+    """Generation that continues after the response was sent."""
+    start_s: float = field(default_factory=time.monotonic)
+    start_ns: int = field(default_factory=time.time_ns)
+    status: int = CLIENT_CLOSED_REQUEST
+    seconds: float = 0.0
+    """Time from the first header to the end of the response."""
+    first_token_s: float | None = None
+    """Time from the first header to the first token."""
+    queue_s: float | None = None
+    """Time that the last engine request waited for its first step."""
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+    finish_reason: str = ""
+    """Why generation ended: stop, length, abort or error."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompts and outputs."""
+        return self.num_prompt_tokens + self.num_generated_tokens
+
+    @property
+    def engine_tenant(self) -> str:
+        """The tenant by which the engine shares its capacity: the key's name and the request's `user`."""
+        return (self.params.tenant if self.params is not None else "") or self.tenant
 
     def api_error(self, error: BaseException) -> ApiError:
-        """The answer to any exception, in the body's own terms."""
+        """The response to any exception, with the field names of this request's body."""
         return api_error(error, self.request_id, self.field_names)
 
     def adopt_id(self, given: str | None) -> None:
-        """The id that stands in a body, unless a header has one. Raises ApiError for one that is not sane."""
+        """Use the id given in a body, unless a header has one. Raises ApiError for an invalid id."""
         if given is None or self.is_named:
             return
-        if not _is_sane(given):
+        if not _is_valid_id(given):
             message = f"request_id must have 1 to {MAX_REQUEST_ID_LEN} printable ASCII characters, and no spaces"
             raise ApiError(400, message, param="request_id")
         self.request_id, self.is_named = given, True
 
 
 def state_of(request: Request) -> ServerState:
-    """The server that answers."""
+    """The server that handles this request."""
     state: ServerState = request.app.state
     return state
 
 
 def context_of(request: Request | Scope) -> RequestContext:
-    """The context of the request that is answered."""
+    """The context of this request."""
     scope = request.scope if isinstance(request, Request) else request
     context: RequestContext = scope[_CONTEXT]
     return context
 
 
-def add_context(scope: Scope) -> RequestContext:
-    """Begin a request."""
-    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
-    is_named = _is_sane(given)
-    context = RequestContext(request_id=given if is_named else secrets.token_hex(12), is_named=is_named)
-    scope[_CONTEXT] = context
-    return context
+def begin_request(scope: Scope) -> RequestContext:
+    """The context of a request that has arrived: the outermost middleware creates it, the others find it."""
+    if _CONTEXT not in scope:
+        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
+        is_named = _is_valid_id(given)
+        scope[_CONTEXT] = RequestContext(
+            request_id=given if is_named else secrets.token_hex(12),
+            is_named=is_named,
+            method=scope["method"] if scope["method"] in _METHODS else "other",
+            headers=scope["headers"],
+        )
+    return context_of(scope)
 
 
-def engine_id(answer_id: str, place: int = 0) -> str:
-    """An id for the engine, which takes no two of the same: clients may send a request id again."""
-    return f"{answer_id}-{place}-{secrets.token_hex(4)}"
+def engine_id(response_id: str, place: int = 0) -> str:
+    """A unique id for an engine request; clients may send the same request id again."""
+    return f"{response_id}-{place}-{secrets.token_hex(4)}"
 
 
-def _is_sane(request_id: str) -> bool:
+def _is_valid_id(request_id: str) -> bool:
     return 0 < len(request_id) <= MAX_REQUEST_ID_LEN and all("!" <= char <= "~" for char in request_id)

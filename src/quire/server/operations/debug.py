@@ -15,15 +15,14 @@ from quire.server.http.errors import ApiError
 from quire.server.http.state import ServerState, state_of
 
 MAX_WATCHERS = 16
-_PART = "cache_watchers"
 
 
 async def cache_events(request: Request) -> ASGIApp:
-    """A stream of CacheUpdates: first a snapshot, then what changes. A watcher that is too slow for them gets a new
-    snapshot once it reads again. Raises ApiError (429) for one watcher too many."""
+    """A stream of CacheUpdates: first a snapshot, then changes. A watcher that is too slow gets a new snapshot when it
+    reads again. Raises ApiError (429) for one watcher too many."""
     state = state_of(request)
-    if state.parts.get(_PART, 0) >= MAX_WATCHERS:
-        message = f"{MAX_WATCHERS} watch the cache already; close one of them"
+    if state.num_cache_watchers >= MAX_WATCHERS:
+        message = f"too many open streams of the cache: at most {MAX_WATCHERS} are allowed"
         raise ApiError(429, message, code="too_many_watchers", headers={"retry-after": "5"})
     return await sse.event_stream(
         request, _events(state), error_event=lambda error: sse.frame(error.to_json(request.url.path))
@@ -31,14 +30,14 @@ async def cache_events(request: Request) -> ASGIApp:
 
 
 async def _events(state: ServerState) -> AsyncGenerator[bytes, None]:
-    state.parts[_PART] = state.parts.get(_PART, 0) + 1
+    state.num_cache_watchers += 1
     try:
-        while True:  # the engine's door ends the frames of a watcher that does not keep up
+        while True:  # the engine's interface ends the frames of a watcher that is too slow
             async with aclosing(state.llm.watch_cache()) as frames:
                 async for data in frames:
                     yield sse.frame(data)
     finally:
-        state.parts[_PART] -= 1
+        state.num_cache_watchers -= 1
 
 
 ENDPOINTS = (

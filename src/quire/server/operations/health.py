@@ -1,4 +1,4 @@
-"""Whether the server is there, ready and busy, and which version it is."""
+"""Endpoints that report the server's health, readiness, load and version."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from quire.server.http.state import state_of
 
 
 async def health(request: Request) -> ASGIApp:
-    """GET /health: 200 while the engine runs, else 503 and why it does not."""
+    """GET /health: 200 while the engine runs, else 503 and the reason."""
     death = state_of(request).llm.death
     return json_response(Status(status=str(death or "ok")), 200 if death is None else 503)
 
 
 async def ready(request: Request) -> ASGIApp:
-    """GET /ready: 200 while new requests are welcome, else 503 and why they are not."""
+    """GET /ready: 200 while new requests are accepted, else 503 and the reason."""
     state = state_of(request)
     why_not = "the server is shutting down" if state.is_draining else state.llm.death
     return json_response(Status(status=str(why_not or "ready")), 200 if why_not is None else 503)
@@ -35,10 +35,10 @@ async def load(request: Request) -> ASGIApp:
 
 
 ENDPOINTS = (
-    Endpoint(path="/health", method="GET", handler=health, summary="Is it alive?", response=Status, kind="health"),
+    Endpoint(path="/health", method="GET", handler=health, summary="Is the engine up?", response=Status, kind="health"),
     Endpoint(
-        path="/ready", method="GET", handler=ready, summary="Does it take requests?", response=Status, kind="health"
+        path="/ready", method="GET", handler=ready, summary="Is the server ready?", response=Status, kind="health"
     ),
-    Endpoint(path="/version", method="GET", handler=version, summary="Tell the version", response=Version),
-    Endpoint(path="/load", method="GET", handler=load, summary="Count requests in flight", response=Load),
+    Endpoint(path="/version", method="GET", handler=version, summary="Show the version", response=Version),
+    Endpoint(path="/load", method="GET", handler=load, summary="Count running requests", response=Load),
 )

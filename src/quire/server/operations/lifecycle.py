@@ -1,4 +1,4 @@
-"""From the first connection to the last: what is answered while the model loads, deadlines, admission, draining."""
+"""The life of a server: responses while the model loads, deadlines of requests, admission, and draining at the end."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ from quire.common.memory import IDLE_S
 from quire.server.http.errors import ANTHROPIC_PATH, ApiError
 from quire.server.http.sse import frame
 from quire.server.http.state import context_of
-from quire.server.operations.admission import MAX_RETRY_AFTER_S, Admission
-from quire.server.operations.request_log import current_record
+from quire.server.operations.admission import MAX_RETRY_AFTER_S, Admission, tenant_of_address
 
 PROBES = frozenset(["/health", "/ready", "/metrics"])
 _LOADING_RETRY_S = 2
 _ABORT_S = 5.0
 
 
-class Front:
-    """The application that the HTTP server is given: another one, as soon as there is one."""
+class LoadingApp:
+    """The application that the HTTP server calls: it answers 503 while the model loads, then calls `app`."""
 
     def __init__(self) -> None:
         self.app: ASGIApp | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Hand on, or say that the model is being loaded (503)."""
+        """Call `app`, or answer 503 while there is none."""
         if self.app is not None:
             await self.app(scope, receive, send)
         elif scope["type"] == "http":
@@ -37,27 +36,27 @@ class Front:
             if scope["path"] in PROBES:
                 await JSONResponse({"status": "loading"}, 503, headers)(scope, receive, send)
             else:
-                error = ApiError(503, "the model is being loaded", code="loading", headers=headers)
+                error = ApiError(503, "the model is still loading; try again later", code="loading", headers=headers)
                 await error.to_response(scope["path"])(scope, receive, send)
 
 
-class Gate:
-    """Ends requests: those that take too long, and, when the server is to stop, all of them.
+class DrainGate:
+    """Middleware that aborts requests: those that exceed their deadline, and all of them when the server stops.
 
-    A request that sends something (POST) is work: it has a deadline, and draining waits for it and takes no more. One
-    that only looks may look forever, as the live view does, also while others finish, and is cut off in the end.
+    A POST is work: it has a deadline, draining waits for it, and none is accepted while draining. Any other request
+    only reads: it has no deadline, as the live view needs, is accepted while draining, and is aborted by `close`.
     """
 
     def __init__(
         self, *, request_timeout_s: float | None, drain_timeout_s: float, on_idle: Callable[[], object] = lambda: None
     ) -> None:
-        """`on_idle` is called when there has been no work for a moment."""
+        """`on_idle` is called when there has been no work for IDLE_S seconds."""
         self._on_idle = on_idle
         self._idle: asyncio.TimerHandle | None = None
         self._request_timeout_s = request_timeout_s
         self._drain_timeout_s = drain_timeout_s
         self._working: set[asyncio.Timeout] = set()
-        self._looking: set[asyncio.Timeout] = set()
+        self._reading: set[asyncio.Timeout] = set()
         self._num_working = 0
         self._no_work = asyncio.Event()
         self._no_work.set()
@@ -65,7 +64,7 @@ class Gate:
         self.is_closed = False
 
     def around(self, app: ASGIApp) -> ASGIApp:
-        """`app` behind the gate."""
+        """`app` with this middleware around it."""
 
         async def gated(scope: Scope, receive: Receive, send: Send) -> None:
             await self._pass(app, scope, receive, send)
@@ -73,40 +72,40 @@ class Gate:
         return gated
 
     async def drain(self) -> None:
-        """Take no more work, wait for what runs, abort what is left after the time for it. Cancelling this, once, ends
-        the waiting, not the aborting."""
+        """Refuse new work, wait for running work up to the drain timeout, then abort it. Cancelling this call once ends
+        the waiting; the rest is aborted at once."""
         self.is_draining = True
         with contextlib.suppress(TimeoutError, asyncio.CancelledError):
             await asyncio.wait_for(self._no_work.wait(), self._drain_timeout_s)
-        _cut_off(self._working)
+        _expire(self._working)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._no_work.wait(), _ABORT_S)
 
     def close(self) -> None:
-        """Let nobody in any more, and cut off those who look."""
+        """Refuse all requests and abort those that only read."""
         self.is_draining = self.is_closed = True
-        _cut_off(self._looking)
+        _expire(self._reading)
 
     async def _pass(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Hand on, under a deadline. Raises ApiError: 503 while draining, 504 after the deadline."""
+        """Call `app` under a deadline. Raises ApiError: 503 while draining, 504 after the deadline."""
         is_work = scope["method"] == "POST"
         if self.is_closed or (self.is_draining and is_work):
             retry_s = min(max(1, math.ceil(self._drain_timeout_s)), MAX_RETRY_AFTER_S)
             headers = {"retry-after": str(retry_s), "connection": "close"}
             raise ApiError(503, "the server is shutting down", code="shutting_down", headers=headers)
-        answer, deadlines = _Answer(send), self._working if is_work else self._looking
+        response, deadlines = _Response(send), self._working if is_work else self._reading
         self._count(int(is_work))
         try:
             async with asyncio.timeout(self._request_timeout_s if is_work else None) as deadline:
                 deadlines.add(deadline)
                 try:
-                    await app(scope, receive, answer.send)
+                    await app(scope, receive, response.send)
                 finally:
                     deadlines.discard(deadline)
         except TimeoutError:
             if not deadline.expired():
                 raise
-            await answer.end(self._timeout_error(), scope)
+            await response.end(self._timeout_error(), scope)
         finally:
             self._count(-int(is_work))
 
@@ -127,14 +126,14 @@ class Gate:
         return ApiError(504, message, type="timeout_error", code="request_timeout")
 
 
-def _cut_off(deadlines: Iterable[asyncio.Timeout]) -> None:
+def _expire(deadlines: Iterable[asyncio.Timeout]) -> None:
     for deadline in deadlines:
         if not deadline.expired():
             deadline.reschedule(asyncio.get_running_loop().time())
 
 
-class _Answer:
-    """Remembers how far the answer has come, so that it can be ended from outside."""
+class _Response:
+    """Tracks how much of the response was sent, so that it can be ended early."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -150,7 +149,7 @@ class _Answer:
         await self._send(message)
 
     async def end(self, error: ApiError, scope: Scope) -> None:
-        """With an error: raised if there is no answer yet, as the last event of a stream."""
+        """End with an error: raised if no response has begun, sent as the last event if it is a stream."""
         if not self._has_started:
             raise error
         if self._is_stream and not self._is_complete:
@@ -159,29 +158,28 @@ class _Answer:
             await self._send({"type": "http.response.body", "body": event, "more_body": False})
 
 
-class Admitting:
-    """Around an endpoint that generates: a request starts only if Admission grants it."""
+class AdmissionControl:
+    """Middleware around an endpoint that generates: a request starts only if Admission grants it."""
 
     def __init__(self, app: ASGIApp, admission: Admission) -> None:
         self._app = app
         self._admission = admission
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Hand on. Raises ApiError: 429, with `Retry-After`."""
+        """Call the endpoint, if granted. Raises ApiError (429, with `Retry-After`)."""
         context = context_of(scope)
-        tenant = context.tenant or (scope.get("client") or ("local",))[0]
+        tenant = context.tenant or tenant_of_address((scope.get("client") or ("local",))[0])
         refusal = self._admission.enter(tenant)
         if refusal is not None:
             headers = {"retry-after": str(refusal.retry_after_s)}
             message = f"{refusal.message}; try again in {refusal.retry_after_s} s"
             raise ApiError(429, message, code=refusal.reason, headers=headers)
-        record = current_record()
         try:
             await self._app(scope, receive, send)
         finally:
-            num_tokens = record.num_tokens if record is not None else 0
+            num_tokens = context.num_tokens
             self._admission.leave(tenant, num_tokens)
-            if context.background is not None and record is not None:
+            if context.background is not None:
                 context.background.add_done_callback(
-                    lambda _: self._admission.charge(tenant, record.num_tokens - num_tokens)
+                    lambda _: self._admission.charge(tenant, context.num_tokens - num_tokens)
                 )

@@ -24,8 +24,7 @@ from starlette.responses import Response
 from quire.common.outputs import EngineStats, RequestMetrics
 from quire.config.cache import CacheConfig
 from quire.server.http.endpoint import Endpoint
-from quire.server.http.state import state_of
-from quire.server.operations.request_log import RequestRecord
+from quire.server.http.state import RequestContext, state_of
 
 _LATENCIES = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0,
@@ -37,42 +36,39 @@ _COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000,
 _STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 _HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
-    "time_to_first_token_seconds": ("From a request's arrival to its first token", _LATENCIES),
-    "inter_token_latency_seconds": ("Between two tokens of a request, as they reach the server", _LATENCIES),
-    "time_per_output_token_seconds": ("The same, under vLLM's older name", _LATENCIES),
-    "request_time_per_output_token_seconds": ("Mean time per token after the first, by request", _LATENCIES),
-    "e2e_request_latency_seconds": ("From a request's arrival to its end", _DURATIONS),
-    "request_queue_time_seconds": ("From a request's arrival in the engine to its first step", _DURATIONS),
-    "request_prefill_time_seconds": ("From a request's first step to its first token", _DURATIONS),
-    "request_decode_time_seconds": ("From a request's first token to its end", _DURATIONS),
-    "request_inference_time_seconds": ("From a request's first step to its end", _DURATIONS),
-    "request_prompt_tokens": ("Tokens of a request's prompt", _COUNTS),
-    "request_generation_tokens": ("Tokens generated for a request", _COUNTS),
-    "request_params_n": ("Samples a request asks for", (1, 2, 5, 10, 20, 50, 100)),
-    "request_params_max_tokens": ("Tokens a request allows for each sample", _COUNTS),
-    "iteration_tokens_total": (
-        "Tokens that a step brought: of prompts whose prefill it ended, and generated",
-        _STEP_TOKENS,
-    ),
+    "time_to_first_token_seconds": ("Time from a request's arrival to its first token", _LATENCIES),
+    "inter_token_latency_seconds": ("Time between two tokens of a request, as received by the server", _LATENCIES),
+    "time_per_output_token_seconds": ("Older name of vllm:inter_token_latency_seconds", _LATENCIES),
+    "request_time_per_output_token_seconds": ("Mean time per token of a request, after its first token", _LATENCIES),
+    "e2e_request_latency_seconds": ("Time from a request's arrival to its end", _DURATIONS),
+    "request_queue_time_seconds": ("Time from a request's arrival in the engine to its first step", _DURATIONS),
+    "request_prefill_time_seconds": ("Time from a request's first step to its first token", _DURATIONS),
+    "request_decode_time_seconds": ("Time from a request's first token to its end", _DURATIONS),
+    "request_inference_time_seconds": ("Time from a request's first step to its end", _DURATIONS),
+    "request_prompt_tokens": ("Number of prompt tokens of a request", _COUNTS),
+    "request_generation_tokens": ("Number of tokens generated for a request", _COUNTS),
+    "request_params_n": ("Number of samples (n) of a request", (1, 2, 5, 10, 20, 50, 100)),
+    "request_params_max_tokens": ("max_tokens of a request", _COUNTS),
+    "iteration_tokens_total": ("Tokens of a step: of completed prefills, and generated", _STEP_TOKENS),
 }
 _GAUGES: Mapping[str, tuple[str, Callable[[EngineStats], float]]] = {
-    "num_requests_running": ("Requests being computed", lambda s: s.num_running),
-    "num_requests_waiting": ("Requests in the queue", lambda s: s.num_waiting),
-    "num_requests_swapped": ("Requests whose blocks are in the host tier", lambda s: s.num_swapped),
-    "kv_cache_usage_perc": ("Share of KV cache blocks that requests hold, 0 to 1", lambda s: s.kv_cache_usage),
+    "num_requests_running": ("Number of requests that are running", lambda s: s.num_running),
+    "num_requests_waiting": ("Number of requests in the queue", lambda s: s.num_waiting),
+    "num_requests_swapped": ("Number of requests that are swapped out", lambda s: s.num_swapped),
+    "kv_cache_usage_perc": ("Fraction of KV cache blocks in use, 0 to 1", lambda s: s.kv_cache_usage),
 }
 _COUNTERS: Mapping[str, tuple[str, Callable[[EngineStats], float]]] = {
-    "num_preemptions": ("Requests put back for want of blocks", lambda s: s.num_preemptions),
+    "num_preemptions": ("Preempted requests", lambda s: s.num_preemptions),
     "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache", lambda s: s.num_prefix_queried_tokens),
-    "prefix_cache_hits": ("Of those, found", lambda s: s.num_prefix_hit_tokens),
-    "prompt_tokens": ("Prompt tokens, cached ones included", lambda s: s.num_prompt_tokens),
+    "prefix_cache_hits": ("Prompt tokens found in the prefix cache", lambda s: s.num_prefix_hit_tokens),
+    "prompt_tokens": ("Prompt tokens, including cached ones", lambda s: s.num_prompt_tokens),
     "generation_tokens": ("Tokens generated", lambda s: s.num_generated_tokens),
 }
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 
 
 class Histogram:
-    """Counts by bucket. For one thread, and so without a lock."""
+    """Counts by bucket. Used by one thread only, so it needs no lock."""
 
     __slots__ = ("_bounds", "counts", "sum")
 
@@ -97,7 +93,7 @@ class Histogram:
 
 @dataclass(slots=True)
 class _Live:
-    """A request that runs."""
+    """A request that is running."""
 
     start: float
     last: float
@@ -107,7 +103,7 @@ class _Live:
 
 
 class Metrics:
-    """What has happened since the server began. A RequestListener: all calls come from the event loop's thread."""
+    """All metrics since the server started. A RequestListener, called only in the event loop's thread."""
 
     def __init__(
         self,
@@ -147,14 +143,14 @@ class Metrics:
         return encoder(self.registry), content_type
 
     def on_step(self, stats: EngineStats) -> None:
-        """The engine has made a step."""
+        """The engine has completed a step."""
         total = stats.num_prompt_tokens + stats.num_generated_tokens
         if self._step_tokens is not None and total > self._step_tokens:
             self.histograms["iteration_tokens_total"].observe(total - self._step_tokens)
         self._step_tokens = total
 
     def on_request_start(self, request_id: str, num_prompt_tokens: int, params: Any) -> None:
-        """A request goes to the engine."""
+        """A request is sent to the engine."""
         now = self._clock()
         self._live[request_id] = _Live(now, now, num_prompt_tokens)
         self.histograms["request_params_n"].observe(getattr(params, "n", 1))
@@ -162,7 +158,7 @@ class Metrics:
             self.histograms["request_params_max_tokens"].observe(max_tokens)
 
     def on_tokens(self, request_id: str, num_tokens: int, now: float) -> None:
-        """A step brought a request tokens. Of several samples, or of tokens known in advance, the step counts once."""
+        """A step generated tokens of a request. It counts as one interval, also for several samples or tokens."""
         live = self._live.get(request_id)
         if live is None:
             return
@@ -175,7 +171,7 @@ class Metrics:
         live.num_tokens += num_tokens
 
     def on_request_end(self, request_id: str, metrics: RequestMetrics, num_cached_tokens: int, reason: str) -> None:
-        """A request has ended, well or not."""
+        """A request has ended, successfully or not."""
         live = self._live.pop(request_id, None)
         if live is None:
             return
@@ -196,21 +192,21 @@ class Metrics:
         if first is not None and end is not None:
             self._observe("request_decode_time_seconds", end - first)
 
-    def on_record(self, record: RequestRecord) -> None:
-        """An HTTP request was answered."""
-        self._http[record.route, record.method, str(record.status)] += 1
+    def on_http_response(self, context: RequestContext) -> None:
+        """The response to an HTTP request is complete."""
+        self._http[context.route, context.method, str(context.status)] += 1
 
     def _observe(self, name: str, value: float) -> None:
         self.histograms[name].observe(max(0.0, value))
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics as they are now; prometheus-client calls it."""
+        """The current metrics; called by prometheus-client."""
         stats = self._stats()
         for family, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
             for name, (text, value) in table.items():
                 yield self._single(family, f"vllm:{name}", text, value(stats))
         finished = [({"finished_reason": reason}, count) for reason, count in self._finished.items()]
-        yield self._family(CounterMetricFamily, "vllm:request_success", "Requests ended, by why", finished)
+        yield self._family(CounterMetricFamily, "vllm:request_success", "Finished requests, by reason", finished)
         for name, (text, _) in _HISTOGRAMS.items():
             histogram = self._between_tokens if name == "time_per_output_token_seconds" else self.histograms[name]
             metric = HistogramMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
@@ -218,7 +214,9 @@ class Metrics:
             yield metric
         if self._cache is not None:
             info = _cache_info(self._cache, stats.num_blocks)
-            yield self._family(GaugeMetricFamily, "vllm:cache_config_info", "How the KV cache is set up", [(info, 1)])
+            yield self._family(
+                GaugeMetricFamily, "vllm:cache_config_info", "Configuration of the KV cache", [(info, 1)]
+            )
         yield from self._collect_cache(stats)
         yield from self._collect_server()
 
@@ -230,12 +228,15 @@ class Metrics:
         }
         yield self._gauge("quire:kv_cache_blocks", "KV cache blocks, by state", "state", blocks)
         yield self._single(
-            GaugeMetricFamily, "quire:kv_cache_pinned_blocks", "Of them, pinned", stats.num_pinned_blocks
+            GaugeMetricFamily,
+            "quire:kv_cache_pinned_blocks",
+            "KV cache blocks that are pinned",
+            stats.num_pinned_blocks,
         )
         counters = (
-            ("quire:engine_steps", "Steps of the engine", stats.num_steps),
-            ("quire:swapped_blocks", "Blocks copied to the host tier or back", stats.num_swapped_blocks),
-            ("quire:prefix_cache_evicted_tokens", "Cached tokens given up for room", stats.prefix_cache["evicted"]),
+            ("quire:engine_steps", "Number of engine steps", stats.num_steps),
+            ("quire:swapped_blocks", "Blocks copied to or from the host tier", stats.num_swapped_blocks),
+            ("quire:prefix_cache_evicted_tokens", "Cached tokens evicted", stats.prefix_cache["evicted"]),
             (
                 "quire:prefix_cache_spilled_tokens",
                 "Cached tokens moved to the host tier",
@@ -244,25 +245,27 @@ class Metrics:
         )
         for name, text, value in counters:
             yield self._single(CounterMetricFamily, name, text, value)
-        for kind, label, text in (("hit", "source", "found, by where"), ("missed", "reason", "not found, by why")):
+        for kind, label, text in (("hit", "source", "found, by source"), ("missed", "reason", "not found, by reason")):
             found = {n.removeprefix(f"{kind}_"): v for n, v in stats.prefix_cache.items() if n.startswith(f"{kind}_")}
             rows = [({label: name}, value) for name, value in found.items()]
             name = f"quire:prefix_cache_{kind}_tokens"
-            yield self._family(CounterMetricFamily, name, f"Looked-up tokens {text}", rows)
+            yield self._family(CounterMetricFamily, name, f"Tokens looked up in the prefix cache and {text}", rows)
 
     def _collect_server(self) -> Iterator[Metric]:
         is_running = self._is_running()
-        yield self._single(GaugeMetricFamily, "quire:engine_up", "Whether the engine process runs", int(is_running))
+        yield self._single(GaugeMetricFamily, "quire:engine_up", "1 if the engine process runs", int(is_running))
         names = {
             "engine_restarts": "Engine processes started after the first",
-            "requests_replayed": "Requests that went on in another engine process",
+            "requests_replayed": "Requests continued in another engine process",
         }
         for (name, text), count in zip(names.items(), self._recoveries(), strict=True):
             yield self._single(CounterMetricFamily, f"quire:{name}", text, count)
         rows = [({"route": r, "method": m, "status": s}, count) for (r, m, s), count in self._http.items()]
         yield self._family(CounterMetricFamily, "quire:http_requests", "HTTP requests answered", rows)
         refused = [({"reason": reason}, count) for reason, count in self._refused().items()]
-        yield self._family(CounterMetricFamily, "quire:requests_refused", "Requests turned away, by why", refused)
+        yield self._family(
+            CounterMetricFamily, "quire:requests_refused", "Requests refused with status 429, by reason", refused
+        )
         pid = self._engine_pid()
         pids = {"server": "self"} | ({} if pid is None else {"engine": str(pid)})
         memory = {name: size for name, pid in pids.items() if (size := _resident_bytes(pid)) is not None}
@@ -275,7 +278,7 @@ class Metrics:
         return self._family(kind, name, text, [({}, value)])
 
     def _family(self, kind: Any, name: str, text: str, rows: Sequence[tuple[Mapping[str, str], float]]) -> Metric:
-        """A family with a row for each set of labels beside the model's."""
+        """A metric family with one row for each set of additional labels."""
         extra = list(rows[0][0]) if rows else []
         metric: Metric = kind(name, text, labels=[*self._labels, *extra])
         for labels, value in rows:
@@ -297,7 +300,8 @@ def _cache_info(cache: CacheConfig, num_blocks: int) -> dict[str, str]:
 
 
 async def _get_metrics(request: Request) -> Response:
-    metrics: Metrics = state_of(request).parts["metrics"]
+    metrics = state_of(request).metrics
+    assert metrics is not None  # this endpoint is only served where metrics are collected
     body, content_type = metrics.render(request.headers.get("accept"))
     return Response(body, headers={"content-type": content_type})
 
@@ -313,7 +317,7 @@ METRICS_ENDPOINT = Endpoint(
 
 
 def _resident_bytes(pid: str) -> int | None:
-    """None where the system does not say, or the process is gone."""
+    """Resident memory of a process, or None if it is unknown."""
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
     except (OSError, IndexError, ValueError):

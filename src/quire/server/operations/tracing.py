@@ -7,8 +7,8 @@ from urllib.parse import urlsplit
 
 from quire.common.errors import ConfigError
 from quire.common.version import __version__
+from quire.server.http.state import RequestContext
 from quire.server.operations.lifecycle import PROBES
-from quire.server.operations.request_log import RequestRecord
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -18,7 +18,7 @@ _PARAMS = ("max_tokens", "temperature", "top_p", "top_k", "seed", "frequency_pen
 
 
 class Tracer:
-    """A sink of RequestRecords. Attributes follow OpenTelemetry's conventions for generative AI; no text is among them.
+    """A sink that makes a span of each request, with OpenTelemetry's attributes for generative AI and without any text.
 
     A request's `traceparent` header makes its span a child of the client's.
     """
@@ -28,7 +28,7 @@ class Tracer:
         or if OpenTelemetry is not installed. `exporter` takes the spans instead, at once."""
         url = urlsplit(endpoint)
         if url.scheme not in ("http", "https") or not url.netloc:
-            raise ConfigError(f"otlp_endpoint={endpoint!r}: must be a URL, as in http://localhost:4318")
+            raise ConfigError(f"otlp_endpoint={endpoint!r}: must be a URL such as http://localhost:4318")
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
@@ -37,7 +37,7 @@ class Tracer:
             from opentelemetry.trace import SpanKind
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError as error:
-            raise ConfigError("otlp_endpoint needs OpenTelemetry: pip install 'quire[tracing]'") from error
+            raise ConfigError("otlp_endpoint requires OpenTelemetry: pip install 'quire[tracing]'") from error
         self._model_name = model_name
         self._kind = SpanKind.SERVER
         self._propagator = TraceContextTextMapPropagator()
@@ -51,49 +51,51 @@ class Tracer:
         )
         self._tracer = self._provider.get_tracer("quire", __version__)
 
-    def __call__(self, record: RequestRecord) -> None:
+    def __call__(self, context: RequestContext) -> None:
         """The request has ended: make its span."""
-        if record.route in PROBES:
+        if context.route in PROBES:
             return
-        carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in record.headers}
-        attributes = self._attributes(record)
+        carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in context.headers}
+        attributes = self._attributes(context)
         span = self._tracer.start_span(
-            f"{attributes['gen_ai.operation.name']} {self._model_name}" if record.params is not None else record.route,
+            f"{attributes['gen_ai.operation.name']} {self._model_name}"
+            if context.params is not None
+            else context.route,
             context=self._propagator.extract(carrier),
             kind=self._kind,
             attributes=attributes,
-            start_time=record.start_ns,
+            start_time=context.start_ns,
         )
-        span.end(record.start_ns + int(record.seconds * 1e9))
+        span.end(context.start_ns + int(context.seconds * 1e9))
 
     def shutdown(self) -> None:
         """Send what is left."""
         self._provider.shutdown()
 
-    def _attributes(self, record: RequestRecord) -> dict[str, Any]:
+    def _attributes(self, context: RequestContext) -> dict[str, Any]:
         attributes: dict[str, Any] = {
-            "http.request.method": record.method,
-            "http.route": record.route,
-            "http.response.status_code": record.status,
-            "quire.request_id": record.request_id,
-            "quire.tenant": record.tenant,
+            "http.request.method": context.method,
+            "http.route": context.route,
+            "http.response.status_code": context.status,
+            "quire.request_id": context.request_id,
+            "quire.tenant": context.engine_tenant,
         }
-        if record.status >= 500:
-            attributes["error.type"] = str(record.status)
-        if record.params is None:
+        if context.status >= 500:
+            attributes["error.type"] = str(context.status)
+        if context.params is None:
             return attributes
         attributes |= {
-            "gen_ai.operation.name": _OPERATIONS.get(record.route, "chat"),
+            "gen_ai.operation.name": _OPERATIONS.get(context.route, "chat"),
             "gen_ai.provider.name": "quire",
             "gen_ai.request.model": self._model_name,
-            "gen_ai.request.choice.count": getattr(record.params, "n", 1),
-            "gen_ai.response.finish_reasons": [record.reason] if record.reason else [],
-            "gen_ai.usage.input_tokens": record.num_prompt_tokens,
-            "gen_ai.usage.output_tokens": record.num_generated_tokens,
-            "gen_ai.usage.cache_read.input_tokens": record.num_cached_tokens,
-            "gen_ai.latency.e2e": record.seconds,
+            "gen_ai.request.choice.count": context.params.n,
+            "gen_ai.response.finish_reasons": [context.finish_reason] if context.finish_reason else [],
+            "gen_ai.usage.input_tokens": context.num_prompt_tokens,
+            "gen_ai.usage.output_tokens": context.num_generated_tokens,
+            "gen_ai.usage.cache_read.input_tokens": context.num_cached_tokens,
+            "gen_ai.latency.e2e": context.seconds,
         }
-        times = {"time_to_first_token": record.first_token_s, "time_in_queue": record.queue_s}
+        times = {"time_to_first_token": context.first_token_s, "time_in_queue": context.queue_s}
         attributes |= {f"gen_ai.latency.{name}": seconds for name, seconds in times.items() if seconds is not None}
-        params = {name: getattr(record.params, name, None) for name in _PARAMS}
+        params = {name: getattr(context.params, name, None) for name in _PARAMS}
         return attributes | {f"gen_ai.request.{name}": value for name, value in params.items() if value is not None}

@@ -1,11 +1,12 @@
-"""What rendering a chat template may take, and how large anything in it may become. Knows nothing of Jinja's syntax.
+"""Limits on the time and the size of values while a chat template is rendered. Knows nothing of Jinja's syntax.
 
-Two lists that hold two lists each, and so on, are soon endless to whoever compares them, writes them down or hashes
-them. So a list is as long as its text would be, however often a part of it is the same, and that is kept by list.
+A list that contains the same list twice, which contains another list twice, and so on, takes exponential time to
+compare, print or hash. So the size of a list is the length of its text, with repeated parts counted each time; the size
+of each list is computed once.
 
-Covered: loops, nested and recursive ones too; calls of macros, methods and functions; filters, tests, operators,
-comparisons and slices; padding and formatting; everything printed, also inside macros and `{% set %}` blocks. Sizes
-are looked at before anything of that size is made; time between operations, of which the slowest take a second.
+Covered are loops (nested and recursive too); calls of macros, methods and functions; filters, tests, operators,
+comparisons and slices; padding and formatting; and all printed text, also in macros and `{% set %}` blocks. Sizes are
+checked before a value of that size is made. Time is checked between operations, of which the slowest take a second.
 """
 
 from __future__ import annotations
@@ -23,44 +24,44 @@ from jinja2.exceptions import SecurityError
 from jinja2.utils import Namespace
 
 MAX_OPERATIONS = 500_000
-"""loop steps and calls of one rendering: about a second"""
+"""Loop steps and calls in one rendering; they take about a second."""
 MAX_SECONDS = 1.5
-"""of processor time"""
+"""Processor time of one rendering."""
 MAX_TEXT_CHARS = 16_000_000
-"""of any one text, the finished prompt included"""
+"""Length of a single text, including the finished prompt."""
 MAX_ITEMS = 1_000_000
-"""of any one list"""
+"""Length of a single list."""
 MAX_BITS = 10_000
-"""of any one number"""
+"""Bits of a single number."""
 MAX_PRINTED_CHARS = 64_000_000
-"""printed in all, in macros and blocks too; also of what a list holds, and of a text that is formatted"""
+"""Characters printed in total, also in macros and blocks; also the length of a list's text and of a formatted text."""
 MAX_COPIED_BYTES = 1_000_000_000
-"""of all that operators, filters and calls make"""
+"""Bytes of all values that operators, filters and calls make."""
 MAX_WIDTH = 10_000
-"""to pad or indent to"""
+"""Width to pad or indent to."""
 
 _ITEM_CHARS = 4
-"""that an item takes in the text of what holds it"""
+"""Characters that an item adds to the text of its container."""
 _ITEM_BYTES = 32
-"""that it takes in memory, about, with what is kept of what holds it"""
+"""Approximate memory of an item, including what this module keeps for its container."""
 _PADDING_METHODS = ("center", "expandtabs", "ljust", "rjust", "zfill")
 _WIDE_FIELD = re.compile(r"(\{[^{}]*|%[-+ #.\d]*)(\d{5,})|\{[^{}]+\{|%[-+ #.\d]*\*")
-"""a field of a format whose width has five digits or more, or is computed"""
+"""Matches a field of a format whose width has five or more digits or is computed."""
 _DIGITS = re.compile(r"\d{1,4}")
 _SPACES = [char for char in map(chr, range(0x3001)) if char.isspace()]
 _CONTAINERS = (list, tuple, set, frozenset, Mapping, KeysView, ValuesView, ItemsView)
 
 
 class Budget:
-    """Within its `with` block, `spend` and `num_chars` count."""
+    """The budget of one rendering, in effect within its `with` block."""
 
     __slots__ = ("_cpu_ends_s", "_ends_s", "_known", "_num_copied", "_num_operations", "_num_printed", "_token")
 
     def __enter__(self) -> Budget:
         self._num_operations = self._num_printed = self._num_copied = 0
         self._cpu_ends_s = time.thread_time() + MAX_SECONDS
-        self._ends_s = time.monotonic() + MAX_SECONDS  # never after the other, and many times faster to look at
-        self._known: dict[int, tuple[Any, int]] = {}  # by what `id` says of a list: itself, its length as text
+        self._ends_s = time.monotonic() + MAX_SECONDS  # never later, and faster to check
+        self._known: dict[int, tuple[Any, int]] = {}  # id of a list -> the list, the length of its text
         self._token: Token[Budget] = _current.set(self)
         return self
 
@@ -68,7 +69,7 @@ class Budget:
         _current.reset(self._token)
 
     def spend(self, operations: int, printed: int, copied: int) -> None:
-        """Raises SecurityError when something is used up."""
+        """Add to the counters. Raises SecurityError if one exceeds its limit or the time is over."""
         self._num_operations += operations
         self._num_printed += printed
         self._num_copied += copied
@@ -78,10 +79,10 @@ class Budget:
             or self._num_copied > MAX_COPIED_BYTES
             or (time.monotonic() > self._ends_s and time.thread_time() > self._cpu_ends_s)
         ):
-            raise SecurityError("it runs without end or makes too much text")
+            raise SecurityError("it runs too long or produces too much text")
 
     def num_chars(self, value: Any) -> int:
-        """Of `str(value)`, about, without making it. Raises SecurityError for too many."""
+        """Return the approximate length of `str(value)` without making it. Raises SecurityError if it is too long."""
         if isinstance(value, str):
             return len(value)
         if isinstance(value, Namespace):
@@ -93,7 +94,7 @@ class Budget:
         items: Iterable[Any] = chain(value.keys(), value.values()) if isinstance(value, Mapping) else value
         total = sum(_ITEM_CHARS + self.num_chars(item) for item in items)
         if total > MAX_PRINTED_CHARS:
-            raise SecurityError(f"it makes a list with a text of more than {MAX_PRINTED_CHARS} characters")
+            raise SecurityError(f"it creates a list whose text has more than {MAX_PRINTED_CHARS} characters")
         self._known[id(value)] = value, total
         self.spend(0, 0, _ITEM_BYTES * len(value))
         return total
@@ -103,12 +104,12 @@ _current: ContextVar[Budget] = ContextVar("template_budget")
 
 
 def spend(operations: int = 0, printed: int = 0, copied: int = 0) -> None:
-    """Of the rendering that runs in this context; LookupError if none does. It looks at the time in any case."""
+    """Add to the counters of the current rendering, and check its time. Raises LookupError if none is running."""
     _current.get().spend(operations, printed, copied)
 
 
 def measured(value: Any) -> Any:
-    """What an operation has made, if it is not too large; items that are still to come are timed."""
+    """Return the result of an operation after checking its size; a generator is timed at each item."""
     if isinstance(value, str):
         check_size(len(value))
         spend(copied=sys.getsizeof(value))
@@ -130,26 +131,26 @@ def _timed(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def check_size(num: int) -> None:
-    """Of a text."""
+    """Raise SecurityError if a text is too long."""
     if num > MAX_TEXT_CHARS:
-        raise SecurityError(f"it makes a text of more than {MAX_TEXT_CHARS} characters")
+        raise SecurityError(f"it creates a text of more than {MAX_TEXT_CHARS} characters")
 
 
 def check_items(num: int) -> None:
-    """Of a list, or of what is as slow."""
+    """Raise SecurityError if a list, or something that takes as long to process, has too many items."""
     if num > MAX_ITEMS:
-        raise SecurityError(f"it makes or goes through a list of more than {MAX_ITEMS} items")
+        raise SecurityError(f"it creates or processes a list of more than {MAX_ITEMS} items")
 
 
 def check_width(values: Iterable[Any]) -> None:
-    """Numbers among them, and texts to indent with."""
+    """Raise SecurityError if a number among the values, or the length of a text among them, is too large a width."""
     widths = (len(value) if isinstance(value, str) else value for value in values)
     if any(isinstance(width, int) and width > MAX_WIDTH for width in widths):
         raise SecurityError(f"it pads text to more than {MAX_WIDTH} characters")
 
 
 def check_binary(operator: str, left: Any, right: Any) -> None:
-    """What an operator will make of these."""
+    """Raise SecurityError if an operator would give too large a result for these operands."""
     _check_bits(left)
     _check_bits(right)
     if operator == "*":
@@ -163,7 +164,7 @@ def check_binary(operator: str, left: Any, right: Any) -> None:
 
 
 def check_method(text: str, name: str, args: Sequence[Any]) -> None:
-    """What a method of a text will make."""
+    """Raise SecurityError if a method of a text would give too large a result."""
     if name in _PADDING_METHODS:
         check_width(args)
         widths = [value for value in args if isinstance(value, int)]
@@ -180,19 +181,19 @@ def check_method(text: str, name: str, args: Sequence[Any]) -> None:
 
 
 def num_items(value: Any) -> int:
-    """Characters of a text, items of a list; 0 for anything else."""
+    """Return the number of characters of a text or items of a list; 0 for anything else."""
     return len(value) if isinstance(value, str | list | tuple) else 0
 
 
 def num_chars(value: Any) -> int:
-    """Of `str(value)`, about, without making it. Raises SecurityError for too many."""
+    """Return the approximate length of `str(value)` without making it. Raises SecurityError if it is too long."""
     num = _current.get().num_chars(value)
     check_size(num)
     return num
 
 
 def text_of(value: Any) -> str:
-    """`str(value)`. Raises SecurityError where that would be huge."""
+    """Return `str(value)`. Raises SecurityError if it would be too long."""
     num_chars(value)
     return str(value)
 
@@ -212,4 +213,4 @@ def _check_bits(value: Any) -> None:
 
 def _check_num_bits(num: int) -> None:
     if num > MAX_BITS:
-        raise SecurityError(f"it makes a number of more than {MAX_BITS} bits")
+        raise SecurityError(f"it creates a number of more than {MAX_BITS} bits")

@@ -1,8 +1,8 @@
-"""The Jinja environment chat templates run in: no way out of it, and no way to run or grow without end.
+"""The Jinja environment in which chat templates run, sandboxed and with limits on time and memory.
 
-Templates come with checkpoints, so from strangers. Jinja's sandbox keeps them from Python's internals and from changing
-their inputs. On top of it, rendering has a budget of operations, characters and processor time, and no single operation
-may make, or be given, what is too large for the budget to be looked at in time (template_budget).
+Templates come with checkpoints and are not trusted. Jinja's sandbox keeps them from Python's internals and from
+changing their inputs. In addition, rendering has a budget of operations, characters and processor time, and no single
+operation may take or produce values so large that the budget could not be checked in time (see budget.py).
 """
 
 import json
@@ -35,12 +35,12 @@ from quire.text.chat_template.budget import (
 )
 
 MAX_TEMPLATE_CHARS = 128 * 1024
-"""of a template's source: to compile it takes up to two seconds, and a hundred times less for the longest in use"""
+"""Length of a template's source. Compiling this much takes up to two seconds; the longest in use take 1 % of that."""
 _MAX_LAYOUT_CHARS = 1000
 _FILE_NAME = "<chat template>"
 warnings.filterwarnings(
     "ignore", category=SyntaxWarning, module=_FILE_NAME
-)  # what it is made of is no business of logs
+)  # warnings about a template's code do not belong in the log
 _NO_PROMPT_NEEDS = (
     "center",
     "format",
@@ -52,13 +52,13 @@ _NO_PROMPT_NEEDS = (
     "wordwrap",
     "xmlattr",
 )
-"""filters that are slow with long texts, or make them much longer"""
+"""Filters that are slow with long texts or make them much longer, and that no chat template needs."""
 _UNSAFE_METHODS = frozenset(["encode", "maketrans", "to_bytes", "translate"])
-"""lead to huge texts, or to bytes, of which nothing here knows"""
+"""Methods that return huge texts, or bytes, which the budget does not measure."""
 
 
 def compile_template(source: str) -> jinja2.Template:
-    """Parse, put the counters in, compile. Raises jinja2.TemplateSyntaxError, or what Python's compiler does."""
+    """Parse a template, insert checks and compile it. Raises TemplateSyntaxError or an error of Python's compiler."""
     if len(source) > MAX_TEMPLATE_CHARS:
         raise jinja2.TemplateSyntaxError(f"it has {len(source):,} characters, more than {MAX_TEMPLATE_CHARS:,}", 1)
     tree = _ENVIRONMENT.parse(source)
@@ -73,7 +73,7 @@ def compile_template(source: str) -> jinja2.Template:
 
 
 def render(template: jinja2.Template, variables: dict[str, Any]) -> str:
-    """The template's text, within the budget; SecurityError beyond it."""
+    """Render a template. Raises SecurityError if it exceeds the budget."""
     with Budget():
         pieces, total = [], 0
         for piece in template.generate(variables):
@@ -87,7 +87,7 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(["+", "-", "*", "/", "//", "%", "**"])
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        is_type = isinstance(obj, type)  # whose methods would change what they are given
+        is_type = isinstance(obj, type)  # methods of types could change their arguments
         return not is_type and attr not in _UNSAFE_METHODS and super().is_safe_attribute(obj, attr, value)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -108,7 +108,7 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks what an assistant wrote, for training; here it only encloses text."""
+    """The tag `{% generation %}`, which marks the assistant's text for training; rendering ignores it."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -126,8 +126,10 @@ def _constant(node: nodes.Expr) -> nodes.Expr:
 
 
 def _guard(node: nodes.Node) -> None:
-    """Put filters around what Jinja does not ask the environment about: lists, comparisons, slices, and `a ~ b`, which
-    becomes a filter of the list of both that looks at their lengths before it joins them."""
+    """Insert filters around the operations that Jinja does not pass to the environment.
+
+    These are lists, comparisons, slices, and `a ~ b`, which becomes a filter that checks the lengths before it joins.
+    """
     for field, value in node.iter_fields():
         children = value if isinstance(value, list) else [value]
         for child in children:
@@ -177,7 +179,7 @@ def _join(values: Iterable[Any], d: str = "", attribute: Any = None) -> str:
 
 
 def _joined(pieces: Iterable[str], between: str = "") -> str:
-    """Looks at the length before it joins."""
+    """Join texts, checking the total length before."""
     texts, total = [], 0
     for piece in pieces:
         spend()
@@ -207,7 +209,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is, where Jinja's own filter would escape it for HTML."""
+    """Return plain JSON; Jinja's own filter would escape it for HTML."""
     check_width([indent])
     encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     return encoder.encode(value) if indent is None and separators is None else _joined(encoder.iterencode(value))
@@ -248,7 +250,7 @@ def _check_numbers(value: Any, others: list[Any]) -> None:
 
 
 def _check_nothing(value: Any, others: list[Any]) -> None:
-    """It takes no time."""
+    """Allow a filter that takes no time."""
 
 
 _Check = Callable[[Any, list[Any]], None]
@@ -262,11 +264,11 @@ _CHECKS |= dict.fromkeys(
 )  # fmt: skip
 _CHECKS |= dict.fromkeys(("batch", "round", "slice"), _check_narrow)
 _CHECKS |= {"sum": _check_numbers, "title": _check_short}
-"""of what a filter is given; all others go through a list"""
+"""The check of each filter's arguments. Filters not listed here process a list, and are checked by _check_list."""
 
 
 def _bounded(function: Callable[..., Any], check: _Check) -> Callable[..., Any]:
-    """A filter or test within the budget. Without one, at compile time, it fails, and so is left for later."""
+    """Wrap a filter or test with its checks. Without a budget, at compile time, it fails, so Jinja calls it later."""
     num_own = int(hasattr(function, "jinja_pass_arg"))
 
     @wraps(function)

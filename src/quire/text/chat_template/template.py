@@ -1,4 +1,4 @@
-"""Chat templates: how a checkpoint wants a conversation written down."""
+"""Chat templates, which turn a conversation into the prompt that a checkpoint was trained on."""
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -14,16 +14,16 @@ _CONTINUE_HERE = "QUIRE_CONTINUES_HERE"
 
 
 class ChatTemplate:
-    """One compiled template. It cannot reach anything outside it, nor run or grow without end (template_sandbox)."""
+    """One compiled template. It runs in a sandbox with limits on time and memory (see sandbox.py)."""
 
     def __init__(self, source: str) -> None:
-        """Raises TokenizerError if `source` is no Jinja template."""
+        """Raises TokenizerError if `source` is not a valid Jinja template."""
         try:
             self._template = compile_template(source)
         except jinja2.TemplateSyntaxError as error:
-            raise TokenizerError(f"the chat template is broken at line {error.lineno}: {error.message}") from error
-        except Exception as error:  # Python's own: it is nested too deeply, or a number in it is too long
-            raise TokenizerError(f"the chat template is not to be compiled: {type(error).__name__}: {error}") from error
+            raise TokenizerError(f"the chat template is invalid at line {error.lineno}: {error.message}") from error
+        except Exception as error:  # from Python's compiler: nested too deeply, or too long a number
+            raise TokenizerError(f"the chat template cannot be compiled: {type(error).__name__}: {error}") from error
 
     def render(
         self,
@@ -34,15 +34,15 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None,
         variables: Mapping[str, Any],
     ) -> str:
-        """The conversation as one text, to which the model adds.
+        """Return the conversation as one text, which the model continues.
 
-        `add_generation_prompt` ends with the opening of the assistant's turn; `continue_final_message` with the last
-        message left open instead. Raises InvalidPromptError for messages that are malformed or that the template does
-        not take, TokenizerError for a template that oversteps its bounds.
+        With `add_generation_prompt` the text ends with the beginning of the assistant's turn; with
+        `continue_final_message` it ends within the last message. Raises InvalidPromptError if messages are malformed or
+        the template rejects them, and TokenizerError if the template exceeds its limits.
         """
         if add_generation_prompt and continue_final_message:
             raise InvalidPromptError(
-                "add_generation_prompt opens a new turn and continue_final_message goes on with the last one: set one "
+                "add_generation_prompt starts a new turn and continue_final_message continues the last one: set one "
                 "of them to False"
             )
         checked = check_messages(messages)
@@ -63,9 +63,9 @@ class ChatTemplate:
             return render(self._template, variables)
         except SecurityError as error:
             raise TokenizerError(f"the chat template is not safe to run: {error}") from error
-        except jinja2.TemplateRuntimeError as error:  # raise_exception, and what is undefined
-            raise InvalidPromptError(f"the chat template refuses these messages: {error}") from error
-        except Exception as error:  # a template is a program: it can fail in any way
+        except jinja2.TemplateRuntimeError as error:  # raise_exception, or an undefined variable
+            raise InvalidPromptError(f"the chat template rejects these messages: {error}") from error
+        except Exception as error:  # a template is a program and can fail in any way
             raise InvalidPromptError(
                 f"the chat template fails on these messages: {type(error).__name__}: {error}"
             ) from error
@@ -73,15 +73,16 @@ class ChatTemplate:
 
 @lru_cache(maxsize=16)
 def compile_chat_template(source: str) -> ChatTemplate:
-    """The template of `source`, compiled once."""
+    """Return the template of `source`, which is compiled once."""
     return ChatTemplate(source)
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A copy of a conversation as plain data, its content as text. Raises InvalidPromptError, which names the message.
+    """Return a copy of a conversation as plain data, with content as text. Errors name the message that is invalid.
 
-    A message has a `role`, and `content`: a string, a list of `{"type": "text", "text": ...}` parts (joined by line
-    breaks), or nothing (a message that only calls tools). Other keys are left to the template.
+    A message has a `role` and a `content`: a string, a list of `{"type": "text", "text": ...}` parts (joined by line
+    breaks), or nothing if the message only calls tools. Other keys are passed to the template unchanged. Raises
+    InvalidPromptError.
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise InvalidPromptError("a conversation must be a list of messages, with at least one")
@@ -122,7 +123,7 @@ def _check_tools(tools: Sequence[Mapping[str, Any]]) -> list[Any]:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """A deep copy out of nothing but JSON's types: a template gets no object whose methods could do something."""
+    """Return a deep copy made of JSON's types only, so that a template gets no objects with other methods."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
@@ -132,15 +133,15 @@ def _plain(value: Any, where: str) -> Any:
     for kind in (str, int, float):
         if isinstance(value, kind):
             return kind(value)
-    raise InvalidPromptError(f"{where} holds a {type(value).__name__}: only what JSON can hold is allowed")
+    raise InvalidPromptError(f"{where} contains a {type(value).__name__}: only types of JSON are allowed")
 
 
 def _cut_at_continuation(text: str) -> str:
-    """The text up to the end of the final message. A template that trims its messages trims this end as well."""
+    """Return the text up to the end of the final message, trimmed if the template trims messages."""
     end = text.rfind(_CONTINUE_HERE)
     if end < 0:
         raise InvalidPromptError(
-            "continue_final_message: the chat template leaves the final message out, so there is nothing to continue"
+            "continue_final_message: the chat template leaves out the final message, so there is nothing to continue"
         )
     trimmed = not text.startswith(_CONTINUE_HERE + " ", end)
     return text[:end].rstrip() if trimmed else text[:end]

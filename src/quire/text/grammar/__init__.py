@@ -1,1 +1,1 @@
-"""Structured output: what may come next in a sequence, by a grammar that its request gave. No torch here."""
+"""Structured output: which tokens may come next in a sequence, by its request's grammar. Does not import torch."""

@@ -1,8 +1,8 @@
-"""Grammars, compiled beside the step loop, for each request anew.
+"""Compiles grammars in threads beside the step loop, anew for each request.
 
-What the library has compiled grows as it is used, up to limits, and its copies share that (ADR 0020): a request would
-fail because of what others have generated. So only the trial, which takes longest, is remembered, and what is compiled
-only of lists of texts, which cannot come to the limits.
+A compiled grammar grows while it is used, up to limits, and copies of it share that growth (ADR 0020), so a request
+could fail because of another's output. Therefore only the result of the trial, the slowest part, is cached; compiled
+grammars are cached only for lists of texts, which cannot reach the limits.
 """
 
 from __future__ import annotations
@@ -32,67 +32,67 @@ if TYPE_CHECKING:
 
 MAX_VERDICTS = 256
 MAX_VERDICT_BYTES = 2 * 1024**2
-"""of the sources of the grammars whose trials are remembered; a list compiled takes up to forty times as much"""
+"""Total size of the sources of cached verdicts; a compiled list of texts takes up to forty times as much memory."""
 _NUM_THREADS = 2
 _WORDS = "[a-z]{1,10}"
-"""tokens that the library takes or leaves all at once where a grammar allows them all: most of those that a regular
-expression for words or names allows. Masks stay the same"""
+"""Tokens that the library can allow or forbid all at once, which is faster for grammars with words and names. It does
+not change masks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Compilation:
-    """A grammar that is being compiled, or has been."""
+    """The compilation of one grammar, running or finished."""
 
     future: Future[GrammarState]
 
     @property
     def is_done(self) -> bool:
-        """`state` and `error` can be asked for."""
+        """Whether it has finished, so that `state` and `error` can be read."""
         return self.future.done()
 
     @property
     def has_begun(self) -> bool:
-        """It does not wait for other grammars any more."""
+        """Whether it has started, and no longer waits for other grammars."""
         return self.future.running() or self.future.done()
 
     @property
     def error(self) -> str | None:
-        """Why the grammar is not taken, if it is not."""
+        """Why the grammar was rejected; None if it was not."""
         if self.future.cancelled():
-            return "nobody waited for the grammar any more"
+            return "the compilation was cancelled, because its request ended"
         error = self.future.exception()
         if isinstance(error, InvalidParamsError):
             return str(error)
         if error is None or isinstance(error, Exception):
             return None
-        return f"the grammar could not be compiled: {type(error).__name__}: {error}"[:400]  # the library has panicked
+        return f"the grammar could not be compiled: {type(error).__name__}: {error}"[:400]  # the library panicked
 
     @property
     def state(self) -> GrammarState:
-        """A new sequence's place in the grammar: the start. Raises what was no fault of the grammar's."""
+        """The start state of a new sequence. Raises the error if compilation failed for an internal reason."""
         return self.future.result()
 
 
 @dataclass(slots=True)
 class _Verdict:
-    """How a trial has ended."""
+    """The result of a trial."""
 
     grammar: str
-    """in the library's words"""
+    """The grammar in the library's format."""
     error: str | None
-    """why it is not taken, if it is not"""
+    """Why the grammar was rejected; None if it was not."""
     num_submitted: int
-    """grammars that had been asked for by then"""
+    """Number of grammars submitted before the trial ended."""
     is_small: bool = False
-    """what its copies share stays small for good"""
+    """Whether the compiled grammar cannot grow large, so that requests may share it."""
     start: GrammarState | None = None
-    """of which all who ask for it get a copy, if that is so"""
+    """Start state that is copied for each request, if the compiled grammar is shared."""
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer, in threads of its own, and remembers the trials of those asked for last.
+    """Compiles grammars for one tokenizer in threads of its own, and caches the latest verdicts.
 
-    The library is loaded, and told the vocabulary, when the first grammar is asked for. One thread calls `submit`.
+    The library is loaded, and the vocabulary passed to it, with the first grammar. Only one thread may call `submit`.
     """
 
     def __init__(
@@ -113,24 +113,28 @@ class GrammarCompiler:
             self._trials.put(TrialProcess(TrialSettings(num_tokens, tokenizer.special_token_texts, trial_limit_s)))
         self._lock = threading.Lock()
         self._vocabulary: tuple[LLTokenizer, MaskShape] | None = None
-        self._verdicts: dict[bytes, _Verdict] = {}  # by what was asked for; the last one comes last
+        self._verdicts: dict[bytes, _Verdict] = {}  # by params as JSON, least recently used first
         self._num_submitted = 0
 
     def submit(self, params: StructuredOutputsParams, tenant: str = "", *, jumps: bool = True) -> Compilation:
-        """Start to compile; `jumps`: forced tokens are appended without a draw. The threads are shared fairly between
-        tenants."""
+        """Start a compilation. The threads are shared fairly between tenants.
+
+        With `jumps`, tokens that the grammar forces are appended without sampling.
+        """
         self._num_submitted += 1
         task = partial(self._compile, params, self._num_submitted, jumps)
         return Compilation(self._threads.submit(tenant, task))
 
     def prepare(self) -> None:
-        """Tell the library the vocabulary now, and not with the first grammar: that holds Python's lock, for 150,000
-        tokens almost a second. A tokenizer that the library cannot take is the first grammar's to complain of."""
+        """Pass the vocabulary to the library now, because it holds Python's lock for almost a second (150,000 tokens).
+
+        If the library does not support the tokenizer, the first grammar reports the error.
+        """
         with suppress(InvalidParamsError):
             self._library_vocabulary()
 
     def _compile(self, params: StructuredOutputsParams, number: int, jumps: bool) -> GrammarState:
-        """In a thread, what was submitted as this number. Raises InvalidParamsError."""
+        """Compile submission `number`, in a thread. Raises InvalidParamsError."""
         fault_point("grammar.compile")
         verdict = self._verdict(params, number)
         state = self._start(params, verdict.grammar) if verdict.start is None else verdict.start.fork()
@@ -146,14 +150,16 @@ class GrammarCompiler:
         state = GrammarState(LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits()), shape)
         allows_any = state.error is None and bool(state.mask().any())  # the first mask is the slowest, and may fail
         if state.error is not None:
-            raise InvalidParamsError(f"{params.structure} is not taken: {state.error}")
+            raise InvalidParamsError(f"{params.structure} is rejected: {state.error}")
         if not allows_any and not state.may_end:
-            raise InvalidParamsError(f"{params.structure} is not taken: no output can have this form")
+            raise InvalidParamsError(f"{params.structure} is rejected: no output can match it")
         return state
 
     def _verdict(self, params: StructuredOutputsParams, number: int) -> _Verdict:
-        """Of a trial that was passed, now or before. What has failed in one is tried again, unless it was asked for
-        while that went on. Raises InvalidParamsError."""
+        """Return the verdict of a successful trial, cached or new. Raises InvalidParamsError if the trial fails.
+
+        A grammar that failed is tried again, unless it was submitted before that trial ended.
+        """
         key = msgspec.json.encode(params)
         with self._lock:
             verdict = self._verdicts.get(key)
@@ -180,7 +186,7 @@ class GrammarCompiler:
             self._trials.put(trial)
 
     def _library_vocabulary(self) -> tuple[LLTokenizer, MaskShape]:
-        """Made once. Raises InvalidParamsError for a tokenizer that the library cannot take."""
+        """Return the library's tokenizer, made once. Raises InvalidParamsError if it does not support the tokenizer."""
         from llguidance import LLTokenizer
 
         with self._lock:
@@ -195,7 +201,7 @@ class GrammarCompiler:
                         slices=[_WORDS, *LLTokenizer.general_slices()],
                     )
                 except ValueError as error:
-                    raise InvalidParamsError(f"structured_outputs: not with this tokenizer: {error}") from error
-                hidden = () if eos else tuple(tokenizer.eos_tokens)  # the library wants one, and takes one
+                    raise InvalidParamsError(f"structured_outputs: unsupported tokenizer: {error}") from error
+                hidden = () if eos else tuple(tokenizer.eos_tokens)  # the library needs one, and picks a token
                 self._vocabulary = tokenizer, MaskShape(self._vocab_size, tokenizer.vocab_size, hidden)
             return self._vocabulary

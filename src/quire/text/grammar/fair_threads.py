@@ -1,4 +1,4 @@
-"""Threads that tenants share fairly."""
+"""Threads that are shared fairly between tenants."""
 
 import threading
 import time
@@ -11,8 +11,10 @@ _Result = TypeVar("_Result")
 
 
 class FairThreads(Generic[_Result]):
-    """Runs jobs in a few threads. Next comes the oldest job of the tenant that has fewest running, and among equals of
-    the one that has taken the least time since a tenant last had to wait: slow jobs hold up those of their own tenant.
+    """Runs jobs in a few threads, so that a tenant's slow jobs delay only that tenant.
+
+    The next job is the oldest one of the tenant with the fewest running jobs; among equals, of the tenant that has used
+    the least time since the queue was last empty.
     """
 
     def __init__(self, num_threads: int, name: str) -> None:
@@ -23,7 +25,7 @@ class FairThreads(Generic[_Result]):
         self._used_s: defaultdict[str, float] = defaultdict(float)
 
     def submit(self, tenant: str, job: Callable[[], _Result]) -> Future[_Result]:
-        """Run `job` when its turn comes; until then the future can be cancelled."""
+        """Queue a job; the future can be cancelled until the job starts."""
         future: Future[_Result] = Future()
         with self._lock:
             self._waiting.setdefault(tenant, deque()).append((future, job))
@@ -41,12 +43,12 @@ class FairThreads(Generic[_Result]):
         try:
             if future.set_running_or_notify_cancel():
                 future.set_result(job())
-        except BaseException as error:  # panics of a native library too: it is the caller's to see
+        except BaseException as error:  # includes panics of a native library; the caller gets them
             future.set_exception(error)
         finally:
             with self._lock:
                 self._num_running[tenant] -= 1
                 self._used_s[tenant] += time.monotonic() - start_s
                 if not self._waiting:
-                    self._num_running += Counter()  # drops zeros: names do not pile up
+                    self._num_running += Counter()  # drops zeros, so that names do not accumulate
                     self._used_s.clear()

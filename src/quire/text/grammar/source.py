@@ -1,4 +1,4 @@
-"""A request's structure in the words of the grammar library."""
+"""Conversion of a request's structure to the grammar library's format."""
 
 from itertools import pairwise
 from os.path import commonprefix
@@ -9,19 +9,19 @@ import msgspec
 from quire.common.params import StructuredOutputsParams
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
-"""keywords whose value maps names to schemas"""
+"""Keywords of JSON schema whose value maps names to schemas."""
 _SCHEMAS = ("items", "prefixItems", "additionalItems", "additionalProperties", "allOf", "anyOf", "oneOf")
-"""keywords whose value is a schema or a list of them"""
+"""Keywords of JSON schema whose value is a schema or a list of schemas."""
 _ESCAPED = frozenset(r"\.+*?()|[]{}^$#&-~/")
 
 
 def library_grammar(params: StructuredOutputsParams) -> str:
-    """What the library compiles. Raises ValueError or RecursionError for what cannot be one. May take seconds."""
+    """Return the grammar for the library to compile. Raises ValueError or RecursionError. May take seconds."""
     from llguidance import LLMatcher, grammar_from
 
     if params.regex is not None:
         return LLMatcher.grammar_from_regex(params.regex)
-    if params.choice is not None:  # one lexeme instead of a rule for each: a hundred times faster for thousands
+    if params.choice is not None:  # one lexeme is a hundred times faster than thousands of rules
         return LLMatcher.grammar_from_regex("|".join(map(_literal, params.choice)))
     if params.grammar is not None:
         return grammar_from("grammar", params.grammar)
@@ -37,8 +37,10 @@ def library_grammar(params: StructuredOutputsParams) -> str:
 
 
 def num_beginnings(params: StructuredOutputsParams) -> int | None:
-    """How many beginnings the texts have, where a structure that passed its trial is a list of texts and nothing else:
-    as many states has an automaton that reads them, at most. None for anything else."""
+    """Return the number of distinct prefixes of a list of texts; None if the structure is not a list of texts.
+
+    An automaton that reads the texts has at most this number of states. The structure must have passed its trial.
+    """
     texts: list[bytes] = [choice.encode() for choice in params.choice or ()]
     if params.json is not None:
         schema = msgspec.json.decode(params.json) if isinstance(params.json, str) else params.json
@@ -53,12 +55,12 @@ def num_beginnings(params: StructuredOutputsParams) -> int | None:
 
 
 def _literal(text: str) -> str:
-    """A regular expression for this text alone."""
+    """Return a regular expression that matches exactly this text."""
     return "".join("\\" + char if char in _ESCAPED else char for char in text)
 
 
 def _closed(schema: Any) -> Any:
-    """The schema with `additionalProperties: false` wherever it names properties and is silent about others."""
+    """Return the schema with `additionalProperties: false` where it names properties and does not mention others."""
     if isinstance(schema, list):
         return [_closed(item) for item in schema]
     if not isinstance(schema, dict):

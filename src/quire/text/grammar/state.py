@@ -1,4 +1,4 @@
-"""Where a sequence stands in its grammar."""
+"""The state of a sequence in its grammar."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MaskShape:
-    """How many tokens the model has, and what the library thinks of them."""
+    """The vocabulary sizes of the model and of the library, which may differ."""
 
     vocab_size: int
     library_vocab_size: int
-    """as many or more"""
+    """Vocabulary size of the library; at least that of the model."""
     hidden_token_ids: tuple[int, ...] = ()
-    """never allowed: what the library takes for the end-of-sequence token where the model has none"""
+    """Tokens that are never allowed: the library's end-of-sequence token if the model has none."""
 
     def fill(self, matcher: LLMatcher, words: npt.NDArray[np.int32]) -> None:
-        """The library's mask of the tokens that the model has."""
+        """Write the library's mask, restricted to the model's tokens, into `words`."""
         if self.library_vocab_size == self.vocab_size:
             matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         else:
@@ -41,8 +41,8 @@ class MaskShape:
 class GrammarState:
     """A sequence's place in its grammar, which depends on the tokens generated so far and nothing else.
 
-    Commit advances it with every token that it appends; forks have a state of their own. Nothing raises on account of
-    a grammar: where one turns out to be too complex to go on with, `error` says so and `advance` answers False.
+    Commit advances it with every token that it appends, and forks have states of their own. A grammar never raises: if
+    it turns out to be too complex, `error` gives the reason and `advance` returns False.
     """
 
     __slots__ = ("_matcher", "_shape", "jumps")
@@ -51,11 +51,14 @@ class GrammarState:
         self._matcher = matcher
         self._shape = shape
         self.jumps = jumps
-        """forced tokens are told, to be appended without a draw"""
+        """Whether `forced_tokens` returns tokens, which are then appended without sampling."""
 
     def fork(self) -> GrammarState:
-        """A state in the same place, which goes its own way from there. What the library builds as it goes, the two
-        build together, and its limits hold for both: a request's forks fail together."""
+        """Return an independent copy of this state.
+
+        The two share the structures that the library builds while it runs, and its limits apply to both together, so
+        the forks of a request fail together.
+        """
         return GrammarState(self._matcher.deep_copy(), self._shape, jumps=self.jumps)
 
     def mask(self) -> npt.NDArray[np.int32]:
@@ -71,29 +74,29 @@ class GrammarState:
         return words
 
     def advance(self, token_id: int) -> bool:
-        """Go on with a token; False, and the end of this state, if the grammar does not allow it or fails."""
+        """Append a token. Returns False, after which the state is unusable, if the grammar forbids it or fails."""
         return token_id >= 0 and self._matcher.consume_token(token_id)
 
     def forced_tokens(self) -> list[int]:
-        """The only tokens that can follow, as the tokenizer would cut their text; none if there is a choice.
+        """Return the tokens that must come next, as the tokenizer splits their text; empty if there is a choice.
 
-        They are the ones that the masks would leave, one after another.
+        Each of them is the only token that the mask at its position allows.
         """
         return self._matcher.compute_ff_tokens() if self.jumps else []
 
     @property
     def may_end(self) -> bool:
-        """The output so far is a whole sentence."""
+        """Whether the output so far is complete."""
         return self._matcher.is_accepting()
 
     @property
     def is_finished(self) -> bool:
-        """It is one that nothing can follow."""
+        """Whether the output is complete and no token can follow."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
     @property
     def error(self) -> str | None:
-        """Why the state cannot go on, if it cannot."""
+        """Why the grammar has failed; None if it has not."""
         if not self._matcher.is_error():
             return None
-        return reason(self._matcher.get_error()) or "the grammar library does not say why"
+        return reason(self._matcher.get_error()) or "the grammar library gave no reason"

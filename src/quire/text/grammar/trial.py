@@ -1,7 +1,8 @@
-"""Grammars are tried out in a process of their own first: the library cannot be interrupted, but a process can.
+"""Tests grammars in a separate process before the engine compiles them, because the library cannot be interrupted.
 
-Its limits do not hold everywhere: intersections of regular expressions (`allOf` of patterns, many `patternProperties`,
-`multipleOf`) may take it for ever. What has gone well there, and in time, is compiled in the engine's process.
+The library's own limits do not cover everything: intersections of regular expressions (`allOf` of patterns, many
+`patternProperties`, `multipleOf`) may run forever. A grammar that passes the trial in time is then compiled in the
+engine's process.
 """
 
 import math
@@ -29,19 +30,19 @@ if TYPE_CHECKING:
     from llguidance import LLParserLimits, LLTokenizer
 
 TRIAL_LIMIT_S = 5
-"""of processor time, so that a busy machine does not refuse what is well"""
+"""Limit of processor time, so that a grammar is not rejected because the machine is busy."""
 TRIAL_LIMIT_BYTES = 2 * 1024**3
-"""of address space"""
+"""Limit of address space."""
 _PATIENCE_S = 60.0
-"""of the clock: nothing should take so long"""
+"""Limit of elapsed time, for a process that hangs."""
 MAX_LEXER_STATES = 10_000
-"""about 1 kB each, and every sequence may come to have its own"""
+"""States of the lexer, about 1 kB each; every sequence may have its own."""
 _MAX_STEP_ITEMS = 20_000
-"""of the parser in one step: about 20 ms"""
+"""Items of the parser in one step, which take about 20 ms."""
 
 
 class TrialSettings(msgspec.Struct):
-    """What a trial has to know of the tokenizer; for text it has single bytes, which is faster to set up."""
+    """The settings of a trial process. Its tokenizer has special tokens and single bytes, which is fast to set up."""
 
     num_tokens: int
     special_tokens: Mapping[int, str]
@@ -49,17 +50,17 @@ class TrialSettings(msgspec.Struct):
 
 
 class Verdict(msgspec.Struct):
-    """What came of a trial: one of the two."""
+    """The result of a trial: either a grammar or an error."""
 
     grammar: str = ""
-    """in the library's words"""
+    """The grammar in the library's format."""
     error: str = ""
 
 
 class TrialProcess:
-    """A child that waits for grammars to try; started when the first comes, and again after it had to be killed.
+    """A child process that tests grammars. It is started with the first grammar, and again after it was killed.
 
-    One thread at a time uses it. It ends with this object, or with the process that owns it.
+    Only one thread at a time may use it. It ends with this object or with the process that owns it.
     """
 
     def __init__(self, settings: TrialSettings) -> None:
@@ -68,27 +69,27 @@ class TrialProcess:
         self._end: weakref.finalize[..., TrialProcess] | None = None
 
     def check(self, params: StructuredOutputsParams) -> str:
-        """The grammar in the library's words. Raises InvalidParamsError for one that is wrong or over the limits.
+        """Return the grammar in the library's format. Raises InvalidParamsError if it is invalid or over the limits.
 
-        Where somebody else has killed the child, which may have been for want of memory, another one tries once more.
+        If the child was killed from outside, perhaps for lack of memory, the trial is repeated once in a new child.
         """
         answer, was_killed = self._ask(params)
         if was_killed:
             answer, _ = self._ask(params)
         if not answer:
             raise InvalidParamsError(
-                f"{params.structure} is not taken: to compile it takes more than {self._settings.limit_s} s or "
+                f"{params.structure} is rejected: compiling it takes more than {self._settings.limit_s} s or "
                 f"{TRIAL_LIMIT_BYTES // 1024**2:,} MiB; make it simpler"
             )
         verdict = msgspec.json.decode(answer, type=Verdict)
         if verdict.error:
-            raise InvalidParamsError(f"{params.structure} is not taken: {verdict.error}")
+            raise InvalidParamsError(f"{params.structure} is rejected: {verdict.error}")
         return verdict.grammar
 
     def _ask(self, params: StructuredOutputsParams) -> tuple[bytes, bool]:
-        """The child's answer; none if it has ended, and then, whether somebody else has killed it."""
+        """Return the child's answer (empty if it ended instead) and whether it was killed from outside."""
         if self._child is not None and self._child.poll() is not None:
-            self.close()  # it has ended since, and that says nothing of this grammar
+            self.close()  # it ended after the last trial, so not because of this grammar
         child = self._child or self._start()
         assert child.stdin is not None
         assert child.stdout is not None
@@ -103,7 +104,7 @@ class TrialProcess:
         except BrokenPipeError:
             answer = b""
         except BaseException:
-            self.close()  # it may be in the middle of a line
+            self.close()  # the child may have written a part of a line
             raise
         finally:
             timer.cancel()
@@ -136,7 +137,7 @@ def _end_child(child: subprocess.Popen[bytes]) -> None:
 
 
 class _ByteTokenizer:
-    """What the library asks of a tokenizer: special tokens in their places, single bytes in others, an end at last."""
+    """The tokenizer of a trial: special tokens at their ids, single bytes at others, and an end-of-sequence token."""
 
     bos_token_id = None
 
@@ -156,19 +157,18 @@ class _ByteTokenizer:
 
 
 def serve() -> None:
-    """The child: a line with the settings, then a line of params in, one with the verdict out, until there are no
-    more."""
+    """Run the child process: read the settings, then answer each line of params with a line of the verdict."""
     liveness.end_with_parent()
     resource.setrlimit(resource.RLIMIT_AS, (TRIAL_LIMIT_BYTES, TRIAL_LIMIT_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.nice(10)  # steps come first
+    os.nice(10)  # the engine's steps have priority
     from llguidance import LLTokenizer, TokenizerWrapper
 
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=TrialSettings)
     tokenizer = LLTokenizer(TokenizerWrapper(_ByteTokenizer(settings)))
     for line in sys.stdin.buffer:
         end_s = math.ceil(time.process_time() + settings.limit_s)
-        resource.setrlimit(resource.RLIMIT_CPU, (end_s, resource.RLIM_INFINITY))  # the signal that follows ends it
+        resource.setrlimit(resource.RLIMIT_CPU, (end_s, resource.RLIM_INFINITY))  # SIGXCPU ends the process
         sys.stdout.buffer.write(msgspec.json.encode(_try(tokenizer, line)) + b"\n")
         sys.stdout.buffer.flush()
 
@@ -183,19 +183,19 @@ def _try(tokenizer: "LLTokenizer", line: bytes) -> Verdict:
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
     if not matcher.is_error():
         matcher.compute_bitmask()
-        for token_id in matcher.compute_ff_tokens():  # some show only there that they are too large
+        for token_id in matcher.compute_ff_tokens():  # some grammars exceed the limits only here
             if not matcher.consume_token(token_id):
                 break
     return Verdict(grammar, reason(matcher.get_error()))
 
 
 def parser_limits() -> "LLParserLimits":
-    """What a grammar may take of the library, when it is compiled and in a step."""
+    """Return the limits of a grammar in the library, for compilation and for each step."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(max_lexer_states=MAX_LEXER_STATES, step_max_items=_MAX_STEP_ITEMS, verbose_errors=False)
 
 
 def reason(message: str) -> str:
-    """The gist of a message of the library: before it stands the source, after it on new lines a trace."""
+    """Return the essential part of the library's error message, which has the source before it and a trace after it."""
     return message.strip().rpartition("error: ")[2].split("\n")[0][:300]

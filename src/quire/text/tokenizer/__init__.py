@@ -1,1 +1,1 @@
-"""Text to token ids and back: tokenizers, chat templates, incremental detokenization. No torch here."""
+"""Tokenizers, incremental detokenization and stop strings. This package does not import torch."""

@@ -1,4 +1,4 @@
-"""The text of one sequence while its tokens come."""
+"""Incremental detokenization: the text of a sequence while its tokens are generated."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ if TYPE_CHECKING:
 
 
 class IncrementalDetokenizer:
-    """Turns tokens into text as they come and looks for stop strings, in time linear in the output.
+    """Turns tokens into text one by one and finds stop strings, in time linear in the output.
 
-    The text is what the output adds to the prompt's: after a prompt, a SentencePiece token keeps its leading space, and
-    a character that the prompt left unfinished is completed. After no prompt it is `tokenizer.decode(output)`. Without
-    stop strings, text is made when it is asked for: it decides nothing, and may come while the next step runs.
+    The text is what the output adds to the prompt's text: after a prompt, a SentencePiece token keeps its leading
+    space, and a character that the prompt left incomplete is completed. Without a prompt it is
+    `tokenizer.decode(output)`. Without stop strings, text is made only when it is read, which may be during the next
+    step.
     """
 
     __slots__ = (
-        "_held_back",
         "_include_stop",
         "_num_free",
+        "_num_undecided",
         "_pieces",
         "_state",
         "_stopped",
@@ -44,32 +45,32 @@ class IncrementalDetokenizer:
         min_tokens: int = 0,
         spaces_between_special_tokens: bool = True,
     ) -> None:
-        """A stop string does not count where it ends within the first `min_tokens` tokens."""
+        """A stop string that ends within the first `min_tokens` tokens is ignored."""
         self._stream = tokenizer.stream(
             prompt_token_ids,
             skip_special_tokens=skip_special_tokens,
             spaces_between_special_tokens=spaces_between_special_tokens,
         )
-        self._num_free = min_tokens  # tokens from here on that cannot stop
+        self._num_free = min_tokens  # following tokens in which stop strings are ignored
         self._stops = stop_strings(tuple(stop)) if stop else None
         self._include_stop = include_stop_str_in_output
         self._pieces: list[str] = []
         self._state = 0
-        self._held_back = 0
+        self._num_undecided = 0
         self._stopped = False
-        self._waiting: list[int] = []  # tokens to make text of
+        self._waiting: list[int] = []  # tokens not yet turned into text
 
     def fork(self) -> IncrementalDetokenizer:
-        """One with the same past that goes on by itself."""
+        """Return an independent copy with the same history."""
         other = copy(self)
         other._stream, other._pieces = self._stream.fork(), list(self._pieces)
         other._waiting = list(self._waiting)
         return other
 
     def append(self, token_id: int) -> str | None:
-        """Take the next token. Returns the stop string it completed, if any; nothing may be appended after one.
+        """Append a token. Returns the stop string that it completes, after which nothing may be appended; else None.
 
-        The text then ends right before the stop string, or right behind it with include_stop_str_in_output.
+        The text then ends before the stop string, or after it with include_stop_str_in_output.
         """
         assert not self._stopped, "the sequence has ended with a stop string"
         fault_point("detokenizer.append")
@@ -83,35 +84,35 @@ class IncrementalDetokenizer:
         if is_free:
             self._pieces.append(piece)
             self._state = self._stops.skip(self._state, piece)
-            self._held_back = self._stops.held_back(self._state)
+            self._num_undecided = self._stops.num_undecided(self._state)
             return None
         self._state, num_read, found = self._stops.read(self._state, piece)
         self._pieces.append(piece[:num_read])
         if found is None:
-            self._held_back = self._stops.held_back(self._state)
+            self._num_undecided = self._stops.num_undecided(self._state)
             return None
-        self._stopped, self._held_back = True, 0
+        self._stopped, self._num_undecided = True, 0
         if not self._include_stop:
             self._pieces = [self._settled()[: -len(found)]]
         return found
 
     @property
     def text(self) -> str:
-        """All text so far; an unfinished character at its end shows as U+FFFD."""
+        """All text so far; an incomplete character at the end is shown as U+FFFD."""
         return self._settled() if self._stopped else self._settled() + self._stream.pending()
 
     def stable_text(self, finished: bool) -> str:
-        """The part of the text that no further token can change or take back: all of it once `finished`.
+        """Return the part of the text that no further token can change, which is all of it once `finished`.
 
-        Holds back an unfinished character and any end of the text that could still become a stop string.
+        An incomplete character at the end, and an ending that could become a stop string, are left out.
         """
         if finished:
             return self.text
         text = self._settled()
-        return text[: -self._held_back] if self._held_back else text
+        return text[: -self._num_undecided] if self._num_undecided else text
 
     def _settled(self) -> str:
-        """The pieces as one string; joined once, then kept joined."""
+        """Return the pieces as one string, and keep them joined."""
         fault_point("detokenizer.text")
         self._pieces += [self._stream.push(token_id) for token_id in self._waiting]
         self._waiting.clear()

@@ -1,4 +1,4 @@
-"""Reading a tokenizer's files: the model itself, its special tokens, its chat templates."""
+"""Reads a tokenizer's files: its vocabulary and model, special tokens and chat templates."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,31 +21,30 @@ _SPECIAL_TOKEN_LISTS = ("additional_special_tokens", "extra_special_tokens")
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """What a checkpoint folder says about its tokenizer."""
+    """The contents of a checkpoint folder's tokenizer files."""
 
     backend: tokenizers.Tokenizer
     special_tokens: Mapping[str, str]
-    """role -> token, such as `eos_token` -> `</s>`"""
+    """Maps roles to tokens, such as `eos_token` to `</s>`."""
     chat_templates: Mapping[str, str]
-    """name -> Jinja source; the usual one is `default`"""
+    """Maps names to Jinja sources; the usual name is `default`."""
 
 
 def read_tokenizer_files(folder: Path) -> TokenizerFiles:
-    """Read `tokenizer.json`, or `vocab.json` and `merges.txt`, and what stands beside them. Raises TokenizerError."""
+    """Read `tokenizer.json`, or `vocab.json` and `merges.txt`, and the files beside them. Raises TokenizerError."""
     with library_errors(f"the tokenizer of {folder} cannot be read"):
         config = _read_config(folder)
         special_tokens = {role: token for role in _SPECIAL_TOKENS if (token := _content(config.get(role))) is not None}
         backend = _read_backend(folder, config)
         _add_special_tokens(backend, folder, config, special_tokens)
-        if not (folder / _WHOLE).exists():  # which says itself what stands around a text
+        if not (folder / _WHOLE).exists():  # tokenizer.json itself says which tokens are put around a text
             _frame_with_special_tokens(backend, config, special_tokens)
         return TokenizerFiles(backend, special_tokens, _read_chat_templates(folder, config))
 
 
 @contextmanager
 def library_errors(what: str) -> Iterator[None]:
-    """Whatever is raised within becomes a TokenizerError: the library raises nothing precise, and its panics are not
-    even Exceptions."""
+    """Turn every exception of the block into a TokenizerError; the library's panics are not subclasses of Exception."""
     try:
         yield
     except (TokenizerError, RequestError, KeyboardInterrupt):
@@ -55,7 +54,7 @@ def library_errors(what: str) -> Iterator[None]:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json over special_tokens_map.json; both may be absent."""
+    """Return special_tokens_map.json updated with tokenizer_config.json; both may be missing."""
     config: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (folder / name).exists():
@@ -66,26 +65,26 @@ def _read_config(folder: Path) -> dict[str, Any]:
 def _read_backend(folder: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
     whole, vocab, merges = (folder / name for name in (_WHOLE, "vocab.json", "merges.txt"))
     if whole.exists():
-        with library_errors(f"{whole} cannot be read (half-written?)"):
+        with library_errors(f"{whole} cannot be read (is it incomplete?)"):
             check_file(whole, _MAX_TOKENIZER_BYTES)
             backend = tokenizers.Tokenizer.from_file(str(whole))
         backend.no_truncation()
         backend.no_padding()
         return backend
     if vocab.exists() and merges.exists():
-        with library_errors(f"{vocab} cannot be read (half-written?)"):
+        with library_errors(f"{vocab} cannot be read (is it incomplete?)"):
             return _byte_level_bpe(vocab, merges, bool(config.get("add_prefix_space", False)))
     hint = ""
     if (folder / "tokenizer.model").exists():
-        hint = "; its tokenizer.model (SentencePiece alone) is not supported: convert it to tokenizer.json"
+        hint = "; its tokenizer.model (SentencePiece) is not supported: convert it to tokenizer.json"
     raise TokenizerError(
-        f"{folder} has no tokenizer: looked for tokenizer.json, and for vocab.json with merges.txt{hint}. "
-        "Name another folder or hub id with the argument `tokenizer`"
+        f"{folder} has no tokenizer: neither tokenizer.json nor vocab.json with merges.txt was found{hint}. "
+        "Give another folder or hub id with the argument `tokenizer`"
     )
 
 
 def _byte_level_bpe(vocab: Path, merges: Path, add_prefix_space: bool) -> tokenizers.Tokenizer:
-    """The tokenizer of GPT-2 (Radford et al. 2019), which OPT has too."""
+    """Return the tokenizer of GPT-2 (Radford et al. 2019), which OPT also uses."""
     backend = tokenizers.Tokenizer(models.BPE.from_file(str(vocab), str(merges)))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
     backend.decoder = decoders.ByteLevel()
@@ -95,7 +94,7 @@ def _byte_level_bpe(vocab: Path, merges: Path, add_prefix_space: bool) -> tokeni
 def _add_special_tokens(
     backend: tokenizers.Tokenizer, folder: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> None:
-    """Make the config's tokens known to the backend, each under the id the files give it."""
+    """Add the config's tokens to the backend, each under the id given in the files."""
     listed = [(int(i), token) for i, token in _mapping(config, "added_tokens_decoder").items() if str(i).isdecimal()]
     if (folder / "added_tokens.json").exists():
         added = read_json_object(folder / "added_tokens.json")
@@ -133,14 +132,14 @@ def _added_token(token: str, value: Mapping[str, Any]) -> AddedToken:
 def _frame_with_special_tokens(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> None:
-    """Put the tokens around each text that add_bos_token and add_eos_token ask for."""
+    """Make the backend put the special tokens of add_bos_token and add_eos_token around each text."""
     bos, eos = (
         special_tokens.get(f"{role}_token") if config.get(f"add_{role}_token") else None for role in ("bos", "eos")
     )
     frame = [token for token in (bos, eos) if token is not None]
     for token in frame:
         if backend.token_to_id(token) is None:
-            raise TokenizerError(f"the special token {token!r} is to be added to texts, but is not in the vocabulary")
+            raise TokenizerError(f"the special token {token!r} must be added to texts but is not in the vocabulary")
     backend.post_processor = processors.TemplateProcessing(
         single=[*([bos] if bos else []), "$A", *([eos] if eos else [])],
         special_tokens=[(token, backend.token_to_id(token)) for token in dict.fromkeys(frame)],
@@ -148,7 +147,7 @@ def _frame_with_special_tokens(
 
 
 def _read_chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """`chat_template.jinja` and `additional_chat_templates/NAME.jinja` outrank what tokenizer_config.json holds."""
+    """Read templates; `chat_template.jinja` and `additional_chat_templates/*.jinja` override tokenizer_config.json."""
     value = config.get("chat_template") or []
     entries = [{"name": "default", "template": value}] if isinstance(value, str) else value
     templates = {}
@@ -180,7 +179,7 @@ def _mapping(config: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _content(value: Any) -> str | None:
-    """The text of a token, which files give as a string or as an object with flags."""
+    """Return the text of a token, which the files give as a string or as an object with flags."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) and value else None

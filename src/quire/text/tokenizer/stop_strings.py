@@ -1,14 +1,14 @@
-"""Finding any of several strings in text that arrives piece by piece."""
+"""Finds any of several stop strings in text that arrives in pieces."""
 
 from collections import deque
 from functools import lru_cache
 
 
 class StopStrings:
-    """An automaton over all stop strings at once (Aho and Corasick 1975): linear in the text, however it is cut.
+    """An automaton for several stop strings (Aho and Corasick 1975), in time linear in the text.
 
-    A state is a number, 0 at the start, and stands for the longest end of the text read so far that begins some stop
-    string. Immutable once made, so one automaton serves many sequences.
+    A state is a number, 0 at the start. It stands for the longest ending of the text so far that is the beginning of a
+    stop string. The automaton is immutable, so many sequences can share it.
     """
 
     def __init__(self, strings: tuple[str, ...]) -> None:
@@ -20,15 +20,15 @@ class StopStrings:
             self._insert(string)
         self._link()
 
-    def held_back(self, state: int) -> int:
-        """How many of the last characters read could still become a stop string."""
+    def num_undecided(self, state: int) -> int:
+        """Return the number of last characters that could still become a stop string."""
         return self._depth[state]
 
     def read(self, state: int, text: str) -> tuple[int, int, str | None]:
-        """Go on from `state` over `text`. Returns (new state, characters read, stop string that ends there or None).
+        """Read `text` from `state`. Returns (new state, characters read, completed stop string or None).
 
-        Reading stops at the first character that completes a stop string; of several ending there, the longest counts.
-        So the answer does not depend on how the text is cut into pieces.
+        Reading ends at the first character that completes a stop string, or the longest of several. So the result does
+        not depend on how the text is split into pieces.
         """
         for position, char in enumerate(text, start=1):
             state = self._advance(state, char)
@@ -38,7 +38,7 @@ class StopStrings:
         return state, len(text), None
 
     def skip(self, state: int, text: str) -> int:
-        """The state after `text`, whatever stop strings end in it."""
+        """Return the state after `text`, ignoring stop strings in it."""
         for char in text:
             state = self._advance(state, char)
         return state
@@ -61,7 +61,7 @@ class StopStrings:
         self._found[state] = string
 
     def _link(self) -> None:
-        """Point each state at the longest shorter end of it that also begins a stop string, breadth first."""
+        """Link each state to its longest proper ending that is also the beginning of a stop string, breadth first."""
         waiting = deque(self._edges[0].values())
         while waiting:
             state = waiting.popleft()
@@ -75,5 +75,5 @@ class StopStrings:
 
 @lru_cache(maxsize=16)
 def stop_strings(strings: tuple[str, ...]) -> StopStrings:
-    """The automaton for `strings`, shared by the requests of a batch."""
+    """Return the automaton for `strings`, shared between requests."""
     return StopStrings(strings)

@@ -1,8 +1,8 @@
-"""From token ids back to text, whole or one token at a time, without decoding any token twice.
+"""Decodes token ids to text, all at once or one token at a time, without decoding a token twice.
 
-Nearly all tokenizers of language models write a text as a run of bytes: each token stands for some of them, whatever
-its neighbours. Those decode through a table of bytes and an incremental UTF-8 decoder, exactly. The rest (WordPiece
-and the like) decode in small windows.
+With nearly all tokenizers of language models, each token stands for certain bytes, regardless of its neighbours. These
+decode exactly, with a table of bytes and an incremental UTF-8 decoder. Other tokenizers (such as WordPiece) decode in
+small windows of tokens.
 """
 
 import codecs
@@ -21,37 +21,37 @@ from quire.text.tokenizer.files import library_errors
 _UTF8 = codecs.getincrementaldecoder("utf-8")
 _MAX_UTF8_LEN = 4
 _WINDOW_TOKENS = 4
-"""tokens of context a token's text may depend on, for tokenizers without a byte table"""
-_MAX_HELD_TOKENS = 8
-"""tokens that can make up one character; a longer run of broken UTF-8 is broken for good"""
+"""Tokens of context that a token's text may depend on, for tokenizers without a byte table."""
+_MAX_PENDING_TOKENS = 8
+"""Largest number of tokens in one character; a longer run of invalid UTF-8 stays invalid."""
 
 
 class TextStream(ABC):
-    """The text of one sequence as its tokens come. `push` changes it, `pending` only looks."""
+    """The text of one sequence, token by token. `push` adds a token; `pending` changes nothing."""
 
     @abstractmethod
     def push(self, token_id: int) -> str:
-        """Take the next token; the text that is now certain and was not before."""
+        """Append a token and return the text that has become final."""
 
     @abstractmethod
     def pending(self) -> str:
-        """The text that would follow if the sequence ended here: U+FFFD for an unfinished character."""
+        """Return the text that would follow if the sequence ended here: U+FFFD for an incomplete character."""
 
     @abstractmethod
     def fork(self) -> "TextStream":
-        """One with the same past that goes on by itself."""
+        """Return an independent copy with the same history."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ByteRule:
-    """What a token stands for, and what it stands for as the first of a text (a leading space may go)."""
+    """The bytes of a token, and its bytes as the first token of a text, where a leading space may be dropped."""
 
     token_bytes: Callable[[str], bytes]
     first_token_bytes: Callable[[str], bytes]
 
 
 class TokenDecoder:
-    """Decodes for one tokenizer. Ids that no token has (a model's vocabulary may be padded) stand for nothing."""
+    """Decodes for one tokenizer. Ids without a token (a model's vocabulary may be padded) give no text."""
 
     def __init__(self, backend: tokenizers.Tokenizer, special_ids: frozenset[int]) -> None:
         self._backend = backend
@@ -60,9 +60,9 @@ class TokenDecoder:
         self._table: dict[int, bytes] = {}
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """All the text of `token_ids`."""
+        """Return the text of `token_ids`."""
         if self._rule is None:
-            with library_errors("the tokenizer fails on an output"):
+            with library_errors("the tokenizer failed to decode an output"):
                 return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
         stream = self.stream((), skip_special_tokens)
         text = "".join(map(stream.push, token_ids))
@@ -71,32 +71,32 @@ class TokenDecoder:
     def stream(
         self, prompt_token_ids: Sequence[int], skip_special_tokens: bool, spaces_between_special_tokens: bool = True
     ) -> TextStream:
-        """What tokens after the prompt add to its text. A table of bytes puts no spaces between special tokens."""
+        """Return a stream of the text after a prompt. A byte table never puts spaces between special tokens."""
         if self._rule is None:
             return _WindowStream(self, prompt_token_ids, skip_special_tokens, spaces_between_special_tokens)
         return _ByteStream(self, prompt_token_ids, skip_special_tokens)
 
     def is_skipped(self, token_id: int, skip_special_tokens: bool) -> bool:
-        """Whether this token is left out of the text."""
+        """Return whether this token is left out of the text."""
         return skip_special_tokens and token_id in self._special_ids
 
     def special_text(self, token_id: int) -> str | None:
-        """How a special token is spelled; None for any other."""
+        """Return the text of a special token; None for other tokens."""
         return self._backend.id_to_token(token_id) if token_id in self._special_ids else None
 
     def is_known(self, token_id: int) -> bool:
-        """Whether a token has this id."""
+        """Return whether there is a token with this id."""
         return self._backend.id_to_token(token_id) is not None
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What the token stands for; for tokenizers with a byte table."""
+        """Return the bytes of a token, for tokenizers with a byte table."""
         known = self._table.get(token_id)
         if known is None:
             known = self._table[token_id] = self._apply(token_id, first=False)
         return known
 
     def first_token_bytes(self, token_id: int) -> bytes:
-        """The same, for the first token of a text."""
+        """Return the bytes of a token at the beginning of a text."""
         return self._apply(token_id, first=True)
 
     def _apply(self, token_id: int, first: bool) -> bytes:
@@ -108,7 +108,7 @@ class TokenDecoder:
 
 
 class _ByteStream(TextStream):
-    """For tokenizers with a byte table: exact and linear."""
+    """The stream of tokenizers with a byte table: exact, in linear time."""
 
     def __init__(self, decoder: TokenDecoder, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> None:
         self._decoder = decoder
@@ -121,7 +121,7 @@ class _ByteStream(TextStream):
             if not decoder.is_skipped(token_id, skip_special_tokens):
                 tail = decoder.token_bytes(token_id) + tail
         self._at_start = not tail
-        self._utf8.decode(tail)  # keeps the bytes of a character that the prompt left unfinished
+        self._utf8.decode(tail)  # keeps the bytes of a character that the prompt left incomplete
 
     def push(self, token_id: int) -> str:
         if self._decoder.is_skipped(token_id, self._skip):
@@ -142,9 +142,9 @@ class _ByteStream(TextStream):
 
 
 class _WindowStream(TextStream):
-    """For any tokenizer: each new token is decoded behind the last few, whose text is then taken off.
+    """The stream of all other tokenizers: a new token is decoded with the last few, whose text is then removed.
 
-    Exact as far as a token's text depends on no more than the token before it and on being first or not.
+    It is exact if a token's text depends only on the token before it and on whether it is the first.
     """
 
     def __init__(
@@ -155,18 +155,18 @@ class _WindowStream(TextStream):
         self._spaces = spaces
         with_text = (token_id for token_id in reversed(prompt_token_ids) if self._has_text(token_id))
         self._window = list(itertools.islice(with_text, _WINDOW_TOKENS))[::-1]
-        self._num_held = 0
+        self._num_pending = 0
         self._settle()
 
     def push(self, token_id: int) -> str:
         if not self._has_text(token_id):
             return ""
         self._window.append(token_id)
-        self._num_held += 1
+        self._num_pending += 1
         text = self._added()
         if not self._spaces and len(self._window) > 1 and self._decoder.special_text(self._window[-2]) is not None:
             text = self._decoder.special_text(token_id) or text
-        if text.endswith("\ufffd") and self._num_held < _MAX_HELD_TOKENS:
+        if text.endswith("\ufffd") and self._num_pending < _MAX_PENDING_TOKENS:
             return ""
         self._settle()
         return text
@@ -175,7 +175,7 @@ class _WindowStream(TextStream):
         return self._decoder.is_known(token_id) and not self._decoder.is_skipped(token_id, self._skip)
 
     def pending(self) -> str:
-        return self._added() if self._num_held else ""
+        return self._added() if self._num_pending else ""
 
     def fork(self) -> TextStream:
         other = copy(self)
@@ -186,13 +186,13 @@ class _WindowStream(TextStream):
         return self._decoder.decode(self._window, False)[len(self._known) :]
 
     def _settle(self) -> None:
-        self._window = self._window[-max(_WINDOW_TOKENS, self._num_held) :]
-        self._num_held = 0
+        self._window = self._window[-max(_WINDOW_TOKENS, self._num_pending) :]
+        self._num_pending = 0
         self._known = self._decoder.decode(self._window, False)
 
 
 def _byte_rule(backend: tokenizers.Tokenizer) -> _ByteRule | None:
-    """How the tokenizer's decoder turns a token into bytes; None if it does something that no table can hold."""
+    """Return how the tokenizer's decoder turns a token into bytes; None if a table cannot express it."""
     if backend.decoder is None:
         return None
     match json.loads(backend.decoder.__getstate__()):
@@ -206,7 +206,7 @@ def _byte_rule(backend: tokenizers.Tokenizer) -> _ByteRule | None:
 
 
 def _byte_fallback_rule(steps: list[dict[str, Any]]) -> _ByteRule | None:
-    """The way of SentencePiece models with a token for each byte: Replace, ByteFallback, Fuse and perhaps Strip."""
+    """Return the rule of SentencePiece models with byte tokens: Replace, ByteFallback, Fuse and optionally Strip."""
     match steps:
         case [
             {"type": "Replace", "pattern": {"String": str(mark)}, "content": str(content)},
@@ -227,7 +227,7 @@ def _replacing(mark: str, content: str) -> Callable[[str], bytes]:
 
 
 def _with_byte_tokens(others: Callable[[str], bytes]) -> Callable[[str], bytes]:
-    """`<0xE2>` stands for one byte. Bytes that are no UTF-8 become U+FFFD each for itself, not a whole run at once."""
+    """Decode tokens such as `<0xE2>` to their byte. Each byte that is not valid UTF-8 gives its own U+FFFD."""
 
     def token_bytes(token: str) -> bytes:
         if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
@@ -241,7 +241,7 @@ def _with_byte_tokens(others: Callable[[str], bytes]) -> Callable[[str], bytes]:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in for each byte (Radford et al. 2019): itself if printable, else one from U+0100 on."""
+    """Return GPT-2's printable character for each byte (Radford et al. 2019): itself, or one from U+0100 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -251,7 +251,7 @@ _BYTE_LEVEL = _byte_level_alphabet()
 
 
 def _byte_level_bytes(token: str) -> bytes:
-    """An added token with a character outside the alphabet, such as a space, stands for its own text."""
+    """Decode a byte-level token; an added token with other characters, such as a space, gives its own text."""
     try:
         return bytes(_BYTE_LEVEL[char] for char in token)
     except KeyError:

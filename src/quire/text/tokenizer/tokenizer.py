@@ -1,4 +1,4 @@
-"""Tokenizer: what the engine and the front doors need of a checkpoint's tokenizer."""
+"""Tokenizer: a checkpoint's tokenizer, as the engine and its interfaces use it."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -13,38 +13,38 @@ from quire.text.tokenizer.token_decoder import TextStream, TokenDecoder
 
 
 class Tokenizer:
-    """Text to token ids and back, as the checkpoint's files say. Knows nothing of models and tensors."""
+    """Converts text to token ids and back, as the checkpoint's files say. Knows nothing of models and tensors."""
 
     def __init__(self, files: TokenizerFiles, source: str) -> None:
         self._backend = files.backend
         self._chat_templates = files.chat_templates
         self._token_texts: dict[int, str] = {}
         self.source = source
-        """where it was read from, for messages"""
+        """Path from which it was read, for error messages."""
         self.special_tokens: Mapping[str, str] = files.special_tokens
-        """role -> token, such as `eos_token` -> `</s>`"""
+        """Maps roles to tokens, such as `eos_token` to `</s>`."""
         self.eos_token_id = self._special_id("eos_token")
         self.bos_token_id = self._special_id("bos_token")
         self.pad_token_id = self._special_id("pad_token")
 
     @classmethod
     def from_path(cls, path: str | Path) -> "Tokenizer":
-        """Read a tokenizer from a checkpoint's folder. Raises TokenizerError if there is none or it is damaged."""
+        """Read the tokenizer of a checkpoint's folder. Raises TokenizerError if it is missing or damaged."""
         return cls(read_tokenizer_files(Path(path)), str(path))
 
     @cached_property
     def vocab_size(self) -> int:
-        """Tokens, added ones included; a model's vocabulary may be padded to more."""
+        """Number of tokens, including added ones; a model's vocabulary may be padded to more."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     @cached_property
     def max_token_len(self) -> int:
-        """Characters that a token stands for, at most."""
+        """Largest number of characters in a token."""
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
     @cached_property
     def special_token_texts(self) -> Mapping[int, str]:
-        """Token id -> text of every token that stands for no text of a prompt's or an output's own."""
+        """Maps the ids of special tokens to their texts."""
         added = self._backend.get_added_tokens_decoder()
         return {i: token.content for i, token in added.items() if token.special}
 
@@ -53,24 +53,24 @@ class Tokenizer:
         return TokenDecoder(self._backend, frozenset(self.special_token_texts))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; with the special tokens the checkpoint puts around a text, such as a leading `<s>`.
+        """Return the token ids of `text`, by default with the checkpoint's special tokens, such as a leading `<s>`.
 
-        Text that spells a special token becomes that token. Raises InvalidPromptError for a string that is no Unicode
-        text (a surrogate without its other half).
+        Text that spells a special token becomes that token. Raises InvalidPromptError for a string that is not valid
+        Unicode (it contains a lone surrogate).
         """
         fault_point("tokenizer.encode")
-        with library_errors(f"the tokenizer of {self.source} fails on a text"):
+        with library_errors(f"the tokenizer of {self.source} failed to encode a text"):
             try:
                 return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
             except TypeError as error:
-                raise InvalidPromptError(f"the text is no Unicode string: {text[:40]!r}") from error
+                raise InvalidPromptError(f"the text is not valid Unicode: {text[:40]!r}") from error
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of `token_ids`. Bytes that are no UTF-8 show as U+FFFD; ids without a token show as nothing."""
+        """Return the text of `token_ids`. Invalid UTF-8 becomes U+FFFD; ids without a token give no text."""
         return self._decoder.decode(token_ids, skip_special_tokens)
 
     def decode_token(self, token_id: int) -> str:
-        """One token's text alone, special or not; kept, since the likeliest tokens are mostly the same."""
+        """Return the text of one token, special or not; cached, since the likeliest tokens are mostly the same."""
         text = self._token_texts.get(token_id)
         if text is None:
             text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
@@ -83,21 +83,21 @@ class Tokenizer:
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
     ) -> TextStream:
-        """The text that tokens add to the prompt's, one token at a time."""
+        """Return a stream of the text that tokens add after a prompt, one token at a time."""
         return self._decoder.stream(prompt_token_ids, skip_special_tokens, spaces_between_special_tokens)
 
     def to_json(self) -> str:
-        """The text of a tokenizer.json that says all of it but the chat templates."""
+        """Return the tokenizer, without its chat templates, as the text of a tokenizer.json."""
         return str(self._backend.to_str())
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the checkpoint says how a chat is written down."""
+        """Whether the checkpoint has a chat template."""
         return bool(self._chat_templates)
 
     @property
     def chat_templates(self) -> Mapping[str, str]:
-        """Name -> Jinja source of the checkpoint's chat templates; the usual one is `default`."""
+        """Maps the names of the checkpoint's chat templates to Jinja sources; the usual name is `default`."""
         return self._chat_templates
 
     def apply_chat_template(
@@ -110,11 +110,11 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The prompt for a conversation: text that already spells its special tokens, so encode it without adding any.
+        """Return the prompt of a conversation. It contains its special tokens, so encode it without adding any.
 
-        `chat_template` is a Jinja source or the name of one of the checkpoint's templates; None takes `tool_use` where
-        there are tools and such a template, else `default`. Raises TokenizerError for a template that is missing or
-        broken, InvalidPromptError for messages that it does not take.
+        `chat_template` is a Jinja source or the name of one of the checkpoint's templates. The default is `tool_use` if
+        there are tools and such a template, else `default`. Raises TokenizerError if the template is missing or
+        invalid, InvalidPromptError if it rejects the messages.
         """
         template = self._template(chat_template, with_tools=tools is not None)
         return template.render(
@@ -134,8 +134,7 @@ class Tokenizer:
             return compile_chat_template(chosen)
         names = f"has only these chat templates: {', '.join(sorted(known))}" if known else "has no chat template"
         raise TokenizerError(
-            f"{self.source} {names}; give a template's text with the argument `chat_template`, or write the prompt as "
-            "plain text"
+            f"{self.source} {names}; give a template with the argument `chat_template`, or send plain text instead"
         )
 
     def _special_id(self, role: str) -> int | None:

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: the events of a chat, as one answer or as a stream of chunks."""
+"""/v1/chat/completions: the events of a chat as one response or as a stream of chunks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ async def create_chat_completion(request: Request) -> ASGIApp:
     context.field_names["prompt"] = "messages"
     body = await read_struct(request, ChatCompletionRequest)
     context.adopt_id(body.request_id)
-    answer_id, model = f"chatcmpl-{context.request_id}", state.check_model(body.model)
+    context.model = model = state.check_model(body.model)
+    answer_id = f"chatcmpl-{context.request_id}"
     events = run_chat(state, body, answer_id, request)
     if body.stream:
         frames = _frames(events, body, answer_id, model)
@@ -71,7 +72,7 @@ async def _frames(
 
 
 class _Chunks:
-    """Makes events into chunks: the role first for each choice, and a last one with the usage if it is wanted."""
+    """Converts events to chunks: the role first for each choice, and the usage last if it was requested."""
 
     def __init__(self, body: ChatCompletionRequest, answer_id: str, model: str) -> None:
         self._body = body
@@ -82,7 +83,7 @@ class _Chunks:
         self._prompt = PromptEvent(None, None)
 
     def of(self, event: ChatEvent) -> list[ChatCompletionChunk]:
-        """The chunks that tell it."""
+        """The chunks of one event."""
         match event:
             case PromptEvent():
                 self._prompt = event
@@ -109,7 +110,7 @@ class _Chunks:
 
     def _usage(self, event: UsageEvent) -> list[ChatCompletionChunk]:
         usage = Usage.of(event.prompt_tokens, event.completion_tokens, event.cached_tokens)
-        if event.timings is None:  # so far: for the chunks that come now
+        if event.timings is None:  # the usage so far, for the following chunks
             self._blank.usage = usage
             return []
         if not self._body.includes_usage:
@@ -120,9 +121,9 @@ class _Chunks:
 def _choice(event: ContentDelta | ReasoningDelta | ToolCallDelta | ChoiceFinished) -> ChatChunkChoice:
     match event:
         case ContentDelta(index, text, logprobs, token_ids):
-            told = None if logprobs is None else ChatLogprobs(logprobs)
+            logprobs_of = None if logprobs is None else ChatLogprobs(logprobs)
             ids = UNSET if token_ids is None else token_ids
-            return ChatChunkChoice(index, ChatDelta(content=text), told, token_ids=ids)
+            return ChatChunkChoice(index, ChatDelta(content=text), logprobs_of, token_ids=ids)
         case ReasoningDelta(index, text):
             return ChatChunkChoice(index, ChatDelta(reasoning_content=text, reasoning=text))
         case ToolCallDelta(index, tool_index, None, _, arguments):

@@ -17,32 +17,32 @@ ChatFinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class PromptEvent(msgspec.Struct, frozen=True):
-    """What the request asked to be told of its prompt; before everything else, only if it did."""
+    """The prompt's tokens or log-probabilities, if the request asked for them; precedes all other events."""
 
     token_ids: list[int] | None
     logprobs: PromptLogprobs | None
 
 
 class ContentDelta(msgspec.Struct, frozen=True):
-    """More of the answer's text; empty where there are only tokens to be told of."""
+    """The next part of the text; empty if the event only carries tokens."""
 
     index: int
     text: str
     logprobs: list[TokenLogprob] | None = None
-    """of the tokens since the last delta of this choice that had any"""
+    """Log-probabilities of the tokens since the last delta of this choice that had any."""
     token_ids: list[int] | None = None
-    """the same tokens, with `return_token_ids`"""
+    """The ids of the same tokens, with `return_token_ids`."""
 
 
 class ReasoningDelta(msgspec.Struct, frozen=True):
-    """More of what the model thinks before it answers."""
+    """The next part of the reasoning."""
 
     index: int
     text: str
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True):
-    """More of a call: its first delta has the id and the name, the others more of the arguments' JSON."""
+    """The next part of a call: the first has the id and the name, the others continue the arguments' JSON."""
 
     index: int
     tool_index: int
@@ -52,25 +52,25 @@ class ToolCallDelta(msgspec.Struct, frozen=True):
 
 
 class ChoiceFinished(msgspec.Struct, frozen=True):
-    """No more deltas of this choice come."""
+    """The choice is complete."""
 
     index: int
     finish_reason: ChatFinishReason
     stop_reason: int | str | None
-    """the stop token id or stop string that ended it"""
+    """The stop token id or stop string that ended the choice."""
     timings: Timings | None = None
-    """the request's, with the last choice that finishes"""
+    """Timings of the request, with the last choice that finishes."""
 
 
 class UsageEvent(msgspec.Struct, frozen=True):
-    """Tokens so far."""
+    """Numbers of tokens so far."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    """of the prompt's, those found in the prefix cache"""
+    """Prompt tokens that were found in the prefix cache."""
     timings: Timings | None = None
-    """in the last one"""
+    """Set in the last event only."""
 
 
 ChatEvent: TypeAlias = PromptEvent | ContentDelta | ReasoningDelta | ToolCallDelta | ChoiceFinished | UsageEvent

@@ -1,4 +1,4 @@
-"""What a model says in a chat, read: content, reasoning and tool calls, as events."""
+"""Converts the model's output in a chat to events: content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from quire.server.http.state import ServerState
 
 
 class ChatPlan:
-    """What tools and formats of a request mean for its grammar and for reading its output. Raises RequestError."""
+    """How a request's tools and formats determine its grammar and the parsing of its output. Raises RequestError."""
 
     def __init__(self, state: ServerState, request: ChatCompletionRequest) -> None:
         tools: Any = msgspec.to_builtins(request.tools)
@@ -47,13 +47,16 @@ class ChatPlan:
         parallel = request.parallel_tool_calls is not False
         self.shows_tools = bool(tools) and choice != "none"
         self.forced = forced_tools(tools, choice)
-        self.structured_outputs = tool_choice_structure(tools, choice, parallel)
         form = structure(request)
+        self.structured_outputs = tool_choice_structure(tools, choice, parallel) or form
         if self.forced is not None and form is not None:
-            raise invalid("a form of the answer does not go with a tool_choice that forces calls", "tool_choice")
+            raise invalid(
+                "a tool_choice that forces calls cannot be combined with another constraint on the output",
+                "tool_choice",
+            )
         self.is_named = self.forced is not None and self.forced.name is not None
         self.max_calls = None if parallel else 1
-        is_free = form is None and self.forced is None  # a grammar leaves no room for tags
+        is_free = form is None and self.forced is None  # a grammar does not permit tags
         self.tools = state.tool_format if self.shows_tools and is_free else None
         self.reasoning = state.reasoning_format if is_free else None
         special = state.llm.tokenizer.special_token_texts.values()
@@ -61,7 +64,7 @@ class ChatPlan:
 
 
 class ChatChoices:
-    """Makes the engine's outputs into events, each choice with a parser of its own."""
+    """Converts the engine's outputs to events, with one parser for each choice."""
 
     def __init__(self, plan: ChatPlan, request: ChatCompletionRequest, prompt: str) -> None:
         self._plan = plan
@@ -71,13 +74,13 @@ class ChatChoices:
         self._callers: set[int] = set()
         last = request.messages[-1]
         self._echoed = content_text(last.content) if request.echo and last.role == "assistant" else ""
-        self._has_told_prompt = not request.return_token_ids and request.prompt_logprobs is None
+        self._has_sent_prompt = not request.return_token_ids and request.prompt_logprobs is None
 
     def events(self, output: RequestOutput, timings: Timings | None) -> list[ChatEvent]:
-        """What this output adds; `timings` with the last."""
+        """The events of this output; `timings` is attached to the last one."""
         found: list[ChatEvent] = []
-        if not self._has_told_prompt:
-            self._has_told_prompt = True
+        if not self._has_sent_prompt:
+            self._has_sent_prompt = True
             token_ids = output.prompt_token_ids if self._request.return_token_ids else None
             logprobs = prompt_logprobs(output.prompt_logprobs) if self._request.prompt_logprobs is not None else None
             found.append(PromptEvent(token_ids, logprobs))
@@ -94,7 +97,7 @@ class ChatChoices:
         found = [event for item in parsed if (event := self._event(index, item)) is not None]
         if is_first and self._echoed:
             found.insert(0, ContentDelta(index, self._echoed))
-        self._tell_tokens(found, delta)
+        self._attach_tokens(found, delta)
         if delta.finish_reason is not None:
             found.append(ChoiceFinished(index, self._finish_reason(delta), delta.stop_reason, timings))
         return found
@@ -111,8 +114,8 @@ class ChatChoices:
         self._callers.add(index)
         return ToolCallDelta(index, parsed.tool_index, parsed.id, parsed.name, parsed.arguments)
 
-    def _tell_tokens(self, found: list[ChatEvent], delta: CompletionOutput) -> None:
-        """Put what is told of the tokens into the first content among what was found, or into some that is empty."""
+    def _attach_tokens(self, found: list[ChatEvent], delta: CompletionOutput) -> None:
+        """Attach token ids and log-probabilities to the first content event, or to an additional empty one."""
         request = self._request
         token_ids = delta.token_ids if request.return_token_ids else None
         logprobs = None
@@ -128,7 +131,7 @@ class ChatChoices:
         found.append(ContentDelta(delta.index, "", logprobs, token_ids))
 
     def _finish_reason(self, delta: CompletionOutput) -> ChatFinishReason:
-        """OpenAI's: a function that was named in advance is not called by the model's choice."""
+        """OpenAI's finish reason: `stop` for a function that the request named, since the model did not choose it."""
         if delta.finish_reason == "length":
             return "length"
         return "tool_calls" if delta.index in self._callers and not self._plan.is_named else "stop"

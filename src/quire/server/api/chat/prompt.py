@@ -1,4 +1,4 @@
-"""Conversations as prompts: messages checked and written down by the chat template."""
+"""Converts conversations to prompts: checks the messages and applies the chat template."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from quire.server.http.state import ServerState
 _RESERVED = ("self", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tools")
 _QUICK_MESSAGES = 32
 _QUICK_CHARS = 16_384
-"""conversations up to here are written down at once, others in a thread beside the event loop"""
+"""Shorter conversations are rendered at once, longer ones in a thread, so that the event loop is not blocked."""
 
 
 class ChatPrompt(TypedDict):
-    """As the engine's door takes it."""
+    """A prompt in the format of the engine's interface."""
 
     prompt: str
     prompt_token_ids: list[int]
@@ -41,7 +41,10 @@ async def chat_prompt(
     """The prompt of a conversation. Raises ApiError or RequestError for messages, tools or a template that are wrong,
     TokenizerError where there is no template."""
     if chat_template is not None and not state.args.allow_client_chat_template:
-        raise invalid("chat_template is not taken from requests by this server", "chat_template")
+        raise invalid(
+            "chat_template is not allowed in requests; the operator can enable allow_client_chat_template",
+            "chat_template",
+        )
     for name in _RESERVED:
         if name in (variables or {}):
             raise invalid(f"chat_template_kwargs cannot set {name!r}", "chat_template_kwargs")
@@ -67,7 +70,7 @@ async def chat_prompt(
 
 
 def _num_chars(message: ChatMessage) -> int:
-    """Of all that a template may write down, about."""
+    """Approximate size of the text that a template may render."""
     parts = message.content if isinstance(message.content, list) else [ContentPart(text=message.content)]
     calls = [call.function.arguments for call in message.tool_calls or ()]
     texts = [*(part.text for part in parts), message.reasoning_content, message.reasoning, message.refusal, *calls]
@@ -75,7 +78,7 @@ def _num_chars(message: ChatMessage) -> int:
 
 
 def _plain_message(message: ChatMessage, where: str) -> dict[str, Any]:
-    """As templates know it: content always a text, arguments of calls as objects."""
+    """The message as templates expect it: content as a string, arguments of calls as objects."""
     plain: dict[str, Any] = msgspec.to_builtins(message)
     plain["content"] = content_text(message.content, f"{where}.content")
     if message.tool_calls is not None:
@@ -85,13 +88,13 @@ def _plain_message(message: ChatMessage, where: str) -> dict[str, Any]:
 
 
 def content_text(content: str | list[ContentPart] | None, where: str = "content") -> str:
-    """The text of a message's content. Raises ApiError for parts that are no text."""
+    """The text of a message's content. Raises ApiError for parts that are not text."""
     if not isinstance(content, list):
         return content or ""
     for i, part in enumerate(content):
         if part.type != "text" or part.text is None:
             kind = part.type[:40]
-            message = f"{where}[{i}] has the type {kind!r}: only text parts, {{'type': 'text', 'text': ...}}, are taken"
+            message = f"{where}[{i}] has the type {kind!r}; only {{'type': 'text', 'text': ...}} is supported"
             raise invalid(message, f"{where}[{i}]", "unsupported_content")
     return "\n".join(part.text or "" for part in content)
 
@@ -102,5 +105,5 @@ def _arguments(text: str, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        raise InvalidPromptError(f"{where}.function.arguments must be a JSON object, as text")
+        raise InvalidPromptError(f"{where}.function.arguments must be a string that contains a JSON object")
     return arguments

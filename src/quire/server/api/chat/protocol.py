@@ -11,18 +11,18 @@ from quire.server.api.shared.fields import PromptLogprobs, SamplingFields, Timin
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
-    """A part of a message. Only text is read."""
+    """A part of a message. Only text is supported."""
 
     type: str = "text"
     text: str | None = None
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
-    """The function of a call in a message."""
+    """The function and arguments of a call."""
 
     name: str
     arguments: str = "{}"
-    """a JSON object"""
+    """A JSON object."""
 
 
 class ToolCall(msgspec.Struct, kw_only=True):
@@ -34,7 +34,7 @@ class ToolCall(msgspec.Struct, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One message of a conversation; the template reads it."""
+    """One message of a conversation, which is passed to the chat template."""
 
     role: str
     content: str | list[ContentPart] | None = None
@@ -52,12 +52,12 @@ class FunctionDefinition(msgspec.Struct, kw_only=True, omit_defaults=True):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    """a JSON schema; None: no arguments"""
+    """A JSON schema. None: no arguments."""
     strict: bool | None = None
 
 
 class Tool(msgspec.Struct, kw_only=True):
-    """A tool: always a function."""
+    """A tool, which is always a function."""
 
     type: Literal["function"] = "function"
     function: FunctionDefinition
@@ -70,7 +70,7 @@ class FunctionName(msgspec.Struct, kw_only=True):
 
 
 class NamedToolChoice(msgspec.Struct, kw_only=True):
-    """This function is to be called."""
+    """The model must call this function."""
 
     type: Literal["function"] = "function"
     function: FunctionName
@@ -80,26 +80,26 @@ ToolChoice: TypeAlias = Literal["none", "auto", "required"] | NamedToolChoice
 
 
 class ChatCompletionRequest(SamplingFields, kw_only=True):
-    """A conversation to be answered."""
+    """A conversation that the model continues."""
 
     messages: list[ChatMessage]
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     max_completion_tokens: int | None = None
-    """instead of max_tokens"""
+    """Takes precedence over max_tokens."""
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template: str | None = None
-    """refused unless the server allows it"""
+    """Refused unless the server allows it."""
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     include_reasoning: bool | None = None
     reasoning_effort: str | None = None
-    """a variable of the template"""
+    """A variable of the chat template."""
     documents: list[dict[str, Any]] | None = None
-    """a variable of the template"""
+    """A variable of the chat template."""
     store: bool | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
@@ -107,21 +107,21 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
 
 
 class ChatLogprobs(msgspec.Struct, frozen=True):
-    """Of the tokens of a choice."""
+    """Log-probabilities of the tokens of a choice."""
 
     content: list[TokenLogprob] | None
     refusal: None = None
 
 
 class FunctionCallDelta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """More of a call's function."""
+    """The next part of a call's function."""
 
     name: str | UnsetType = UNSET
     arguments: str = ""
 
 
 class ToolCallChunk(msgspec.Struct, frozen=True):
-    """More of a call."""
+    """The next part of a call."""
 
     index: int
     function: FunctionCallDelta
@@ -136,7 +136,7 @@ class ChatDelta(msgspec.Struct, frozen=True):
     content: str | UnsetType | None = UNSET
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
-    """the same, for clients that look for it here"""
+    """The same text, for clients that expect it under this name."""
     tool_calls: list[ToolCallChunk] | UnsetType = UNSET
 
 
@@ -177,7 +177,7 @@ class ResponseMessage(msgspec.Struct, kw_only=True):
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
-    """One answer."""
+    """One choice of a whole response."""
 
     index: int
     message: ResponseMessage
@@ -188,7 +188,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
-    """A whole answer."""
+    """A whole response."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"

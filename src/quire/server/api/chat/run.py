@@ -1,4 +1,4 @@
-"""A chat, run: from the request to its events, and from events to the whole answer."""
+"""Runs a chat: from the request to its events, and from the events to the whole response."""
 
 from __future__ import annotations
 
@@ -48,7 +48,6 @@ async def run_chat(
     Closing the generator aborts the request. `request_id` need not be unique.
     """
     context = context_of(http_request)
-    context.facts["model"] = state.check_model(request.model)
     _name_fields(context.field_names, request)
     check_request(state, request)
     plan = ChatPlan(state, request)
@@ -63,7 +62,7 @@ async def run_chat(
     )
     if plan.shows_special_tokens and isinstance(params, SamplingParams):
         params = replace(params, skip_special_tokens=False)
-    counts, choices = TokenCounts(context), ChatChoices(plan, request, prompt["prompt"])
+    counts, choices = TokenCounts(), ChatChoices(plan, request, prompt["prompt"])
     timings: Timings | None = None
     async with aclosing(generate(state, [prompt], params, request_id)) as outputs:
         async for _, output in outputs:
@@ -93,7 +92,7 @@ async def make_prompt(state: ServerState, request: ChatCompletionRequest, plan: 
 async def fold(
     events: AsyncGenerator[ChatEvent, None] | AsyncIterator[ChatEvent], *, id: str, model: str
 ) -> ChatCompletion:
-    """The whole answer of these events."""
+    """Fold the events into a whole response."""
     choices: dict[int, _Fold] = {}
     usage, timings, prompt = UsageEvent(0, 0, 0), None, PromptEvent(None, None)
     async for event in events:
@@ -117,7 +116,7 @@ async def fold(
 
 
 class _Fold:
-    """One choice of a whole answer, as its events come."""
+    """One choice of a whole response, built from its events."""
 
     def __init__(self) -> None:
         self._content: list[str] = []
@@ -147,7 +146,7 @@ class _Fold:
                 self._end = event
 
     def choice(self, index: int) -> ChatChoice:
-        """All of it."""
+        """The whole choice."""
         content, reasoning = "".join(self._content), "".join(self._reasoning)
         for call, arguments in self._calls.values():
             call.function.arguments = "".join(arguments)
@@ -167,14 +166,14 @@ class _Fold:
 
 
 def _variables(request: ChatCompletionRequest) -> dict[str, Any]:
-    """What the template may want to know besides the messages."""
+    """Variables of the chat template besides the messages."""
     named = {"reasoning_effort": request.reasoning_effort, "documents": request.documents}
     given = {name: value for name, value in named.items() if value is not None}
     return given | (request.chat_template_kwargs or {})
 
 
 def _name_fields(names: dict[str, str], request: ChatCompletionRequest) -> None:
-    """As the client has called them, in chat's terms or in those of a protocol that is translated to chat."""
+    """Add the names of fields as the client wrote them, in chat's terms or those of a protocol translated to chat."""
     name_fields(names, request)
     names.setdefault("prompt", "messages")
     if request.max_completion_tokens is not None:
@@ -187,5 +186,5 @@ def _num_logprobs(request: ChatCompletionRequest) -> int | None:
     if request.logprobs:
         return request.top_logprobs or 0
     if request.top_logprobs:
-        raise invalid("top_logprobs need logprobs: set logprobs to true", "top_logprobs")
+        raise invalid("top_logprobs requires logprobs=true", "top_logprobs")
     return None

@@ -1,4 +1,4 @@
-"""/v1/completions: prompts continued. A whole answer is the fold of the chunks that a stream would send."""
+"""/v1/completions: completes prompts. A whole response is folded from the chunks that a stream would send."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quire.engine.requests.input_processor import Prompt
 from quire.server.api.completions.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from quire.server.api.shared.fields import Prompts, Timings
 from quire.server.api.shared.generation import TokenCounts, beside, finite, generate, prompt_logprobs, token_text
-from quire.server.api.shared.sampling import check_request, make_params, name_fields, num_choices
+from quire.server.api.shared.sampling import check_request, make_params, name_fields, num_choices, structure
 from quire.server.http import sse
 from quire.server.http.bodies import read_struct
 from quire.server.http.endpoint import Endpoint, choices_response
@@ -29,7 +29,7 @@ from quire.server.http.errors import invalid
 from quire.server.http.state import RequestContext, ServerState, context_of, state_of
 
 MAX_COPIED_BYTES = 64 * 1024**2
-"""of the params of a request, by the prompts it has"""
+"""Limit on the size of a request's parameters times its number of prompts."""
 
 
 async def create_completion(request: Request) -> ASGIApp:
@@ -47,8 +47,8 @@ async def create_completion(request: Request) -> ASGIApp:
 async def complete(
     state: ServerState, context: RequestContext, request: CompletionRequest, answer_id: str
 ) -> AsyncGenerator[Completion, None]:
-    """The chunks of an answer; the last has the usage, no choices and the timings. Raises RequestError or ApiError."""
-    context.facts["model"] = model = state.check_model(request.model)
+    """The chunks of a response; the last one has usage and timings but no choices. Raises RequestError or ApiError."""
+    context.model = model = state.check_model(request.model)
     prompts = _listed(request.prompt)
     check_request(state, request, len(prompts))
     name_fields(context.field_names, request)
@@ -57,7 +57,7 @@ async def complete(
     if request.add_special_tokens is False:
         prompts = [await _plainly_encoded(state, prompt) for prompt in prompts]
     choices = _Choices(state, request)
-    counts, created = TokenCounts(context), int(time.time())
+    counts, created = TokenCounts(), int(time.time())
     num_unfinished, timings = len(prompts), None
     async with aclosing(generate(state, prompts, params, answer_id)) as outputs:
         async for place, output in outputs:
@@ -81,7 +81,7 @@ async def complete(
 
 
 async def fold(chunks: AsyncGenerator[Completion, None]) -> Completion:
-    """The whole answer, of chunks that have each choice whole: those of a request that is no stream."""
+    """The whole response, from the chunks of a request that is not a stream: each of them has a complete choice."""
     choices: list[CompletionChoice] = []
     async with aclosing(chunks):
         async for chunk in chunks:
@@ -99,22 +99,26 @@ async def _frames(chunks: AsyncGenerator[Completion, None]) -> sse.Events:
 
 
 def _check_copies(num_prompts: int, params: SamplingParams | BeamSearchParams) -> None:
-    """The engine gets the params with each prompt. Raises ApiError (400)."""
+    """Check the total size of the parameters, which the engine receives with each prompt. Raises ApiError (400)."""
     num_bytes = num_prompts * len(msgspec.json.encode(params)) if num_prompts > 1 else 0
     if num_bytes > MAX_COPIED_BYTES:
-        message = f"{num_prompts:,} prompts with these params are {num_bytes:,} bytes; at most {MAX_COPIED_BYTES:,} are"
-        raise invalid(f"{message} allowed: send fewer prompts at once", "prompt")
+        message = (
+            f"{num_prompts:,} prompts with these parameters have {num_bytes:,} bytes; at most {MAX_COPIED_BYTES:,} are"
+        )
+        raise invalid(f"{message} allowed; send fewer prompts per request", "prompt")
 
 
 def _listed(prompt: Prompts) -> list[Prompt]:
-    """One prompt or several as several."""
+    """The prompts as a list, also if there is only one."""
     if isinstance(prompt, str):
         return [prompt]
     if prompt and all(isinstance(item, int) for item in prompt):
         return [[item for item in prompt if isinstance(item, int)]]
     listed: list[Prompt] = [item for item in prompt if not isinstance(item, int)]
     if not listed or len(listed) < len(prompt):
-        raise InvalidPromptError("the prompt must be a text, token ids, or a list of either, and not empty")
+        raise InvalidPromptError(
+            "the prompt must be a string, a list of token ids, or a list of either, and must not be empty"
+        )
     return listed
 
 
@@ -122,12 +126,14 @@ def _params(
     state: ServerState, context: RequestContext, request: CompletionRequest
 ) -> SamplingParams | BeamSearchParams:
     if request.suffix:
-        raise invalid("suffix is not supported: write the prompt so that the model's continuation fits", "suffix")
+        raise invalid("suffix is not supported; leave it out", "suffix")
     if request.max_tokens == 0 and not request.echo:
-        raise invalid("max_tokens=0 generates nothing: set echo to true to have the prompt scored", "max_tokens")
+        raise invalid("max_tokens=0 requires echo=true, which returns the scored prompt", "max_tokens")
     default = state.llm.default_sampling_params().max_tokens
     max_tokens = default if request.max_tokens is None else request.max_tokens or 1
-    params = make_params(state, context, request, max_tokens=max_tokens, logprobs=request.logprobs)
+    params = make_params(
+        state, context, request, max_tokens=max_tokens, logprobs=request.logprobs, structured_outputs=structure(request)
+    )
     if request.echo and request.logprobs is not None and isinstance(params, SamplingParams):
         wanted = {request.logprobs, request.prompt_logprobs or 0}
         params = replace(params, prompt_logprobs=ALL_LOGPROBS if ALL_LOGPROBS in wanted else max(wanted))
@@ -135,21 +141,21 @@ def _params(
 
 
 async def _plainly_encoded(state: ServerState, prompt: Prompt) -> Prompt:
-    """Without the special tokens around it, which the engine's door would add."""
+    """The prompt encoded without the special tokens that the engine's interface would add."""
     if not isinstance(prompt, str):
         return prompt
     return {"prompt": prompt, "prompt_token_ids": await state.llm.encode(prompt, add_special_tokens=False)}
 
 
 def _forget_tokens(output: RequestOutput) -> None:
-    """One token was drawn since the engine ends no prompt without; it was not asked for."""
+    """Remove the one token that the engine always generates, but that the request did not ask for."""
     for choice in output.outputs:
         choice.text, choice.token_ids, choice.logprobs = "", [], choice.logprobs and []
         choice.finish_reason, choice.stop_reason = "length", None
 
 
 class _Choices:
-    """Makes a request's outputs into choices, with the prompt in front where it is to be echoed."""
+    """Converts a request's outputs to choices, each beginning with the prompt if `echo` is set."""
 
     def __init__(self, state: ServerState, request: CompletionRequest) -> None:
         self._tokenizer = state.llm.tokenizer
@@ -159,7 +165,7 @@ class _Choices:
         self._prompt_logprobs: dict[int, list[dict[int, Logprob] | None]] = {}
 
     def of(self, place: int, output: RequestOutput) -> list[CompletionChoice]:
-        """What this output adds to the choices of its prompt."""
+        """The new parts of the choices of this prompt."""
         if output.prompt_logprobs is not None:
             self._prompt_logprobs[place] = output.prompt_logprobs
         made = (self._choice(place, output, choice) for choice in output.outputs)
@@ -177,18 +183,18 @@ class _Choices:
             choice.text = self._prompt_text(output) + delta.text
             if logprobs is not None:
                 rows = self._prompt_logprobs[place]
-                offset = self._tell(logprobs, output.prompt_token_ids, rows, offset)
+                offset = self._append(logprobs, output.prompt_token_ids, rows, offset)
         if logprobs is not None and delta.logprobs is not None:
-            offset = self._tell(logprobs, delta.token_ids, delta.logprobs, offset)
+            offset = self._append(logprobs, delta.token_ids, delta.logprobs, offset)
         choice.logprobs, self._offsets[index] = logprobs, offset
         if request.return_token_ids:
             choice.token_ids = delta.token_ids
         if is_first:
-            self._tell_prompt(choice, place, output)
-        tells = choice.text or choice.finish_reason or (logprobs and logprobs.tokens) or choice.token_ids
-        return choice if tells or is_first else None
+            self._add_prompt(choice, place, output)
+        has_content = choice.text or choice.finish_reason or (logprobs and logprobs.tokens) or choice.token_ids
+        return choice if has_content or is_first else None
 
-    def _tell_prompt(self, choice: CompletionChoice, place: int, output: RequestOutput) -> None:
+    def _add_prompt(self, choice: CompletionChoice, place: int, output: RequestOutput) -> None:
         if self._request.return_token_ids:
             choice.prompt_token_ids = output.prompt_token_ids
         if self._request.prompt_logprobs is not None:
@@ -200,29 +206,29 @@ class _Choices:
         skip = self._request.skip_special_tokens is not False
         return self._tokenizer.decode(output.prompt_token_ids, skip_special_tokens=skip)
 
-    def _tell(
+    def _append(
         self,
-        told: CompletionLogprobs,
+        logprobs: CompletionLogprobs,
         token_ids: list[int],
         rows: list[dict[int, Logprob] | None] | list[dict[int, Logprob]],
         offset: int,
     ) -> int:
-        """Add tokens to what is told, the first at `offset` of the text; returns where the last one ends."""
+        """Append tokens to `logprobs`, the first at `offset` of the text. Returns the offset after the last one."""
         as_ids, num_top = bool(self._request.return_tokens_as_token_ids), self._request.logprobs or 0
         for token_id, row in zip(token_ids, rows, strict=True):
             text = self._tokenizer.decode_token(token_id)
-            told.text_offset.append(offset)
+            logprobs.text_offset.append(offset)
             offset += len(text)
             if row is None:
-                told.tokens.append(f"token_id:{token_id}" if as_ids else text)
-                told.token_logprobs.append(None)
-                told.top_logprobs.append(None)
+                logprobs.tokens.append(f"token_id:{token_id}" if as_ids else text)
+                logprobs.token_logprobs.append(None)
+                logprobs.top_logprobs.append(None)
                 continue
-            told.tokens.append(token_text(token_id, row[token_id], as_ids))
-            told.token_logprobs.append(finite(row[token_id].logprob))
+            logprobs.tokens.append(token_text(token_id, row[token_id], as_ids))
+            logprobs.token_logprobs.append(finite(row[token_id].logprob))
             shown = list(row.items())[: len(row) if num_top == ALL_LOGPROBS else num_top + 1]
             top = {token_text(i, lp, as_ids): finite(lp.logprob) for i, lp in reversed(shown)}  # its own text wins
-            told.top_logprobs.append(top)
+            logprobs.top_logprobs.append(top)
         return offset
 
 
@@ -231,7 +237,7 @@ ENDPOINTS = (
         path="/v1/completions",
         method="POST",
         handler=create_completion,
-        summary="Continue prompts",
+        summary="Complete prompts",
         request=CompletionRequest,
         response=Completion,
         chunk=Completion,

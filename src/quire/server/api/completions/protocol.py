@@ -11,27 +11,27 @@ from quire.server.api.shared.fields import PromptLogprobs, Prompts, SamplingFiel
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
-    """Prompts to be continued."""
+    """Prompts to be completed."""
 
     prompt: Prompts
     suffix: str | None = None
-    """refused: no model here fills in"""
+    """Refused: no supported model can fill in text."""
     logprobs: int | None = None
-    """of each token, and of so many of the likeliest"""
+    """Number of most likely tokens whose log-probabilities are returned beside each token's own."""
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """OpenAI's older shape: lists side by side, one entry for each token of the text."""
+    """OpenAI's older format: parallel lists with one entry for each token of the text."""
 
     text_offset: list[int]
-    """where each token begins in the choice's text"""
+    """Offset of each token in the choice's text."""
     token_logprobs: list[float | None]
     tokens: list[str]
     top_logprobs: list[dict[str, float] | None]
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
-    """A continuation, or in a stream more of one."""
+    """A completion, or in a stream the next part of one."""
 
     index: int
     text: str

@@ -35,17 +35,17 @@ async def create(request: Request) -> ASGIApp:
     """Answer a conversation."""
     context_of(request).field_names |= _FIELD_NAMES
     body = await read_struct(request, MessagesRequest)
-    model = state_of(request).check_model(body.model)
+    context_of(request).model = model = state_of(request).check_model(body.model)
     chat = msgspec.convert(chat_request(body), ChatCompletionRequest)
     events = _events(request, chat, model)
-    if body.stream:  # the first event tells how long the prompt is
+    if body.stream:  # the first event contains the number of prompt tokens
         chat.stream, chat.stream_options = True, StreamOptions(include_usage=True, continuous_usage_stats=True)
         return await event_stream(request, _framed(events), error_event=_error_frame, keep_alive=PING)
     return json_response(fold(await unless_disconnected(request, _read_all(events))))
 
 
 async def count_tokens(request: Request) -> ASGIApp:
-    """How many tokens the prompt of this conversation has."""
+    """Count the tokens of this conversation's prompt."""
     context_of(request).field_names |= _FIELD_NAMES
     body = await read_struct(request, CountTokensRequest)
     state = state_of(request)
@@ -83,11 +83,11 @@ def _error_frame(error: ApiError) -> bytes:
 
 ENDPOINTS = (
     Endpoint(
-        path="/v1/messages", method="POST", handler=create, summary="Answer, in Anthropic's protocol",
+        path="/v1/messages", method="POST", handler=create, summary="Answer a conversation, in Anthropic's protocol",
         request=MessagesRequest, response=Message, chunk=dict[str, Any], generates=True,
     ),
     Endpoint(
-        path="/v1/messages/count_tokens", method="POST", handler=count_tokens, summary="Tokens of a conversation",
-        request=CountTokensRequest, response=TokenCount,
+        path="/v1/messages/count_tokens", method="POST", handler=count_tokens, request=CountTokensRequest,
+        response=TokenCount, summary="Count the tokens of a conversation",
     ),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What `/v1/messages` is asked, as a chat request: blocks become messages, fields get the names of chat."""
+"""Converts a request of `/v1/messages` to a chat request: blocks become messages, fields get chat's names."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +17,7 @@ def chat_request(request: api.MessagesRequest) -> dict[str, Any]:
     """Body of a chat request with the same meaning. Raises ApiError 400 for what is well-formed but not served."""
     for name in ("container", "mcp_servers"):
         if getattr(request, name):
-            raise refused(name, "not supported: tools run where the client is")
+            raise refused(name, "not supported: this server runs no tools")
     output = request.output_config or api.OutputConfig()
     body: dict[str, Any] = {
         "max_completion_tokens": request.max_tokens,
@@ -34,12 +34,12 @@ def chat_request(request: api.MessagesRequest) -> dict[str, Any]:
 
 
 def prompt_request(request: api.CountTokensRequest) -> dict[str, Any]:
-    """The part of the chat request that makes the prompt. A last message of the assistant is gone on with."""
+    """The fields of the chat request that determine the prompt. A last message of the assistant is continued."""
     messages = chat_messages(request.messages, request.system)
     body: dict[str, Any] = {"messages": messages, "model": request.model}
     if messages[-1]["role"] == "assistant":
         if messages[-1].get("tool_calls"):
-            raise refused("messages", "ends with a call of a tool: its 'tool_result' must follow")
+            raise refused("messages", "ends with a tool call; its 'tool_result' must follow")
         body |= {"continue_final_message": True, "add_generation_prompt": False}
     if request.tools:
         body["tools"] = [_chat_tool(tool) for tool in request.tools]
@@ -69,13 +69,13 @@ def chat_messages(
 
 
 def _assistant_message(blocks: Sequence[api.Block], names: dict[str, str], where: str) -> dict[str, Any]:
-    texts, thoughts, calls = [], [], []
+    texts, reasoning, calls = [], [], []
     for i, block in enumerate(blocks):
         match block:
             case api.TextBlock():
                 texts.append(block.text)
             case api.ThinkingBlock():
-                thoughts.append(block.thinking)
+                reasoning.append(block.thinking)
             case api.ToolUseBlock():
                 names[block.id] = block.name
                 arguments = msgspec.json.encode(block.input).decode()
@@ -84,8 +84,8 @@ def _assistant_message(blocks: Sequence[api.Block], names: dict[str, str], where
             case api.ToolResultBlock() | api.ImageBlock() | api.DocumentBlock():
                 raise _misplaced(block, f"{where}.content[{i}]", "assistant")
     message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
-    if thoughts:
-        message["reasoning_content"] = "".join(thoughts)
+    if reasoning:
+        message["reasoning_content"] = "".join(reasoning)
     if calls:
         message["tool_calls"] = calls
     return message
@@ -119,7 +119,7 @@ def _user_messages(blocks: Sequence[api.Block], names: dict[str, str], where: st
 def _tool_message(block: api.ToolResultBlock, names: dict[str, str], place: str) -> dict[str, Any]:
     name = names.get(block.tool_use_id)
     if name is None:
-        raise refused(f"{place}.tool_use_id", f"no 'tool_use' before it has the id {block.tool_use_id[:100]!r}")
+        raise refused(f"{place}.tool_use_id", f"no preceding 'tool_use' has the id {block.tool_use_id[:100]!r}")
     content = block.content or ""
     text = content if isinstance(content, str) else _joined(content, f"{place}.content")
     return {"role": "tool", "tool_call_id": block.tool_use_id, "name": name, "content": text}
@@ -135,8 +135,8 @@ def _joined(blocks: Sequence[api.TextBlock | api.ImageBlock | api.DocumentBlock]
 def _misplaced(block: api.Block, place: str, role: str) -> ApiError:
     kind = block.__struct_config__.tag
     if isinstance(block, api.ImageBlock | api.DocumentBlock):
-        return refused(place, f"the model reads text only: no block of type {kind!r}")
-    return refused(place, f"a block of type {kind!r} does not belong into a message of the {role}")
+        return refused(place, f"blocks of type {kind!r} are not supported: the model reads text only")
+    return refused(place, f"a block of type {kind!r} is not allowed in a message of role {role!r}")
 
 
 def _chat_tool(tool: api.Tool) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def _tool_choice(choice: api.ToolChoice) -> dict[str, Any]:
     body: dict[str, Any] = {}
     if choice.type == "tool":
         if choice.name is None:
-            raise refused("tool_choice.name", "is missing: type 'tool' needs the name of one of the tools")
+            raise refused("tool_choice.name", "is missing: type 'tool' requires the name of a tool")
         body["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
     else:
         body["tool_choice"] = _CHOICES[choice.type]

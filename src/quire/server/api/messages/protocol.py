@@ -1,4 +1,4 @@
-"""Bodies of `/v1/messages`: what is asked and what is answered. Names as in Anthropic's API."""
+"""Request and response bodies of `/v1/messages`, with the names of Anthropic's API."""
 
 from typing import Annotated, Any, Literal
 
@@ -10,13 +10,13 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class TextBlock(msgspec.Struct, tag="text"):
-    """Text, of either side."""
+    """Text of the user or the assistant."""
 
     text: str
 
 
 class ToolUseBlock(msgspec.Struct, tag="tool_use"):
-    """A call that the client is to make."""
+    """A tool call that the client should execute."""
 
     id: str
     name: str
@@ -24,27 +24,27 @@ class ToolUseBlock(msgspec.Struct, tag="tool_use"):
 
 
 class ThinkingBlock(msgspec.Struct, tag="thinking"):
-    """What the model thought before it answered."""
+    """The model's reasoning before its answer."""
 
     thinking: str
     signature: str = ""
-    """empty: nothing is signed, and what comes back is not checked"""
+    """Always empty: nothing is signed, and signatures in requests are not checked."""
 
 
 class RedactedThinkingBlock(msgspec.Struct, tag="redacted_thinking"):
-    """Thoughts that only another server can read; passed over."""
+    """Reasoning that only another server can read; ignored."""
 
 
 class ImageBlock(msgspec.Struct, tag="image"):
-    """Refused: no model served here sees."""
+    """Refused: supported models read text only."""
 
 
 class DocumentBlock(msgspec.Struct, tag="document"):
-    """Refused: no model served here reads files."""
+    """Refused: supported models read text only."""
 
 
 class ToolResultBlock(msgspec.Struct, tag="tool_result"):
-    """What a call gave."""
+    """The result of a tool call."""
 
     tool_use_id: str
     content: str | list[TextBlock | ImageBlock | DocumentBlock] | None = None
@@ -71,37 +71,37 @@ class Tool(msgspec.Struct):
 
 
 class ToolChoice(msgspec.Struct):
-    """Whether and what to call."""
+    """Whether the model must call a tool, and which one."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
-    """with `tool`: which one"""
+    """Name of the tool, with `tool`."""
     disable_parallel_tool_use: bool | None = None
 
 
 class Thinking(msgspec.Struct):
-    """Whether to think before the answer, for a model whose template can turn it on and off."""
+    """Whether to reason before the answer, for models whose chat template can switch it."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
 class OutputFormat(msgspec.Struct):
-    """JSON that fits a schema."""
+    """JSON that matches a schema."""
 
     type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
 class OutputConfig(msgspec.Struct):
-    """The form of the answer, and how much to think."""
+    """The format of the answer, and the reasoning effort."""
 
     format: OutputFormat | None = None
     effort: str | None = None
 
 
 class RequestMetadata(msgspec.Struct):
-    """About the request."""
+    """Metadata of the request."""
 
     user_id: str | None = None
 
@@ -118,7 +118,7 @@ class CountTokensRequest(ChatExtensions, kw_only=True):
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
-    """Body of `POST /v1/messages`; docs/messages.md has what each field does."""
+    """Body of `POST /v1/messages`; docs/messages.md explains each field."""
 
     max_tokens: Annotated[int, msgspec.Meta(ge=1)]
     stop_sequences: list[str] | None = None
@@ -139,19 +139,19 @@ class TokenCount(msgspec.Struct):
 
 
 class MessageUsage(msgspec.Struct):
-    """Tokens read and generated. All three kinds of input add up to the prompt."""
+    """Numbers of tokens. The three numbers of input tokens add up to the prompt."""
 
     input_tokens: int
-    """that no cached block held"""
+    """Prompt tokens that were not found in the prefix cache."""
     output_tokens: int
     cache_read_input_tokens: int = 0
-    """whose keys and values were in the cache"""
+    """Prompt tokens that were found in the prefix cache."""
     cache_creation_input_tokens: int = 0
-    """always 0: caching costs nothing and is not counted apart"""
+    """Always 0: caching has no separate cost."""
 
 
 class Message(msgspec.Struct, kw_only=True):
-    """The answer."""
+    """The response."""
 
     id: str
     type: Literal["message"] = "message"

@@ -1,4 +1,4 @@
-"""From the events of a chat to the events of Anthropic's stream, and from those to the whole message. Pure."""
+"""Converts the events of a chat to those of Anthropic's stream, and those to a whole message. No I/O."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -20,9 +20,9 @@ _STOP_REASONS: dict[str, StopReason] = {"stop": "end_turn", "length": "max_token
 
 
 class MessageBuilder:
-    """Call `feed` for each event of the chat, then `finish`: each gives the events to send.
+    """Call `feed` for each event of the chat, then `finish`: each returns the events to send.
 
-    The first event tells how long the prompt is, so nothing comes before a usage of the chat.
+    The first event contains the number of prompt tokens, so none is sent before the chat's first usage.
     """
 
     def __init__(self, message_id: str, model: str) -> None:
@@ -36,14 +36,14 @@ class MessageBuilder:
         self._called = False
 
     def feed(self, event: ChatEvent) -> list[Event]:
-        """What one event of the chat means for the stream. Until the first usage is known, nothing is told."""
+        """The stream's events for one event of the chat. None are sent before the first usage is known."""
         if isinstance(event, UsageEvent):
             self._usage = event
         elif self._usage is None:
             self._held.append(event)
             return []
         held, self._held = self._held, []
-        return self._start() + [told for each in (*held, event) for told in self._told(each)]
+        return self._start() + [sent for each in (*held, event) for sent in self._events_of(each)]
 
     def finish(self) -> list[Event]:
         """The chat has ended."""
@@ -59,7 +59,7 @@ class MessageBuilder:
             {"type": "message_stop"},
         ]
 
-    def _told(self, event: ChatEvent) -> list[Event]:
+    def _events_of(self, event: ChatEvent) -> list[Event]:
         match event:
             case ContentDelta(text=text) if text:
                 block: Event = {"type": "text", "text": ""}
@@ -84,7 +84,7 @@ class MessageBuilder:
         return [{"type": "message_start", "message": message}]
 
     def _delta(self, key: tuple[str, int], block: Event, delta: Event | None) -> list[Event]:
-        """More of the block of this kind and number; another one that is open ends."""
+        """Continue the block of this kind and number; close another open one first."""
         events = []
         if self._open != key:
             events = self._close()
@@ -105,7 +105,7 @@ class MessageBuilder:
         if self._finish is None:
             return None, None
         reason = _STOP_REASONS[self._finish.finish_reason]
-        if reason == "end_turn" and self._called:  # of a call that was asked for by name, chat says `stop`
+        if reason == "end_turn" and self._called:  # chat reports `stop` for a call that the request named
             return "tool_use", None
         if reason == "end_turn" and isinstance(self._finish.stop_reason, str):
             return "stop_sequence", self._finish.stop_reason
@@ -148,8 +148,8 @@ def _block(block: Event, text: str) -> TextBlock | ThinkingBlock | ToolUseBlock:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """A call's arguments. Those that were cut off or are no JSON object are told as they are, under `invalid_json`:
-    a tool must not take them for a call without arguments."""
+    """A call's arguments. If they are truncated or not a JSON object, their text is returned as `invalid_json`, so that
+    the call is not mistaken for one without arguments."""
     try:
         return msgspec.json.decode(text or "{}", type=dict[str, Any])
     except msgspec.MsgspecError:

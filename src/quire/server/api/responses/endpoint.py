@@ -1,4 +1,4 @@
-"""`/v1/responses`: answers that are kept, gone on with, and made in the background."""
+"""`/v1/responses`: responses that are stored, continued, and generated in the background."""
 
 import asyncio
 import time
@@ -22,7 +22,7 @@ from quire.server.api.responses.protocol import (
     ResponsesRequest,
     TextConfig,
 )
-from quire.server.api.responses.run import BackgroundRun, Run, Shelf, event_frame, stored
+from quire.server.api.responses.run import BackgroundRun, Run, StoredResponses, event_frame, stored
 from quire.server.api.responses.store import StoredResponse
 from quire.server.api.responses.stream import ResponseBuilder
 from quire.server.http.bodies import read_struct
@@ -31,11 +31,9 @@ from quire.server.http.errors import ApiError, invalid
 from quire.server.http.sse import event_stream, frame, unless_disconnected
 from quire.server.http.state import ServerState, context_of, state_of
 
-PART = "responses"
-"""where the shelf is among the server's parts"""
 MAX_LISTED = 100
 _QUICK_ITEMS = 256
-"""so many are read at once, more in a thread beside the event loop"""
+"""Number of items that are converted at once; more are converted in a thread."""
 _FIELD_NAMES = {
     "prompt": "input", "messages": "input", "max_tokens": "max_output_tokens", "response_format": "text",
     "structured_outputs": "text",
@@ -44,26 +42,25 @@ _SAME_NAMES = ("previous_response_id", "instructions", "max_output_tokens", "max
                "safety_identifier", "prompt_cache_key")  # fmt: skip
 
 
-def shelf_of(state: ServerState) -> Shelf:
-    """What is kept between requests; opened with the first call. Raises ConfigError if the store cannot be opened."""
-    if PART not in state.parts:
-        state.parts[PART] = Shelf(state.args)
-    shelf: Shelf = state.parts[PART]
-    return shelf
+def stored_responses(state: ServerState) -> StoredResponses:
+    """The responses kept between requests; the first call opens the store. Raises ConfigError if that fails."""
+    if state.responses is None:
+        state.responses = StoredResponses(state.args)
+    return state.responses
 
 
 async def create(request: Request) -> ASGIApp:
-    """Answer, wait for the answer, or promise it."""
+    """Create a response: whole, as a stream, or in the background."""
     context_of(request).field_names |= _FIELD_NAMES
     body = await read_struct(request, ResponsesRequest)
     state, owner = state_of(request), context_of(request).tenant
-    shelf = shelf_of(state)
+    responses = stored_responses(state)
     if body.background:
-        shelf.check_room(owner)
-    run = await _make_run(request, body, shelf, owner)
+        responses.check_limits(owner)
+    run = await _make_run(request, body, responses, owner)
     await unless_disconnected(request, run.begin())
     if body.background:
-        background = shelf.start(run, owner, keeps_frames=bool(body.stream))
+        background = responses.start(run, owner, keeps_frames=bool(body.stream))
         context_of(request).background = background.task
         return await _stream(request, background.frames()) if body.stream else json_response(run.builder.response)
     if body.stream:
@@ -75,42 +72,46 @@ async def create(request: Request) -> ASGIApp:
 
 
 async def retrieve(request: Request) -> ASGIApp:
-    """The response as it stands, or the rest of its stream."""
+    """The current state of a response, or the rest of its stream."""
     found = await _find(request)
     background = _background(request, found)
     if _choice(request, "stream", "false", "true") == "true":
         if background is None or not background.keeps_frames:
-            raise invalid("only a response made lately with 'background' and 'stream' can be streamed again", "stream")
+            raise invalid(
+                "only recent responses created with 'background' and 'stream' can be streamed again", "stream"
+            )
         return await _stream(request, background.frames(_int(request, "starting_after", -1)))
     return json_response(background.run.builder.response) if background is not None else _raw(found)
 
 
 async def cancel(request: Request) -> ASGIApp:
-    """End a response that runs in the background; one that has ended stays as it is."""
+    """Cancel a response that runs in the background; a finished one is returned unchanged."""
     found = await _find(request)
     background = _background(request, found)
     if background is not None:
         await background.cancel("cancelled")
         return json_response(background.run.builder.response)
     if not msgspec.json.decode(found.response, type=Response).background:
-        raise invalid("only a response made with 'background' can be cancelled; to end another, close its connection")
+        raise invalid(
+            "only responses created with 'background' can be cancelled; to abort another one, close its connection"
+        )
     return _raw(found)
 
 
 async def delete(request: Request) -> ASGIApp:
-    """Forget a response, and end it if it runs in the background."""
+    """Delete a response, and cancel it if it runs in the background."""
     found = await _find(request)
     background = _background(request, found)
     if background is not None:
         await background.cancel("cancelled")
         background.keeps_frames = False
-        shelf_of(state_of(request)).forget(background)
-    await stored(shelf_of(state_of(request)).store.delete(context_of(request).tenant, found.id))
+        stored_responses(state_of(request)).forget(background)
+    await stored(stored_responses(state_of(request)).store.delete(context_of(request).tenant, found.id))
     return json_response(DeletedResponse(found.id))
 
 
 async def input_items(request: Request) -> ASGIApp:
-    """What was asked, item by item, the last one first unless `order` says otherwise."""
+    """The input items of a response, the last one first by default."""
     found = await _find(request)
     items: list[dict[str, Any]] = msgspec.json.decode(found.input_items)
     if _choice(request, "order", "desc", "asc") == "desc":
@@ -129,11 +130,11 @@ async def input_items(request: Request) -> ASGIApp:
     return json_response(ItemList(page, ids[0], ids[-1], has_more=len(items) > limit))
 
 
-async def _make_run(request: Request, body: ResponsesRequest, shelf: Shelf, owner: str) -> Run:
+async def _make_run(request: Request, body: ResponsesRequest, responses: StoredResponses, owner: str) -> Run:
     state = state_of(request)
-    model = state.check_model(body.model)
+    context_of(request).model = model = state.check_model(body.model)
     check_request(body)
-    earlier = await _history(shelf, owner, body.previous_response_id, state.args.max_body)
+    earlier = await _history(responses, owner, body.previous_response_id, state.args.max_body)
 
     def read() -> tuple[ChatCompletionRequest, bytes]:
         own = own_items(body)
@@ -148,7 +149,7 @@ async def _make_run(request: Request, body: ResponsesRequest, shelf: Shelf, owne
         now = run.builder.response
         raw = msgspec.json.encode(now)
         row = StoredResponse(now.id, now.previous_response_id, now.status == "in_progress", raw, encoded)
-        await stored(shelf.store.add(owner, row) if is_new else shelf.store.update(owner, row))
+        await stored(responses.store.add(owner, row) if is_new else responses.store.update(owner, row))
 
     async def count_tokens(text: str) -> int:
         return len(await state.llm.encode(text, False))
@@ -162,22 +163,24 @@ async def _make_run(request: Request, body: ResponsesRequest, shelf: Shelf, owne
     )
 
 
-async def _history(shelf: Shelf, owner: str, previous_id: str | None, max_bytes: int) -> list[dict[str, Any]]:
-    """The items of the conversation up to a response. A call that was cut off is left out: nobody can answer it."""
+async def _history(
+    responses: StoredResponses, owner: str, previous_id: str | None, max_bytes: int
+) -> list[dict[str, Any]]:
+    """The items of the conversation up to a response, without truncated calls, which cannot have results."""
     if previous_id is None:
         return []
     try:
         if not is_response_id(previous_id):
             raise KeyError(previous_id)
-        chain = await stored(shelf.store.chain(owner, previous_id, max_bytes))
+        chain = await stored(responses.store.chain(owner, previous_id, max_bytes))
     except KeyError as error:
         missing = str(error.args[0])
-        message = f"previous_response_id: there is no response {missing[:100]!r}; it may have been deleted"
+        message = f"previous_response_id: no response {missing[:100]!r} was found; it may have been deleted"
         raise ApiError(404, message, param="previous_response_id", code="previous_response_not_found") from None
     items: list[dict[str, Any]] = []
     for link in chain:
         if link.running:
-            raise invalid(f"previous_response_id: {link.id!r} has not ended yet", "previous_response_id")
+            raise invalid(f"previous_response_id: {link.id!r} is still in progress", "previous_response_id")
         output = msgspec.json.decode(link.response)["output"]
         items += msgspec.json.decode(link.input_items)
         items += [item for item in output if item["type"] != "function_call" or item["status"] == "completed"]
@@ -231,16 +234,18 @@ async def _find(request: Request) -> StoredResponse:
     response_id = request.path_params["response_id"]
     found = None
     if is_response_id(response_id):
-        store = shelf_of(state_of(request)).store
+        store = stored_responses(state_of(request)).store
         found = await stored(store.get(context_of(request).tenant, response_id))
     if found is None:
-        message = f"there is no response {response_id[:100]!r}; it may have been deleted, or made with another key"
+        message = (
+            f"no response {response_id[:100]!r} was found; it may have been deleted, or created with another API key"
+        )
         raise ApiError(404, message, param="response_id", code="response_not_found")
     return found
 
 
 def _background(request: Request, found: StoredResponse) -> BackgroundRun | None:
-    return shelf_of(state_of(request)).background(context_of(request).tenant, found.id)
+    return stored_responses(state_of(request)).background(context_of(request).tenant, found.id)
 
 
 def _raw(found: StoredResponse) -> HttpResponse:
@@ -248,7 +253,7 @@ def _raw(found: StoredResponse) -> HttpResponse:
 
 
 def _choice(request: Request, name: str, *allowed: str) -> str:
-    """The first is what nothing said means."""
+    """The value of a query parameter; the first allowed value is the default."""
     found = request.query_params.get(name, allowed[0]).lower()
     if found not in allowed:
         raise invalid(f"{name}={found[:100]!r}: must be one of {', '.join(allowed)}", name)
@@ -260,29 +265,29 @@ def _int(request: Request, name: str, default: int) -> int:
     if text is None:
         return default
     if len(text) > 18 or not text.isascii() or not text.isdigit():
-        raise invalid(f"{name}={text[:100]!r}: must be a whole number, 0 or more", name)
+        raise invalid(f"{name}={text[:100]!r}: must be an integer, at least 0", name)
     return int(text)
 
 
 ENDPOINTS = (
     Endpoint(
-        path="/v1/responses", method="POST", handler=create, summary="Answer, and keep the answer",
+        path="/v1/responses", method="POST", handler=create, summary="Create a response",
         request=ResponsesRequest, response=Response, chunk=dict[str, Any], generates=True,
     ),
     Endpoint(
-        path="/v1/responses/{response_id}", method="GET", handler=retrieve, summary="A response that was kept",
+        path="/v1/responses/{response_id}", method="GET", handler=retrieve, summary="Retrieve a stored response",
         response=Response, chunk=dict[str, Any],
     ),
     Endpoint(
-        path="/v1/responses/{response_id}", method="DELETE", handler=delete, summary="Forget a response",
+        path="/v1/responses/{response_id}", method="DELETE", handler=delete, summary="Delete a stored response",
         response=DeletedResponse,
     ),
     Endpoint(
         path="/v1/responses/{response_id}/cancel", method="POST", handler=cancel, response=Response,
-        summary="End a response that runs in the background",
+        summary="Cancel a response that runs in the background",
     ),
     Endpoint(
         path="/v1/responses/{response_id}/input_items", method="GET", handler=input_items, response=ItemList,
-        summary="What a response was asked",
+        summary="List the input items of a response",
     ),
 )  # fmt: skip

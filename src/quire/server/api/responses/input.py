@@ -1,4 +1,4 @@
-"""What `/v1/responses` is asked, as a chat request: items become messages, fields get the names of chat."""
+"""Converts a request of `/v1/responses` to a chat request: items become messages, fields get chat's names."""
 
 import re
 import secrets
@@ -13,14 +13,14 @@ from quire.server.http.errors import ApiError
 
 LOGPROBS = "message.output_text.logprobs"
 _INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
-"""what `include` may name; thoughts are never encrypted here, so there is nothing to add for the second"""
+"""Allowed values of `include`. The second has no effect, because reasoning is never encrypted."""
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 _RESPONSE_ID = re.compile(r"resp_[0-9a-f]{32}")
 _SAME_NAMES = ("model", "temperature", "top_p", "parallel_tool_calls", "user")
 
 
 def new_id(prefix: str) -> str:
-    """`prefix_` and 128 random bits: an id that nobody can guess."""
+    """A new id: `prefix_` and 128 random bits, so that it cannot be guessed."""
     return f"{prefix}_{secrets.token_hex(16)}"
 
 
@@ -35,14 +35,14 @@ def check_request(request: api.ResponsesRequest) -> None:
         if getattr(request, name) is not None:
             raise refused(name, "not supported: send the items in 'input', or set 'previous_response_id'")
     if request.truncation == "auto":
-        raise refused("truncation", "'auto' is not supported: no item is dropped unasked; use 'disabled'")
+        raise refused("truncation", "'auto' is not supported; use 'disabled'")
     if request.background and request.store is False:
-        raise refused("background", "needs 'store': the response is fetched from the store")
+        raise refused("background", "requires store=true, because the response is fetched from the store")
     for name in request.include or ():
         if name not in _INCLUDED:
-            raise refused("include", f"{name!r} is not one of {', '.join(_INCLUDED)}")
+            raise refused("include", f"{name!r} is not supported; use {', '.join(_INCLUDED)}")
     if request.top_logprobs and LOGPROBS not in (request.include or ()):
-        raise refused("top_logprobs", f"needs {LOGPROBS!r} in 'include'")
+        raise refused("top_logprobs", f"requires {LOGPROBS!r} in 'include'")
 
 
 def own_items(request: api.ResponsesRequest) -> list[dict[str, Any]]:
@@ -72,7 +72,7 @@ def chat_request(request: api.ResponsesRequest, items: Sequence[Mapping[str, Any
     body: dict[str, Any] = {name: getattr(request, name) for name in _SAME_NAMES}
     body["messages"] = chat_messages(msgspec.convert(items, list[api.InputItem]), request.instructions)
     if not body["messages"]:
-        raise refused("input", "holds nothing to answer")
+        raise refused("input", "contains no messages")
     body["max_completion_tokens"] = request.max_output_tokens
     body["response_format"] = _response_format(request.text)
     if request.tools:
@@ -94,39 +94,39 @@ def chat_messages(items: Sequence[api.InputItem], instructions: str | None) -> l
     """The conversation as chat messages.
 
     `instructions` and the system and developer messages that open the conversation become one system message, since
-    most templates take one. Calls and thoughts become part of the assistant's message beside them.
+    most templates take one. Calls and reasoning become part of the assistant's message beside them.
     """
     opening, messages = ([instructions] if instructions else []), list[dict[str, Any]]()
-    thoughts: list[str] = []
+    reasoning: list[str] = []
     names: dict[str, str] = {}
     for item in items:
         if item.type == "reasoning":
-            thoughts.append(_text(item.content) or "\n".join(part.text for part in item.summary or ()))
+            reasoning.append(_text(item.content) or "\n".join(part.text for part in item.summary or ()))
         elif item.type == "function_call":
             names[item.call_id or ""] = item.name or ""
-            _assistant(messages, thoughts).setdefault("tool_calls", []).append(_chat_call(item))
+            _assistant(messages, reasoning).setdefault("tool_calls", []).append(_chat_call(item))
         elif item.type == "function_call_output":
             messages.append(_tool_message(item, names))
         elif item.role == "assistant":
-            message = _assistant(messages, thoughts)
+            message = _assistant(messages, reasoning)
             message["content"] = (message["content"] or "") + _text(item.content)
         elif item.role == "user" or messages:
             messages.append({"role": "user" if item.role == "user" else "system", "content": _text(item.content)})
         else:
             opening.append(_text(item.content))
         if item.type != "reasoning":
-            thoughts.clear()
+            reasoning.clear()
     if opening:
         messages.insert(0, {"role": "system", "content": "\n\n".join(opening)})
     return messages
 
 
-def _assistant(messages: list[dict[str, Any]], thoughts: list[str]) -> dict[str, Any]:
-    """The assistant's message that is being put together; thoughts open a new one."""
-    if not messages or messages[-1]["role"] != "assistant" or thoughts:
+def _assistant(messages: list[dict[str, Any]], reasoning: list[str]) -> dict[str, Any]:
+    """The assistant's message that is being assembled; reasoning begins a new one."""
+    if not messages or messages[-1]["role"] != "assistant" or reasoning:
         messages.append({"role": "assistant", "content": None})
-        if thoughts:
-            messages[-1]["reasoning_content"] = "\n".join(thoughts)
+        if reasoning:
+            messages[-1]["reasoning_content"] = "\n".join(reasoning)
     return messages[-1]
 
 
@@ -137,7 +137,7 @@ def _chat_call(item: api.InputItem) -> dict[str, Any]:
 def _tool_message(item: api.InputItem, names: Mapping[str, str]) -> dict[str, Any]:
     name = names.get(item.call_id or "")
     if name is None:
-        raise refused("input", f"holds an output for the call {item.call_id!r}, but no such call before it")
+        raise refused("input", f"contains an output of the call {item.call_id!r}, but no such call precedes it")
     return {"role": "tool", "tool_call_id": item.call_id, "name": name, "content": _text(item.output)}
 
 
@@ -156,15 +156,15 @@ def _check_item(item: api.InputItem, where: str) -> None:
     }[item.type]
     for name in needed:
         if getattr(item, name) is None:
-            raise refused(f"{where}.{name}", f"is missing: an item of type {item.type!r} needs it")
+            raise refused(f"{where}.{name}", f"is missing: items of type {item.type!r} require it")
     readable = (api.InputText, api.OutputText, api.Refusal) if item.type != "reasoning" else (api.ReasoningText,)
     for name in ("content", "output"):
         parts = getattr(item, name)
         for i, part in enumerate(parts if isinstance(parts, list) else ()):
             if isinstance(part, api.InputImage | api.InputFile):
-                raise refused(f"{where}.{name}[{i}]", "the model reads text only: no images and no files")
+                raise refused(f"{where}.{name}[{i}]", "images and files are not supported: the model reads text only")
             if not isinstance(part, readable):
-                raise refused(f"{where}.{name}[{i}]", f"does not belong into an item of type {item.type!r}")
+                raise refused(f"{where}.{name}[{i}]", f"is not allowed in an item of type {item.type!r}")
 
 
 def _chat_tool(tool: api.FunctionTool) -> dict[str, Any]:

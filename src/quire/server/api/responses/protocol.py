@@ -1,4 +1,4 @@
-"""Bodies of `/v1/responses`: what is asked, items of a conversation, what is answered. Names as in OpenAI's API."""
+"""Request and response bodies of `/v1/responses` and their items, with the names of OpenAI's API."""
 
 from typing import Annotated, Any, Literal
 
@@ -30,27 +30,27 @@ class OutputText(msgspec.Struct, tag="output_text"):
 
 
 class Refusal(msgspec.Struct, tag="refusal"):
-    """Text with which a model declined to answer; only read, no model served here marks it."""
+    """Text with which a model declined to answer; accepted as input only."""
 
     refusal: str
 
 
 class InputImage(msgspec.Struct, tag="input_image"):
-    """Refused: no model served here sees."""
+    """Refused: supported models read text only."""
 
 
 class InputFile(msgspec.Struct, tag="input_file"):
-    """Refused: no model served here reads files."""
+    """Refused: supported models read text only."""
 
 
 class ReasoningText(msgspec.Struct, tag="reasoning_text"):
-    """What a model thought before it answered."""
+    """A model's reasoning before its answer."""
 
     text: str
 
 
 class SummaryText(msgspec.Struct, tag="summary_text"):
-    """What a model thought, summarized; only read."""
+    """A summary of a model's reasoning; accepted as input only."""
 
     text: str
 
@@ -59,25 +59,25 @@ InputPart = InputText | OutputText | Refusal | InputImage | InputFile
 
 
 class InputItem(msgspec.Struct):
-    """One item of a conversation, input or an earlier output; which fields count depends on `type`."""
+    """One item of a conversation, an input or an earlier output; `type` determines which fields are used."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     id: str | None = None
     status: str | None = None
     role: Role | None = None
-    """message: who wrote it"""
+    """For `message`: its author."""
     content: str | list[InputPart | ReasoningText] | None = None
-    """message, reasoning: what was written"""
+    """For `message` and `reasoning`: the text."""
     call_id: str | None = None
-    """function_call, function_call_output: which call"""
+    """For `function_call` and `function_call_output`: the id of the call."""
     name: str | None = None
-    """function_call: the function"""
+    """For `function_call`: the name of the function."""
     arguments: str | None = None
-    """function_call: JSON"""
+    """For `function_call`: JSON."""
     output: str | list[InputPart] | None = None
-    """function_call_output: what the function gave"""
+    """For `function_call_output`: the function's result."""
     summary: list[SummaryText] | None = None
-    """reasoning: read where `content` is missing"""
+    """For `reasoning`: used if `content` is missing."""
 
 
 class FunctionTool(msgspec.Struct, tag="function"):
@@ -106,7 +106,7 @@ class JsonObjectFormat(msgspec.Struct, tag="json_object"):
 
 
 class JsonSchemaFormat(msgspec.Struct, tag="json_schema"):
-    """JSON that fits a schema."""
+    """JSON that matches a schema."""
 
     name: str
     schema: dict[str, Any]
@@ -115,20 +115,20 @@ class JsonSchemaFormat(msgspec.Struct, tag="json_schema"):
 
 
 class TextConfig(msgspec.Struct):
-    """The form of the answer's text."""
+    """The format of the output text."""
 
     format: TextFormat | JsonObjectFormat | JsonSchemaFormat = TextFormat()
 
 
 class Reasoning(msgspec.Struct):
-    """How much to think."""
+    """Options for reasoning."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class ResponsesRequest(ChatExtensions, kw_only=True):
-    """Body of `POST /v1/responses`; docs/responses.md has what each field does."""
+    """Body of `POST /v1/responses`; docs/responses.md explains each field."""
 
     input: str | list[InputItem]
     model: str | None = None
@@ -169,7 +169,7 @@ class OutputMessage(msgspec.Struct, tag="message"):
 
 
 class FunctionCall(msgspec.Struct, tag="function_call"):
-    """A call that the client is to make."""
+    """A function call that the client should execute."""
 
     id: str
     call_id: str
@@ -179,7 +179,7 @@ class FunctionCall(msgspec.Struct, tag="function_call"):
 
 
 class ReasoningItem(msgspec.Struct, tag="reasoning"):
-    """What the model thought."""
+    """The model's reasoning."""
 
     id: str
     summary: list[SummaryText] = []
@@ -191,21 +191,21 @@ OutputItem = OutputMessage | FunctionCall | ReasoningItem
 
 
 class InputTokensDetails(msgspec.Struct):
-    """How the prompt's tokens came about."""
+    """Details of the prompt's tokens."""
 
     cached_tokens: int = 0
     cache_write_tokens: int = 0
-    """always 0: caching costs nothing and is not counted apart"""
+    """Always 0: caching has no separate cost."""
 
 
 class OutputTokensDetails(msgspec.Struct):
-    """What the generated tokens are."""
+    """Details of the generated tokens."""
 
     reasoning_tokens: int = 0
 
 
 class ResponseUsage(msgspec.Struct):
-    """Tokens read and generated."""
+    """Numbers of input and output tokens."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
@@ -233,7 +233,7 @@ class Response(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["response"] = "response"
     created_at: int
-    """seconds since 1970"""
+    """Seconds since 1970."""
     completed_at: int | None = None
     status: Status = "in_progress"
     model: str

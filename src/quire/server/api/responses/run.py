@@ -1,4 +1,4 @@
-"""One response in the making, read by its client or running in the background; and the shelf of all that are kept."""
+"""A response that is being generated, for its client or in the background; and all stored responses."""
 
 import asyncio
 import contextlib
@@ -27,11 +27,11 @@ from quire.server.http.sse import frame
 
 T = TypeVar("T")
 CHECK_S = 0.5
-"""so long a chat's first event is waited for: a request that is wrong fails before anything is told or stored"""
+"""Time to wait for a chat's first event, so that an invalid request fails before a response is sent or stored."""
 MAX_BACKGROUND = 256
-"""responses in the background at once"""
+"""Maximum number of responses that run in the background."""
 MAX_KEPT_STREAMS = 32
-"""background streams that have ended and can still be read"""
+"""Maximum number of finished background streams that can still be read."""
 
 
 class Run:
@@ -46,10 +46,10 @@ class Run:
         count_tokens: Callable[[str], Awaitable[int]],
         keep: Callable[["Run", bool], Awaitable[None]] | None,
     ) -> None:
-        """`keep(run, is_new)` stores how it stands; None: nothing is stored."""
+        """`keep(run, is_new)` stores the current state; None: nothing is stored."""
         self.builder = builder
         self.error: ApiError | None = None
-        """why it failed"""
+        """The error, if the response failed."""
         self._chat = chat
         self._to_api_error = to_api_error
         self._count_tokens = count_tokens
@@ -70,7 +70,7 @@ class Run:
                 await self._keep(self, True)
         except BaseException as error:
             await self._close_chat()
-            if is_kept:  # cut off while it was stored
+            if is_kept:  # cancelled while it was being stored
                 self.builder.end("cancelled")
                 await self._store_end()
             if isinstance(error, Exception):
@@ -78,8 +78,8 @@ class Run:
             raise
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """The events of the stream. What goes wrong becomes a response that failed. The last event comes when the
-        response is stored; whoever closes this before has cancelled it."""
+        """The events of the stream. An error becomes a failed response. The last event is sent after the response was
+        stored; closing the generator before that cancels the response."""
         builder = self.builder
         try:
             for event in builder.start():
@@ -90,14 +90,14 @@ class Run:
                 for event in builder.feed(chat_event):
                     yield event
                 chat_event = await _next(self._chat)
-            thoughts = builder.reasoning_text
-            for event in builder.complete(int(time.time()), await self._count_tokens(thoughts) if thoughts else 0):
+            reasoning = builder.reasoning_text
+            for event in builder.complete(int(time.time()), await self._count_tokens(reasoning) if reasoning else 0):
                 yield event
         except Exception as error:
             for event in self._fail(self._to_api_error(error)):
                 yield event
         except asyncio.CancelledError:
-            if self._ending is None:  # whoever reads has gone
+            if self._ending is None:  # the client has disconnected
                 raise
             for event in builder.end(*self._ending):
                 yield event
@@ -132,7 +132,7 @@ class Run:
 
 
 class BackgroundRun:
-    """Reads a run to its end in a task of its own, and keeps the frames of its stream if somebody may want them."""
+    """Reads a run to its end in its own task, and keeps the frames of its stream if they can be requested later."""
 
     def __init__(self, run: Run, owner: str, keeps_frames: bool) -> None:
         self.run = run
@@ -150,13 +150,13 @@ class BackgroundRun:
                 async for event in events:
                     if self.keeps_frames:
                         self._frames.append(event_frame(event))
-                        self._tell()
+                        self._notify()
         finally:
             self.is_over = True
-            self._tell()
+            self._notify()
 
     async def frames(self, starting_after: int = -1) -> AsyncGenerator[bytes, None]:
-        """The stream's events after the one of this number, those to come too. Closing this does not end the run."""
+        """The stream's events after this number, including future ones. Closing the generator does not end the run."""
         position = starting_after + 1
         while True:
             changed = self._changed
@@ -180,13 +180,13 @@ class BackgroundRun:
         if self.task is not None:
             await asyncio.wait({self.task})
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
 
-class Shelf:
-    """Owns the store and the responses in the background: what `/v1/responses` keeps between requests."""
+class StoredResponses:
+    """Owns the store and the background responses: everything that `/v1/responses` keeps between requests."""
 
     def __init__(self, args: ServerArgs) -> None:
         """Open the store. Raises ConfigError."""
@@ -199,7 +199,7 @@ class Shelf:
         self._timeout_s = args.request_timeout_s
         self._max_per_owner = args.max_concurrent_per_tenant or MAX_BACKGROUND
         self._background: dict[str, BackgroundRun] = {}
-        """those that run, and the last that can still be read"""
+        """Running responses, and the last finished ones whose streams can still be read."""
 
     def start(self, run: Run, owner: str, keeps_frames: bool) -> BackgroundRun:
         """Run it in the background."""
@@ -207,21 +207,21 @@ class Shelf:
         background.task = asyncio.create_task(self._drive(background))
         return background
 
-    def check_room(self, owner: str) -> None:
+    def check_limits(self, owner: str) -> None:
         """Raise ApiError 429 if no more may run in the background, in all or for this owner."""
         running = [each.owner for each in self._background.values() if not each.is_over]
         if len(running) >= MAX_BACKGROUND or running.count(owner) >= self._max_per_owner:
-            message = f"{len(running)} responses are running in the background, and no more are allowed at once"
+            message = f"{len(running)} responses are running in the background, and the limit is reached"
             raise ApiError(429, message, headers={"retry-after": "10"})
 
     def background(self, owner: str, response_id: str) -> BackgroundRun | None:
-        """One that runs in the background, or did lately."""
+        """A response that runs in the background, or did recently; None for another owner's."""
         found = self._background.get(response_id)
         return found if found is not None and found.owner == owner else None
 
     async def shutdown(self, drain_s: float = 0.0) -> None:
-        """Give what runs in the background so many seconds, end what is left, and close the store. Cancelling this,
-        once, ends the waiting alone."""
+        """Wait up to `drain_s` for background responses, end the rest, and close the store. Cancelling this call once
+        ends only the waiting."""
         running = [each for each in self._background.values() if each.task is not None and not each.is_over]
         if running and drain_s > 0:
             with contextlib.suppress(asyncio.CancelledError):
@@ -231,7 +231,7 @@ class Shelf:
         self.store.close()
 
     async def _drive(self, background: BackgroundRun) -> None:
-        error = ResponseError("request_timeout", f"the response was not done within {self._timeout_s} s")
+        error = ResponseError("request_timeout", f"the response was not complete within {self._timeout_s} s")
         timer = None
         if self._timeout_s is not None:
             loop = asyncio.get_running_loop()
@@ -244,7 +244,7 @@ class Shelf:
             self.forget(background)
 
     def forget(self, background: BackgroundRun) -> None:
-        """Drop it if its stream cannot be read, and the oldest of those whose streams can."""
+        """Drop a response whose stream cannot be read, and the oldest ones beyond MAX_KEPT_STREAMS."""
         if not background.keeps_frames:
             self._background.pop(background.run.builder.response.id, None)
         ended = [key for key, each in self._background.items() if each.is_over]
@@ -253,7 +253,7 @@ class Shelf:
 
 
 async def stored(call: Awaitable[T]) -> T:
-    """What the store gives; its errors become ApiError."""
+    """The result of a call of the store; its errors become ApiError."""
     try:
         return await call
     except ResponseTooLargeError as error:
@@ -271,7 +271,7 @@ def event_frame(event: Event) -> bytes:
 
 
 def _failed_json(response: bytes, reason: str) -> bytes:
-    """A stored response that nobody works on any more."""
+    """The JSON of a stored response that ended early, marked as failed."""
     found = msgspec.json.decode(response, type=Response)
     found.status = "failed"
     found.error = ResponseError("server_error", reason)

@@ -1,4 +1,4 @@
-"""Responses kept for later requests: one SQLite file that survives a restart, or memory alone.
+"""Storage of responses for later requests: an SQLite file, which survives a restart, or memory.
 
 A response belongs to the API key (`owner`) that made it; to any other it does not exist. The store is bounded in number
 and bytes: the oldest go first. Every change is one transaction, so that after a crash a row is whole or as it was
@@ -23,10 +23,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 APPLICATION_ID = 0x51554952
-"""marks a database as ours: `QUIR`"""
+"""Marks a database as Quire's: `QUIR`."""
 SCHEMA_VERSION = 1
 MAX_CHAIN = 1000
-"""responses that one may follow on, one after the other"""
+"""Maximum number of responses in a chain."""
 
 _SCHEMA = (
     "CREATE TABLE responses (id TEXT PRIMARY KEY, owner TEXT NOT NULL, previous_id TEXT, running INTEGER NOT NULL, "
@@ -48,37 +48,37 @@ ORDER BY depth DESC
 
 
 class StoreError(QuireError):
-    """The database cannot be read or written now; nothing is half written."""
+    """The database cannot be read or written; nothing was partly written."""
 
 
 class ResponseTooLargeError(StoreError):
-    """One response alone is larger than the store may be."""
+    """One response is larger than the limit of the whole store."""
 
 
 class ChainTooLongError(StoreError):
-    """A response follows on more responses, or longer ones, than may be read at once."""
+    """A chain has more or larger responses than may be read at once."""
 
 
 class StoredResponse(msgspec.Struct, frozen=True):
-    """A response and what it answered, both as JSON."""
+    """A response and its input, both as JSON."""
 
     id: str
     previous_id: str | None
     running: bool
-    """the server still works on it"""
+    """Whether it is still being generated."""
     response: bytes
-    """the response object"""
+    """The response object."""
     input_items: bytes
-    """the items of its own request, without those of the responses before it"""
+    """The input items of its own request, without those of earlier responses."""
 
 
 class ResponseStore:
-    """Owns the connection; all SQL runs in one thread, one call after the other."""
+    """Owns the connection; all SQL runs sequentially in one thread."""
 
     def __init__(
         self, path: Path | None, *, max_responses: int, max_bytes: int, fail: Callable[[bytes, str], bytes]
     ) -> None:
-        """Open or make the file; None: in memory.
+        """Open or create the file; None: in memory.
 
         `fail(response, reason)` gives the JSON of a response that ended early: those found running belong to a server
         that is gone. Raises ConfigError if the file is not ours, of another version, damaged, in use or out of reach.
@@ -96,7 +96,7 @@ class ResponseStore:
         await self._run(_add, owner, new, self._max_responses, self._max_bytes)
 
     async def update(self, owner: str, new: StoredResponse) -> None:
-        """Write how one stands now; nothing happens if it was deleted meanwhile. Raises as `add` does."""
+        """Update a response; has no effect if it was deleted meanwhile. Raises the same errors as `add`."""
         await self._run(_update, owner, new, self._max_responses, self._max_bytes)
 
     async def get(self, owner: str, response_id: str) -> StoredResponse | None:
@@ -104,7 +104,7 @@ class ResponseStore:
         return await self._run(_get, owner, response_id)
 
     async def chain(self, owner: str, response_id: str, max_bytes: int) -> list[StoredResponse]:
-        """The response and those it follows on, the first one first.
+        """The response and all that it continues, the oldest first.
 
         Raises KeyError with the id of one that is not there (never was, was deleted, or gave way to newer ones),
         ChainTooLongError, StoreError.
@@ -112,11 +112,11 @@ class ResponseStore:
         return await self._run(_chain, owner, response_id, max_bytes)
 
     async def delete(self, owner: str, response_id: str) -> bool:
-        """Forget it; False if this owner has none of that id. Raises StoreError."""
+        """Delete a response. Returns False if this owner has none with this id. Raises StoreError."""
         return await self._run(_delete, owner, response_id)
 
     def close(self) -> None:
-        """Write what is left of the log into the file and let go of it. Waits for calls under way."""
+        """Finish pending calls, write the log into the file and close it."""
         self._thread.submit(self._connection.close).result()
         self._thread.shutdown()
 
@@ -132,13 +132,13 @@ def _translated(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return call(*args, **kwargs)
     except (sqlite3.Error, OSError) as error:
         if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
-            raise StoreError("there is no room on the disk to store the response") from error
-        raise StoreError(f"the store of responses does not work: {error}") from error
+            raise StoreError("the disk is full: the response cannot be stored") from error
+        raise StoreError(f"the response store failed: {error}") from error
 
 
 def _open(path: Path | None, fail: Callable[[bytes, str], bytes]) -> sqlite3.Connection:
     try:
-        if path is not None:  # readable for nobody else, from its first byte on
+        if path is not None:  # no other user can read it at any time
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         connection = sqlite3.connect(path or ":memory:", timeout=0.2, isolation_level=None)
     except (OSError, sqlite3.Error) as error:
@@ -150,7 +150,7 @@ def _open(path: Path | None, fail: Callable[[bytes, str], bytes]) -> sqlite3.Con
             path.chmod(0o600)
     except (OSError, sqlite3.Error, msgspec.MsgspecError, UnicodeDecodeError, TypeError) as error:
         connection.close()
-        raise ConfigError(f"response store {path}: {error}; is another server using it, or is it damaged?") from error
+        raise ConfigError(f"response store {path}: {error}; it may be damaged, or in use by another server") from error
     except ConfigError:
         connection.close()
         raise
@@ -158,19 +158,23 @@ def _open(path: Path | None, fail: Callable[[bytes, str], bytes]) -> sqlite3.Con
 
 
 def _check_ours(connection: sqlite3.Connection, path: Path | None) -> None:
-    """Raise ConfigError for a file of anybody else, before anything is written to it."""
+    """Raise ConfigError if the file belongs to another program, before anything is written to it."""
     connection.execute("PRAGMA locking_mode = EXCLUSIVE")
     if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
         return
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if application != APPLICATION_ID:
-        raise ConfigError(f"response store {path}: a database of another program; name a file that does not exist yet")
+        raise ConfigError(
+            f"response store {path}: this database belongs to another program; choose a file that does not exist yet"
+        )
     if version != SCHEMA_VERSION:
-        raise ConfigError(f"response store {path}: has version {version}, this server reads {SCHEMA_VERSION}")
+        raise ConfigError(
+            f"response store {path}: has schema version {version}, but this server requires {SCHEMA_VERSION}"
+        )
     (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
     if verdict != "ok":
-        raise ConfigError(f"response store {path}: the file is damaged ({verdict}); move it away")
+        raise ConfigError(f"response store {path}: the file is damaged ({verdict}); remove or rename it")
 
 
 def _prepare(connection: sqlite3.Connection, fail: Callable[[bytes, str], bytes]) -> None:
@@ -233,7 +237,8 @@ def _evict(connection: sqlite3.Connection, kept_id: str, max_responses: int, max
         row = connection.execute(oldest, (kept_id,)).fetchone()
         if row is None:
             raise ResponseTooLargeError(
-                f"a response and its input have {total} bytes, the store holds {max_bytes}: set store to false"
+                f"the response and its input have {total} bytes, but the response store holds at most {max_bytes}; "
+                "set store=false"
             )
         connection.execute("DELETE FROM responses WHERE id = ?", (row[0],))
         number, total = number - 1, total - row[1]

@@ -1,4 +1,4 @@
-"""From the events of a chat to a response object and the events of its stream. Pure: no clock, no I/O.
+"""Converts the events of a chat to a response object and the events of its stream. No clock, no I/O.
 
 The order for each item of the output: `output_item.added`, for text `content_part.added`, deltas, what is done, from
 the inside out. Events are plain dicts; each is final when it is made.
@@ -59,11 +59,11 @@ class ResponseBuilder:
         self._num_events = 0
 
     def start(self) -> list[Event]:
-        """That the response was made, and that work on it has begun."""
+        """The events that begin the stream."""
         return [self._response_event("created"), self._response_event("in_progress")]
 
     def feed(self, event: ChatEvent) -> list[Event]:
-        """What one event of the chat means for the stream."""
+        """The stream's events for one event of the chat."""
         match event:
             case ContentDelta(text=text, logprobs=logprobs):
                 self._pending_logprobs += logprobs or ()
@@ -80,12 +80,12 @@ class ResponseBuilder:
 
     @property
     def reasoning_text(self) -> str:
-        """All thoughts so far."""
+        """The reasoning so far."""
         done = [item.content[0].text for item in self.response.output if isinstance(item, api.ReasoningItem)]
         return "".join(done) + (self._open.text if self._open is not None and self._open.kind == REASONING else "")
 
     def complete(self, now: int, num_reasoning_tokens: int) -> list[Event]:
-        """The chat has ended: as it should, or at the limit of tokens. An answer without anything is an empty text."""
+        """The chat has ended normally or at the token limit. An output without items becomes an empty text."""
         events = [] if self.response.output or self._open is not None else self._open_item(TEXT)
         if self._usage is not None:
             self.response.usage = _usage(self._usage, num_reasoning_tokens)
@@ -146,7 +146,7 @@ class ResponseBuilder:
         return events
 
     def _close(self, status: api.ItemStatus) -> list[Event]:
-        """The open item is done: tell of its text, its part and itself, and put it into the response."""
+        """Close the open item: send the events for its text, its part and itself, and add it to the response."""
         opened, self._open = self._open, None
         if opened is None:
             return []

@@ -1,4 +1,4 @@
-"""Fields that `/v1/responses` and `/v1/messages` take besides their protocol's: they mean what they mean in chat."""
+"""Additional fields of `/v1/responses` and `/v1/messages` that work as in chats."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.common.params import StructuredOutputsParams
 
 
 class ChatExtensions(msgspec.Struct, kw_only=True):
-    """How tokens are chosen, beyond the protocol; docs/sampling.md has the definitions."""
+    """Sampling parameters that the protocol does not have; docs/sampling.md defines them."""
 
     seed: int | None = None
     top_k: int | None = None
@@ -28,6 +28,6 @@ class ChatExtensions(msgspec.Struct, kw_only=True):
 
 
 def fields_of(request: ChatExtensions) -> dict[str, Any]:
-    """Those that are given, for the body of a chat request."""
+    """The fields that were set, for the body of a chat request."""
     given = {name: getattr(request, name) for name in ChatExtensions.__struct_fields__}
     return {name: value for name, value in given.items() if value is not None}

@@ -1,4 +1,4 @@
-"""What bodies of several endpoints have in common."""
+"""Types that the request and response bodies of several endpoints share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.common.outputs import RequestMetrics
 from quire.common.params import StructuredOutputsParams
 
 Prompts = str | list[str | int | list[int]]
-"""a text, token ids, or a list of either"""
+"""A string, a list of token ids, or a list of either."""
 
 
 class JsonSchemaFormat(msgspec.Struct, kw_only=True):
@@ -20,27 +20,27 @@ class JsonSchemaFormat(msgspec.Struct, kw_only=True):
     schema: dict[str, Any]
     description: str | None = None
     strict: bool | None = None
-    """accepted: every answer is strict"""
+    """Accepted without effect: every output matches the schema."""
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
-    """OpenAI's way to ask for a form."""
+    """OpenAI's format for a constraint on the output."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    """What a stream tells besides text."""
+    """What a stream contains besides text."""
 
     include_usage: bool | None = None
-    """a last chunk with no choices and the usage"""
+    """Send a last chunk with the usage and without choices."""
     continuous_usage_stats: bool | None = None
-    """the usage so far in every chunk"""
+    """Send the usage so far in every chunk."""
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
-    """How tokens are chosen and when to stop: SamplingParams' fields under their own names, and OpenAI's for others.
+    """Fields for sampling and stopping: those of SamplingParams under the same names, and OpenAI's names for others.
 
     None always means: what the checkpoint or this server takes where nothing is said.
     """
@@ -72,10 +72,10 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     priority: int | None = None
     user: str | None = None
-    """whose request it is, for fair scheduling; else it is the API key's"""
+    """The user of the request, for fair scheduling; by default the API key's name."""
 
     use_beam_search: bool | None = None
-    """`n` beams"""
+    """Search `n` beams instead of sampling."""
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
 
@@ -92,29 +92,29 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    """tokens in log-probabilities are written `token_id:123`"""
+    """Log-probabilities name tokens `token_id:123` instead of by their text."""
     request_id: str | None = None
 
     @property
     def includes_usage(self) -> bool:
-        """A stream ends with a chunk that has the usage."""
+        """Whether a stream ends with a chunk that has the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def continuous_usage(self) -> bool:
-        """Every chunk of a stream has the usage so far; only together with the last one, as in vLLM."""
+        """Whether every chunk has the usage so far; as in vLLM, only together with `includes_usage`."""
         return self.includes_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
-    """More about the prompt's tokens."""
+    """Details of the prompt's tokens."""
 
     cached_tokens: int = 0
-    """found in the prefix cache"""
+    """Tokens found in the prefix cache."""
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Tokens read and written."""
+    """Numbers of prompt and generated tokens."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -123,26 +123,26 @@ class Usage(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
-        """Of these counts."""
+        """The usage for these counts."""
         details = PromptTokensDetails(cached_tokens)
         return cls(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
 
 
 class Timings(msgspec.Struct, frozen=True):
-    """Where a request's time went, in seconds; None for what it never came to."""
+    """Durations of a request's phases in seconds; None for a phase that it did not reach."""
 
     queue_s: float | None
-    """from its arrival at the engine until it ran"""
+    """Time from the arrival in the engine to the first step."""
     prefill_s: float | None
-    """until its first token"""
+    """Time from the first step to the first token."""
     decode_s: float | None
-    """from there to its end"""
+    """Time from the first token to the end."""
     total_s: float | None
     num_preemptions: int = 0
 
     @classmethod
     def of(cls, metrics: RequestMetrics | None) -> Timings | None:
-        """From the engine's moments."""
+        """Durations between the times that the engine recorded."""
         if metrics is None:
             return None
         start, end = metrics.arrival_time, metrics.finished_time
@@ -155,7 +155,7 @@ def _lap(start: float | None, end: float | None) -> float | None:
 
 
 class TopLogprob(msgspec.Struct, frozen=True, gc=False):
-    """A token that was likely at a place."""
+    """One of the most likely tokens at a position."""
 
     token: str
     logprob: float
@@ -163,7 +163,7 @@ class TopLogprob(msgspec.Struct, frozen=True, gc=False):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
-    """A token of the answer, and the likeliest at its place."""
+    """A generated token, and the most likely ones at its position."""
 
     token: str
     logprob: float
@@ -172,7 +172,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
 
 
 class PromptLogprob(msgspec.Struct, frozen=True, gc=False):
-    """How likely a token is at a place of the prompt."""
+    """The log-probability of a token at a position of the prompt."""
 
     logprob: float
     rank: int | None
@@ -180,6 +180,6 @@ class PromptLogprob(msgspec.Struct, frozen=True, gc=False):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""by position, then by token id; None for the first token"""
+"""Log-probabilities by position, then by token id; None for the first token."""
 
 Count = Annotated[int, msgspec.Meta(ge=0)]

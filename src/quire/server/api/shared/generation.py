@@ -1,4 +1,4 @@
-"""From the engine's outputs to what answers are made of: several prompts merged, tokens counted, logprobs told."""
+"""Converts the engine's outputs for responses: merges several prompts, counts tokens, formats log-probabilities."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from quire.common.params.sampling import ALL_LOGPROBS
 from quire.engine.requests.input_processor import Prompt
 from quire.server.api.shared.fields import PromptLogprob, PromptLogprobs, TokenLogprob, TopLogprob, Usage
 from quire.server.http.errors import ApiError
-from quire.server.http.state import RequestContext, ServerState, engine_id
+from quire.server.http.state import ServerState, engine_id
 
 T = TypeVar("T")
 _QUICK_LOGPROBS = 2000
-"""told in a few milliseconds"""
+"""Number of log-probabilities that are formatted within a few milliseconds."""
 LOWEST_LOGPROB = -9999.0
-"""stands for -inf, which JSON cannot say"""
+"""Replaces -inf, which JSON cannot represent."""
 
 
 async def generate(
@@ -69,7 +69,7 @@ async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[
     try:
         for place, stream in enumerate(streams):
             tasks.append(asyncio.create_task(drain(place, stream)))
-            await asyncio.sleep(0)  # each is encoded as it starts: others have their turn in between
+            await asyncio.sleep(0)  # each prompt is encoded as it starts; other tasks run in between
         num_left = len(tasks)
         while num_left:
             found = await queue.get()
@@ -86,24 +86,23 @@ async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[
 
 
 async def beside(output: RequestOutput, make: Callable[[], T]) -> T:
-    """What `make` makes of this output: from a thread, where log-probabilities are so many that others would wait."""
+    """Call `make` for this output; in a thread if it has so many log-probabilities that other requests would wait."""
     rows = (output.prompt_logprobs, *(choice.logprobs for choice in output.outputs))
-    num_told = sum(len(some) * len(some[-1] or ()) for some in rows if some)
-    return make() if num_told <= _QUICK_LOGPROBS else await asyncio.to_thread(make)
+    num_logprobs = sum(len(some) * len(some[-1] or ()) for some in rows if some)
+    return make() if num_logprobs <= _QUICK_LOGPROBS else await asyncio.to_thread(make)
 
 
 class TokenCounts:
-    """Tokens of a request so far, over all its prompts; also for the log, whenever the request ends."""
+    """Tokens of a request so far, over all its prompts."""
 
-    def __init__(self, context: RequestContext) -> None:
-        self._facts = context.facts
+    def __init__(self) -> None:
         self._prompts: dict[int, tuple[int, int]] = {}
         self.prompt_tokens = 0
         self.completion_tokens = 0
         self.cached_tokens = 0
 
     def add(self, place: int, output: RequestOutput) -> None:
-        """A delta of the prompt at this place."""
+        """Count a delta of the prompt with this index."""
         counts = len(output.prompt_token_ids), output.num_cached_tokens
         if self._prompts.get(place) != counts:
             self._prompts[place] = counts
@@ -111,17 +110,14 @@ class TokenCounts:
                 sum(column) for column in zip(*self._prompts.values(), strict=True)
             )
         self.completion_tokens += sum(len(choice.token_ids) for choice in output.outputs)
-        self._facts["prompt_tokens"] = self.prompt_tokens
-        self._facts["completion_tokens"] = self.completion_tokens
-        self._facts["cached_tokens"] = self.cached_tokens
 
     def usage(self) -> Usage:
-        """As answers tell it."""
+        """The usage for a response body."""
         return Usage.of(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
 
 
 def token_text(token_id: int, logprob: Logprob, as_id: bool) -> str:
-    """What a token is called; `as_id`: by its number, which no other token has."""
+    """The name of a token: its text, or with `as_id` its id, which is unique."""
     return f"token_id:{token_id}" if as_id else logprob.decoded_token or ""
 
 
@@ -133,8 +129,8 @@ def finite(logprob: float) -> float:
 def chat_logprobs(
     token_ids: Iterable[int], rows: Iterable[dict[int, Logprob]], num_top: int, as_ids: bool
 ) -> list[TokenLogprob]:
-    """In the shape of chats: for each token its own, and the `num_top` likeliest."""
-    told = []
+    """Log-probabilities in the format of chats: each token's own, and those of the `num_top` most likely."""
+    entries_of_tokens = []
     for token_id, row in zip(token_ids, rows, strict=True):
         entries = [
             TopLogprob(text, finite(entry.logprob), tuple(text.encode()))
@@ -146,12 +142,12 @@ def chat_logprobs(
             entries = [entry for lp, entry in zip(row.values(), entries, strict=True) if (lp.rank or 0) <= num_top]
         entries.sort(key=lambda entry: -entry.logprob)
         text = token_text(token_id, own, as_ids)
-        told.append(TokenLogprob(text, finite(own.logprob), tuple(text.encode()), entries))
-    return told
+        entries_of_tokens.append(TokenLogprob(text, finite(own.logprob), tuple(text.encode()), entries))
+    return entries_of_tokens
 
 
 def prompt_logprobs(rows: list[dict[int, Logprob] | None] | None) -> PromptLogprobs | None:
-    """Of a prompt's tokens, as answers tell them."""
+    """A prompt's log-probabilities in the format of response bodies."""
     if rows is None:
         return None
     return [

@@ -1,4 +1,4 @@
-"""From a request's fields to the engine's params: one place for all endpoints."""
+"""Converts a request's fields to the engine's parameters, for all endpoints."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _SAME = tuple(
     for name in SamplingParams.__struct_fields__
     if name in SamplingFields.__struct_fields__ and name not in _OTHER_MEANING
 )
-"""fields with one name and meaning in both"""
+"""Fields with the same name and meaning in both."""
 _NOT_WITH_BEAMS = (
     "stop", "prompt_logprobs", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens", "min_p",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "truncate_prompt_tokens", "cache_salt",
 )  # fmt: skip
-"""what a beam search would have to heed and does not; what only random draws heed may stand there"""
+"""Fields that beam search does not support. Fields that only affect random draws are allowed."""
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 
 
@@ -33,15 +33,14 @@ def make_params(
     *,
     max_tokens: int | None,
     logprobs: int | None,
-    structured_outputs: StructuredOutputsParams | None = None,
+    structured_outputs: StructuredOutputsParams | None,
 ) -> SamplingParams | BeamSearchParams:
     """The params of a request, over what the checkpoint recommends.
 
     `max_tokens` None: what the context has room for. `structured_outputs`: a form that something else than the fields
     for it demands, instead of theirs. Raises RequestError or ApiError for what is wrong or cannot go together.
     """
-    structured_outputs = structured_outputs or structure(request)
-    tenant = "/".join(filter(None, (context.tenant, request.user)))  # nobody poses as another key's tenant
+    tenant = "/".join(filter(None, (context.tenant, request.user)))  # no client can act as another key's tenant
     if request.use_beam_search:
         return _beam_search(state, request, max_tokens, logprobs, structured_outputs, tenant)
     given: dict[str, Any] = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
@@ -58,21 +57,23 @@ def make_params(
 
 
 def name_fields(names: dict[str, str], request: SamplingFields) -> None:
-    """Add what this request calls fields that the engine's errors name otherwise."""
+    """Add the request's names of fields that the engine's error messages call otherwise."""
     for name in (*_GUIDED, "response_format"):
         if getattr(request, name) is not None:
             names.setdefault("structured_outputs", name)
 
 
 def structure(request: SamplingFields) -> StructuredOutputsParams | None:
-    """The form that the answer must have, by whichever name it is asked for. Raises ApiError for two of them."""
+    """The constraint on the output, from whichever field sets it. Raises ApiError if several do."""
     found: dict[str, StructuredOutputsParams] = {}
     if request.response_format is not None and request.response_format.type != "text":
         schema = request.response_format.json_schema
         if request.response_format.type == "json_object":
             found["response_format"] = StructuredOutputsParams(json_object=True)
         elif schema is None:
-            raise invalid("response_format of type json_schema needs json_schema", "response_format.json_schema")
+            raise invalid(
+                "response_format of type json_schema requires the field json_schema", "response_format.json_schema"
+            )
         else:
             found["response_format"] = StructuredOutputsParams(json=schema.schema)
     if request.structured_outputs is not None:
@@ -81,21 +82,21 @@ def structure(request: SamplingFields) -> StructuredOutputsParams | None:
         if (value := getattr(request, name)) is not None:
             found[name] = StructuredOutputsParams(**{field: value})
     if len(found) > 1:
-        raise invalid(f"{' and '.join(found)} each ask for a form of the answer: give one", next(iter(found)))
+        raise invalid(f"{' and '.join(found)} each constrain the output; set only one of them", next(iter(found)))
     return next(iter(found.values()), None)
 
 
 def num_choices(request: SamplingFields) -> int:
-    """Choices that come out for each prompt."""
+    """Number of choices returned for each prompt."""
     return 1 if request.n is None else request.n
 
 
 def check_request(state: ServerState, request: SamplingFields, num_prompts: int = 1) -> None:
-    """What can be refused before anything is made of the request. Raises ApiError."""
+    """Check limits before the request is processed. Raises ApiError."""
     args, num_samples = state.args, max(num_choices(request), request.best_of or 1)
     if num_prompts > args.max_prompts_per_request:
         limit = args.max_prompts_per_request
-        raise invalid(f"prompt has {num_prompts:,} prompts; at most {limit:,} are allowed", "prompt")
+        raise invalid(f"prompt contains {num_prompts:,} prompts; at most {limit:,} are allowed", "prompt")
     if num_prompts * num_samples > args.max_choices_per_request:
         raise invalid(
             f"{num_prompts:,} prompts times n={num_samples:,} are {num_prompts * num_samples:,} choices; at most "
@@ -103,11 +104,11 @@ def check_request(state: ServerState, request: SamplingFields, num_prompts: int 
             "n",
         )
     vocab_size = state.llm.model_config.vocab_size
-    for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):  # to look at each takes its time
+    for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):  # checking each of them would take long
         if (num_ids := len(getattr(request, name) or ())) > vocab_size:
-            raise invalid(f"{name} has {num_ids:,} token ids; this model has {vocab_size:,}", name)
+            raise invalid(f"{name} contains {num_ids:,} token ids, but this model has only {vocab_size:,}", name)
     if request.stream_options is not None and not request.stream:
-        raise invalid("stream_options are only for streams: set stream to true", "stream_options")
+        raise invalid("stream_options requires stream=true", "stream_options")
 
 
 def _beam_search(
@@ -120,9 +121,9 @@ def _beam_search(
 ) -> BeamSearchParams:
     for name in _NOT_WITH_BEAMS:
         if getattr(request, name) is not None:
-            raise invalid(f"{name} does not go with use_beam_search", name)
+            raise invalid(f"{name} cannot be combined with use_beam_search", name)
     if logprobs is not None:
-        raise invalid("logprobs do not go with use_beam_search", "logprobs")
+        raise invalid("logprobs cannot be combined with use_beam_search", "logprobs")
     n = num_choices(request)
     others = ("ignore_eos", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "priority")
     names = ("temperature", "length_penalty", "early_stopping", *others)
@@ -138,7 +139,7 @@ def _beam_search(
 
 
 def _logit_bias(given: dict[str, float] | None) -> dict[int, float] | None:
-    """JSON's keys are text."""
+    """Convert the keys, which are strings in JSON, to token ids."""
     if given is None:
         return None
     bias = {}

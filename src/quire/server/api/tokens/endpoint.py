@@ -42,7 +42,7 @@ async def tokenize(request: Request) -> ASGIApp:
 
 async def _token_ids(state: ServerState, body: TokenizeRequest) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
-        raise invalid("give either prompt or messages", "prompt")
+        raise invalid("exactly one of prompt and messages is required", "prompt")
     if body.prompt is not None:
         return await state.llm.encode(body.prompt, body.add_special_tokens is not False)
     prompt = await chat_prompt(
@@ -65,7 +65,9 @@ async def detokenize(request: Request) -> ASGIApp:
     state.check_model(body.model)
     vocab_size = state.llm.model_config.vocab_size
     if body.tokens and (largest := max(body.tokens)) >= vocab_size:
-        raise invalid(f"tokens has {largest}: this model's token ids end at {vocab_size - 1}", "tokens")
+        raise invalid(
+            f"tokens contains {largest}, but the largest token id of this model is {vocab_size - 1}", "tokens"
+        )
     text = await asyncio.to_thread(state.llm.tokenizer.decode, body.tokens, skip_special_tokens=False)
     return json_response(DetokenizeResponse(prompt=text))
 
@@ -93,7 +95,7 @@ ENDPOINTS = (
         path="/tokenize",
         method="POST",
         handler=tokenize,
-        summary="Make tokens of a text or a conversation",
+        summary="Tokenize a text or a conversation",
         request=TokenizeRequest,
         response=TokenizeResponse,
     ),
@@ -101,7 +103,7 @@ ENDPOINTS = (
         path="/detokenize",
         method="POST",
         handler=detokenize,
-        summary="Make text of tokens",
+        summary="Convert tokens to text",
         request=DetokenizeRequest,
         response=DetokenizeResponse,
     ),

@@ -1,4 +1,4 @@
-"""/tokenize, /detokenize and /tokenizer_info; /v1/models and what tells how the server is."""
+"""Bodies of /tokenize, /detokenize, /tokenizer_info, /v1/models and the endpoints that report the server's state."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from quire.server.api.shared.fields import Count
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
-    """A text or a conversation to be made tokens of."""
+    """A text or a conversation to be tokenized."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
     add_special_tokens: bool | None = None
-    """None: with a prompt yes, with messages no, since their template writes them"""
+    """Default: true with a prompt, false with messages, because the chat template adds them."""
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -27,7 +27,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 class TokenizeResponse(msgspec.Struct, kw_only=True):
-    """Its tokens."""
+    """The token ids."""
 
     count: int
     max_model_len: int
@@ -36,20 +36,20 @@ class TokenizeResponse(msgspec.Struct, kw_only=True):
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
-    """Tokens to be made text of."""
+    """Tokens to be converted to text."""
 
     model: str | None = None
     tokens: list[Count]
 
 
 class DetokenizeResponse(msgspec.Struct, kw_only=True):
-    """Their text, special tokens spelled out."""
+    """The text of the tokens, including special tokens."""
 
     prompt: str
 
 
 class TokenizerInfo(msgspec.Struct, kw_only=True):
-    """What clients that count or cut prompts themselves need to know."""
+    """Facts for clients that count or truncate prompts themselves."""
 
     tokenizer_class: str
     vocab_size: int
@@ -62,38 +62,38 @@ class TokenizerInfo(msgspec.Struct, kw_only=True):
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
-    """A model that is served."""
+    """A served model."""
 
     id: str
     object: str = "model"
     created: int
     owned_by: str = "quire"
     root: str
-    """the checkpoint"""
+    """The checkpoint."""
     parent: str | None = None
     max_model_len: int
 
 
 class ModelList(msgspec.Struct, kw_only=True):
-    """All of them."""
+    """All names of the served model."""
 
     object: str = "list"
     data: list[ModelCard]
 
 
 class Status(msgspec.Struct, kw_only=True):
-    """How it goes, in a word."""
+    """The state of the server."""
 
     status: str
 
 
 class Version(msgspec.Struct, kw_only=True):
-    """Of Quire."""
+    """The version of Quire."""
 
     version: str
 
 
 class Load(msgspec.Struct, kw_only=True):
-    """Requests in flight that generate."""
+    """The number of requests that generate at the moment."""
 
     server_load: int

@@ -1,4 +1,4 @@
-"""The tools a request gives, and what its `tool_choice` leaves the model to write."""
+"""Checks the tools of a request, and derives the grammar that its `tool_choice` requires."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.server.api.tools.output_parser import ForcedTools
 
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 192 * 1024
-"""of all tools as JSON"""
+"""Limit on the size of all tools as JSON."""
 MAX_SCHEMA_DEPTH = 64
 _WHITESPACE = " ?"
 """between JSON's tokens: a small model can write spaces without end where they are free"""
@@ -36,7 +36,9 @@ def check_tools(tools: Any, tool_choice: Any = None) -> None:
         for i, tool in enumerate(tools):
             name = _check_tool(tool, f"tools[{i}]")
             if names.setdefault(name, i) != i:
-                raise InvalidParamsError(f"tools[{i}].function.name: tools[{names[name]}] has the name {name!r} too")
+                raise InvalidParamsError(
+                    f"tools[{i}].function.name: {name!r} is already the name of tools[{names[name]}]"
+                )
         _check_size(tools)
     _check_choice(tool_choice, [tool["function"]["name"] for tool in tools or ()])
 
@@ -86,7 +88,7 @@ def _check_tool(tool: Any, where: str) -> str:
     parameters = function.get("parameters") or {}
     if parameters.get("type", "object") != "object":
         raise InvalidParamsError(
-            f"{where}.function.parameters.type={parameters['type']!r}: must be 'object', since arguments have names"
+            f"{where}.function.parameters.type={parameters['type']!r}: must be 'object': arguments are passed by name"
         )
     _check_depth(function, f"{where}.function")
     return name
@@ -98,7 +100,7 @@ def _field(parent: Any, key: str, kind: type, where: str) -> Any:
     if key not in parent:
         raise InvalidParamsError(f"{where}.{key} is missing")
     if not isinstance(parent[key], kind):
-        wanted = "an object" if kind is dict else "a text"
+        wanted = "an object" if kind is dict else "a string"
         raise InvalidParamsError(f"{where}.{key} must be {wanted}, not {_kind(parent[key])}")
     return parent[key]
 
@@ -111,7 +113,7 @@ def _check_name(name: str, where: str) -> None:
 
 
 def _check_depth(value: Any, where: str) -> None:
-    """Without recursion: what is too deep for it shall be found."""
+    """Check the nesting without recursion, which would fail on the schemas that must be refused."""
     level = [value]
     for _ in range(MAX_SCHEMA_DEPTH):
         children = [v.values() if isinstance(v, dict) else v for v in level if isinstance(v, dict | list)]
@@ -125,7 +127,7 @@ def _check_size(tools: Any) -> None:
     try:
         num_bytes = len(msgspec.json.encode(tools))
     except (TypeError, ValueError) as error:  # UnicodeEncodeError too
-        raise InvalidParamsError(f"tools cannot be written as JSON: {error}") from None
+        raise InvalidParamsError(f"tools cannot be encoded as JSON: {error}") from None
     if num_bytes > MAX_TOOLS_BYTES:
         raise InvalidParamsError(f"tools has {num_bytes:,} bytes as JSON: at most {MAX_TOOLS_BYTES:,} are allowed")
 
@@ -140,19 +142,21 @@ def _check_choice(choice: Any, names: Sequence[str]) -> None:
                 f"tool_choice={choice[:64]!r}: must be {', '.join(_CHOICES)} or a named function{near}"
             )
         if choice == "required" and not names:
-            raise InvalidParamsError("tool_choice='required', but tools is empty: give the functions to choose from")
+            raise InvalidParamsError(
+                "tool_choice='required', but tools is empty: it must contain at least one function"
+            )
         return
     if isinstance(choice, dict) and choice.get("type", "function") != "function":
         raise InvalidParamsError(f"tool_choice.type={choice['type']!r}: only 'function' is supported")
     name = _field(_field(choice, "function", dict, "tool_choice"), "name", str, "tool_choice.function")
     if name not in names:
         raise InvalidParamsError(
-            f"tool_choice.function.name={name[:64]!r} is none of the tools{nearest_name(name[:128], names)}"
+            f"tool_choice.function.name={name[:64]!r} is not one of the tools{nearest_name(name[:128], names)}"
         )
 
 
 def _kind(value: Any) -> str:
-    kinds = {dict: "an object", list: "a list", str: "a text", bool: "a boolean", int: "a number", float: "a number"}
+    kinds = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
     return "null" if value is None else kinds.get(type(value), type(value).__name__)
 
 
@@ -170,7 +174,7 @@ def _call_schema(name: str, index: int) -> dict[str, Any]:
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """The schema with its references to itself, `#...`, right for where it will stand."""
+    """The schema with its references to itself, `#...`, adjusted to its new place."""
     if isinstance(schema, list):
         return [_moved(item, place) for item in schema]
     if not isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""How models write their tool calls and their reasoning."""
+"""Formats in which models write tool calls and reasoning."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.server.api.tools.reader import Reader, Reading
 FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _NAME_RUN = re.compile(r"[A-Za-z0-9_.-]+")
 _KEYS = {"name": "name", "arguments": "arguments", "parameters": "arguments", "id": "id", "type": "type"}
-"""of a call written as an object; of the last two, which some models write, nothing is told"""
+"""Keys of a call that is written as an object. The last two, which some models write, are ignored."""
 
 
 class CallReader:
@@ -163,31 +163,29 @@ def _read_mistral(calls: CallReader) -> Reading[None]:
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a family of models writes calls."""
+    """The format of tool calls of a family of models."""
 
     name: str
     tag: str
-    """stands in front of calls"""
+    """Precedes calls."""
     read: ReadCalls
-    """reads what follows the tag"""
+    """Reads the text after the tag."""
     begins_bare: bool = False
-    """a call at the very beginning needs no tag"""
+    """Whether a call at the beginning of the output needs no tag."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """Between which tags a model thinks, at the beginning of its output."""
+    """The tags around a model's reasoning at the beginning of its output."""
 
     start: str = "<think>"
     end: str = "</think>"
     is_open: bool = False
-    """the prompt ends with the start tag"""
+    """Whether the prompt ends with the start tag."""
 
     def __post_init__(self) -> None:
         if not self.start.strip() or not self.end.strip() or self.start == self.end:
-            raise ConfigError(
-                f"the reasoning tags {self.start!r} and {self.end!r} must be two different texts that are not blank"
-            )
+            raise ConfigError(f"the reasoning tags {self.start!r} and {self.end!r} must be different and not blank")
 
     def after(self, prompt: str) -> ReasoningFormat:
         """The format for an answer to `prompt`, of which the last few words are enough."""
@@ -235,7 +233,7 @@ def choose_reasoning_format(choice: str, chat_template: str | None) -> Reasoning
     start, dots, end = choice.partition("...")
     if not dots:
         raise ConfigError(
-            f"reasoning_format={choice!r}: must be auto, none, {', '.join(REASONING_FORMATS)} or two tags, START...END"
+            f"reasoning_format={choice!r}: must be auto, none, {', '.join(REASONING_FORMATS)} or START...END"
         )
     return ReasoningFormat(start, end)
 

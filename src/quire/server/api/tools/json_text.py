@@ -1,4 +1,4 @@
-"""JSON (RFC 8259) read as it comes: checked, and handed on character by character as it stands."""
+"""Incremental JSON reader (RFC 8259): checks the text and passes it on unchanged while it arrives."""
 
 import json
 import re
@@ -6,7 +6,7 @@ import re
 from quire.server.api.tools.reader import Reader, Reading, Sink
 
 MAX_DEPTH = 128
-"""of objects and arrays in each other: what every client's parser takes"""
+"""Maximum nesting of objects and arrays, which every client's parser supports."""
 MAX_NUMBER_CHARS = 128
 
 SPACE = re.compile(r"[ \t\r\n]+")
@@ -24,7 +24,7 @@ def read_string(reader: Reader) -> Reading[str | None]:
 
 
 def scan_string(reader: Reader, sink: Sink) -> Reading[bool]:
-    """Hand on a string with its quotes. False at the first character that no string can have there."""
+    """Pass on a string with its quotes. Returns False at the first invalid character."""
     if not (yield from reader.match('"')):
         return False
     sink('"')
@@ -45,10 +45,9 @@ def scan_string(reader: Reader, sink: Sink) -> Reading[bool]:
 
 
 def scan_object(reader: Reader, sink: Sink) -> Reading[bool]:
-    """Hand on an object as it comes. False at the first character that no object can have there, or beyond a limit.
+    """Pass on an object while it arrives. Returns False at the first invalid character, or beyond a limit.
 
-    What was handed on is then the beginning of an object. It is up to the reader where `{` is not even the next
-    character: nothing is handed on.
+    The text passed on is then the beginning of an object, or nothing if the next character is not `{`.
     """
     if (yield from reader.ahead()) != "{":
         return False
@@ -82,7 +81,7 @@ def scan_object(reader: Reader, sink: Sink) -> Reading[bool]:
 
 
 def _cut_off(reader: Reader, token: str, sink: Sink) -> bool:
-    """False; hands on a token that is next and is not right, if it could be so because the text ends in it."""
+    """Returns False. If the text ends within an incomplete token, the token is passed on."""
     if reader.ends_with(token):
         sink(reader.take(len(token)))
     return False

@@ -1,4 +1,4 @@
-"""Takes a model's output apart: reasoning, content and tool calls, as it comes."""
+"""Incremental parser that splits a model's output into reasoning, content and tool calls."""
 
 import secrets
 from collections.abc import Callable
@@ -12,14 +12,14 @@ from quire.server.api.tools.reader import Reader, Reading
 
 @dataclass(frozen=True, slots=True)
 class ForcedTools:
-    """The output is made by a grammar that leaves nothing but calls."""
+    """The output is generated with a grammar that permits only calls."""
 
     name: str | None = None
-    """of the function whose arguments are the whole output; None: the output is an array of calls"""
+    """Name of the function whose arguments are the whole output. None: the output is an array of calls."""
 
 
 def new_call_id() -> str:
-    """An id for a call that nobody can guess."""
+    """An id for a call that cannot be guessed."""
     return "call_" + secrets.token_hex(12)
 
 
@@ -33,7 +33,7 @@ def make_parser(
 ) -> "OutputParser":
     """A parser for one sample's output.
 
-    With `forced` the other formats do not count: the grammar leaves them no room. Calls beyond `max_calls` are left
+    With `forced` the other formats are ignored, because the grammar excludes them. Calls beyond `max_calls` are left
     out. Without any format all text is content, and goes through as it is.
     """
     return OutputParser(reasoning, tools, forced, ParsedList(new_id, max_calls))
@@ -59,14 +59,14 @@ class OutputParser:
         self._reading = self._read_forced(forced) if forced is not None else self._read(reasoning, tools)
 
     def feed(self, text: str) -> list[Parsed]:
-        """What can be told now that this text has come."""
+        """Add text; returns the parts that are certain now."""
         if self._is_plain:
             return [ParsedContent(text)] if text else []
         self._reader.push(text)
         return self._go_on()
 
     def finish(self) -> list[Parsed]:
-        """The rest, when the output has ended; nothing may be fed after."""
+        """The output has ended; returns the remaining parts. No text may be fed afterwards."""
         if self._is_plain:
             return []
         self._reader.end()

@@ -1,4 +1,4 @@
-"""What a parser finds in a model's output."""
+"""The parts that a parser finds in a model's output."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class ParsedList:
             self._found.append(ParsedReasoning(text))
 
     def reasoning_ended(self) -> None:
-        """Content begins, without the white space in front of it."""
+        """Content begins; white space before it is dropped."""
         self._content = _Trimmer(leading=True)
 
     def call_began(self, name: str, arguments: str) -> Callable[[str], None]:
@@ -116,7 +116,7 @@ class _Trimmer:
         self._space: list[str] = []
 
     def add(self, text: str) -> str:
-        """The text that may go on now."""
+        """The text that can be emitted now."""
         body = text.rstrip(_WHITE_SPACE)
         if not body:
             if text and not self._drops:
@@ -141,4 +141,4 @@ class _Trimmer:
 
 
 def _ignore(piece: str) -> None:
-    """Nobody asked for this call."""
+    """Ignore a call beyond the limit."""

@@ -1,4 +1,4 @@
-"""Reading text that arrives in pieces, so that what is read does not depend on how it is cut."""
+"""Reads text that arrives in pieces, with results that do not depend on where it is split."""
 
 import re
 from collections.abc import Callable, Generator
@@ -8,13 +8,13 @@ T = TypeVar("T")
 Reading = Generator[None, None, T]
 """A part of a parser: it yields where it needs more text, and returns what it found."""
 Sink = Callable[[str], object]
-"""Takes text as it comes."""
+"""Receives text while it arrives."""
 
 
 class Reader:
-    """The text not read yet, and the text held: read, but perhaps to be given back.
+    """A buffer of unread text, and of held text, which was read but may still be released as content.
 
-    Whoever drives a Reading calls `push` or `end` and then goes on with it. Nothing is read twice, and no primitive
+    The caller of a Reading calls `push` or `end` and then resumes it. Nothing is read twice, and no primitive
     waits for more than a few characters (a tag, an escape, a number), so a parser made of them takes linear time.
     """
 
@@ -39,25 +39,25 @@ class Reader:
         return len(self._text) - self._at
 
     def hold(self, text: str = "") -> None:
-        """Keep what is read from here on, behind `text`, for `release`; forget what was held before."""
+        """Hold all text that is read from now on, after `text`, for `release`; drop what was held before."""
         self._held = [text]
 
     def release(self) -> str:
-        """What is held, which is held no more."""
+        """Return the held text and stop holding."""
         held, self._held = "".join(self._held or ()), None
         return held
 
     @property
     def is_blank(self) -> bool:
-        """Nothing but white space is held."""
+        """Whether the held text is only white space."""
         return not any(piece.strip() for piece in self._held or ())
 
     def ends_with(self, text: str) -> bool:
-        """All that is left, now and later, is `text`."""
+        """Whether the rest of the whole text is `text`."""
         return self._ended and self._text[self._at :] == text
 
     def take(self, num_chars: int) -> str:
-        """Read so many characters, which are there."""
+        """Read `num_chars` characters, which must be in the buffer."""
         text = self._text[self._at : self._at + num_chars]
         self._at += num_chars
         if self._held is not None:
@@ -80,7 +80,7 @@ class Reader:
             yield
 
     def match(self, literal: str) -> Reading[bool]:
-        """Read `literal` if it comes next, and nothing if not."""
+        """Read `literal` if it is next, otherwise nothing."""
         while True:
             text = self._text[self._at : self._at + len(literal)]
             if text == literal:
@@ -116,7 +116,7 @@ class Reader:
             yield
 
     def rest(self, sink: Sink) -> Reading[None]:
-        """Read all there will be."""
+        """Read all remaining text, including text that arrives later."""
         while True:
             sink(self.take(self.num_waiting))
             if self._ended:
@@ -124,6 +124,6 @@ class Reader:
             yield
 
     def _overlap(self, tag: str) -> int:
-        """How many of the last characters could begin `tag`."""
+        """Number of characters at the end that could begin `tag`."""
         longest = min(len(tag) - 1, self.num_waiting)
         return next((n for n in range(longest, 0, -1) if self._text.endswith(tag[:n])), 0)

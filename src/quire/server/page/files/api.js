@@ -31,9 +31,9 @@ async function reason(response) {
     const { error } = JSON.parse(text);
     said = error.param ? `${error.message} (${error.param})` : error.message;
   } catch {
-    // not the JSON of an error: the text as it came
+    // not the JSON of an error: show the text itself
   }
-  const hint = response.status === 401 ? ". Enter the API key at the top of the page" : "";
+  const hint = response.status === 401 ? ". Enter an API key at the top of the page" : "";
   return `${response.status}: ${said || response.statusText}${hint}`;
 }
 
@@ -58,6 +58,6 @@ export async function* events(response) {
       }
     }
   } finally {
-    await reader.cancel().catch(() => {}); // it has failed already: nothing is left to cancel
+    await reader.cancel().catch(() => {}); // the stream failed already: nothing is left to cancel
   }
 }

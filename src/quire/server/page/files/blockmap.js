@@ -1,4 +1,4 @@
-// The blocks of the cache, a cell each. State is shown by colour and by pattern; brightness says how many hold a block.
+// The blocks of the cache, a cell each. State is shown by colour and by pattern; brightness shows how many references a block has.
 
 import { CACHED, FREE, OWNED, PINNED, STATES } from "./mirror.js";
 import { colour, count, element, plural, prepared } from "./dom.js";
@@ -7,7 +7,7 @@ const MAX_HEIGHT = { device: 300, host: 120 };
 const MAX_CELL = 20;
 const MIN_CELL = 2;
 const PATTERN_CELL = 7; // smaller cells are plain
-const LEVELS = 5; // of brightness: 1, 2, 3 to 4, 5 to 8, more holders
+const LEVELS = 5; // of brightness: 1, 2, 3 to 4, 5 to 8, more references
 
 const level = (refs) => Math.min(LEVELS - 1, Math.ceil(Math.log2(Math.max(1, refs))));
 
@@ -70,7 +70,7 @@ function hatch(context, x, y, size) {
   context.stroke();
 }
 
-// A turned-down corner: more than one holds it.
+// A turned-down corner: the block has several references.
 function corner(context, x, y, size) {
   const fold = Math.max(3, size * 0.42);
   context.fillStyle = colour("leaf");
@@ -84,10 +84,10 @@ function corner(context, x, y, size) {
 export function fillLegend(list) {
   const cells = [
     ["free", { state: FREE }],
-    ["cached: kept, nobody holds it", { state: CACHED }],
+    ["cached: kept for reuse, not in use", { state: CACHED }],
     ["owned", { state: OWNED, refs: 1 }],
-    ["being filled", { state: OWNED, refs: 1, filled: 0.4 }],
-    ["shared: the more, the stronger", { state: OWNED, refs: 4 }],
+    ["partly filled", { state: OWNED, refs: 1, filled: 0.4 }],
+    ["shared: color strength shows the number of references", { state: OWNED, refs: 4 }],
     ["pinned", { state: PINNED, refs: 1 }],
   ];
   list.replaceChildren(
@@ -102,12 +102,12 @@ export function fillLegend(list) {
   );
 }
 
-// One tier's cells. `tell(text)` is told of the block under the pointer or the cursor.
+// One tier's cells. `describe(text)` is called with a description of the block under the pointer or the cursor.
 export class BlockMap {
-  constructor(name, title, tell) {
+  constructor(name, title, describe) {
     this.name = name;
     this.title = title;
-    this.tell = tell;
+    this.describe = describe;
     this.heading = element("h3");
     this.canvas = element("canvas", {
       tabindex: "0",
@@ -226,11 +226,11 @@ export class BlockMap {
     if (tier.state[id] !== FREE) {
       const names = (tier.owners.get(id) ?? []).map((order) => this.mirror.requests.get(order)?.id ?? `request ${order}`);
       if (tier.state[id] >= OWNED) {
-        said.push(plural(tier.refs[id], "holder") + (names.length ? ` (${names.slice(0, 4).join(", ")}${names.length > 4 ? ", …" : ""})` : ""));
+        said.push(plural(tier.refs[id], "reference") + (names.length ? ` (${names.slice(0, 4).join(", ")}${names.length > 4 ? ", …" : ""})` : ""));
       }
       said.push(`depth ${tier.depth[id]}`, `${tier.filled[id]} of ${this.mirror.setup.block_size} tokens`);
       said.push(tier.hash[id] || tier.parent[id] ? plural(tier.hits[id], "hit") : "not in the prefix tree");
     }
-    this.tell(said.join(" · "));
+    this.describe(said.join(" · "));
   }
 }

@@ -29,7 +29,7 @@ const TOOLS = `[
 const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed"];
 
 export class Playground {
-  // `measured({ ttft, itl })` learns how long an answer took to come.
+  // `measured({ ttft, itl })` is called with the times of each answer.
   constructor(measured) {
     this.measured = measured;
     this.messages = []; // as they are sent, without the system prompt
@@ -70,15 +70,15 @@ export class Playground {
     if (this.aborter || !text.trim()) return;
     const call = this.#openCalls()[0];
     const message = call ? { role: "tool", tool_call_id: call.id, content: text } : { role: "user", content: text };
-    const turn = this.#addTurn(message.role, call ? `result of ${call.function.name}` : "You");
+    const turn = this.#addTurn(message.role, call ? `Result of ${call.function.name}` : "You");
     turn.text.textContent = text;
     this.messages.push(message);
     byId("message").value = "";
-    if (this.#openCalls().length) this.#settle(); // the next call wants its result too
+    if (this.#openCalls().length) this.#settle(); // the next call needs its result too
     else this.#answer({ message, turn, text });
   }
 
-  // Calls of the last answer that have no result yet.
+  // Tool calls of the last answer that have no result yet.
   #openCalls() {
     const last = this.messages.findLastIndex((message) => message.role === "assistant");
     const calls = last < 0 ? [] : this.messages[last].tool_calls ?? [];
@@ -102,7 +102,7 @@ export class Playground {
     byId("message").focus();
   }
 
-  // The body of the request. Throws for what is not JSON where JSON is wanted.
+  // The body of the request. Throws an error if a field that must be JSON is not.
   #body() {
     const body = { messages: [...this.messages], stream: true, stream_options: { include_usage: true } };
     const system = byId("system").value.trim();
@@ -125,7 +125,7 @@ export class Playground {
     return body;
   }
 
-  // Ask for an answer. `asked` is taken back where there is none, so that it can be put right and sent again.
+  // Request an answer. If there is none, `asked` is moved back into the message box, to be corrected and sent again.
   async #answer(asked) {
     const conversation = this.messages;
     this.aborter = new AbortController();
@@ -204,7 +204,7 @@ function parsed(id, what) {
   }
 }
 
-// One answer as it comes.
+// One answer while it is received.
 class Answer {
   constructor(turn) {
     this.turn = turn;
@@ -264,11 +264,11 @@ class Answer {
 
   #think(text) {
     this.reasoning += text;
-    if (!this.thoughts) {
-      this.thoughts = element("p");
-      this.turn.text.before(element("details", { class: "reasoning" }, element("summary", {}, "Reasoning"), this.thoughts));
+    if (!this.reasoningNode) {
+      this.reasoningNode = element("p");
+      this.turn.text.before(element("details", { class: "reasoning" }, element("summary", {}, "Reasoning"), this.reasoningNode));
     }
-    this.thoughts.append(text);
+    this.reasoningNode.append(text);
   }
 
   #call(delta) {
@@ -282,7 +282,7 @@ class Answer {
     this.boxes[place].textContent = `${known.function.name}(${known.function.arguments})`;
   }
 
-  // It is all there: say how it went.
+  // The answer is complete: show its figures.
   finish() {
     this.calls = this.calls.filter(Boolean);
     this.turn.root.removeAttribute("aria-busy");
@@ -290,10 +290,10 @@ class Answer {
     const tokens = this.usage?.completion_tokens;
     if (tokens !== undefined) said.push(plural(tokens, "token"));
     if (this.itl) said.push(`${(1 / this.itl).toFixed(1)} tokens/s`);
-    if (this.ttft !== undefined) said.push(`first after ${duration(this.ttft)}`);
+    if (this.ttft !== undefined) said.push(`first token after ${duration(this.ttft)}`);
     const cached = this.usage?.prompt_tokens_details?.cached_tokens;
     if (cached !== undefined) said.push(`${count(cached)} of ${count(this.usage.prompt_tokens)} prompt tokens from the cache`);
-    said.push(this.reason === null ? "stopped" : this.reason === "length" ? "cut at the most tokens allowed" : "");
+    said.push(this.reason === null ? "stopped" : this.reason === "length" ? "ended at the token limit" : "");
     const copy = element("button", { type: "button", class: "quiet" }, "Copy");
     copy.addEventListener("click", async () => {
       try {

@@ -1,4 +1,4 @@
-// The facing page: the engine, live or as it was a moment ago.
+// The right side of the page: the engine, live or at an earlier moment.
 
 import { call, events } from "./api.js";
 import { BlockMap, fillLegend } from "./blockmap.js";
@@ -19,7 +19,7 @@ export class EngineView {
     this.history = new History();
     this.shownAt = null; // a moment of the engine's time; null: live
     this.selected = null; // a request's order
-    this.own = {}; // what the playground has measured: ttft and itl
+    this.own = {}; // times that the playground measured: ttft and itl
     this.arrival = 0;
     this.needs = false;
     this.treeAt = 0;
@@ -35,7 +35,7 @@ export class EngineView {
     byId("scrub").addEventListener("input", () => this.#scrub());
     byId("only-pressure").addEventListener("change", () => this.refresh());
     new ResizeObserver(() => this.repaint()).observe(byId("map"));
-    setInterval(() => this.refresh(), 1000); // time passes also where nothing happens
+    setInterval(() => this.refresh(), 1000); // the times shown change even if nothing happens
     const draw = () => {
       if (this.needs && !document.hidden) this.#render();
       requestAnimationFrame(draw);
@@ -55,9 +55,9 @@ export class EngineView {
           if (frame.error) throw new Error(frame.error.message);
           if (this.history.push(frame)) this.#arrived();
         }
-        this.#say("lost", "the stream ended; connecting again");
+        this.#say("lost", "connection closed; reconnecting");
       } catch (error) {
-        this.#say("lost", error.name === "AbortError" ? "connecting again" : `not connected: ${error.message}`);
+        this.#say("lost", error.name === "AbortError" ? "reconnecting" : `not connected: ${error.message}`);
       }
       const wait = RETRY_MS[Math.min(failures, RETRY_MS.length - 1)];
       failures += 1;
@@ -119,14 +119,14 @@ export class EngineView {
     this.refresh();
   }
 
-  // What is shown: the present, or the past, made once for each moment.
+  // The state that is shown: the present, or a past one, which is computed once for each moment.
   get #shown() {
     if (this.shownAt === null) return this.history.live;
     this.past ??= this.history.at(this.shownAt);
     return this.past;
   }
 
-  // The engine's time now: it says nothing while nothing happens.
+  // The engine's time now, estimated: it sends nothing while nothing happens.
   get #now() {
     if (this.shownAt !== null) return this.shownAt;
     return this.history.live.time + Math.max(0, (performance.now() - this.arrival) / 1000 - 0.2);
@@ -163,7 +163,7 @@ export class EngineView {
     scrub.setAttribute("aria-valuetext", text);
     byId("pause").setAttribute("aria-pressed", String(paused));
     setText(byId("pause"), paused ? "Go live" : "Pause");
-    if (paused && byId("link").dataset.state === "live") setText(byId("link"), "paused; the engine goes on");
+    if (paused && byId("link").dataset.state === "live") setText(byId("link"), "paused; the engine continues");
   }
 
   #renderFigures(mirror, now) {
@@ -177,7 +177,7 @@ export class EngineView {
       ["Tokens/s", count(Math.round(speed)), ""],
       ["Running", count(counters.running), `of ${mirror.setup.max_num_seqs}`],
       ["Waiting", count(counters.waiting), counters.swapped ? `+ ${counters.swapped} swapped` : ""],
-      ["Cache held", `${((100 * counters.used_blocks) / mirror.setup.num_blocks).toFixed(1)} %`, ""],
+      ["Cache in use", `${((100 * counters.used_blocks) / mirror.setup.num_blocks).toFixed(1)} %`, ""],
       ["Prefix hits", `${(100 * hitRate).toFixed(0)} %`, ""],
       ["Preemptions", count(counters.preemptions), counters.preemptions_by_swap ? `${counters.preemptions_by_swap} by swap` : ""],
       ["Evicted", count(counters.prefix_evicted), "tokens"],
@@ -195,20 +195,20 @@ export class EngineView {
     const misses = ["never_seen", "evicted", "other_key", "not_computed"]
       .filter((reason) => counters[`prefix_missed_${reason}`])
       .map((reason) => `${count(counters[`prefix_missed_${reason}`])} ${reason.replace("_", " ")}`);
-    setText(byId("speed-note"), `Solid: ${count(counters.generated_tokens)} generated in all. Dashed, on a scale of its own: ${count(counters.prompt_tokens)} of prompts. `
+    setText(byId("speed-note"), `Solid: ${count(counters.generated_tokens)} generated tokens in total. Dashed, with its own scale: ${count(counters.prompt_tokens)} prompt tokens. `
       + (misses.length ? `Prompt tokens not found in the cache: ${misses.join(", ")}.` : ""));
   }
 
   #renderLatency(now) {
     const ends = this.history.ends.filter((end) => end.time <= now);
-    for (const [id, name, what] of [["ttft", "ttft", "First token"], ["itl", "itl", "Between tokens"]]) {
+    for (const [id, name, what] of [["ttft", "ttft", "Time to first token"], ["itl", "itl", "Time between tokens"]]) {
       const values = ends.map((end) => end[name]).filter((value) => value > 0);
       const own = this.own[name];
       histogram(byId(id), values, own);
       const ofAll = values.length
         ? `median ${duration(quantile(values, 0.5))}, 95 % within ${duration(quantile(values, 0.95))}, ${plural(values.length, "request")}`
         : "no request has finished yet";
-      setText(byId(`${id}-note`), `${what}: ${ofAll}${own > 0 ? `; here, by the line: ${duration(own)}` : ""}`);
+      setText(byId(`${id}-note`), `${what}: ${ofAll}${own > 0 ? `; the playground's last answer (vertical line): ${duration(own)}` : ""}`);
     }
   }
 
@@ -234,7 +234,7 @@ function makeEvent({ event }) {
   const parts = [short(event.request_id ?? "")];
   if (event.reason) parts.push(event.reason);
   if (event.ttft_s !== undefined) parts.push(`first token ${duration(event.ttft_s)}`);
-  if (event.e2e_s !== undefined) parts.push(`all ${duration(event.e2e_s)}`);
+  if (event.e2e_s !== undefined) parts.push(`total ${duration(event.e2e_s)}`);
   const blocks = event.block_ids ?? [];
   if (blocks.length) parts.push(`blocks ${blocks.slice(0, 12).join(", ")}${event.count > 12 ? ", …" : ""}`);
   const text = parts.filter(Boolean).join(" · ");

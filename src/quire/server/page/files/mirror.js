@@ -1,4 +1,4 @@
-// The engine's cache as the frames of /debug/cache/events tell it, and its last minutes. See docs/live-view.md.
+// The engine's cache as described by the frames of /debug/cache/events, now and in the last minutes. See docs/live-view.md.
 
 export const FREE = 0;
 export const CACHED = 1;
@@ -90,7 +90,7 @@ const MAX_FRAMES = 400; // in a segment
 const MAX_EVENTS = 4000;
 const BYTES_PER_BLOCK = 40;
 
-// The present, and as much of the past as there is room for: segments of a beginning and the frames after it.
+// The present, and the past within a limit of memory: segments of a snapshot and the frames after it.
 export class History {
   constructor() {
     this.live = null;

@@ -4,9 +4,9 @@ import { count, element, keyed, plural, setAttribute, setText } from "./dom.js";
 
 const MAX_SHOWN = 60;
 const QUEUES = [
-  ["running", "Running", "Nobody runs."],
-  ["waiting", "Waiting", "Nobody waits."],
-  ["swapped", "Swapped out", "Nobody is swapped out."],
+  ["running", "Running", "No request is running."],
+  ["waiting", "Waiting", "No request is waiting."],
+  ["swapped", "Swapped out", "No request is swapped out."],
 ];
 
 export class Queues {
@@ -48,7 +48,7 @@ function update(item, row, selected) {
   const cached = Math.min(row.cachedTokens, computed);
   setText(head.children[0], row.id);
   const limit = row.maxTokens ? `/${count(row.maxTokens)}` : "";
-  const stage = row.stage === "grammar" ? "grammar is compiled" : row.stage === "prefill" && row.queue === "running" ? `${count(computed)}/${count(row.promptTokens)} prompt` : "";
+  const stage = row.stage === "grammar" ? "compiling grammar" : row.stage === "prefill" && row.queue === "running" ? `${count(computed)}/${count(row.promptTokens)} prompt` : "";
   setText(head.children[1], stage || `${count(row.generatedTokens)}${limit}`);
   const [prompt, output] = bars.children;
   prompt.children[0].style.width = share(cached, row.promptTokens);

@@ -29,7 +29,7 @@ export class PrefixTree {
     const most = Math.max(1, ...rows.map((row) => row.hits));
     if (!rows.some((row) => row.id === this.focused)) this.focused = rows.length ? rows[0].id : null;
     keyed(this.list, rows, (row) => row.id, () => this.#make(), (item, row) => this.#update(item, row, most));
-    setText(this.note, rows.length === 0 ? "Nothing is cached yet." : numRuns > rows.length ? `and ${count(numRuns - rows.length)} more runs` : "");
+    setText(this.note, rows.length === 0 ? "The cache is empty." : numRuns > rows.length ? `and ${count(numRuns - rows.length)} more runs` : "");
   }
 
   #make() {
@@ -46,7 +46,7 @@ export class PrefixTree {
     const folded = this.folded.has(row.id);
     item.style.paddingLeft = `${Math.min(row.depth - 1, 12) * 14 + 4}px`;
     setText(twist, row.children.length ? (folded ? "▸" : "▾") : "·");
-    const shared = row.refs > 1 ? `, held by ${row.refs}` : row.refs === 1 ? ", held" : "";
+    const shared = row.refs > 1 ? `, ${row.refs} references` : row.refs === 1 ? ", in use" : "";
     setText(run, `${plural(row.blocks.length, "block")} from ${row.id}, ${plural(row.tokens, "token")}${shared}`);
     setText(hits, plural(row.hits, "hit"));
     weight.style.backgroundSize = `${((100 * row.hits) / most).toFixed(0)}% 100%`;

@@ -10,9 +10,8 @@ from typing import Any, Literal, get_args
 import pytest
 from pydantic import BaseModel
 
-from quire.server.api.responses.endpoint import PART
 from quire.server.api.tools import REASONING_FORMATS, TOOL_FORMATS
-from tests.server.door import Server, saying
+from tests.server.in_process import Server, saying
 
 openai = pytest.importorskip("openai")
 anthropic = pytest.importorskip("anthropic")
@@ -29,16 +28,16 @@ def thoughtful() -> Iterator[Server]:
     """A model that thinks, says something and calls a tool."""
     server = saying(THOUGHTFUL, tool_format=TOOL_FORMATS["hermes"], reasoning_format=REASONING_FORMATS["think"])
     yield server
-    if PART in server.state.parts:
-        server.state.parts[PART].store.close()
+    if server.state.responses is not None:
+        server.state.responses.store.close()
 
 
 @pytest.fixture
 def polite() -> Iterator[Server]:
     server = saying("Hello!")
     yield server
-    if PART in server.state.parts:
-        server.state.parts[PART].store.close()
+    if server.state.responses is not None:
+        server.state.responses.store.close()
 
 
 @asynccontextmanager
@@ -125,7 +124,7 @@ def test_openai_parses_what_has_a_form(tiny: Server) -> None:
         assert isinstance(parsed.output_parsed, Greeting)
 
     with_openai(tiny, play)
-    tiny.state.parts[PART].store.close()
+    tiny.state.responses.store.close()
 
 
 def by_name(union: Any) -> dict[str, type[BaseModel]]:

@@ -1,4 +1,4 @@
-"""The page at /: a handful of files that come with the package, read once. Nothing else can be asked for."""
+"""Endpoints for the web page's files, which are part of the package and read once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascrip
 
 
 def _handler(content: bytes, media_type: str) -> Handler:
-    """Answers with this content, or with 304 to those who have it."""
+    """A handler that answers with this content, or with 304 if the client has it already."""
     headers = {
         "etag": f'"{blake2b(content, digest_size=12).hexdigest()}"',
         "cache-control": "no-cache",
@@ -44,7 +44,7 @@ def _endpoints() -> tuple[Endpoint, ...]:
         if media_type is not None:
             path = "/" if file.name == "index.html" else f"/page/{file.name}"
             handler = _handler(file.read_bytes(), media_type)
-            summary = f"The page: {file.name}"
+            summary = f"Web page: {file.name}"
             rows.append(
                 Endpoint(path=path, method="GET", handler=handler, summary=summary, media_type=media_type, kind="page")
             )

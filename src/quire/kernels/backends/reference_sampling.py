@@ -1,4 +1,4 @@
-"""What the sampling kernels compute, in plain torch: the definition the native ones are tested against.
+"""The definition of what the sampling kernels compute, in plain torch. The native ones are tested against it.
 
 Changes of the logits are float32, as the logits are; probabilities are float64.
 """
@@ -8,6 +8,8 @@ import math
 import torch
 from torch import Tensor
 
+from quire.common.errors import KernelError
+from quire.kernels.checks import check_range
 from quire.kernels.sampling_tensors import LogitChanges, SamplingTensors
 
 
@@ -19,6 +21,7 @@ def sample(logits: Tensor, how: SamplingTensors) -> Tensor:
     probability exceeds uniform times the kept total. Where the changes leave nothing larger than -inf, it is the
     likeliest token that the row's mask allows, or 0 without a mask.
     """
+    _check_sampling(how, logits.shape[1])
     tokens = []
     for row in range(logits.shape[0]):
         scores = changed_logits(logits, how.changes, row)
@@ -31,13 +34,15 @@ def sample(logits: Tensor, how: SamplingTensors) -> Tensor:
             cumulative = probs.cumsum(0)
             index = int(torch.searchsorted(cumulative, how.uniform[row] * cumulative[-1], right=True))
             tokens.append(int(ids[min(index, len(ids) - 1)]))
-    return torch.tensor(tokens, dtype=torch.int64)
+    return torch.tensor(tokens, dtype=torch.int64, device=logits.device)
 
 
 def processed_logits(logits: Tensor, how: SamplingTensors, rows: Tensor) -> Tensor:
     """For each of `rows`: the changed logits, divided (in float64) by the temperature, -inf for tokens that are cut.
     Temperature 0 divides and cuts nothing."""
-    out = torch.full((len(rows), logits.shape[1]), -torch.inf)
+    _check_sampling(how, logits.shape[1])
+    check_range("processed_logits: row", rows, logits.shape[0])
+    out = logits.new_full((len(rows), logits.shape[1]), -torch.inf)
     for i, row in enumerate(rows.tolist()):
         scores = changed_logits(logits, how.changes, row)
         if how.temperature[row] == 0 or scores.max() == -torch.inf:
@@ -89,13 +94,18 @@ def kept_tokens(scores: Tensor, how: SamplingTensors, row: int) -> tuple[Tensor,
     return ids, probs[stays][order]
 
 
-def top_logprobs(logits: Tensor, token_ids: Tensor, num_top: int, normalized: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """logits [num_rows, vocab], token_ids [num_rows] -> ids and log-probabilities [num_rows, 1 + num_top], of the token
-    and of the likeliest (the lower id first among equals), and ranks [num_rows]: 1 + how many tokens are likelier.
+def top_logprobs(
+    logits: Tensor, token_ids: Tensor, num_top: int, rows: Tensor, normalized: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`rows` [num_rows] of logits [num_logits, vocab], token_ids [num_rows] -> ids and log-probabilities [num_rows,
+    1 + num_top], of the token and of the likeliest (the lower id first among equals), and ranks [num_rows]: 1 + how
+    many tokens are likelier.
 
     NaN counts as -inf; the log-probabilities of a row of nothing else are -inf; several infinite logits share.
     """
-    scores = logits.nan_to_num(-torch.inf, torch.inf, -torch.inf)
+    check_range("top_logprobs: row", rows, logits.shape[0])
+    check_range("top_logprobs: token id", token_ids, logits.shape[1])
+    scores = logits[rows].nan_to_num(-torch.inf, torch.inf, -torch.inf)
     top = scores.sort(descending=True, stable=True).indices[:, :num_top]
     ids = torch.cat((token_ids[:, None], top), 1)
     chosen = scores.gather(1, ids)
@@ -113,7 +123,11 @@ def _allowed(changes: LogitChanges, row: int, vocab: int) -> Tensor | None:
     mask = int(changes.mask_of[row])
     if mask < 0:
         return None
-    return (changes.masks[mask][:, None] >> torch.arange(32, dtype=torch.int32) & 1).bool().flatten()[:vocab]
+    return (
+        (changes.masks[mask][:, None] >> torch.arange(32, dtype=torch.int32, device=changes.masks.device) & 1)
+        .bool()
+        .flatten()[:vocab]
+    )
 
 
 def _penalized(x: Tensor, changes: LogitChanges, row: int) -> Tensor:
@@ -121,7 +135,7 @@ def _penalized(x: Tensor, changes: LogitChanges, row: int) -> Tensor:
     token_ids = changes.histories[history].long()
     counts = token_ids[int(changes.num_prompt_tokens[history]) :].bincount(minlength=len(x))
     repetition, frequency, presence = changes.penalties[row]
-    seen = torch.zeros(len(x), dtype=torch.bool)
+    seen = torch.zeros_like(x, dtype=torch.bool)
     seen[token_ids] = True
     x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
     x = torch.where(counts > 0, x - frequency * counts.float(), x)
@@ -135,3 +149,29 @@ def _likeliest_allowed(logits: Tensor, changes: LogitChanges | None, row: int) -
         return 0
     ids = allowed.nonzero().flatten()
     return int(ids[scores[ids].argmax()])
+
+
+def _check_sampling(how: SamplingTensors, vocab: int) -> None:
+    """Raise KernelError unless all values are in range."""
+    allowed = {
+        "temperature": how.temperature >= 0,
+        "top_k": how.top_k >= 0,
+        "top_p": (how.top_p >= 0) & (how.top_p <= 1),
+        "min_p": (how.min_p >= 0) & (how.min_p <= 1),
+        "uniform": (how.uniform >= 0) & (how.uniform < 1),
+    }
+    if (c := how.changes) is not None:
+        allowed["mask_of"] = (c.mask_of >= -1) & (c.mask_of < len(c.masks))
+        allowed["history_of"] = (c.history_of >= -1) & (c.history_of < len(c.histories))
+        allowed["repetition_penalty"] = c.penalties[:, 0] > 0
+        lists = {"banned": c.banned, "biased": c.biased, "histories": c.histories}
+        for name, given in lists.items():
+            allowed[f"the starts of {name}"] = torch.cat((given.starts[:1] == 0, given.starts.diff() >= 0))
+            allowed[f"the starts of {name}"][-1] &= given.starts[-1] == len(given.ids)
+        lens = c.histories.starts.diff()
+        allowed["num_prompt_tokens"] = (c.num_prompt_tokens >= 0) & (c.num_prompt_tokens <= lens)
+    for name, fine in allowed.items():
+        if not bool(fine.all()):
+            raise KernelError(f"sample: {name} out of range in row {int(fine.int().argmin())}")
+    for name, given in lists.items() if c is not None else ():
+        check_range(f"sample: {name} has token id", given.ids, vocab)

@@ -9,49 +9,48 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.common.errors import KernelError
-from quire.kernels.backend import native
-from quire.kernels.checks import native_errors
+from quire.kernels.checks import kernel_errors
 
 
 class KernelGraph:
-    """Kernel calls with their arguments, as CUDA graphs keep them.
+    """Kernel calls with their arguments, as CUDA graphs keep them. `Backend.graph` makes one.
 
-    A replay makes the same calls on the same addresses: the caller keeps the inputs in place and writes the new ones
-    there, and what is put out goes into a Workspace, which must be `recording()`. Only kernels are recorded, so nothing
-    but kernels and views may run in between; anything else raises KernelError.
+    A replay makes the same calls on the same addresses: the caller keeps the inputs in place and writes new values
+    there, and outputs go into a Workspace, which must be `recording()`. Only kernels are recorded, so nothing but
+    kernels and views may run during a recording; anything else raises KernelError. A replay runs on the threads that
+    are current for its caller, whichever were current during the recording.
     """
 
-    def __init__(self) -> None:
-        if native is None:
-            raise KernelError("a KernelGraph needs the native kernels, which are not in use")
-        self._graph = native.KernelGraph()
+    def __init__(self, calls: Any) -> None:
+        """`calls` is the backend's own list of calls, with `begin`, `end`, `replay` and a length."""
+        self._calls = calls
 
     def __len__(self) -> int:
-        return len(self._graph)
+        return len(self._calls)
 
     @contextmanager
     def record(self) -> Iterator[None]:
         """Record the kernels that this thread runs in the body."""
-        self._graph.begin()
+        self._calls.begin()
         try:
             with _OnlyViews():  # type: ignore[no-untyped-call]
                 yield
         finally:
-            self._graph.end()
+            self._calls.end()
 
     def replay(self) -> None:
         """Run them again."""
-        with native_errors():
-            self._graph.replay()
+        with kernel_errors():
+            self._calls.replay()
 
 
 class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses what torch would compute, and memory that may be another's at the replay."""
+    """Refuses what torch would compute, and memory that a replay could not rely on."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """torch asks whether to shield the mode from its compiler. Nothing is compiled here, and the shield imports the
-        compiler: more than a second, in the first step of all."""
+        """False: the mode is not shielded from torch's compiler. Nothing is compiled here, and the shield would import
+        the compiler, which takes more than a second of the first step."""
         return False
 
     def __torch_dispatch__(

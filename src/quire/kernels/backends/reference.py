@@ -1,8 +1,9 @@
-"""What every kernel computes, in plain torch: the living definition the native kernels are tested against.
+"""The definition of what every kernel computes, in plain torch. The native kernels are tested against it.
 
-Readable before fast. Also serves, slowly, where the native extension could not be built or loaded. Arithmetic is in
-float32 whatever the storage dtype; results are rounded once, on the way out. The reference does not promise the bitwise
-batch invariance of the native kernels: torch may choose another reduction order for another batch size.
+It is written to be read, and works on any torch device; it serves, slowly, where the native extension could not be
+built or loaded. Arithmetic is in float32 whatever the storage dtype; results are rounded once, at the end. The bits of
+a row may depend on the batch here, since torch may choose another order of summation for another batch size. Values
+out of range, such as ids, raise KernelError.
 """
 
 from collections.abc import Callable
@@ -11,6 +12,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from quire.common.errors import KernelError
+from quire.kernels.checks import check_range
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
@@ -89,8 +93,8 @@ class _Rounding(NamedTuple):
 
 
 def _sum_in_order(terms: Tensor) -> Tensor:
-    """Over the last dimension, one after another: near ties must fall as in the native kernels."""
-    total = torch.zeros(terms.shape[:-1])
+    """The sum over the last dimension, term by term: near ties must fall as in the native kernels."""
+    total = terms.new_zeros(terms.shape[:-1])
     for term in terms.unbind(-1):
         total = total + term
     return total
@@ -105,7 +109,7 @@ def quantized_matmul(
     order. A row with an infinity or a NaN gives NaNs.
     """
     x_integers, x_scales = quantize_rows(x, integers.shape[2])
-    out = torch.zeros(x.shape[0], integers.shape[0])
+    out = scales.new_zeros(x.shape[0], integers.shape[0])
     for group in range(integers.shape[1]):
         exact = x_integers[:, group].double() @ integers[:, group].double().T
         out = out + exact.float() * (x_scales[:, group, None] * scales[:, group])
@@ -114,6 +118,7 @@ def quantized_matmul(
 
 def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
     """Rows of `table` [vocab, hidden] by token_ids [num_tokens] -> [num_tokens, hidden]."""
+    check_range("embedding: token id", token_ids, table.shape[0])
     return table[token_ids.long()]
 
 
@@ -151,6 +156,7 @@ def rotary_embedding(x: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
     x [num_tokens, num_heads, head_dim]; positions [num_tokens]; cos_sin [max_positions, rotary_dim] float32, cosines in
     the first half, sines in the second. Dimensions past rotary_dim stay as they are.
     """
+    check_range("rotary_embedding: position", positions, cos_sin.shape[0])
     rotary_dim = cos_sin.shape[-1]
     cos, sin = cos_sin[positions.long()].unsqueeze(1).chunk(2, dim=-1)  # [num_tokens, 1, rotary_dim / 2]
     first, second = x[..., :rotary_dim].float().chunk(2, dim=-1)
@@ -185,6 +191,7 @@ def write_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots
     lanes of the dot-product instructions); v_cache [num_blocks, num_kv_heads, block_size, head_dim]. An int8 k_cache
     has two lanes more: the bytes of the float32 scales of the key and of the value.
     """
+    check_range("write_kv: slot", slots, _num_slots(v_cache))
     block_size, pack = k_cache.shape[3:]
     blocks, offsets = slots.long() // block_size, slots.long() % block_size
     if k_cache.dtype is torch.int8:
@@ -206,6 +213,7 @@ def gather_kv(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> tuple[Tensor, 
 
     Those of an int8 cache are float32.
     """
+    check_range("gather_kv: slot", slots, _num_slots(v_cache))
     block_size = k_cache.shape[3]
     blocks, offsets = slots.long() // block_size, slots.long() % block_size
     key, value = k_cache[blocks, :, :, offsets].flatten(2), v_cache[blocks, :, offsets]
@@ -232,12 +240,13 @@ def paged_attention(
     h // (num_heads / num_kv_heads). With a sliding window, position p sees the keys p - sliding_window + 1 to p.
     Returns [num_tokens, num_heads, head_dim].
     """
-    out = torch.empty(query.shape, dtype=query.dtype)
+    _check_attention(query, v_cache, query_start, seq_lens, block_tables, sliding_window)
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
     group = query.shape[1] // k_cache.shape[1]
     block_size = k_cache.shape[3]
     for s, seq_len in enumerate(seq_lens.tolist()):
         rows = slice(int(query_start[s]), int(query_start[s + 1]))
-        positions = torch.arange(seq_len)
+        positions = torch.arange(seq_len, device=query.device)
         slots = block_tables[s].long()[positions // block_size] * block_size + positions % block_size
         key, value = (t.float().repeat_interleave(group, dim=1) for t in gather_kv(k_cache, v_cache, slots))
         scores = torch.einsum("qhd,khd->hqk", query[rows].float(), key) * scale  # [num_heads, query_len, seq_len]
@@ -255,6 +264,8 @@ def copy_blocks(src: Tensor, dst: Tensor, pairs: Tensor) -> None:
 
     Used for copy-on-write (src is dst) and for swapping (two pools). No block is both read and written in one call.
     """
+    check_range("copy_blocks: source block", pairs[:, 0], src.shape[0])
+    check_range("copy_blocks: destination block", pairs[:, 1], dst.shape[0])
     dst[pairs[:, 1].long()] = src[pairs[:, 0].long()]
 
 
@@ -263,7 +274,35 @@ def copy_slots(k_cache: Tensor, v_cache: Tensor, src_slots: Tensor, dst_slots: T
 
     Used to reuse part of a block that another sequence computed. No slot is both read and written in one call.
     """
+    check_range("copy_slots: source slot", src_slots, _num_slots(v_cache))
+    check_range("copy_slots: destination slot", dst_slots, _num_slots(v_cache))
     block_size = k_cache.shape[3]
     (src, src_at), (dst, dst_at) = ((s.long() // block_size, s.long() % block_size) for s in (src_slots, dst_slots))
     k_cache[dst, :, :, dst_at] = k_cache[src, :, :, src_at]
     v_cache[dst, :, dst_at] = v_cache[src, :, src_at]
+
+
+def _num_slots(v_cache: Tensor) -> int:
+    return v_cache.shape[0] * v_cache.shape[2]
+
+
+def _check_attention(
+    query: Tensor, v_cache: Tensor, query_start: Tensor, seq_lens: Tensor, block_tables: Tensor, window: int | None
+) -> None:
+    """Raise KernelError unless the ranges of queries and blocks fit."""
+    num_blocks, _, block_size, _ = v_cache.shape
+    starts = query_start.tolist()
+    if starts[0] != 0 or starts[-1] != len(query) or starts != sorted(starts):
+        raise KernelError(f"paged_attention: query_start must rise from 0 to {len(query)}, it is {starts}")
+    for s, seq_len in enumerate(seq_lens.tolist()):
+        query_len = starts[s + 1] - starts[s]
+        blocks = -(-seq_len // block_size)
+        if query_len > seq_len or (query_len and blocks > block_tables.shape[1]):
+            raise KernelError(
+                f"paged_attention, sequence {s}: {query_len} query tokens of {seq_len} in all do not fit a block table "
+                f"of {block_tables.shape[1]} blocks of {block_size}"
+            )
+        first_key = 0 if window is None else max(0, seq_len - query_len - window + 1)
+        used = block_tables[s, first_key // block_size : blocks] if query_len else block_tables[s, :0]
+        for block in used[(used < 0) | (used >= num_blocks)][:1].tolist():
+            raise KernelError(f"paged_attention, sequence {s}: block id {block} is not in [0, {num_blocks})")

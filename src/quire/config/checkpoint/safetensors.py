@@ -1,37 +1,46 @@
-"""The header of a safetensors file, checked before anything in the file is believed. Pure Python, no tensors.
+"""Safetensors folders: one file, or several and an index. Every header is checked before anything in it is believed.
 
-Layout: 8 bytes little-endian header length; that many bytes of JSON, `{name: {dtype, shape, data_offsets}}`; the data,
-without holes or overlaps. Format: https://github.com/huggingface/safetensors
+A file is 8 bytes of little-endian header length, a JSON header `{name: {dtype, shape, data_offsets}}` of that length,
+and the data, without holes or overlaps. Format: https://github.com/huggingface/safetensors
 """
 
 import json
 import math
 import reprlib
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from quire.common.errors import CheckpointError
+from quire.config.checkpoint.tensors import MappedCheckpoint, MappedTensor
+from quire.config.hf_config import read_json_object
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+DTYPES = {"BOOL": ("bool", 1), "U8": ("uint8", 1), "I8": ("int8", 1), "U16": ("uint16", 2), "I16": ("int16", 2)}
+DTYPES |= {"F8_E4M3": ("float8_e4m3fn", 1), "F8_E5M2": ("float8_e5m2", 1), "F16": ("float16", 2)}
+DTYPES |= {"BF16": ("bfloat16", 2), "U32": ("uint32", 4), "I32": ("int32", 4), "F32": ("float32", 4)}
+DTYPES |= {"U64": ("uint64", 8), "I64": ("int64", 8), "F64": ("float64", 8)}
+"""The dtypes as the format spells them: torch's name, and the bytes of an element."""
 
 _MAX_HEADER_BYTES = 100_000_000
 _MAX_DIMENSIONS = 64
-_ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2}
-_ITEM_BYTES |= {"U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8}
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """One tensor of a file: `num_bytes` bytes at `offset` from the start of the file."""
+def open_safetensors(folder: Path) -> MappedCheckpoint:
+    """The tensors of `folder`, headers validated. Raises CheckpointError if a file is missing or malformed."""
+    tensors: dict[str, MappedTensor] = {}
+    for path, names in _weight_files(folder).items():
+        header = read_header(path)
+        missing = sorted(set(names or ()) - header.keys())
+        if missing:
+            raise CheckpointError(f"{path} lacks what {INDEX_FILE} promises of it: {', '.join(missing)}")
+        tensors |= header if names is None else {name: header[name] for name in names}
+    return MappedCheckpoint(tensors)
 
-    name: str
-    dtype: str
-    """as the format spells it: F32, BF16, F16, ..."""
-    shape: tuple[int, ...]
-    offset: int
-    num_bytes: int
 
-
-def read_header(path: Path) -> dict[str, TensorInfo]:
+def read_header(path: Path) -> dict[str, MappedTensor]:
     """All tensors of `path` by name, in file order. Raises CheckpointError saying what is wrong with the file."""
     try:
         file_bytes = path.stat().st_size
@@ -73,24 +82,25 @@ def _parse(path: Path, header: bytes) -> dict[str, Any]:
     return entries
 
 
-def _tensor(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
+def _tensor(path: Path, name: str, entry: Any, data_start: int) -> MappedTensor:
     def wrong(what: str) -> CheckpointError:
         return CheckpointError(f"{path}: tensor {reprlib.repr(name)} {what}")
 
     if not isinstance(entry, dict):
         raise wrong("has an entry in the header that is not an object")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if not isinstance(dtype, str) or dtype not in _ITEM_BYTES:
-        raise wrong(f"has dtype {reprlib.repr(dtype)}, known are {', '.join(_ITEM_BYTES)}")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise wrong(f"has dtype {reprlib.repr(dtype)}, known are {', '.join(DTYPES)}")
     if not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise wrong(f"has shape {reprlib.repr(shape)} and data_offsets {reprlib.repr(offsets)}: malformed")
     num_bytes = offsets[1] - offsets[0]
-    needed = math.prod(shape) * _ITEM_BYTES[dtype]
+    name_in_torch, item_bytes = DTYPES[dtype]
+    needed = math.prod(shape) * item_bytes
     if needed != num_bytes:
         raise wrong(
             f"of shape {shape} and dtype {dtype} needs {needed} bytes, but its data_offsets {offsets} span {num_bytes}"
         )
-    return TensorInfo(name, dtype, tuple(shape), data_start + offsets[0], num_bytes)
+    return MappedTensor(name, name_in_torch, tuple(shape), num_bytes, path, data_start + offsets[0])
 
 
 def _is_sizes(value: Any) -> TypeGuard[list[int]]:
@@ -98,7 +108,7 @@ def _is_sizes(value: Any) -> TypeGuard[list[int]]:
     return is_short and all(type(item) is int and 0 <= item < 2**62 for item in value)
 
 
-def _check_layout(path: Path, tensors: list[TensorInfo], data_start: int, file_bytes: int) -> None:
+def _check_layout(path: Path, tensors: list[MappedTensor], data_start: int, file_bytes: int) -> None:
     """Tensors, sorted by offset, must follow each other from the start of the data to the end of the file."""
     end, before = data_start, "the header"
     for tensor in tensors:
@@ -113,3 +123,33 @@ def _check_layout(path: Path, tensors: list[TensorInfo], data_start: int, file_b
         )
     if end < file_bytes:
         raise CheckpointError(f"{path} has {file_bytes - end} bytes after its last tensor: not what its header says")
+
+
+def _weight_files(folder: Path) -> Mapping[Path, list[str] | None]:
+    """Files to open, and the tensors to take from each (None: all it has)."""
+    index, single = folder / INDEX_FILE, folder / SINGLE_FILE
+    if single.is_file():
+        return {single: None}
+    if index.is_file():
+        return _indexed_files(folder, index)
+    raise CheckpointError(f"{folder} has safetensors files, but neither {SINGLE_FILE} nor {INDEX_FILE}: incomplete")
+
+
+def _indexed_files(folder: Path, index: Path) -> Mapping[Path, list[str] | None]:
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no 'weight_map' of tensor names to files")
+    files: dict[Path, list[str] | None] = {}
+    by_file: dict[str, list[str]] = {}
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or file != Path(file).name or not file.endswith(".safetensors"):
+            raise CheckpointError(f"{index} places {name!r} in {file!r}: must be a safetensors file of the same folder")
+        by_file.setdefault(file, []).append(name)
+    present = {path.name for path in folder.glob("*.safetensors") if path.is_file()}
+    for file, names in by_file.items():
+        if file not in present:
+            raise CheckpointError(
+                f"{folder} lacks the weight file {file}, which {INDEX_FILE} names (download it again)"
+            )
+        files[folder / file] = names
+    return files

@@ -1,4 +1,4 @@
-"""Memory for what kernels put out, which stays mapped from step to step."""
+"""Host memory for the outputs of kernels, which stays mapped from step to step, and for KV caches."""
 
 import ctypes
 import math
@@ -11,9 +11,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from quire.common.errors import OutOfMemoryError
 from quire.common.faults import fault_point
 
 _ALIGNMENT = 64
@@ -22,11 +24,11 @@ _SMALL_BYTES = 64 * 1024  # the system's allocator keeps pieces up to here, and 
 
 
 class Workspace:
-    """While one is entered, the kernels of this thread put their outputs into it: first fit, in regions that only grow.
+    """While a thread has entered it, kernels put their outputs into it: first fit, in regions that only grow.
 
-    Fresh memory costs a page fault for every few kilobytes, as much as a small kernel. A tensor's place is taken again
-    once the last view of the tensor is gone. So the same calls in the same order find the same places, which is what a
-    KernelGraph counts on.
+    Fresh memory costs a page fault for every few kilobytes, as much as a small kernel. A tensor's place is free again
+    once the last view of the tensor is gone. So the same calls in the same order find the same places, which a
+    KernelGraph relies on.
     """
 
     def __init__(self, region_bytes: int = _REGION_BYTES) -> None:
@@ -35,7 +37,7 @@ class Workspace:
         self._is_recording = False
 
     def __enter__(self) -> None:
-        self._outer = getattr(_active, "workspace", None)
+        self._outer = _active.workspace
         _active.workspace = self
 
     def __exit__(
@@ -45,7 +47,7 @@ class Workspace:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Enter it, and take every output from it: a graph being recorded will write them in the same places again."""
+        """Enter it, and place every output in it, small ones too: a replay will write to the same places."""
         with self:
             self._is_recording = True
             try:
@@ -56,9 +58,10 @@ class Workspace:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """As torch.empty."""
         count = math.prod(shape)
-        num_bytes = -(-count * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        if num_bytes == 0 or (num_bytes < _SMALL_BYTES and not self._is_recording):
+        num_bytes = count * dtype.itemsize
+        if num_bytes < _SMALL_BYTES and not (self._is_recording and num_bytes):
             return torch.empty(shape, dtype=dtype)
+        num_bytes = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         piece = next((p for p in (region.take(num_bytes) for region in self._regions) if p is not None), None)
         if piece is None:
             self._regions.append(_Region(max(num_bytes, self._region_bytes)))
@@ -68,12 +71,12 @@ class Workspace:
 
     @property
     def num_bytes_taken(self) -> int:
-        """In tensors that are alive."""
+        """Bytes in tensors that are alive."""
         return sum(region.num_bytes_taken for region in self._regions)
 
 
 class _Region:
-    """Anonymous memory, and which of it is free."""
+    """Anonymous memory, and which parts of it are free."""
 
     def __init__(self, num_bytes: int) -> None:
         num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -82,16 +85,16 @@ class _Region:
             memory.madvise(mmap.MADV_HUGEPAGE)
         self._memory = memoryview(memory)
         self._free = [(0, num_bytes)]  # sorted, none touching the next
-        self._given_back: deque[tuple[int, int]] = deque()  # a tensor may die at any moment, even within `take`
+        self._returned: deque[tuple[int, int]] = deque()  # appended to when a tensor dies, which may be within `take`
 
     def take(self, num_bytes: int) -> memoryview | None:
-        """A piece that is given back when nothing refers to it any more, or None."""
+        """A piece that is returned when nothing refers to it any more, or None if none is long enough."""
         self._merge()
         for i, (start, end) in enumerate(self._free):
             if end - start >= num_bytes:
                 self._free[i : i + 1] = [(start + num_bytes, end)] if end - start > num_bytes else []
                 piece = self._memory[start : start + num_bytes]
-                weakref.finalize(piece, self._given_back.append, (start, start + num_bytes)).atexit = False
+                weakref.finalize(piece, self._returned.append, (start, start + num_bytes)).atexit = False
                 return piece
         return None
 
@@ -101,11 +104,11 @@ class _Region:
         return len(self._memory) - sum(end - start for start, end in self._free)
 
     def _merge(self) -> None:
-        """Make what was given back free, one piece with what it touches."""
-        if not self._given_back:
+        """Make returned pieces free, each joined with the free pieces that it touches."""
+        if not self._returned:
             return
-        while self._given_back:
-            insort(self._free, self._given_back.popleft())
+        while self._returned:
+            insort(self._free, self._returned.popleft())
         merged = self._free[:1]
         for start, end in self._free[1:]:
             if start == merged[-1][1]:
@@ -115,17 +118,34 @@ class _Region:
         self._free = merged
 
 
-_active = threading.local()
+class _Active(threading.local):
+    workspace: Workspace | None = None
+
+
+_active = _Active()
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """An output for a kernel: from the workspace that this thread has entered, or of its own."""
+    """An output for a kernel: from the workspace that this thread has entered, or memory of its own."""
     fault_point("memory.workspace")
-    workspace: Workspace | None = getattr(_active, "workspace", None)
+    workspace = _active.workspace
     return torch.empty(shape, dtype=dtype) if workspace is None else workspace.empty(shape, dtype)
 
 
 def borrowed(tensor: Tensor) -> Tensor:
-    """The same contiguous memory, without holding it: a Workspace may give it away meanwhile."""
+    """The same contiguous memory, not kept alive: its Workspace may reuse it for other outputs."""
     memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
     return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
+
+
+def zeroed_blocks(num_blocks: int, block_bytes: int) -> Tensor:
+    """Zeros [num_blocks, block_bytes] uint8, aligned for kernels. Pages are taken when first written."""
+    num_bytes = num_blocks * block_bytes
+    try:
+        memory = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
+    except MemoryError as error:
+        raise OutOfMemoryError(
+            f"the machine refused {num_bytes} bytes for the KV cache: give a smaller kv_cache_memory"
+        ) from error
+    start = -memory.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(memory[start : start + num_bytes]).view(num_blocks, block_bytes)

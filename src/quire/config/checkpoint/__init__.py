@@ -1,0 +1,1 @@
+"""What a checkpoint folder holds: which tensors, where, and their bytes. No torch."""

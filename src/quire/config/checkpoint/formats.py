@@ -1,0 +1,45 @@
+"""The formats of checkpoints that Quire reads, and the choice between them by what a folder holds."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.common.errors import CheckpointError
+from quire.config.checkpoint.safetensors import INDEX_FILE, SINGLE_FILE, open_safetensors
+from quire.config.checkpoint.tensors import Checkpoint
+
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.msgpack", "*.h5")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFormat:
+    """One way of keeping weights in a folder."""
+
+    patterns: tuple[str, ...]
+    """The names of its files. A folder that has one of them is of this format; a hub id's are downloaded."""
+    open: Callable[[Path], Checkpoint]
+    """Reads the headers in such a folder. Raises CheckpointError if a file is missing or malformed."""
+
+
+FORMATS: dict[str, CheckpointFormat] = {
+    "safetensors": CheckpointFormat(("*.safetensors", INDEX_FILE), open_safetensors),
+}
+"""A folder of several formats is read as the first of them."""
+
+
+def find_format(folder: Path) -> CheckpointFormat | None:
+    """The format of the weights in `folder`; None if there are none that Quire reads."""
+    return next((f for f in FORMATS.values() if any(any(folder.glob(p)) for p in f.patterns)), None)
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """The weights in `folder`. Raises CheckpointError if they are missing, incomplete or in no format of the table."""
+    if found := find_format(folder):
+        return found.open(folder)
+    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+    what = f"its weights in {', '.join(pickles)}, a format that can run code" if pickles else "no safetensors weights"
+    raise CheckpointError(
+        f"{folder} has {what}; Quire reads {SINGLE_FILE} or {INDEX_FILE}, never pickles (*.bin, *.pt). Convert such a "
+        "checkpoint once, where you trust it: transformers' "
+        "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder) writes safetensors"
+    )

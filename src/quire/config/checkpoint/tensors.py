@@ -1,0 +1,76 @@
+"""The tensors of a checkpoint: what every format offers the loader, and the mapped files that most formats are."""
+
+import mmap
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What is known of a tensor before it is read. Elements follow each other row by row."""
+
+    name: str
+    dtype: str
+    """The dtype as torch and NumPy spell it: float32, bfloat16, uint8. Blocks of bits that only a kernel understands
+    are rows of uint8."""
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+class Checkpoint(Protocol):
+    """The tensors of a folder, whose headers were validated when it was opened. Opening reads no weights."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Every tensor by its name in the checkpoint."""
+
+    def reading(self, name: str, rows: tuple[int, int] | None = None) -> AbstractContextManager[memoryview]:
+        """The bytes of a tensor, or of `rows` = (first, end) of its first dimension, for one pass over them.
+
+        The buffer must be writable, since torch takes no other, but nothing writes to it. It stays valid as long as
+        something refers to it; after the context it may be slow to touch again.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class MappedTensor(TensorInfo):
+    """A tensor that lies in one piece in a file, `offset` bytes from its start."""
+
+    path: Path
+    offset: int
+
+
+class MappedCheckpoint:
+    """A Checkpoint of mapped files: nothing is copied, and a page is read when it is first touched."""
+
+    def __init__(self, tensors: Mapping[str, MappedTensor]) -> None:
+        self.tensors = tensors
+        self._maps: dict[Path, mmap.mmap] = {}
+
+    @contextmanager
+    def reading(self, name: str, rows: tuple[int, int] | None = None) -> Iterator[memoryview]:
+        """As Checkpoint says. On leaving, the pages no longer count as this process's memory."""
+        info = self.tensors[name]
+        start, end = info.offset, info.offset + info.num_bytes
+        if rows is not None:
+            row_bytes = info.num_bytes // info.shape[0]
+            start, end = start + rows[0] * row_bytes, start + rows[1] * row_bytes
+        if start == end:  # a file without data cannot be mapped
+            yield memoryview(bytearray())
+            return
+        mapping = self._mapping(info.path)
+        yield memoryview(mapping)[start:end]
+        whole_pages = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        if end > whole_pages and hasattr(mmap, "MADV_DONTNEED"):
+            mapping.madvise(mmap.MADV_DONTNEED, whole_pages, end - whole_pages)
+
+    def _mapping(self, path: Path) -> mmap.mmap:
+        if path not in self._maps:
+            with path.open("rb") as file:
+                self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            if hasattr(mmap, "MADV_WILLNEED"):  # read ahead in large pieces while the first weights are packed
+                self._maps[path].madvise(mmap.MADV_WILLNEED)
+        return self._maps[path]

@@ -1,0 +1,53 @@
+"""What config.json says about quantized weights, and what the `quantization` argument may be."""
+
+from collections.abc import Callable
+
+from quire.common.errors import ConfigError, UnsupportedModelError, nearest_name
+from quire.config.hf_config import HFConfig
+
+QUANTIZATIONS = ("int8", "int4")
+"""What weights can be quantized to while they are loaded."""
+QUANT_METHOD = "quire"
+QUANTIZED_VERSION = 1
+"""The version of the layout that `quire quantize` saves: csrc/quantized/layout.h, under the model's names."""
+
+
+def check_quantization(quantization: str | None) -> None:
+    """Raise ConfigError unless weights can be quantized to that while they are loaded."""
+    if quantization is not None and quantization not in QUANTIZATIONS:
+        raise ConfigError(
+            f"quantization={quantization!r}{nearest_name(quantization, QUANTIZATIONS)} "
+            f"(allowed: {', '.join(QUANTIZATIONS)}, or none)"
+        )
+
+
+def read_quantization(hf: HFConfig) -> tuple[str | None, str | None]:
+    """The `quant_method` of a checkpoint's weights and the name of what it made of them; two None for plain weights.
+
+    Raises UnsupportedModelError if no row of METHODS reads them.
+    """
+    if not hf.get("quantization_config"):
+        return None, None
+    section = hf.section("quantization_config") or HFConfig({}, hf.source)
+    method = section.text("quant_method", "")
+    if method not in METHODS:
+        raise UnsupportedModelError(
+            f"{section.source}: the weights are quantized with the method {method[:80]!r}; Quire reads float32, "
+            f"bfloat16 and float16 weights, and the methods {', '.join(METHODS)}: take the unquantized checkpoint"
+        )
+    return method, METHODS[method](section)
+
+
+def _saved_by_quire(section: HFConfig) -> str:
+    version, format = section.get("version"), section.text("format")
+    if version != QUANTIZED_VERSION or format not in QUANTIZATIONS:
+        raise UnsupportedModelError(
+            f"{section.source}: quantized to {format!r} in version {version!r} of the layout, readable are "
+            f"{', '.join(QUANTIZATIONS)} in version {QUANTIZED_VERSION}: run `quire quantize` again"
+        )
+    return format
+
+
+METHODS: dict[str, Callable[[HFConfig], str]] = {QUANT_METHOD: _saved_by_quire}
+"""quant_method -> reads the rest of `quantization_config` and names the quantization. How the weights are then loaded
+is the pass of the same name in quire.models.weights.quantization."""

@@ -1,0 +1,107 @@
+"""The backend of each device. The CPU's is the native extension in one of its ISA variants, or the torch reference."""
+
+import importlib
+import os
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.common import errors, faults
+from quire.kernels.backends.base import Backend
+from quire.kernels.backends.native_backend import NativeBackend
+from quire.kernels.backends.reference_backend import ReferenceBackend
+from quire.kernels.backends.shapes import ShapesBackend
+
+ISAS = ("portable", "avx2", "avx512", "avx512_bf16", "reference")
+
+
+def choose_cpu_backend(wanted: str | None) -> Backend:
+    """The native kernels, set to the ISA variant `wanted` (None: the best of this CPU), or the reference."""
+    if wanted is not None and wanted not in ISAS:
+        raise errors.ConfigError(
+            f"QUIRE_ISA={wanted} is not one of {', '.join(ISAS)}{errors.nearest_name(wanted, ISAS)}"
+        )
+    native = None if wanted == "reference" else _import_native()
+    if native is None:
+        return ReferenceBackend("cpu")
+    if wanted is not None and not native.use_isa(wanted):
+        raise errors.ConfigError(
+            f"QUIRE_ISA={wanted} cannot run here; this CPU has {', '.join(native.available_isas())}"
+        )
+    faults.arm_native(native.refuse_memory)
+    return NativeBackend(native)
+
+
+def _import_native() -> Any:
+    """The extension, or None after a warning."""
+    try:
+        return importlib.import_module("quire._native")
+    except ImportError as error:
+        warnings.warn(
+            f"QUIRE IS RUNNING WITHOUT ITS NATIVE KERNELS, many times slower than it should and without bitwise "
+            f"reproducible batches: {error}. Install it again where there is a C++20 compiler, or set "
+            "QUIRE_ISA=reference to accept this.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return None
+
+
+class _Backends(dict[torch.device, Backend]):
+    """By device. What is registered for a type of device serves each device of that type."""
+
+    def __missing__(self, device: torch.device) -> Backend:
+        backend = self.get(torch.device(device.type)) if device.index is not None else None
+        if backend is None:
+            raise errors.KernelError(
+                f"there are no kernels for tensors on {device}, only for those on {', '.join(map(str, self))}"
+            )
+        self[device] = backend
+        return backend
+
+
+_backends = _Backends()
+
+
+def register_backend(device: str, backend: Backend) -> None:
+    """Let `backend` serve the tensors on a device, such as `cuda:1`, or on all devices of a type, such as `cuda`."""
+    _backends[torch.device(device)] = backend
+
+
+def backend_for(device: str) -> Backend:
+    """The backend of a device. Raises KernelError if it has none."""
+    return _backends[torch.device(device)]
+
+
+def backend_of(tensor: Tensor) -> Backend:
+    """The backend of a tensor's device. Raises KernelError if it has none."""
+    return _backends[tensor.device]
+
+
+register_backend("cpu", choose_cpu_backend(os.environ.get("QUIRE_ISA")))
+register_backend("meta", ShapesBackend(backend_for("cpu")))
+
+
+def isa() -> str:
+    """The variant of the CPU's kernels: avx512_bf16, avx512, avx2, portable or reference."""
+    return backend_for("cpu").isa
+
+
+def num_threads() -> int:
+    """Threads that the CPU's kernels run on, when this thread calls them."""
+    return backend_for("cpu").num_threads()
+
+
+def set_num_threads(count: int, cpus: Sequence[int] = ()) -> None:
+    """Set the default threads of the CPU's kernels, which all callers share that have none of their own.
+
+    There are `count` of them, each pinned to one of `cpus`, or not pinned without. The thread that calls a kernel takes
+    part in the place of the first CPU's; it is never pinned. An engine with `num_threads` or `cpu_list` has threads of
+    its own, which this does not change.
+    """
+    if count < 1:
+        raise errors.ConfigError(f"num_threads is {count}; it must be at least 1")
+    backend_for("cpu").set_num_threads(count, cpus)

@@ -1,0 +1,121 @@
+"""What differs between devices, behind one interface."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from quire.kernels.backends.recording import KernelGraph
+from quire.kernels.backends.workspace import Workspace
+from quire.kernels.sampling_tensors import SamplingTensors
+from quire.kernels.weights import PackedWeight, QuantizedWeight
+
+
+class Backend(Protocol):
+    """Kernels, memory, cache layout, threads and recordings of one device.
+
+    The functions of `quire.kernels` choose a backend by the device of their tensors, check shapes, strides, dtypes and
+    that all tensors are on that device, and call the method of the same name. So a method checks only values, such as
+    ids and ranges: it raises ValueError or KernelError for those that do not fit. `backends/reference.py` and
+    `backends/reference_sampling.py` define what each kernel computes.
+    """
+
+    @property
+    def isa(self) -> str:
+        """The variant of the kernels in use, such as avx512; `reference` for those in plain torch."""
+
+    @property
+    def can_record(self) -> bool:
+        """Whether `graph` is available."""
+
+    @property
+    def holds(self) -> Callable[[Tensor], bool]:
+        """Says whether a tensor is on this backend's device."""
+
+    @property
+    def cache_layout(self) -> str:
+        """The layout of `make_layer_cache` in words, for error messages."""
+
+    def num_threads(self) -> int:
+        """Threads that kernels called by this thread run on."""
+
+    def set_num_threads(self, count: int, cpus: Sequence[int] = ()) -> None:
+        """As `kernels.set_num_threads`."""
+
+    def threads(self, count: int | None, cpus: Sequence[int] = ()) -> AbstractContextManager[object]:
+        """Threads of their own, for the kernels that a thread calls while it is in this context.
+
+        There are `count` of them, or one for each of `cpus`, each pinned there. Without both, the context changes
+        nothing: kernels run on the default threads, which all callers share.
+        """
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory for an output, from the workspace that this thread has entered, or of its own."""
+
+    def workspace(self) -> Workspace:
+        """A new workspace, whose memory the outputs of kernels share while a thread has entered it."""
+
+    def graph(self) -> KernelGraph:
+        """A new, empty recording. Raises KernelError unless `can_record`."""
+
+    def zeroed_blocks(self, num_blocks: int, block_bytes: int) -> Tensor:
+        """Memory of a KV cache, [num_blocks, block_bytes] uint8. Raises OutOfMemoryError."""
+
+    def make_layer_cache(
+        self, buffer: Tensor, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """As `kernels.make_layer_cache`, in this backend's layout."""
+
+    def is_layer_cache(self, k_cache: Tensor, v_cache: Tensor) -> bool:
+        """Whether these are laid out as `make_layer_cache` does. v_cache is always [num_blocks, num_kv_heads,
+        block_size, head_dim]."""
+
+    def pack_weight(self, weight: Tensor) -> PackedWeight: ...
+    def unpack_weight(self, packed: PackedWeight) -> Tensor: ...
+    def matmul(self, x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor: ...
+
+    def quantized_bytes(self, n: int, k: int, format: str) -> int: ...
+    def mapped_weight(self, n: int, k: int, dtype: torch.dtype, format: str, data: Tensor) -> QuantizedWeight: ...
+    def quantize_weight(self, weight: Tensor, format: str) -> QuantizedWeight | None:
+        """None: an element is not finite."""
+
+    def quantized_matmul(
+        self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out_dtype: torch.dtype
+    ) -> Tensor: ...
+
+    def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor: ...
+    def gather_packed(self, token_ids: Tensor, table: PackedWeight) -> Tensor: ...
+    def gather_quantized(self, token_ids: Tensor, table: QuantizedWeight) -> Tensor: ...
+
+    def add(self, x: Tensor, residual: Tensor) -> None: ...
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor: ...
+    def add_layer_norm(self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor: ...
+    def rotary_embedding(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> None: ...
+    def activation(self, x: Tensor, kind: str) -> Tensor: ...
+    def gated_activation(self, x: Tensor, kind: str) -> Tensor: ...
+
+    def write_kv(self, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None: ...
+    def gather_kv(self, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]: ...
+    def copy_slots(self, k_cache: Tensor, v_cache: Tensor, src_slots: Tensor, dst_slots: Tensor) -> None: ...
+    def copy_blocks(self, src: Tensor, dst: Tensor, pairs: Tensor) -> None: ...
+    def paged_attention(
+        self,
+        query: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        query_start: Tensor,
+        seq_lens: Tensor,
+        block_tables: Tensor,
+        scale: float,
+        sliding_window: int | None,
+    ) -> Tensor: ...
+
+    def sample(self, logits: Tensor, how: SamplingTensors) -> Tensor: ...
+    def processed_logits(self, logits: Tensor, how: SamplingTensors, rows: Tensor) -> Tensor: ...
+    def top_logprobs(
+        self, logits: Tensor, token_ids: Tensor, num_top: int, rows: Tensor, normalized: bool
+    ) -> tuple[Tensor, Tensor, Tensor]: ...

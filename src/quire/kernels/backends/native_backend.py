@@ -1,0 +1,294 @@
+"""The native extension as the CPU's backend."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.kernels.backends import key_layout, reference
+from quire.kernels.backends.recording import KernelGraph
+from quire.kernels.backends.workspace import Workspace, empty, zeroed_blocks
+from quire.kernels.checks import ACTIVATIONS, DTYPES
+from quire.kernels.sampling_tensors import SamplingTensors
+from quire.kernels.weights import QUANTIZED_FORMATS, PackedWeight, QuantizedWeight
+
+DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+"""The dtypes by their number in csrc/common.h."""
+
+_FORMAT_CODES = {format: code for code, format in enumerate(QUANTIZED_FORMATS)}
+_ACTIVATION_CODES = {kind: code for code, kind in enumerate(ACTIVATIONS)}
+_SEES_ALL = 2**63 - 1
+
+
+class NativeBackend:
+    """Passes addresses, sizes and strides to `quire._native`, which checks values and knows nothing of tensors."""
+
+    can_record = True
+    cache_layout = key_layout.CACHE_LAYOUT
+    holds = attrgetter("is_cpu")
+    make_layer_cache = staticmethod(key_layout.make_layer_cache)
+    is_layer_cache = staticmethod(key_layout.is_layer_cache)
+    empty = staticmethod(empty)
+    workspace = staticmethod(Workspace)
+    zeroed_blocks = staticmethod(zeroed_blocks)
+
+    def __init__(self, native: Any) -> None:
+        self.native = native
+        """quire._native, which is untyped."""
+
+    @property
+    def isa(self) -> str:
+        return str(self.native.isa())
+
+    def num_threads(self) -> int:
+        return int(self.native.num_threads())
+
+    def set_num_threads(self, count: int, cpus: Sequence[int] = ()) -> None:
+        self.native.set_num_threads(count, cpus)
+
+    def threads(self, count: int | None, cpus: Sequence[int] = ()) -> AbstractContextManager[object]:
+        count = count or len(cpus)
+        return self.native.ThreadPool(count, cpus) if count else nullcontext()
+
+    def graph(self) -> KernelGraph:
+        return KernelGraph(self.native.KernelGraph())
+
+    def pack_weight(self, weight: Tensor) -> PackedWeight:
+        (n, k), size = weight.shape, weight.element_size()
+        data = torch.empty(self.native.packed_bytes(n, k, size), dtype=torch.uint8)
+        self.native.pack(weight.data_ptr(), weight.stride(0) * size, n, k, size, data.data_ptr())
+        return PackedWeight(n, k, weight.dtype, data, data.data_ptr())
+
+    def unpack_weight(self, packed: PackedWeight) -> Tensor:
+        weight = torch.empty(packed.n, packed.k, dtype=packed.dtype)
+        self.native.unpack(packed.address, packed.n, packed.k, weight.element_size(), weight.data_ptr())
+        return weight
+
+    def matmul(self, x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+        n, k, rows = packed.n, packed.k, x.shape[0]
+        out = empty((rows, n), out_dtype)
+        x_stride = k if x.is_contiguous() else x.stride(0)  # asking for a stride costs more than is_contiguous
+        code, out_code = DTYPE_CODES[packed.dtype], DTYPE_CODES[out_dtype]
+        bias_at, to = 0 if bias is None else bias.data_ptr(), out.data_ptr()
+        self.native.matmul(code, x.data_ptr(), x_stride, rows, packed.address, n, k, bias_at, to, out_code)
+        return out
+
+    def quantized_bytes(self, n: int, k: int, format: str) -> int:
+        return int(self.native.quantized_bytes(_FORMAT_CODES[format], n, k))
+
+    def mapped_weight(self, n: int, k: int, dtype: torch.dtype, format: str, data: Tensor) -> QuantizedWeight:
+        return QuantizedWeight(n, k, dtype, format, data, data.data_ptr())
+
+    def quantize_weight(self, weight: Tensor, format: str) -> QuantizedWeight | None:
+        n, k = weight.shape
+        data = torch.empty(self.quantized_bytes(n, k, format), dtype=torch.uint8)
+        codes = _FORMAT_CODES[format], DTYPE_CODES[weight.dtype]
+        is_finite = self.native.quantize(*codes, weight.data_ptr(), weight.stride(0), n, k, data.data_ptr())
+        return QuantizedWeight(n, k, weight.dtype, format, data, data.data_ptr()) if is_finite else None
+
+    def quantized_matmul(
+        self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out_dtype: torch.dtype
+    ) -> Tensor:
+        n, k, rows, format_code = weight.n, weight.k, x.shape[0], _FORMAT_CODES[weight.format]
+        out = empty((rows, n), out_dtype)
+        work = empty((self.native.quantized_rows_bytes(format_code, rows, k),), torch.uint8)
+        x_stride = k if x.is_contiguous() else x.stride(0)
+        code, out_code = DTYPE_CODES[weight.dtype], DTYPE_CODES[out_dtype]
+        bias_at, to = 0 if bias is None else bias.data_ptr(), out.data_ptr()
+        given = x.data_ptr(), x_stride, rows, weight.address, n, k, bias_at
+        self.native.quantized_matmul(format_code, code, *given, to, out_code, work.data_ptr())
+        return out
+
+    def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        count, (vocab, hidden) = token_ids.numel(), table.shape
+        out = empty((count, hidden), table.dtype)
+        row_bytes = hidden * table.element_size()
+        self.native.gather_rows(token_ids.data_ptr(), count, table.data_ptr(), vocab, row_bytes, out.data_ptr())
+        return out
+
+    def gather_packed(self, token_ids: Tensor, table: PackedWeight) -> Tensor:
+        count, size = token_ids.numel(), table.dtype.itemsize
+        out = empty((count, table.k), table.dtype)
+        self.native.gather_packed(token_ids.data_ptr(), count, table.address, table.n, table.k, size, out.data_ptr())
+        return out
+
+    def gather_quantized(self, token_ids: Tensor, table: QuantizedWeight) -> Tensor:
+        n, k, count = table.n, table.k, token_ids.numel()
+        out, codes = empty((count, k), table.dtype), (_FORMAT_CODES[table.format], DTYPE_CODES[table.dtype])
+        self.native.gather_quantized(*codes, token_ids.data_ptr(), count, table.address, n, k, out.data_ptr())
+        return out
+
+    def add(self, x: Tensor, residual: Tensor) -> None:
+        width = x.shape[-1]
+        rows = x.numel() // (width or 1)
+        self.native.add(DTYPE_CODES[x.dtype], x.data_ptr(), residual.data_ptr(), rows, width)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        shape, dtype = x.shape, x.dtype
+        if x.is_contiguous():
+            inner, width = 1, shape[-1]
+            rows, outer_stride, inner_stride = x.numel() // (width or 1), width, width
+        else:
+            rows, inner, width = shape
+            outer_stride, inner_stride, _ = x.stride()
+        out = empty(shape, dtype)
+        code, to = DTYPE_CODES[dtype], out.data_ptr()
+        self.native.rms_norm(
+            code, x.data_ptr(), weight.data_ptr(), eps, to, rows, inner, outer_stride, inner_stride, width
+        )
+        return out
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        shape, dtype = x.shape, x.dtype
+        width = shape[-1]
+        rows = x.numel() // (width or 1)
+        out = empty(shape, dtype)
+        to = out.data_ptr()
+        self.native.add_rms_norm(
+            DTYPE_CODES[dtype], x.data_ptr(), residual.data_ptr(), weight.data_ptr(), eps, to, rows, width
+        )
+        return out
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        return self._layer_norm(x, 0, weight, bias, eps)
+
+    def add_layer_norm(self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        return self._layer_norm(x, residual.data_ptr(), weight, bias, eps)
+
+    def _layer_norm(self, x: Tensor, residual: int, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        shape, dtype = x.shape, x.dtype
+        width = shape[-1]
+        rows = x.numel() // (width or 1)
+        out = empty(shape, dtype)
+        to = out.data_ptr()
+        self.native.layer_norm(
+            DTYPE_CODES[dtype], x.data_ptr(), residual, weight.data_ptr(), bias.data_ptr(), eps, to, rows, width
+        )
+        return out
+
+    def rotary_embedding(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
+        (tokens, heads, _), (token_stride, head_stride, _) = x.shape, x.stride()
+        code, at, table = DTYPE_CODES[x.dtype], positions.data_ptr(), cos_sin.data_ptr()
+        max_positions, rotary_dim = cos_sin.shape
+        self.native.rotary(
+            code, x.data_ptr(), tokens, heads, token_stride, head_stride, at, table, max_positions, rotary_dim
+        )
+
+    def activation(self, x: Tensor, kind: str) -> Tensor:
+        shape, dtype = x.shape, x.dtype
+        width = shape[-1] if shape else 1
+        rows = x.numel() // (width or 1)
+        out = empty(shape, dtype)
+        self.native.activation(DTYPE_CODES[dtype], _ACTIVATION_CODES[kind], x.data_ptr(), rows, width, out.data_ptr())
+        return out
+
+    def gated_activation(self, x: Tensor, kind: str) -> Tensor:
+        (rows, double_width), dtype = x.shape, x.dtype
+        width = double_width // 2
+        out = empty((rows, width), dtype)
+        self.native.gated_activation(
+            DTYPE_CODES[dtype], _ACTIVATION_CODES[kind], x.data_ptr(), rows, width, out.data_ptr()
+        )
+        return out
+
+    def write_kv(self, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+        cache, to, count = self._cache(k_cache, v_cache), slots.data_ptr(), slots.shape[0]
+        k, k_stride, v, v_stride = key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0)
+        if v_cache.dtype is torch.int8:
+            self.native.quantize_kv(cache, DTYPE_CODES[key.dtype], k, k_stride, v, v_stride, to, count)
+        else:
+            item = key.element_size()
+            self.native.write_kv(cache, k, k_stride * item, v, v_stride * item, to, count)
+
+    def gather_kv(self, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        _, num_kv_heads, _, head_dim = v_cache.shape
+        if v_cache.dtype is torch.int8:  # rarely read back, so there is no native kernel
+            return reference.gather_kv(k_cache, v_cache, slots)
+        key = torch.empty((slots.shape[0], num_kv_heads, head_dim), dtype=v_cache.dtype)
+        value = torch.empty_like(key)
+        cache = self._cache(k_cache, v_cache)
+        self.native.gather_kv(cache, slots.data_ptr(), slots.shape[0], key.data_ptr(), value.data_ptr())
+        return key, value
+
+    def copy_slots(self, k_cache: Tensor, v_cache: Tensor, src_slots: Tensor, dst_slots: Tensor) -> None:
+        cache = self._cache(k_cache, v_cache)
+        self.native.copy_slots(cache, src_slots.data_ptr(), dst_slots.data_ptr(), src_slots.shape[0])
+
+    def copy_blocks(self, src: Tensor, dst: Tensor, pairs: Tensor) -> None:
+        pools = src.data_ptr(), src.shape[0], dst.data_ptr(), dst.shape[0], src.shape[1]
+        self.native.copy_blocks(*pools, pairs.data_ptr(), pairs.shape[0])
+
+    def paged_attention(
+        self,
+        query: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        query_start: Tensor,
+        seq_lens: Tensor,
+        block_tables: Tensor,
+        scale: float,
+        sliding_window: int | None,
+    ) -> Tensor:
+        num_tokens, num_heads, head_dim = query.shape
+        num_blocks, num_kv_heads, block_size, _ = v_cache.shape
+        out = empty((num_tokens, num_heads, head_dim), query.dtype)
+        cache = (
+            v_cache.dtype is torch.int8,
+            k_cache.data_ptr(),
+            v_cache.data_ptr(),
+            k_cache.stride(0),
+            v_cache.stride(0),
+        )
+        tables = query_start.data_ptr(), seq_lens.data_ptr(), block_tables.data_ptr(), block_tables.stride(0)
+        sizes = block_tables.shape[1], num_tokens, seq_lens.shape[0], num_heads, num_kv_heads, head_dim
+        window = _SEES_ALL if sliding_window is None else sliding_window
+        code, at, stride, to = DTYPE_CODES[query.dtype], query.data_ptr(), query.stride(0), out.data_ptr()
+        self.native.paged_attention(
+            code, at, stride, *cache, *tables, *sizes, num_blocks, block_size, window, scale, to
+        )
+        return out
+
+    def sample(self, logits: Tensor, how: SamplingTensors) -> Tensor:
+        out = torch.empty(logits.shape[0], dtype=torch.int64)
+        self.native.sample(self._sample_args(logits, how), out.data_ptr())
+        return out
+
+    def processed_logits(self, logits: Tensor, how: SamplingTensors, rows: Tensor) -> Tensor:
+        out = empty((rows.shape[0], logits.shape[1]), torch.float32)
+        args = self._sample_args(logits, how)
+        self.native.processed_logits(args, rows.data_ptr(), rows.shape[0], out.data_ptr())
+        return out
+
+    def top_logprobs(
+        self, logits: Tensor, token_ids: Tensor, num_top: int, rows: Tensor, normalized: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        count = rows.shape[0]
+        ids = torch.empty(count, 1 + num_top, dtype=torch.int32)
+        logprobs = torch.empty(count, 1 + num_top, dtype=torch.float32)
+        ranks = torch.empty(count, dtype=torch.int32)
+        given = (logits.data_ptr(), logits.stride(0), *logits.shape, rows.data_ptr(), token_ids.data_ptr(), count)
+        self.native.top_logprobs(*given, num_top, normalized, ids.data_ptr(), logprobs.data_ptr(), ranks.data_ptr())
+        return ids, logprobs, ranks
+
+    def _cache(self, k_cache: Tensor, v_cache: Tensor) -> Any:
+        num_blocks, num_kv_heads, block_size, head_dim = v_cache.shape
+        item = v_cache.element_size()
+        k_block_bytes, v_block_bytes = k_cache.stride(0) * item, v_cache.stride(0) * item
+        sizes = num_blocks, num_kv_heads, k_cache.shape[2] * key_layout.LANE_BYTES, head_dim * item, block_size
+        return self.native.kv_cache(k_cache.data_ptr(), v_cache.data_ptr(), k_block_bytes, v_block_bytes, *sizes)
+
+    def _sample_args(self, logits: Tensor, how: SamplingTensors) -> Any:
+        """native.SampleArgs: addresses, so the tensors must outlive it. Raises where values are out of range."""
+        num_rows, vocab = logits.shape
+        changes = None
+        if (c := how.changes) is not None:
+            lens = (c.masks.shape[0], c.banned.ids.shape[0], c.biased.ids.shape[0], len(c.histories))
+            num_past = c.histories.ids.shape[0]
+            changes = self.native.LogitChanges([t.data_ptr() for t in c.tensors()], num_rows, *lens, num_past, vocab)
+        per_row = (how.temperature, how.top_k, how.top_p, how.min_p, how.uniform)
+        return self.native.SampleArgs(
+            logits.data_ptr(), logits.stride(0), num_rows, vocab, *(t.data_ptr() for t in per_row), changes
+        )

@@ -1,0 +1,128 @@
+"""The reference kernels as a backend, of any torch device."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from quire.common.errors import ConfigError, KernelError
+from quire.common.faults import fault_point
+from quire.kernels.backends import key_layout, reference, reference_sampling
+from quire.kernels.backends.recording import KernelGraph
+from quire.kernels.backends.workspace import Workspace, zeroed_blocks
+from quire.kernels.weights import PackedWeight, QuantizedWeight
+
+
+class ReferenceBackend:
+    """Plain torch: slow, and torch's own memory for all outputs. Weights keep their shape when they are packed."""
+
+    isa = "reference"
+    can_record = False
+    cache_layout = key_layout.CACHE_LAYOUT
+    make_layer_cache = staticmethod(key_layout.make_layer_cache)
+    is_layer_cache = staticmethod(key_layout.is_layer_cache)
+    workspace = staticmethod(Workspace)
+
+    def __init__(self, device: str) -> None:
+        self._device = torch.device(device)
+
+    def holds(self, tensor: Tensor) -> bool:
+        device = tensor.device
+        return device.type == self._device.type and self._device.index in (None, device.index)
+
+    def num_threads(self) -> int:
+        return torch.get_num_threads()
+
+    def set_num_threads(self, count: int, cpus: Sequence[int] = ()) -> None:
+        _refuse_pinning(cpus)
+        torch.set_num_threads(count)
+
+    def threads(self, count: int | None, cpus: Sequence[int] = ()) -> AbstractContextManager[object]:
+        _refuse_pinning(cpus)
+        return nullcontext() if count is None else _TorchThreads(count)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        fault_point("memory.workspace")
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def graph(self) -> KernelGraph:
+        raise KernelError("the reference kernels cannot be recorded: a KernelGraph needs the native kernels")
+
+    def zeroed_blocks(self, num_blocks: int, block_bytes: int) -> Tensor:
+        return zeroed_blocks(num_blocks, block_bytes).to(self._device)
+
+    def pack_weight(self, weight: Tensor) -> PackedWeight:
+        (n, k), data = weight.shape, weight.detach().clone(memory_format=torch.contiguous_format)
+        return PackedWeight(n, k, weight.dtype, data, data.data_ptr())
+
+    def unpack_weight(self, packed: PackedWeight) -> Tensor:
+        return packed.data.clone()
+
+    def matmul(self, x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+        return reference.matmul(x, packed.data, bias, out_dtype)
+
+    def quantized_bytes(self, n: int, k: int, format: str) -> int:
+        group = reference.group_size(k, format)
+        return n * -(-k // group) * (group + 4)
+
+    def mapped_weight(self, n: int, k: int, dtype: torch.dtype, format: str, data: Tensor) -> QuantizedWeight:
+        raise KernelError("quantized weights that were saved need the native kernels, which are not in use")
+
+    def quantize_weight(self, weight: Tensor, format: str) -> QuantizedWeight | None:
+        if not bool(weight.isfinite().all()):
+            return None
+        n, k = weight.shape
+        data, scales = reference.quantize_weight(weight, format)
+        return QuantizedWeight(n, k, weight.dtype, format, data, data.data_ptr(), scales)
+
+    def quantized_matmul(
+        self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out_dtype: torch.dtype
+    ) -> Tensor:
+        assert weight.scales is not None
+        return reference.quantized_matmul(x, weight.data, weight.scales, bias, out_dtype)
+
+    def gather_packed(self, token_ids: Tensor, table: PackedWeight) -> Tensor:
+        return reference.embedding(token_ids, table.data)
+
+    def gather_quantized(self, token_ids: Tensor, table: QuantizedWeight) -> Tensor:
+        assert table.scales is not None
+        rows = (table.data * table.scales[..., None]).flatten(1)[:, : table.k]
+        return reference.embedding(token_ids, rows.to(table.dtype))
+
+    embedding = staticmethod(reference.embedding)
+    add = staticmethod(reference.add)
+    rms_norm = staticmethod(reference.rms_norm)
+    add_rms_norm = staticmethod(reference.add_rms_norm)
+    layer_norm = staticmethod(reference.layer_norm)
+    add_layer_norm = staticmethod(reference.add_layer_norm)
+    activation = staticmethod(reference.activation)
+    gated_activation = staticmethod(reference.gated_activation)
+    rotary_embedding = staticmethod(reference.rotary_embedding)
+    write_kv = staticmethod(reference.write_kv)
+    gather_kv = staticmethod(reference.gather_kv)
+    copy_slots = staticmethod(reference.copy_slots)
+    copy_blocks = staticmethod(reference.copy_blocks)
+    paged_attention = staticmethod(reference.paged_attention)
+    sample = staticmethod(reference_sampling.sample)
+    processed_logits = staticmethod(reference_sampling.processed_logits)
+    top_logprobs = staticmethod(reference_sampling.top_logprobs)
+
+
+class _TorchThreads:
+    """While it is entered, torch computes on this number of threads. That number is one for the whole process."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __enter__(self) -> None:
+        self._before = torch.get_num_threads()
+        torch.set_num_threads(self._count)
+
+    def __exit__(self, *error: object) -> None:
+        torch.set_num_threads(self._before)
+
+
+def _refuse_pinning(cpus: Sequence[int]) -> None:
+    if cpus:
+        raise ConfigError("only the native kernels' threads can be pinned to CPUs: install Quire with them")

@@ -1,0 +1,94 @@
+"""Kernels on torch's meta device: outputs of the right shape without contents, to find out how much memory a model
+computes in."""
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quire.kernels.backends.base import Backend
+from quire.kernels.backends.reference_backend import ReferenceBackend
+from quire.kernels.backends.workspace import Workspace, empty
+from quire.kernels.weights import PackedWeight, QuantizedWeight
+
+_ALIGNMENT = 64
+
+
+class Meter(Workspace):
+    """Takes no memory; counts what the outputs of a thread's kernels would take while it has entered it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes_alive = 0
+        self.peak_bytes = 0
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """As torch.empty, on the meta device."""
+        out = torch.empty(shape, dtype=dtype, device="meta")
+        num_bytes = -(-out.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self.num_bytes_alive += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes_alive)
+        weakref.finalize(out.untyped_storage(), self._forget, num_bytes).atexit = False
+        return out
+
+    def _forget(self, num_bytes: int) -> None:
+        self.num_bytes_alive -= num_bytes
+
+
+class ShapesBackend(ReferenceBackend):
+    """What a forward pass calls, without arithmetic. Weights have the size that they have on `host`."""
+
+    isa = "shapes"
+
+    def __init__(self, host: Backend) -> None:
+        super().__init__("meta")
+        self._host = host
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return empty(shape, dtype).to("meta")  # of a Meter, it is there already
+
+    def pack_weight(self, weight: Tensor) -> PackedWeight:
+        n, k = weight.shape
+        return PackedWeight(n, k, weight.dtype, weight, 0)
+
+    def matmul(self, x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+        return self.empty((len(x), packed.n), out_dtype)
+
+    def quantized_bytes(self, n: int, k: int, format: str) -> int:
+        return self._host.quantized_bytes(n, k, format)
+
+    def mapped_weight(self, n: int, k: int, dtype: torch.dtype, format: str, data: Tensor) -> QuantizedWeight:
+        return QuantizedWeight(n, k, dtype, format, data, 0)
+
+    def quantize_weight(self, weight: Tensor, format: str) -> QuantizedWeight:
+        n, k = weight.shape
+        return self.mapped_weight(n, k, weight.dtype, format, weight)
+
+    def quantized_matmul(
+        self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out_dtype: torch.dtype
+    ) -> Tensor:
+        out = self.empty((len(x), weight.n), out_dtype)
+        # Rows of x in at most 16 bits, a scale and a correction for each 32, padded.
+        self.empty((len(x), 2 * weight.k + weight.k // 4 + 256), torch.uint8)
+        return out
+
+    def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        return self.empty((len(token_ids), table.shape[1]), table.dtype)
+
+    def gather_packed(self, token_ids: Tensor, table: PackedWeight | QuantizedWeight) -> Tensor:
+        return self.empty((len(token_ids), table.k), table.dtype)
+
+    gather_quantized = gather_packed
+
+    def _like(self, x: Tensor, *_: object) -> Tensor:
+        return self.empty(x.shape, x.dtype)
+
+    rms_norm = add_rms_norm = layer_norm = add_layer_norm = activation = paged_attention = _like  # type: ignore[assignment]
+
+    def gated_activation(self, x: Tensor, kind: str) -> Tensor:
+        return self.empty((len(x), x.shape[1] // 2), x.dtype)
+
+    def _nothing(self, *_: object) -> None: ...
+
+    add = rotary_embedding = write_kv = _nothing  # type: ignore[assignment]

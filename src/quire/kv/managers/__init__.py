@@ -1,0 +1,16 @@
+"""One manager for each kind of KVCacheSpec: which blocks of a sequence its groups keep."""
+
+from quire.config.kv_cache import FullAttentionSpec, KVCacheConfig, KVCacheSpec, SlidingWindowSpec
+from quire.kv.managers.attention import FullAttentionManager, SlidingWindowManager
+from quire.kv.managers.base import GroupManager
+
+MANAGERS: dict[type[KVCacheSpec], type[GroupManager]] = {
+    FullAttentionSpec: FullAttentionManager,
+    SlidingWindowSpec: SlidingWindowManager,
+}
+"""A new kind of spec is an entry here."""
+
+
+def make_managers(config: KVCacheConfig) -> tuple[GroupManager, ...]:
+    """The manager of each group."""
+    return tuple(MANAGERS[type(group.spec)](group.spec, config.block_size) for group in config.groups)

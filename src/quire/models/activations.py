@@ -1,0 +1,61 @@
+"""How much memory a model computes in, found out by running it without weights and without arithmetic."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quire import kernels
+from quire.config.checkpoint.formats import open_checkpoint
+from quire.config.kv_cache import AttentionSpec
+from quire.config.model import ModelConfig
+from quire.models.base import Model
+from quire.models.layers.batch_tensors import BatchTensors, GroupTensors, LayerKVCache
+from quire.models.weights.loader import build_model
+
+_BLOCK_SIZE = 16
+
+
+def activation_bytes(config: ModelConfig, num_tokens: int) -> int:
+    """The most that the outputs of kernels take at once in a forward pass of `num_tokens` tokens; logits excluded.
+
+    The model runs on torch's meta device: its kernels allocate as always, but read no weights and compute nothing.
+    Memory that a family takes from torch instead of from kernels is not counted.
+    """
+    model = build_model(dataclasses.replace(config, max_model_len=1), open_checkpoint(config.path))
+    meter = kernels.Meter()
+    with torch.inference_mode(), meter:
+        for _, layer in model.weighted_layers():
+            layer.set_weights({name: _meta(spec.shape, spec.dtype) for name, spec in layer.weight_specs().items()})
+        for module in model.modules():  # tables that layers made themselves
+            for name, value in vars(module).items():
+                if isinstance(value, Tensor):
+                    setattr(module, name, _meta(value.shape, value.dtype))
+        model(_batch(model, num_tokens), _caches(model, config))
+    return meter.peak_bytes
+
+
+def _batch(model: Model, num_tokens: int) -> BatchTensors:
+    """One sequence."""
+    rows = model.num_position_rows
+    tokens = _meta((num_tokens,), torch.int64)
+    positions = tokens if rows == 1 else _meta((rows, num_tokens), torch.int64)
+    group = GroupTensors(tokens, _meta((1, -(-num_tokens // _BLOCK_SIZE)), torch.int32))
+    query_start, seq_lens = _meta((2,), torch.int32), _meta((1,), torch.int32)
+    return BatchTensors(tokens, positions, query_start, seq_lens, (group,), logit_rows=_meta((0,), torch.int64))
+
+
+def _caches(model: Model, config: ModelConfig) -> list[LayerKVCache]:
+    """A block for each layer."""
+    caches = []
+    for spec in model.kv_cache_specs(config):
+        assert isinstance(spec, AttentionSpec), f"no view of a cache of {type(spec).__name__} is known"
+        buffer = _meta((spec.block_bytes(_BLOCK_SIZE),), torch.uint8)
+        sizes = (1, _BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
+        caches.append(LayerKVCache(*kernels.make_layer_cache(buffer, *sizes, getattr(torch, spec.dtype)), 0))
+    return caches
+
+
+def _meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")

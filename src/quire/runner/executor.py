@@ -1,0 +1,36 @@
+"""Where a Batch is executed: in this process, or in others."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from quire.common.batch import Batch, StepResult
+from quire.common.errors import ConfigError
+from quire.config.args import EngineConfig
+from quire.config.kv_cache import KVCacheConfig
+from quire.runner.worker import Worker
+
+
+class Executor(Protocol):
+    """Executes batches in the order in which it is given them. Owns weights and cache memory; knows nothing of
+    requests. A Batch and a StepResult are plain values that msgpack can carry (`quire.common.batch.encode`)."""
+
+    def execute(self, batch: Batch) -> StepResult:
+        """Move blocks, run the model, draw tokens. After an exception every request is as it was before the step."""
+        ...
+
+
+def _in_process(config: EngineConfig, kv_cache: KVCacheConfig) -> Executor:
+    return Worker(config.model, kv_cache, config.parallel, logprobs_mode=config.logprobs_mode)
+
+
+EXECUTORS: dict[str, Callable[[EngineConfig, KVCacheConfig], Executor]] = {"in_process": _in_process}
+"""by the name that ParallelConfig.executor gives"""
+
+
+def make_executor(config: EngineConfig, kv_cache: KVCacheConfig) -> Executor:
+    """The executor that the configuration names, with the model loaded. Raises ConfigError for an unknown name, or what
+    loading raises."""
+    name = config.parallel.executor
+    if name not in EXECUTORS:
+        raise ConfigError(f"executor={name!r} is unknown: allowed are {', '.join(EXECUTORS)}")
+    return EXECUTORS[name](config, kv_cache)

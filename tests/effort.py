@@ -1,0 +1,46 @@
+"""How much of the tests runs: which of them `make test` leaves out, and how many examples hypothesis tries."""
+
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+CLIENTS = Path(__file__).parent / "clients"
+_ALL, _QUICK, _LEAST = 100, 25, 10
+
+
+def mark_slow(items: Sequence[pytest.Item]) -> None:
+    """Mark as slow the tests with clients, and all cases but one in n of each test marked `sampled(n)`."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if CLIENTS in item.path.parents:
+            item.add_marker("slow")
+        if item.get_closest_marker("sampled"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for group in cases.values():
+        # By a hash of the name, so that each value of every parameter has its chance, and the choice never changes.
+        group.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
+        marker = group[0].get_closest_marker("sampled")
+        assert marker is not None
+        for item in group[-(-len(group) // marker.args[0]) :]:
+            item.add_marker("slow")
+
+
+def register_profiles(*, derandomize: bool) -> None:
+    """The profiles `quick` and `all`, for `--hypothesis-profile`. How long an example takes says more about what else
+    the machine does than about the test, so neither has a time limit."""
+    for name, max_examples in {"quick": _QUICK, "all": _ALL}.items():
+        settings.register_profile(
+            name,
+            max_examples=max_examples,
+            derandomize=derandomize,
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow],
+        )
+
+
+def examples(num: int) -> int:
+    """`num` in the profile `all`; in the other a share of them, but not fewer than ten where there are as many."""
+    return max(min(num, _LEAST), num * settings.default.max_examples // _ALL)

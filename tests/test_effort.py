@@ -1,0 +1,93 @@
+"""Which tests run where: CONTRIBUTING.md has the table."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+from reliability.coverage import TESTS, is_measured
+from tests.effort import CLIENTS, examples, mark_slow
+
+ROOT = Path(__file__).parents[1]
+
+
+class Item:
+    """As much of a pytest.Item as is needed here."""
+
+    def __init__(self, nodeid: str, *markers: pytest.Mark) -> None:
+        self.nodeid = nodeid
+        self.path = ROOT / nodeid.partition("::")[0]
+        self.markers = {marker.name: marker for marker in markers}
+
+    def get_closest_marker(self, name: str) -> pytest.Mark | None:
+        return self.markers.get(name)
+
+    def add_marker(self, name: str) -> None:
+        self.markers[name] = getattr(pytest.mark, name).mark
+
+
+def left(items: list[Any]) -> list[str]:
+    mark_slow(items)
+    return [item.nodeid for item in items if "slow" not in item.markers]
+
+
+def test_of_a_sampled_test_one_case_in_n_is_left_and_always_the_same() -> None:
+    def items() -> list[Any]:
+        return [Item(f"tests/a.py::test[{case}]", pytest.mark.sampled(3).mark) for case in range(10)]
+
+    chosen = left(items())
+    assert len(chosen) == 4
+    assert chosen == left(items())
+    assert sorted(chosen) == sorted(left(items()[::-1])), "the order of collection does not matter"
+    assert chosen != [f"tests/a.py::test[{case}]" for case in (0, 3, 6, 9)]
+
+
+def test_each_sampled_test_keeps_a_case() -> None:
+    marker = pytest.mark.sampled(8).mark
+    items: list[Any] = [Item("tests/a.py::one[x]", marker), Item("tests/a.py::other[x]", marker)]
+    assert left(items) == ["tests/a.py::one[x]", "tests/a.py::other[x]"]
+
+
+def test_tests_with_clients_are_slow_and_others_are_not() -> None:
+    client = f"{CLIENTS.relative_to(ROOT)}/test_openai.py::test"
+    assert left([Item(client), Item("tests/kv/test_windows.py::test")]) == ["tests/kv/test_windows.py::test"]
+
+
+@pytest.mark.parametrize(
+    ("most", "profile", "num"), [(300, "all", 300), (300, "quick", 75), (20, "quick", 10), (3, "quick", 3)]
+)
+def test_a_quarter_of_the_examples_and_not_too_few(most: int, profile: str, num: int) -> None:
+    before = settings.get_current_profile_name()
+    settings.load_profile(profile)
+    try:
+        assert examples(most) == num
+    finally:
+        settings.load_profile(before)
+
+
+def test_every_essential_test_is_found_by_make_check() -> None:
+    """It looks for the marker's name in files whose names begin with `test_`."""
+    marked = [path for path in (ROOT / "tests").rglob("*.py") if "mark.essential" in path.read_text(encoding="utf-8")]
+    assert len(marked) > 20
+    assert all(path.name.startswith("test_") for path in marked)
+
+
+def test_what_coverage_measures_exists() -> None:
+    paths = [name.partition("::")[0] for name in TESTS]
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize(
+    ("test", "expected"),
+    [
+        ("tests/kv/test_windows.py::test_a", True),
+        ("tests/kv_more/test_windows.py::test_a", False),
+        ("tests/kv/test_block_manager_stateful.py::TestBlockManager::runTest", False),
+        ("tests/grammar/test_refused.py::test_refused_when_made[a]", True),
+        ("tests/grammar/test_refused.py::test_refused_when_made_twice", False),
+        ("tests/clients/test_openai.py::test_a", False),
+    ],
+)
+def test_only_chosen_tests_are_measured(test: str, expected: bool) -> None:
+    assert is_measured(test) == expected
