@@ -25,7 +25,7 @@ export QUIRE_REQUIRE_NATIVE ?= $(if $(CI),1,0)
 export PYTHONDONTWRITEBYTECODE :=
 BUILD := --no-build-isolation --config-settings=cmake.define.QUIRE_WERROR=$(WERROR)
 
-.PHONY: help run demo test test-all check essential lint coverage soak hostile fuzz sanitize overload chaos injections kills digest format build wheel clean
+.PHONY: help run demo test test-all check essential lint coverage mutants soak hostile fuzz sanitize overload chaos injections kills digest format build wheel clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -59,6 +59,9 @@ lint: $(VENV)/.installed $(VENV)/.dev  ## style, types, C++ format, import floor
 # With ARGS=--all this runs what test-all runs, each test once, and needs the clients too.
 coverage: $(VENV)/.installed $(VENV)/.dev $(if $(filter --all,$(ARGS)),$(VENV)/.clients)  ## see that the tests take every branch of what decides (ARGS="--all --record")
 	$(BIN)/python -m reliability.coverage $(PYTEST_ARGS) $(ARGS)
+
+mutants: $(VENV)/.installed $(VENV)/.dev  ## see that the tests notice each small change of what decides (ARGS="policy --record")
+	$(BIN)/python -m reliability.mutants $(ARGS)
 
 soak: $(VENV)/.installed  ## serve mixed clients for 30 minutes, and see that nothing is left (ARGS="--minutes 5 --record")
 	$(BIN)/python -m reliability.soak $(ARGS)

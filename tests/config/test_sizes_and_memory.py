@@ -19,6 +19,11 @@ GIB = 1024**3
         ("2G", 2 * GIB),
         ("500MB", 500_000_000),
         ("10", 10),
+        (" 3 b ", 3),
+        (1, 1),
+        *((f"2{letter}", 2 * 1024**power) for power, letter in enumerate("kmgt", start=1)),
+        *((f"2{letter}iB", 2 * 1024**power) for power, letter in enumerate("KMGT", start=1)),
+        *((f"2{letter}B", 2 * 1000**power) for power, letter in enumerate("KMGT", start=1)),
     ],
 )
 def test_sizes_are_read(text, num_bytes):
@@ -31,7 +36,20 @@ def test_wrong_sizes_are_refused_by_name(text):
         parse_bytes("kv_cache_memory", text)
 
 
-@pytest.mark.parametrize(("num_bytes", "text"), [(5, "5 B"), (2048, "2.00 KiB"), (3 * GIB // 2, "1.50 GiB")])
+def test_the_error_names_what_was_given_and_what_is_allowed():
+    with pytest.raises(ConfigError, match=r"^x='2XB': must be a number of bytes, or text such as"):
+        parse_bytes("x", "2XB")
+    with pytest.raises(ConfigError, match=r"^x=0: must be more than 0 bytes$"):
+        parse_bytes("x", 0)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (5, "5 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (2048, "2.00 KiB"), (1024**2 - 1024, "1023.00 KiB"),
+        (1024**2, "1.00 MiB"), (3 * GIB // 2, "1.50 GiB"), (1024**4, "1.00 TiB"), (5000 * 1024**4, "5000.00 TiB"),
+    ],
+)  # fmt: skip
 def test_sizes_are_written(num_bytes, text):
     assert format_bytes(num_bytes) == text
 
@@ -74,14 +92,57 @@ def test_version_1_control_groups_are_read(root):
     assert (memory.limit_bytes, memory.available_bytes) == (2 * GIB, 3 * GIB // 2)
 
 
+def test_a_limit_is_looked_for_at_each_level_up_to_the_top(root):
+    write(root, "proc/self/cgroup", "1:name=systemd:/x\n0::/pod/container\n")
+    write(root, "sys/fs/cgroup/memory.max", f"{2 * GIB}\n")
+    write(root, "sys/fs/cgroup/memory.current", f"{GIB}\n")
+    write(root, "sys/fs/cgroup/pod/container/memory.max", f"{3 * GIB}\n")
+    memory = machine_memory(root)
+    assert (memory.limit_bytes, memory.available_bytes) == (2 * GIB, GIB)
+
+
+def test_the_least_of_what_is_available_at_any_level_counts(root):
+    write(root, "proc/self/cgroup", "0::/pod/container\n")
+    write(root, "sys/fs/cgroup/pod/container/memory.max", f"{3 * GIB}\n")
+    write(root, "sys/fs/cgroup/pod/container/memory.current", f"{3 * GIB - 5}\n")
+    write(root, "sys/fs/cgroup/pod/memory.max", f"{2 * GIB}\n")
+    memory = machine_memory(root)
+    assert (memory.limit_bytes, memory.available_bytes) == (2 * GIB, 5)
+
+
+def test_of_a_group_that_uses_more_than_its_limit_nothing_is_available(root):
+    write(root, "proc/self/cgroup", "0::/box\n")
+    write(root, "sys/fs/cgroup/box/memory.max", f"{GIB}\n")
+    write(root, "sys/fs/cgroup/box/memory.current", f"{2 * GIB}\n")
+    assert machine_memory(root).available_bytes == 0
+
+
+def test_in_version_1_the_cache_of_the_groups_below_counts_too(root):
+    write(root, "proc/self/cgroup", "4:cpu,memory:/box\n")
+    write(root, "sys/fs/cgroup/memory/box/memory.limit_in_bytes", f"{2 * GIB}\n")
+    write(root, "sys/fs/cgroup/memory/box/memory.usage_in_bytes", f"{2 * GIB}\n")
+    write(root, "sys/fs/cgroup/memory/box/memory.stat", "inactive_file 7\ntotal_inactive_file 9\n")
+    assert machine_memory(root).available_bytes == 9
+
+
+def test_old_kernels_that_do_not_estimate_what_is_available_say_what_is_free(tmp_path):
+    write(tmp_path, "proc/meminfo", "MemTotal: 16 kB\nMemFree: 5 kB\n")
+    memory = machine_memory(tmp_path)
+    assert (memory.limit_bytes, memory.available_bytes) == (16 * 1024, 5 * 1024)
+
+
 def test_a_limit_above_the_machine_says_nothing(root):
     write(root, "proc/self/cgroup", "0::/\n")
     write(root, "sys/fs/cgroup/memory.max", f"{64 * GIB}\n")
-    assert machine_memory(root).limit_bytes == 16 * GIB
+    write(root, "sys/fs/cgroup/memory.current", f"{63 * GIB}\n")
+    memory = machine_memory(root)
+    assert (memory.limit_bytes, memory.available_bytes) == (16 * GIB, 12 * GIB)
 
 
-def test_without_proc_the_physical_memory_counts(tmp_path):
-    assert machine_memory(tmp_path).limit_bytes > 0
+def test_without_proc_the_physical_memory_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.sysconf", {"SC_PHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}.__getitem__)
+    memory = machine_memory(tmp_path)
+    assert (memory.limit_bytes, memory.available_bytes) == (4096 * 1000, 4096 * 1000)
 
 
 def test_where_nothing_tells_the_memory_the_way_out_is_named(tmp_path, monkeypatch):

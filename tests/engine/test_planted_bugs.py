@@ -2,10 +2,10 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import msgspec.structs
 import pytest
-from msgspec.structs import replace
 
 from quire.engine.requests.sequence import Sequence, SequenceStatus
 from quire.engine.scheduling.policy import FairShare, FirstComeFirstServed
@@ -161,14 +161,16 @@ def wait_for_ever(original, self, seq_id, chain, token_ids, max_blocks):
     return replace(hit, is_awaited=hit.num_blocks < max_blocks)
 
 
-def keep_unsettled(original, self):
-    self._unsettled = []
-    original(self)
+def keep_unsettled(original, self, step=None):
+    for batch in self._in_flight.values():
+        batch.unsettled = []
+    original(self, step)
 
 
-def keep_swapped_out(original, self):
-    self._unsettled = [(group, seq) for group, seq in self._unsettled if seq.status is not SequenceStatus.SWAPPED]
-    original(self)
+def keep_swapped_out(original, self, step=None):
+    for batch in self._in_flight.values():
+        batch.unsettled = [pair for pair in batch.unsettled if pair[1].status is not SequenceStatus.SWAPPED]
+    original(self, step)
 
 
 def keep_spilled(original, self, step):
@@ -191,7 +193,7 @@ def copy_nothing_in(original, self, source, target):
 
 
 def copy_in_before_out(original, self, batch):
-    original(self, replace(batch, transfers=batch.transfers[::-1]))
+    original(self, msgspec.structs.replace(batch, transfers=batch.transfers[::-1]))
 
 
 def copy_nothing_out(original, self, step):

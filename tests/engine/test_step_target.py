@@ -65,3 +65,17 @@ def test_who_decodes_gets_a_token_in_every_step_beside_long_prompts(target_step_
     harness.run()
     for group in [*decoding, *prompts]:
         harness.check_output(group)
+
+
+@pytest.mark.parametrize("target_step_ms", [60.0, None])
+def test_a_long_prompt_that_comes_first_leaves_a_token_to_each_that_decodes(target_step_ms):
+    harness = Harness(num_blocks=600, max_num_batched_tokens=20, target_step_ms=target_step_ms, policy="priority")
+    decoding = [harness.add([token_id], 40, priority=1) for token_id in range(5)]
+    run_step(harness)
+    prompt = harness.add([9] * 150, 2, priority=0)
+    for num_output_tokens in range(2, 9):
+        assert run_step(harness) == 20, "the prompt takes all the others leave"
+        assert [len(harness.output(group)) for group in decoding] == [num_output_tokens] * 5
+    harness.run()
+    for group in [*decoding, prompt]:
+        harness.check_output(group)

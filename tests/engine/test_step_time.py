@@ -132,3 +132,72 @@ def test_small_steps_that_cost_the_same_do_not_promise_that_large_ones_do():
     assert model.max_tokens(0.06) == 32
     model.observe(32, 0.02)
     assert model.max_tokens(0.06) == 64
+
+
+def plain(steps, decay):
+    """The slope and the means as they are defined, from all steps at once."""
+    weights = [decay ** (len(steps) - 1 - i) for i in range(len(steps))]
+    total = sum(weights)
+    mean_tokens = sum(w * t for w, (t, _) in zip(weights, steps, strict=True)) / total
+    mean_s = sum(w * s for w, (_, s) in zip(weights, steps, strict=True)) / total
+    rows = [(w, t - mean_tokens, s - mean_s) for w, (t, s) in zip(weights, steps, strict=True)]
+    tokens_tokens, tokens_s, s_s = (
+        sum(w * (t * t, t * s, s * s)[kind] for w, t, s in rows) for kind in range(3)
+    )  # fmt: skip
+    prior = mean_s / mean_tokens
+    noise = max(0.0, s_s - tokens_s**2 / tokens_tokens) / total
+    pull = noise / prior**2
+    slope = min(max((tokens_s + pull * prior) / (tokens_tokens + pull), 1e-4 * prior), prior)
+    return slope, max(0.0, mean_s - slope * mean_tokens)
+
+
+@pytest.mark.parametrize("decay", [0.98, 0.7])
+def test_the_line_is_the_one_that_is_defined(decay):
+    for seed in range(20):
+        rng = random.Random(seed)
+        model, steps = StepTimeModel(decay), []
+        for _ in range(30):
+            tokens = rng.randint(10, 40)
+            steps.append((tokens, (0.3 + 0.1 * tokens) * rng.uniform(0.8, 1.2)))
+            model.observe(*steps[-1])
+            if len(steps) > 1:
+                slope, fixed_s = plain(steps, decay)
+                assert model.seconds_per_token == pytest.approx(slope, rel=1e-6)
+                assert model.fixed_seconds == pytest.approx(fixed_s, rel=1e-6, abs=1e-9)
+                assert model.predict(7) == pytest.approx(fixed_s + 7 * slope, rel=1e-6)
+
+
+@pytest.mark.parametrize(("num_before", "is_clipped"), [(4, False), (7, False), (8, True), (9, True)])
+def test_a_step_counts_as_at_most_three_times_its_prediction_once_there_were_eight(num_before, is_clipped):
+    long, clipped = (observe(StepTimeModel(), [10] * num_before, fixed_s=0.0, slope_s=0.1) for _ in range(2))
+    long.observe(10, 10.0)
+    clipped.observe(10, 3.0)
+    assert (long.predict(10) == pytest.approx(clipped.predict(10), rel=1e-9)) is is_clipped
+
+
+def test_a_step_that_the_clock_does_not_see_took_a_nanosecond():
+    models = [StepTimeModel(), StepTimeModel()]
+    models[0].observe(5, 0.0)
+    models[1].observe(5, 1e-9)
+    assert models[0].predict(5) == models[1].predict(5) > 0
+
+
+def test_steps_without_tokens_are_left_out_and_those_of_one_token_are_not():
+    model = StepTimeModel()
+    for num_tokens in (-1, 0):
+        model.observe(num_tokens, 9.0)
+    assert model.max_tokens(1.0) is None
+    model.observe(1, 2.0)
+    assert (model.predict(1), model.max_tokens(2.0)) == (2.0, 1)
+
+
+def test_the_limit_may_be_met_exactly():
+    model = StepTimeModel()
+    model.observe(4, 1.0)
+    assert [model.max_tokens(target_s) for target_s in (0.0, 0.24, 0.25, 1.0, 1.2, 2.0, 9.0)] == [0, 0, 1, 4, 4, 8, 8]
+
+
+def test_no_limit_is_beyond_what_a_step_could_hold():
+    model = StepTimeModel()
+    model.observe(2**40, 1.0)
+    assert model.max_tokens(math.inf) == 2**31

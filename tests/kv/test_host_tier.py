@@ -62,6 +62,18 @@ def test_content_that_the_host_tier_has_is_not_copied_again():
     assert manager.stats.num_spilled_tokens == 2 * 16
 
 
+def test_what_leaves_the_device_again_counts_as_used_now_in_the_host_tier():
+    manager = make_manager(1, num_host_blocks=3)
+    first, second, *others = ([token_id] * 4 for token_id in range(6))
+    for seq_id, tokens in enumerate([first, second, others[0], first, others[1]]):
+        run(manager, seq_id, tokens)  # evicts the one before, and at the end the first for the second time
+        end(manager, seq_id)
+    run(manager, 5, others[2])  # for one more the host tier has no room
+    end(manager, 5)
+    assert manager.look_up(6, [*first, 9]).num_by_source[HitSource.HOST] == 1
+    assert manager.look_up(7, [*second, 9]).num_blocks == 0, "the oldest had to go"
+
+
 def test_nothing_spilled_is_found_after_a_failed_step():
     manager = make_manager(4, num_host_blocks=4)
     run(manager, 0, FIRST)

@@ -2,6 +2,7 @@
 
 import torch
 
+from quire import kernels
 from quire.common.batch import SlotCopy
 from quire.config.kv_cache import FullAttentionSpec, SlidingWindowSpec
 from quire.config.kv_layout import kv_cache_config
@@ -28,7 +29,7 @@ def test_sequences_share_blocks_of_groups_of_unequal_bytes():
 
 def test_a_layer_never_writes_into_the_bytes_of_another():
     config = kv_cache_config([WIDE, NARROW, NARROW], 4, num_blocks=4)
-    engine = CacheEngine(config)
+    engine = CacheEngine(config, kernels.backend_for("cpu"))
     for number, layer in enumerate(engine.layers):
         layer.k.fill_(number + 1)
         layer.v.fill_(number + 1)
