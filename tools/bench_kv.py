@@ -27,6 +27,7 @@ from quire.common.batch import BlockPairs, Draw, StepResult, Transfer
 from quire.config.kv_cache import FullAttentionSpec, KVCacheConfig, KVCacheSpec
 from quire.config.kv_layout import kv_cache_config
 from quire.config.scheduler import SchedulerConfig
+from quire.engine.requests.output import OutputBuilder, SampleOutput
 from quire.engine.requests.sequence import Sequence as Sample
 from quire.engine.requests.sequence import SequenceGroup
 from quire.engine.scheduling.scheduler import Scheduler
@@ -110,13 +111,13 @@ class DecodeLoop:
     def __init__(self, prompt_lens: Sequence[int]) -> None:
         blocks = BlockSpaceManager(cache_config(NUM_SEQS * 64), enable_prefix_caching=True)
         self.scheduler = Scheduler(SchedulerConfig(len(prompt_lens), sum(prompt_lens)), blocks)
-        self.committer = Committer(self.scheduler, max_model_len=2**20, eos_token_ids=frozenset())
+        self.committer = Committer(self.scheduler, max_model_len=2**20)
         self.rng = random.Random("decode loop")
         params = SamplingParams(temperature=0, max_tokens=2**19, detokenize=False)
         for index, prompt_len in enumerate(prompt_lens):
             prompt = self.rng.choices(range(VOCAB_SIZE), k=prompt_len)
-            sample = Sample(self.scheduler.new_seq_id(), prompt, (Draw(0.0, 0, 1.0, b""),))
-            self.scheduler.add(SequenceGroup(str(index), None, sample, params, 0.0))
+            sample = Sample(self.scheduler.new_seq_id(), prompt, (Draw(0.0, 0, 1.0, b""),), SampleOutput(params))
+            self.scheduler.add(SequenceGroup(OutputBuilder(str(index), prompt, params, 0.0), sample))
 
     def step(self) -> tuple[float, float]:
         """Run a step; return the seconds of schedule() and of commit()."""

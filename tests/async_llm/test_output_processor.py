@@ -1,31 +1,73 @@
-"""How outputs are made, where nobody else may be kept waiting."""
+"""How outputs are made of what the engine sends."""
 
 import asyncio
-from types import SimpleNamespace
-from typing import Any
 
-from quire.engine.process.messages import AddScoring
-from quire.engine.requests.logprobs import LogprobRows
+import msgspec
+
+from quire.common.outputs import RequestOutput
+from quire.common.params import SamplingParams
+from quire.engine.process.messages import AddRequest, AddScoring, RequestDelta, SequenceDelta
+from quire.engine.requests.logprobs import LogprobRows, PromptScores
+from quire.engine.requests.output import OutputBuilder, SampleOutput
 from quire.interfaces.async_llm.output_processor import RequestState
 from tests.scripted_engine import logprobs
 
 
+def request_state(params: SamplingParams, eos_token_ids: frozenset[int] = frozenset()) -> RequestState:
+    message = AddRequest(1, "a", [5, 6], "", 0.0, False, msgspec.Raw(b""))
+    return RequestState(message, OutputBuilder("a", [5, 6], params, 0.0), SampleOutput(params, eos_token_ids))
+
+
 def test_others_have_their_turn_while_many_logprobs_are_made() -> None:
-    rows = [LogprobRows(str), LogprobRows(str)]
-    for each in rows:
-        each.extend(logprobs(range(1000), 1))
-    seqs = [SimpleNamespace(logprobs=each, status=SimpleNamespace(is_finished=True)) for each in rows]
-    group: Any = SimpleNamespace(request_id="a", search=None, scores=None, seqs=seqs, to_output=lambda: "the output")
-    message = AddScoring(1, "a", [5, 6], 1, "")
-    request = RequestState(message, group, SimpleNamespace(eos_token_ids=frozenset()))  # type: ignore[arg-type]
+    params, scores = SamplingParams(), PromptScores(1, list(range(1000)), 1, str)
+    sample = SampleOutput(params, logprobs=LogprobRows(str))
+    assert sample.logprobs is not None
+    for rows in (scores.rows, sample.logprobs):
+        rows.extend(logprobs(range(1000), 1))
+    outputs = OutputBuilder("a", list(range(1001)), params, 0.0, scores=scores)
+    request = RequestState(AddScoring(1, "a", outputs.prompt_token_ids, 1, ""), outputs, sample)
 
     async def main() -> int:
         making, turns = asyncio.create_task(request.next_output()), 0
-        request._changed.set()
+        request.abort()
         while not making.done():
             turns += 1
             await asyncio.sleep(0)
-        assert making.result() == "the output"
+        assert len(making.result().prompt_logprobs or ()) == 1001
         return turns
 
     assert asyncio.run(main()) > 20
+
+
+def last_output(request: RequestState, *deltas: RequestDelta) -> RequestOutput:
+    for delta in deltas:
+        request.update(delta)
+    return asyncio.run(request.next_output())
+
+
+def test_samples_begin_with_the_first_delta_that_has_them() -> None:
+    request = request_state(SamplingParams(n=2, max_tokens=4, detokenize=False), frozenset({9}))
+    output = last_output(
+        request,
+        RequestDelta(1, [SequenceDelta(0, [])], False),
+        RequestDelta(1, [SequenceDelta(0, [7]), SequenceDelta(1, [8])], False),
+        RequestDelta(1, [SequenceDelta(0, [9]), SequenceDelta(1, [7])], False),
+        RequestDelta(1, [SequenceDelta(1, [6], "length")], True),
+    )
+    ends = [(sample.token_ids, sample.finish_reason) for sample in output.outputs]
+    assert ends == [([7, 9], "stop"), ([8, 7, 6], "length")]
+    assert output.finished
+
+
+def test_samples_may_end_before_their_first_token() -> None:
+    """As where a grammar rejects the first token of each."""
+    request = request_state(SamplingParams(n=2, detokenize=False))
+    ended = [SequenceDelta(index, [], "length") for index in range(2)]
+    output = last_output(request, RequestDelta(1, ended, True, error="stopped after 0 tokens"))
+    assert [(sample.index, sample.finish_reason) for sample in output.outputs] == [(0, "length"), (1, "length")]
+
+
+def test_a_request_that_ends_before_its_prompt_is_computed_has_one_output() -> None:
+    request = request_state(SamplingParams(n=3, detokenize=False))
+    request.abort()
+    assert [sample.finish_reason for sample in last_output(request).outputs] == ["abort"]

@@ -116,7 +116,7 @@ def test_samples_that_would_go_on_differently_fail(mortal: Mortal) -> None:
         reading = asyncio.create_task(mortal.outputs("a", SamplingParams(n=2, seed=1, max_tokens=60, ignore_eos=True)))
         await mortal.until_tokens(3)
         (request,) = mortal.llm._requests._requests.values()
-        request.group.seqs[1].token_ids[-1] ^= 1
+        request.samples[1].token_ids[-1] ^= 1
         mortal.die_after(0)
         with pytest.raises(QuireError, match="generated different tokens"):
             await reading

@@ -10,6 +10,7 @@ import numpy as np
 from quire.common.batch import Batch, Draw, StepResult, TokenLogprobs
 from quire.common.params import BeamSearchParams
 from quire.engine.requests.beam_search import BeamSearch
+from quire.engine.requests.output import OutputBuilder, SampleOutput
 from quire.engine.requests.sequence import Sequence, SequenceGroup
 
 from .fake import VOCAB_SIZE, FakeExecutor, Harness, state_after
@@ -105,18 +106,21 @@ class BeamHarness(Harness):
         super().__init__(**options)
         self.executor = BeamExecutor(self.executor.config)
         self.executor.grain = grain
-        self.executor.beam_candidates = lambda seq_id: self.scheduler.owner(seq_id)[1].beam_candidates
+        self.executor.held = lambda seq_id: self.scheduler.owner(seq_id)[1].beam_candidates
         self.committer.max_model_len = 1000
 
     def add_beams(self, prompt: list[int], width: int, max_tokens: int = 8, **params: object) -> SequenceGroup:
-        eos, wanted = self.committer.eos_token_ids, BeamSearchParams(width, max_tokens, detokenize=False, **params)
+        eos, wanted = self.eos_token_ids, BeamSearchParams(width, max_tokens, detokenize=False, **params)
         model = SimpleNamespace(eos_token_ids=eos, vocab_size=VOCAB_SIZE, max_model_len=self.committer.max_model_len)
         search = BeamSearch(wanted, model, self.scheduler.config.max_num_seqs)
         settings = wanted.sampling_params()
-        seq = Sequence(self.scheduler.new_seq_id(), prompt, (Draw(0.0, 0, 1.0, b""),) * settings.n)
+        seq = Sequence(
+            self.scheduler.new_seq_id(), prompt, (Draw(0.0, 0, 1.0, b""),) * settings.n, SampleOutput(settings)
+        )
         search.start(seq)
-        arrival = float(self.scheduler.num_steps)
-        group = SequenceGroup(str(len(self.groups)), None, seq, settings, arrival, search=search)
+        arrival_time = float(self.scheduler.num_steps)
+        outputs = OutputBuilder(str(len(self.groups)), prompt, settings, arrival_time)
+        group = SequenceGroup(outputs, seq, search=search)
         self.groups.append(group)
         self.scheduler.add(group)
         return group
@@ -128,7 +132,7 @@ class BeamHarness(Harness):
 
         def next_logprobs(output: list[int]) -> np.ndarray:
             states: list[int] = []
-            for token_id in group.prompt_token_ids + output:
+            for token_id in group.outputs.prompt_token_ids + output:
                 states.append(state_after(states[-1] if states else 0, token_id))
             seen = [state for w in self.windows for state in (states if w is None else states[-w:])]
             return fake_logprobs(seen, self.executor.grain)

@@ -12,6 +12,7 @@ from quire.common.params import SamplingParams
 from quire.config.kv_cache import KVCacheConfig, KVCacheGroup, attention_spec
 from quire.config.scheduler import SchedulerConfig
 from quire.engine.requests.logprobs import LogprobRows, PromptScores
+from quire.engine.requests.output import OutputBuilder, SampleOutput
 from quire.engine.requests.sequence import Sequence, SequenceGroup
 from quire.engine.scheduling.scheduler import Scheduler
 from quire.engine.step.commit import Committer, Drafter
@@ -166,9 +167,10 @@ class Harness:
         )
         settings = SchedulerConfig(max_num_seqs, max_num_batched_tokens, preemption_mode, **scheduling)
         self.scheduler = Scheduler(settings, self.blocks, clock=lambda: float(self.scheduler.num_steps))
-        self.committer = Committer(self.scheduler, max_model_len=config.max_tokens, eos_token_ids=eos, draft=draft)
+        self.committer = Committer(self.scheduler, max_model_len=config.max_tokens, draft=draft)
         self.depth = depth
         self.in_flight: deque[tuple[Batch, StepResult]] = deque()
+        self.eos_token_ids = eos
         self.failing_steps = failing_steps
         self.preempt_turns = preempt_turns
         self.groups: list[SequenceGroup] = []
@@ -181,16 +183,20 @@ class Harness:
         scores = None
         if settings.prompt_logprobs is not None:
             scores = PromptScores(1, prompt[1:], settings.prompt_logprobs, None)
-        return self._add(Sequence(self.scheduler.new_seq_id(), prompt, draws, None, rows, scores), settings, key)
+        output = SampleOutput(settings, self.eos_token_ids, None, rows)
+        return self._add(Sequence(self.scheduler.new_seq_id(), prompt, draws, output, scores), prompt, settings, key)
 
     def add_scored(self, context: list[int], continuation: list[int], key: ContentKey = NO_KEY) -> SequenceGroup:
         """A request that generates nothing."""
         scores = PromptScores(len(context), continuation, 0, None)
-        seq = Sequence(self.scheduler.new_seq_id(), (context + continuation)[:-1], (), scores=scores)
-        return self._add(seq, SamplingParams(detokenize=False), key)
+        settings, whole = SamplingParams(detokenize=False), context + continuation
+        seq = Sequence(self.scheduler.new_seq_id(), whole[:-1], (), SampleOutput(settings), scores)
+        return self._add(seq, whole, settings, key)
 
-    def _add(self, seq: Sequence, settings: SamplingParams, key: ContentKey) -> SequenceGroup:
-        group = SequenceGroup(str(len(self.groups)), None, seq, settings, float(self.scheduler.num_steps), key)
+    def _add(self, seq: Sequence, prompt: list[int], settings: SamplingParams, key: ContentKey) -> SequenceGroup:
+        arrival_time = float(self.scheduler.num_steps)
+        outputs = OutputBuilder(str(len(self.groups)), prompt, settings, arrival_time, scores=seq.scores)
+        group = SequenceGroup(outputs, seq, key)
         self.groups.append(group)
         self.scheduler.add(group)
         return group
@@ -228,8 +234,7 @@ class Harness:
 
     @staticmethod
     def output(group: SequenceGroup, sample: int = 0) -> list[int]:
-        seq = group.seqs[sample]
-        return seq.token_ids[seq.num_prompt_tokens :]
+        return group.seqs[sample].output.token_ids
 
     def check_output(self, group: SequenceGroup) -> None:
         """Every sample is what the request alone would have given."""

@@ -215,7 +215,7 @@ def test_aborting_a_search_returns_all_blocks_and_what_there_is(num_steps):
     assert not harness.scheduler.has_unfinished
     assert all(harness.scheduler.owner(seq.seq_id) is None for seq in group.seqs)
     for seq in group.unfinished_seqs:
-        seq.status = SequenceStatus.FINISHED_ABORTED
+        seq.finish(SequenceStatus.FINISHED_ABORTED)
     outputs = group.to_output().outputs
     assert [len(output.token_ids) for output in outputs] == [num_steps] * len(group.seqs)
     assert {output.finish_reason for output in outputs} == {"abort"}
@@ -254,6 +254,9 @@ class TooComplex:
     """A grammar that cannot go on."""
 
     error = "too many items"
+
+    def mask(self) -> None:
+        """Any token may be drawn."""
 
     def advance(self, token_id: int) -> bool:
         return False

@@ -223,7 +223,7 @@ def test_an_aborted_request_ends_as_such():
     group = harness.add([1, 2, 3], 8)
     harness.step()
     harness.scheduler.remove(group)
-    group.seqs[0].status = type(group.seqs[0].status).FINISHED_ABORTED
+    group.seqs[0].finish(type(group.seqs[0].status).FINISHED_ABORTED)
     watch.look()
     assert ("finished", group.request_id, "abort") in watch.events
     assert watch.mirror.requests == {}

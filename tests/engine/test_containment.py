@@ -424,7 +424,7 @@ def test_a_detokenizer_that_raises_ends_its_request(monkeypatch):
     add(engine, "bad", [3] * 3, detokenize=True, stop=["never comes"])
     add(engine, "good", [4] * 3, detokenize=True, stop=["never comes"])
     add(engine, "later", [5] * 3, detokenize=True)
-    broken = {id(engine._groups[name].seqs[0].detokenizer) for name in ("bad", "later")}
+    broken = {id(engine._groups[name].seqs[0].output.detokenizer) for name in ("bad", "later")}
     for method in ("append", "stable_text"):
         working = getattr(IncrementalDetokenizer, method)
 

@@ -10,6 +10,7 @@ from quire.common.batch import Draw
 from quire.common.outputs import Logprob
 from quire.common.params import SamplingParams
 from quire.engine.requests.logprobs import LogprobRows, PromptScores
+from quire.engine.requests.output import OutputBuilder, SampleOutput
 from quire.engine.requests.sequence import Sequence, SequenceGroup
 from tests.effort import examples
 from tests.scripted_engine import logprobs
@@ -55,7 +56,7 @@ def plain(told: list[dict[int, Logprob] | None]) -> list[dict[int, tuple[float, 
 def check(group: SequenceGroup, windows: tuple[int | None, ...] = (None,)) -> None:
     """What a request was told is what the model says of its tokens, worked out without any engine."""
     output = group.to_output()
-    prompt, params = group.prompt_token_ids, group.params
+    prompt, params = group.outputs.prompt_token_ids, group.params
     for sample in output.outputs if params.logprobs is not None else ():
         rows = expected_logprobs(prompt + sample.token_ids, len(prompt), params.logprobs, windows)
         assert plain(sample.logprobs) == as_dicts(rows)
@@ -63,9 +64,9 @@ def check(group: SequenceGroup, windows: tuple[int | None, ...] = (None,)) -> No
     if params.prompt_logprobs is not None:
         expected = as_dicts(expected_logprobs(prompt, 1, params.prompt_logprobs, windows))
         assert plain(output.prompt_logprobs) == [None, *expected]
-    elif group.scores is not None:
-        whole = prompt[: group.scores.first] + group.scores.token_ids
-        first = group.scores.first
+    elif group.outputs.scores is not None:
+        whole = prompt[: group.outputs.scores.first] + group.outputs.scores.token_ids
+        first = group.outputs.scores.first
         assert plain(output.prompt_logprobs) == [None] * first + as_dicts(expected_logprobs(whole, first, 0, windows))
     else:
         assert output.prompt_logprobs is None
@@ -175,14 +176,15 @@ def test_a_failed_step_scores_nothing():
 
 def test_deltas_bring_each_row_once():
     rows = LogprobRows(None)
-    seq = Sequence(0, [1, 2], (), logprobs=rows, scores=PromptScores(1, [2], 0, None))
-    group = SequenceGroup("a", None, seq, SamplingParams(output_kind="delta", logprobs=0, prompt_logprobs=0), 0.0)
-    seq.scores.rows.extend(token_logprobs([5], 2, 0))
+    params, scores = SamplingParams(output_kind="delta", logprobs=0, prompt_logprobs=0), PromptScores(1, [2], 0, None)
+    sample = SampleOutput(params, logprobs=rows)
+    outputs = OutputBuilder("a", [1, 2], params, 0.0, scores=scores)
+    scores.rows.extend(token_logprobs([5], 2, 0))
     told = []
     for token_id in (7, 8, 9):
-        seq.token_ids.append(token_id)
+        sample.append(token_id)
         rows.extend(token_logprobs([token_id], token_id, 0))
-        output = group.to_output()
+        output = outputs.to_output([sample])
         told += output.outputs[0].logprobs
         assert (output.prompt_logprobs is None) == (token_id != 7)
     assert [list(entries) for entries in told] == [[7], [8], [9]]
@@ -222,11 +224,11 @@ def test_the_likeliest_samples_come_out_best_first(n):
 
 
 def test_past_is_all_tokens_and_a_fork_has_its_own():
-    seq = Sequence(0, [1, 2, 3], (Draw(0.0, 0, 1.0, b"", presence_penalty=1.0),))
+    seq = Sequence(0, [1, 2, 3], (Draw(0.0, 0, 1.0, b"", presence_penalty=1.0),), SampleOutput(SamplingParams()))
     views = []
     for token_id in range(20):
         views.append((seq.history(), list(seq.token_ids)))
-        seq.token_ids.append(token_id)
+        seq.extend((token_id,))
     assert all(view.tolist() == token_ids for view, token_ids in views), "earlier views stay as they were"
     bases = [view.base for view, _ in views]
     assert len({id(base) for base in bases}) <= 4, "memory grows by doubling"
@@ -234,7 +236,7 @@ def test_past_is_all_tokens_and_a_fork_has_its_own():
     fork.token_ids[-1] = 99
     assert fork.history().tolist() == [*seq.token_ids[:-1], 99]
     assert seq.history().tolist() == seq.token_ids
-    assert not Sequence(2, [1], (Draw(0.0, 0, 1.0, b""),)).needs_history
+    assert not Sequence(2, [1], (Draw(0.0, 0, 1.0, b""),), SampleOutput(SamplingParams())).needs_history
 
 
 def test_scores_are_due_where_their_rows_are_computed():

@@ -52,7 +52,7 @@ def draw(llm: LLM, **params: Any) -> Draw:
     """What a request is drawn with."""
     settings = SamplingParams(**params)
     llm.engine.inputs.check_params(settings)
-    return llm.engine.inputs.sequence(-1, PROMPT, settings).draws[0]
+    return llm.engine.inputs.draws(settings)[0]
 
 
 def test_plain_values_pass_into_the_draw_as_they_are(llm: LLM) -> None:
@@ -93,7 +93,7 @@ def test_min_tokens_holds_back_whatever_would_end_the_output(llm: LLM) -> None:
 
 
 def test_samples_differ_in_key_and_index_alone(llm: LLM) -> None:
-    draws = llm.engine.inputs.sequence(-1, PROMPT, SamplingParams(n=2, best_of=4, seed=3)).draws
+    draws = llm.engine.inputs.draws(SamplingParams(n=2, best_of=4, seed=3))
     assert [d.index for d in draws] == [0, 1, 2, 3]
     assert len({d.random_key for d in draws}) == 4
     assert all(d.logprobs == 0 for d in draws), "to rank them"

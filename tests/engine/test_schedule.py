@@ -157,7 +157,7 @@ def test_eos_stops_and_ignore_eos_does_not():
     first = tokens.index(tokens[2])
     assert harness.output(stopped) == tokens[: first + 1]
     assert stopped.seqs[0].status is SequenceStatus.FINISHED_STOPPED
-    assert stopped.seqs[0].stop_reason is None
+    assert stopped.seqs[0].output.stop_reason is None
     assert harness.output(ignored) == tokens
     assert ignored.seqs[0].status is SequenceStatus.FINISHED_LENGTH_CAPPED
 
@@ -168,7 +168,7 @@ def test_a_stop_token_id_stops_and_is_named():
     harness = Harness()
     group = harness.add(prompt, 8, stop_token_ids=[tokens[3]])
     harness.run()
-    assert group.seqs[0].stop_reason == tokens[3]
+    assert group.seqs[0].output.stop_reason == tokens[3]
     assert harness.output(group)[-1] == tokens[3]
 
 

@@ -38,7 +38,7 @@ def planted_early(self, groups):
 def planted_keeps(self, group):
     """The request has ended, and its blocks stay."""
     for seq in group.unfinished_seqs:
-        seq.status = type(seq.status).FINISHED_ABORTED
+        seq.finish(type(seq.status).FINISHED_ABORTED)
 
 
 def planted_forgets(self, step=None):

@@ -101,7 +101,7 @@ async def beside_a_bad_one(door: Door, spoil: Callable[[RequestState], None]) ->
     await anext(bad)
     others = asyncio.create_task(door.all_outputs([(f"good {i}", LONG) for i in range(4)]))
     await door.record.until(lambda: len(door.record.of("start")) == num_before + 5)
-    (request,) = (r for r in door.llm._requests._requests.values() if r.group.request_id == "bad")
+    (request,) = (r for r in door.llm._requests._requests.values() if r.message.request_id == "bad")
     spoil(request)
     with pytest.raises(RequestFailedError, match="when its output was made"):
         async for _ in bad:
@@ -115,7 +115,7 @@ def raises(*_: object, **__: object) -> Any:
 
 def test_a_text_that_can_never_be_made_again_costs_nobody_else_a_token(door: Door) -> None:
     def spoil(request: RequestState) -> None:
-        request.group.seqs[0].detokenizer = Broken()  # type: ignore[assignment]
+        request.samples[0].detokenizer = Broken()  # type: ignore[assignment]
 
     alone = door.run(door.all_outputs([(f"good {i}", LONG) for i in range(4)]))
     assert door.run(beside_a_bad_one(door, spoil)) == [token_ids(outputs) for outputs in alone]

@@ -17,6 +17,7 @@ from quire.config.model import ModelConfig
 from quire.engine.process.messages import Progress
 from quire.engine.requests.grammar_queue import GrammarQueue
 from quire.engine.requests.input_processor import InputProcessor, Prompt, recommended_params
+from quire.engine.requests.new_group import new_group, new_scoring_group
 from quire.engine.requests.sequence import SequenceGroup, SequenceStatus
 from quire.engine.scheduling.scheduler import Scheduler
 from quire.engine.step.commit import Committer
@@ -57,9 +58,7 @@ class LLMEngine:
         )
         block_copy_s = plan.kv_cache.block_bytes / _COPY_BYTES_PER_S
         self.scheduler = Scheduler(config.scheduler, self.blocks, block_copy_s=block_copy_s)
-        self.committer = Committer(
-            self.scheduler, max_model_len=config.model.max_model_len, eos_token_ids=config.model.eos_token_ids
-        )
+        self.committer = Committer(self.scheduler, max_model_len=config.model.max_model_len)
         self.inputs = InputProcessor(config, tokenizer)
         self.grammars = GrammarQueue(GrammarCompiler(tokenizer, config.model.vocab_size, config.model.eos_token_ids))
         self._groups: dict[str, SequenceGroup] = {}
@@ -94,7 +93,7 @@ class LLMEngine:
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         seq_id = self.scheduler.new_seq_id()
         with failures_named(request_id, "when it was added"):
-            group = self.inputs.request(request_id, prompt, params, seq_id, arrival_time)
+            group = new_group(self.inputs, self.inputs.request(request_id, prompt, params, arrival_time), seq_id)
             if progress is not None:
                 group.resume(progress.token_ids, progress.metrics, progress.num_cached_tokens)
             self._add(group)
@@ -106,7 +105,8 @@ class LLMEngine:
         self._check_request_id(request_id)
         seq_id = self.scheduler.new_seq_id()
         with failures_named(request_id, "when it was added"):
-            self._add(self.inputs.scoring_request(request_id, context, continuation, seq_id, time.monotonic()))
+            request = self.inputs.scoring_request(request_id, context, continuation, time.monotonic())
+            self._add(new_scoring_group(request, seq_id))
 
     def _check_request_id(self, request_id: str) -> None:
         if request_id in self._groups:
@@ -255,7 +255,7 @@ class LLMEngine:
         if is_queued and not group.is_finished:  # otherwise it ended in a failed step, and has not been returned yet
             self.scheduler.remove(group)
         for seq in group.unfinished_seqs:
-            seq.status = SequenceStatus.FINISHED_ABORTED
+            seq.finish(SequenceStatus.FINISHED_ABORTED)
 
     def check_pin(self, prompt: Prompt) -> None:
         """Raise a RequestError if the prompt is wrong, or larger than what may still be pinned."""

@@ -16,6 +16,7 @@ from quire.common.batch import Draw, StepResult
 from quire.config.kv_cache import FullAttentionSpec
 from quire.config.kv_layout import kv_cache_config
 from quire.config.scheduler import SchedulerConfig
+from quire.engine.requests.output import OutputBuilder, SampleOutput
 from quire.engine.requests.sequence import Sequence, SequenceGroup
 from quire.engine.scheduling.scheduler import Scheduler
 from quire.engine.step.commit import Committer
@@ -32,13 +33,13 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         config = kv_cache_config([spec], 16, num_blocks=num_seqs * (_PROMPT_LEN + _NUM_STEPS) // 8)
         blocks = BlockSpaceManager(config, enable_prefix_caching=True)
         scheduler = Scheduler(SchedulerConfig(num_seqs, num_seqs * _PROMPT_LEN), blocks)
-        committer = Committer(scheduler, max_model_len=2**20, eos_token_ids=frozenset())
+        committer = Committer(scheduler, max_model_len=2**20)
         prompts = [rng.choices(range(_VOCAB), k=_PROMPT_LEN) for _ in range(num_seqs)]
         prompts += [rng.choices(range(_VOCAB), k=4) for _ in range(num_waiting)]
-        start = clock()
+        start, params = clock(), greedy(_NUM_STEPS)
         for prompt in prompts:
-            seq = Sequence(scheduler.new_seq_id(), prompt, (Draw(0.0, 0, 1.0, b""),))
-            scheduler.add(SequenceGroup(str(seq.seq_id), None, seq, greedy(_NUM_STEPS), 0.0))
+            seq = Sequence(scheduler.new_seq_id(), prompt, (Draw(0.0, 0, 1.0, b""),), SampleOutput(params))
+            scheduler.add(SequenceGroup(OutputBuilder(str(seq.seq_id), prompt, params, 0.0), seq))
         times = {"add": [(clock() - start) / len(prompts)], "schedule": [], "commit": []}
         for _ in range(_NUM_STEPS - 1):
             start = clock()

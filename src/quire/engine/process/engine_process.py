@@ -26,7 +26,7 @@ from quire.common.errors import QuireError, RequestFailedError
 from quire.common.faults import fault_point, fault_write
 from quire.common.log import logger, set_up_logging
 from quire.common.memory import IDLE_S, give_back_memory
-from quire.common.outputs import EngineStats
+from quire.common.outputs import CompletionOutput, EngineStats, FinishReason
 from quire.common.params import BeamSearchParams, SamplingParams
 from quire.config.args import EngineArgs
 from quire.engine.process.heartbeat import Pulse, beat
@@ -48,7 +48,8 @@ from quire.engine.process.messages import (
     read_frame,
     to_frame,
 )
-from quire.engine.requests.sequence import Sequence, SequenceGroup
+from quire.engine.requests.output import SampleOutput
+from quire.engine.requests.sequence import SequenceGroup
 from quire.engine.view.cache_view import MIN_INTERVAL_S, CacheView
 
 if TYPE_CHECKING:
@@ -234,42 +235,37 @@ class EngineProcess:
 
 
 def to_delta(key: int, group: SequenceGroup) -> RequestDelta:
-    """What has not been told of a request yet. A beam search is told at its end, as its outputs."""
+    """What is new of a request since the last delta. A beam search has one delta, at its end, with its outputs."""
     if group.search is not None:
         sequences = [
-            SequenceDelta(
-                beam.index,
-                beam.token_ids,
-                beam.finish_reason,
-                beam.stop_reason if isinstance(beam.stop_reason, int) else None,
-                cumulative_logprob=beam.cumulative_logprob,
-            )
+            SequenceDelta(beam.index, beam.token_ids, *_reasons(beam), cumulative_logprob=beam.cumulative_logprob)
             for beam in group.search.outputs(group.seqs)
         ]
     else:
-        sequences = [_sequence_delta(seq) for seq in group.seqs if not seq.has_told_end]
+        sequences = [_sequence_delta(seq.output) for seq in group.seqs if not seq.output.has_emitted_end]
+    scores = group.outputs.scores
     return RequestDelta(
         key,
         sequences,
         group.is_finished,
         group.num_cached_tokens,
         group.metrics,
-        None if group.scores is None else _packed(group.scores.rows.take()),
+        None if scores is None else _packed(scores.rows.take()),
         group.error,
         _FAILED if group.has_failed else None,
     )
 
 
-def _sequence_delta(seq: Sequence) -> SequenceDelta:
-    start = seq.num_prompt_tokens + seq.num_told[0]
-    seq.num_told, seq.has_told_end = (seq.num_output_tokens, 0), seq.status.is_finished
-    return SequenceDelta(
-        seq.index,
-        seq.token_ids[start:],
-        seq.status.finish_reason,
-        seq.stop_reason if isinstance(seq.stop_reason, int) else None,
-        None if seq.logprobs is None else _packed(seq.logprobs.take()),
-    )
+def _sequence_delta(sample: SampleOutput) -> SequenceDelta:
+    start, _ = sample.num_emitted
+    sample.num_emitted, sample.has_emitted_end = (len(sample.token_ids), 0), sample.finish_reason is not None
+    rows = None if sample.logprobs is None else _packed(sample.logprobs.take())
+    return SequenceDelta(sample.index, sample.token_ids[start:], *_reasons(sample), rows)
+
+
+def _reasons(output: SampleOutput | CompletionOutput) -> tuple[FinishReason | None, int | None]:
+    """Return why it ended. Stop strings are found in the API process, where text is made."""
+    return output.finish_reason, output.stop_reason if isinstance(output.stop_reason, int) else None
 
 
 def _packed(logprobs: TokenLogprobs | None) -> Rows | None:

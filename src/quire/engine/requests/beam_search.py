@@ -18,12 +18,12 @@ from msgspec.structs import replace
 
 from quire.common.errors import InvalidParamsError
 from quire.common.outputs import CompletionOutput, FinishReason
-from quire.engine.requests.sequence import Sequence, SequenceGroup, SequenceStatus
+from quire.engine.requests.output import text_of
 
 if TYPE_CHECKING:
     from quire.common.params import BeamSearchParams
     from quire.config.model import ModelConfig
-    from quire.engine.scheduling.scheduler import Scheduler
+    from quire.engine.requests.sequence import Sequence
 
 
 class BeamSelector(Protocol):
@@ -36,38 +36,6 @@ class BeamSelector(Protocol):
     def outputs(self, beams: list[Sequence]) -> list[CompletionOutput]:
         """What the request's caller is told at its end, from what the search has found and the beams it has left."""
         ...
-
-
-def advance_beams(scheduler: Scheduler, group: SequenceGroup) -> None:
-    """Replace a request's beams by the next ones, or finish it, once all of them hold their candidates.
-
-    The first child of a beam goes on in its place and in its blocks, the others are forks of it.
-    """
-    beams = group.seqs
-    if group.search is None or any(beam.beam_candidates is None for beam in beams):
-        return
-    children = group.search.select(beams)
-    if not children:
-        for beam in beams:
-            beam.status = SequenceStatus.FINISHED_STOPPED
-            scheduler.finish(group, beam)
-        return
-    group.seqs, parents = [], set[int]()
-    for place, _ in children:
-        parent = beams[place]
-        group.seqs.append(scheduler.fork(group, parent, parent.draws[0]) if place in parents else parent)
-        parents.add(place)
-    for place in sorted(set(range(len(beams))) - parents):
-        scheduler.finish(group, beams[place])
-    for beam, (_, token_id) in zip(group.seqs, children, strict=True):
-        beam.token_ids.append(token_id)
-        beam.beam_candidates = None
-        if beam.grammar is not None and not beam.grammar.advance(token_id):
-            group.error = f"stopped after {beam.num_output_tokens} tokens: {beam.grammar.error}"
-    if group.error is not None:
-        for beam in group.seqs:
-            beam.status = SequenceStatus.FINISHED_LENGTH_CAPPED
-            scheduler.finish(group, beam)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +85,7 @@ class BeamSearch:
 
     def start(self, seq: Sequence) -> None:
         """Take over a request's first sequence: what it draws with, and its text, which is made at the end."""
-        self._detokenizer, seq.detokenizer = seq.detokenizer, None
+        self._detokenizer, seq.output.detokenizer = seq.output.detokenizer, None
         self.max_tokens = min(self.max_tokens, self._max_model_len - seq.num_tokens)
         temperature = self.params.temperature if self.params.temperature != 1 else 0.0
         draw = replace(
@@ -164,7 +132,7 @@ class BeamSearch:
 
     def _finish(self, beam: Sequence, token_id: int, cum_logprob: float, reason: FinishReason) -> None:
         """Keep the output if it is among the best so far."""
-        output = [*beam.token_ids[beam.num_prompt_tokens :], token_id]
+        output = [*beam.output.token_ids, token_id]
         score = self._score(cum_logprob, len(output))
         is_stop = reason == "stop" and token_id not in self.eos_token_ids
         if reason == "stop" and not self.params.include_stop_str_in_output:
@@ -186,27 +154,13 @@ class BeamSearch:
     def outputs(self, beams: list[Sequence]) -> list[CompletionOutput]:
         """The `n` best. A search that was cut short has its beams, as far as they are, behind what has ended."""
         hypotheses = self._finished + [
-            _Hypothesis(0.0, cum_logprob, beam.token_ids[beam.num_prompt_tokens :], beam.status.finish_reason)
+            _Hypothesis(0.0, cum_logprob, list(beam.output.token_ids), beam.output.finish_reason)
             for beam, cum_logprob in zip(beams, self._cum_logprobs, strict=False)
         ]
         num_returned = self.params.n or self.params.beam_width
         return [self._output(index, hypothesis) for index, hypothesis in enumerate(hypotheses[:num_returned])]
 
-    def text(self, token_ids: list[int]) -> str:
-        """Of an output's tokens; empty if none is wanted."""
-        if self._detokenizer is None:
-            return ""
-        detokenizer = self._detokenizer.fork()
-        for token_id in token_ids:
-            detokenizer.append(token_id)
-        return detokenizer.text
-
     def _output(self, index: int, hypothesis: _Hypothesis) -> CompletionOutput:
-        return CompletionOutput(
-            index=index,
-            text=self.text(hypothesis.token_ids),
-            token_ids=hypothesis.token_ids,
-            finish_reason=hypothesis.finish_reason,
-            stop_reason=hypothesis.stop_reason,
-            cumulative_logprob=hypothesis.cum_logprob,
-        )
+        text = text_of(self._detokenizer, hypothesis.token_ids)
+        reasons = hypothesis.finish_reason, hypothesis.stop_reason
+        return CompletionOutput(index, text, hypothesis.token_ids, *reasons, hypothesis.cum_logprob)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from msgspec.structs import replace
@@ -16,9 +17,8 @@ from quire.common.params.sampling import ALL_LOGPROBS, MAX_SALT_LEN
 from quire.config.args import EngineConfig
 from quire.engine.requests.beam_search import BeamSearch
 from quire.engine.requests.logprobs import LogprobRows, PromptScores
-from quire.engine.requests.sequence import Sequence, SequenceGroup
+from quire.engine.requests.output import OutputBuilder, SampleOutput
 from quire.kv.content_hash import ContentKey
-from quire.runner.sampling.named_processor import NamedProcessor
 from quire.runner.sampling.random import random_key, uniform_bits
 from quire.text.tokenizer.detokenizer import IncrementalDetokenizer
 from quire.text.tokenizer.tokenizer import Tokenizer
@@ -35,6 +35,17 @@ _BORDER_TOKENS = 16
 _SCORING = SamplingParams(detokenize=False, output_kind="final_only")
 
 
+@dataclass(frozen=True, slots=True)
+class CheckedRequest:
+    """A request that can run, before anything has been computed."""
+
+    outputs: OutputBuilder
+    sample: SampleOutput
+    """Its first sample; the others are forks of it."""
+    content_key: ContentKey
+    search: BeamSearch | None = None
+
+
 class InputProcessor:
     """Makes requests out of prompts and params, or raises a RequestError. Knows one model and its tokenizer."""
 
@@ -47,36 +58,35 @@ class InputProcessor:
     # Requests
 
     def request(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams | BeamSearchParams,
-        seq_id: int,
-        arrival_time: float,
-    ) -> SequenceGroup:
-        """One that can run. Raises RequestError."""
+        self, request_id: str, prompt: Prompt, params: SamplingParams | BeamSearchParams, arrival_time: float
+    ) -> CheckedRequest:
+        """A request that can run. Raises RequestError."""
         search = None
         if isinstance(params, BeamSearchParams):
             search = BeamSearch(params, self.model, self.config.scheduler.max_num_seqs)
             params = params.sampling_params()
         text, token_ids, key = self.prompt(prompt, params)
         self.check_params(params)
-        processors = tuple([NamedProcessor(processor) for processor in params.logits_processors or ()])
-        seq = self.sequence(seq_id, token_ids, params, tuple([named.name for named in processors]))
-        if search is not None:
-            search.start(seq)
-        return SequenceGroup(request_id, text, seq, params, arrival_time, key, search, processors)
+        decode = self.tokenizer.decode_token if params.detokenize else None
+        logprobs = scores = None
+        if params.logprobs is not None or params.ranks_samples:
+            logprobs = LogprobRows(decode, keeps=params.logprobs is not None)
+        if params.prompt_logprobs is not None:
+            num_top = self._num_logprobs("prompt_logprobs", params.prompt_logprobs)
+            scores = PromptScores(1, token_ids[1:], num_top, decode)
+        detokenizer = self._detokenizer(token_ids, params)
+        sample = SampleOutput(params, self.model.eos_token_ids, detokenizer, logprobs)
+        outputs = OutputBuilder(request_id, token_ids, params, arrival_time, text, scores)
+        return CheckedRequest(outputs, sample, key, search)
 
     def scoring_request(
-        self, request_id: str, context: Prompt, continuation: Prompt | None, seq_id: int, arrival_time: float
-    ) -> SequenceGroup:
-        """One that draws nothing, and ends when the continuation's tokens are scored; the last of them need not run.
-        Raises RequestError."""
+        self, request_id: str, context: Prompt, continuation: Prompt | None, arrival_time: float
+    ) -> CheckedRequest:
+        """A request to score the continuation's tokens, or without one the context's own. Raises RequestError."""
         token_ids, first, key = self.continuation(context, continuation)
-        seq = Sequence(seq_id, token_ids[:-1], (), scores=PromptScores(first, token_ids[first:], 0, None))
-        group = SequenceGroup(request_id, None, seq, _SCORING, arrival_time, key)
-        group.prompt_token_ids = token_ids
-        return group
+        scores = PromptScores(first, token_ids[first:], 0, None)
+        outputs = OutputBuilder(request_id, token_ids, _SCORING, arrival_time, scores=scores)
+        return CheckedRequest(outputs, SampleOutput(_SCORING), key)
 
     # Prompts
 
@@ -211,22 +221,6 @@ class InputProcessor:
 
     # Params
 
-    def sequence(
-        self, seq_id: int, token_ids: list[int], params: SamplingParams, processors: tuple[str, ...] = ()
-    ) -> Sequence:
-        """A request's first sequence, which stands for all its samples until the prompt is computed. `processors`: the
-        names of its logits processors."""
-        draws = self._draws(params, processors)
-        decode = self.tokenizer.decode_token if params.detokenize else None
-        logprobs = scores = None
-        if draws[0].logprobs is not None:
-            logprobs = LogprobRows(decode, keeps=params.logprobs is not None)
-        if params.prompt_logprobs is not None:
-            num_top = self._num_logprobs("prompt_logprobs", params.prompt_logprobs)
-            scores = PromptScores(1, token_ids[1:], num_top, decode)
-        self._num_requests += 1
-        return Sequence(seq_id, token_ids, draws, self._detokenizer(token_ids, params), logprobs, scores)
-
     def check_params(self, params: SamplingParams) -> None:
         """What only this model and this engine can refuse."""
         max_num_seqs = self.config.scheduler.max_num_seqs
@@ -271,9 +265,11 @@ class InputProcessor:
                 f"min_tokens={draw.min_tokens} may leave none of allowed_token_ids: allow a token that does not stop"
             )
 
-    def _draws(self, params: SamplingParams, processors: tuple[str, ...]) -> tuple[Draw, ...]:
-        """One for each sample, with the request's own seed or the one of its place by arrival."""
+    def draws(self, params: SamplingParams, processors: tuple[str, ...] = ()) -> tuple[Draw, ...]:
+        """One for each sample, with the request's own seed or the one of its place by arrival. `processors` are the
+        names of its logits processors."""
         seed = self.seed(self._num_requests) if params.seed is None else params.seed
+        self._num_requests += 1
         draw = replace(self._draw(params), processors=processors)
         return tuple(replace(draw, random_key=random_key(seed, i), index=i) for i in range(params.num_samples))
 

@@ -344,7 +344,7 @@ class Scheduler:
             f"{pool.num_blocks} blocks of the KV cache, of which {pins.num_blocks} are pinned"
         )
         for ended in [seq] if group.search is None else group.unfinished_seqs:  # a search ends as a whole
-            ended.status = SequenceStatus.FINISHED_LENGTH_CAPPED
+            ended.finish(SequenceStatus.FINISHED_LENGTH_CAPPED)
             self.finish(group, ended)
         if group.is_finished:
             self._report(group)
@@ -414,7 +414,7 @@ class Scheduler:
             group.error += f" while {blocks.pins.num_blocks} of its {blocks.pool.num_blocks} blocks are pinned"
         self.remove(group)
         for seq in group.unfinished_seqs:
-            seq.status = SequenceStatus.FINISHED_IGNORED
+            seq.finish(SequenceStatus.FINISHED_IGNORED)
         self._report(group)
 
     def _report(self, group: SequenceGroup) -> None:
@@ -432,7 +432,7 @@ class Scheduler:
         self._note("started" if group.metrics.first_scheduled_time is None else "restarted", group)
         if group.metrics.first_scheduled_time is None:
             group.metrics.first_scheduled_time = self.clock()
-            group.num_cached_tokens = seq.num_computed_tokens
+            group.outputs.num_cached_tokens = seq.num_computed_tokens
         seq.status = SequenceStatus.RUNNING
         plan.add(seq, num_tokens)
 

@@ -8,9 +8,9 @@ from quire.common.batch import Batch, ScheduledSequence, StepResult
 from quire.common.errors import failure
 from quire.common.faults import fault_point
 from quire.common.log import logger
-from quire.engine.requests.beam_search import advance_beams
 from quire.engine.requests.sequence import Sequence, SequenceGroup, SequenceStatus
 from quire.engine.scheduling.scheduler import Scheduler
+from quire.engine.step.advance_beams import advance_beams
 from quire.text.grammar.state import GrammarState
 
 Drafter = Callable[[SequenceGroup, Sequence], SequenceOf[int]]
@@ -25,14 +25,12 @@ class Committer:
         scheduler: Scheduler,
         *,
         max_model_len: int,
-        eos_token_ids: frozenset[int],
         clock: Callable[[], float] = time.monotonic,
         draft: Drafter | None = None,
     ) -> None:
         """`draft` proposes the tokens that the next step verifies."""
         self.scheduler = scheduler
         self.max_model_len = max_model_len
-        self.eos_token_ids = eos_token_ids
         self.clock = clock
         self.draft = draft
         self.num_prompt_tokens = 0
@@ -97,7 +95,9 @@ class Committer:
         elif group.search is not None:
             seq.beam_candidates = result.logprobs[draws[0]]
             self.num_generated_tokens += 1
-            self._advance_beams(group)
+            advance_beams(self.scheduler, group)
+            if group.is_finished:
+                group.metrics.finished_time = self.clock()
         elif len(draws) > 1 and seq.num_computed_tokens == seq.num_prompt_tokens:
             for sample, draw in zip(group.seqs, draws, strict=True):
                 self._append(group, sample, result, draw)
@@ -128,7 +128,7 @@ class Committer:
         unfinished = group.unfinished_seqs
         self.scheduler.remove(group)
         for seq in unfinished:
-            seq.status = SequenceStatus.FINISHED_ABORTED
+            seq.finish(SequenceStatus.FINISHED_ABORTED)
         if error is not None:
             logger.error("%s", reason, exc_info=error)
             self.scheduler.check_integrity()
@@ -148,8 +148,8 @@ class Committer:
             if not grammar.advance(token_id):
                 self._end_rejected(group, seq, may_end)
                 return
-        if seq.logprobs is not None:
-            seq.logprobs.extend(result.logprobs[draw])
+        if seq.output.logprobs is not None:
+            seq.output.logprobs.extend(result.logprobs[draw])
         self._add(group, seq, token_id)
         if grammar is not None and jumps and not seq.status.is_finished:
             self._jump(group, seq, grammar)
@@ -174,7 +174,9 @@ class Committer:
 
     def _add(self, group: SequenceGroup, seq: Sequence, token_id: int) -> None:
         self.num_generated_tokens += 1
-        status = append_token(group, seq, token_id, self.eos_token_ids) or self._limit_reached(group, seq)
+        seq.token_ids.append(token_id)
+        has_stopped = seq.output.append(token_id)
+        status = SequenceStatus.FINISHED_STOPPED if has_stopped else self._limit_reached(group, seq)
         if status is not None:
             self._finish(group, seq, status)
 
@@ -193,16 +195,11 @@ class Committer:
         return left if max_tokens is None else min(left, seq.num_prompt_tokens + max_tokens - num_tokens)
 
     def _finish(self, group: SequenceGroup, seq: Sequence, status: SequenceStatus) -> None:
-        seq.status = status
+        seq.finish(status)
         seq.num_computed_tokens = min(seq.num_computed_tokens, len(seq.token_ids))  # drafts behind a stop are dropped
         if group.is_finished:
             group.metrics.finished_time = self.clock()
         self.scheduler.finish(group, seq)
-
-    def _advance_beams(self, group: SequenceGroup) -> None:
-        advance_beams(self.scheduler, group)
-        if group.is_finished:
-            group.metrics.finished_time = self.clock()
 
 
 def _accepted_drafts(scheduled: ScheduledSequence, drawn: tuple[int, ...]) -> list[int]:
@@ -214,21 +211,3 @@ def _accepted_drafts(scheduled: ScheduledSequence, drawn: tuple[int, ...]) -> li
     drafts = scheduled.token_ids[len(scheduled.token_ids) - scheduled.num_drafts :]
     differing = (place for place, pair in enumerate(zip(drafts, drawn, strict=False)) if pair[0] != pair[1])
     return list(drafts[: next(differing, len(drafts))])
-
-
-def append_token(
-    group: SequenceGroup, seq: Sequence, token_id: int, eos_token_ids: frozenset[int]
-) -> SequenceStatus | None:
-    """Append a token and, unless it is a stop token, its text. FINISHED_STOPPED if it is a stop token or completes a
-    stop string."""
-    seq.token_ids.append(token_id)
-    params, num_output_tokens = group.params, len(seq.token_ids) - seq.num_prompt_tokens
-    is_eos = token_id in eos_token_ids and not params.ignore_eos
-    is_stop = (is_eos or token_id in group.stop_token_ids) and num_output_tokens > params.min_tokens
-    matched = None
-    if seq.detokenizer is not None and (not is_stop or params.include_stop_str_in_output):
-        matched = seq.detokenizer.append(token_id)
-    if not is_stop and matched is None:
-        return None
-    seq.stop_reason = matched if not is_stop else None if is_eos else token_id
-    return SequenceStatus.FINISHED_STOPPED

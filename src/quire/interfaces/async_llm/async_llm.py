@@ -51,7 +51,7 @@ class AsyncLLM:
         self.tokenizer = tokenizer
         self._engine = engine
         self._inputs = InputProcessor(self.config, tokenizer)
-        self._requests = RequestTable(engine, self._inputs, model, ready.stats, holds=holds)
+        self._requests = RequestTable(engine, self._inputs, ready.stats, holds=holds)
         self._watchers = CacheWatchers(engine)
         engine.supervise(self._requests, self._watchers)
 
@@ -96,8 +96,8 @@ class AsyncLLM:
         text = _text(prompt)
         now = time.monotonic()
         with failures_named(request_id, "when it was added"):
-            group = await _in_thread(text, lambda: self._inputs.request(request_id, prompt, params, 0, now))
-        request = self._requests.add(group, params)
+            checked = await _in_thread(text, lambda: self._inputs.request(request_id, prompt, params, now))
+        request = self._requests.add(checked, params)
         try:
             await self._engine.drain()
             while True:
@@ -116,10 +116,10 @@ class AsyncLLM:
         texts = [_text(prompt) or "" for prompt in (context, continuation) if prompt is not None]
         now = time.monotonic()
         with failures_named(request_id, "when it was added"):
-            group = await _in_thread(
-                "".join(texts), lambda: self._inputs.scoring_request(request_id, context, continuation, 0, now)
+            checked = await _in_thread(
+                "".join(texts), lambda: self._inputs.scoring_request(request_id, context, continuation, now)
             )
-        request = self._requests.add(group, group.params)
+        request = self._requests.add(checked)
         try:
             await self._engine.drain()
             return await request.next_output()

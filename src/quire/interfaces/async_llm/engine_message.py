@@ -7,19 +7,21 @@ from msgspec.structs import replace
 
 from quire.common.params import BeamSearchParams, SamplingParams
 from quire.engine.process.messages import AddRequest, AddScoring
-from quire.engine.requests.sequence import SequenceGroup
+from quire.engine.requests.input_processor import CheckedRequest
 
 Params = SamplingParams | BeamSearchParams
 
 
-def engine_message(key: int, group: SequenceGroup, params: Params, seed: int) -> AddRequest | AddScoring:
-    """Return the message for a request; `seed` is used if it has none. Raises msgspec's errors if encoding fails."""
-    token_ids, salt = group.prompt_token_ids, group.content_key.cache_salt
-    if group.scores is not None and not group.seqs[0].draws:
-        return AddScoring(key, group.request_id, token_ids, group.scores.first, salt)
+def engine_message(key: int, request: CheckedRequest, params: Params | None, seed: int) -> AddRequest | AddScoring:
+    """Return the message for a request, which is only scored if `params` is None; `seed` is used if they have none.
+    Raises msgspec's errors if encoding fails."""
+    outputs, salt = request.outputs, request.content_key.cache_salt
+    request_id, token_ids, arrival_time = outputs.request_id, outputs.prompt_token_ids, outputs.metrics.arrival_time
+    if params is None:
+        assert outputs.scores is not None
+        return AddScoring(key, request_id, token_ids, outputs.scores.first, salt)
     encoded = msgspec.Raw(msgspec.msgpack.encode(_engine_params(params, seed)))
-    is_beam_search = isinstance(params, BeamSearchParams)
-    return AddRequest(key, group.request_id, token_ids, salt, group.metrics.arrival_time, is_beam_search, encoded)
+    return AddRequest(key, request_id, token_ids, salt, arrival_time, request.search is not None, encoded)
 
 
 def _engine_params(params: Params, seed: int) -> Params:

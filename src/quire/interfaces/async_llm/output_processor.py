@@ -1,7 +1,6 @@
 """Turns the engine's messages into outputs: text, stop strings, log-probabilities, samples ranked by likelihood.
 
-Each request has a SequenceGroup in this process too, which follows the engine's group token by token, so that callers
-get the same outputs as from the engine itself.
+The outputs are made by the same classes as in the engine, so callers receive what the engine itself would return.
 """
 
 from __future__ import annotations
@@ -13,12 +12,9 @@ from msgspec.structs import replace
 
 from quire.common.batch import TokenLogprobs
 from quire.common.errors import EngineDeadError, QuireError, failures_named
-from quire.common.outputs import CompletionOutput, RequestOutput
-from quire.config.model import ModelConfig
+from quire.common.outputs import CompletionOutput, FinishReason, RequestOutput
 from quire.engine.process.messages import AddRequest, AddScoring, Progress, RequestDelta, SequenceDelta
-from quire.engine.requests.beam_search import BeamSearch
-from quire.engine.requests.sequence import Sequence, SequenceGroup, SequenceStatus
-from quire.engine.step.commit import append_token
+from quire.engine.requests.output import OutputBuilder, SampleOutput, text_of
 
 _LOGPROB_ROWS_AT_ONCE = 64
 """Rows converted at once; with 20 log-probabilities each, this takes a millisecond or two."""
@@ -31,17 +27,16 @@ class RequestState:
     tokens, which max_model_len bounds.
     """
 
-    def __init__(self, message: AddRequest | AddScoring, group: SequenceGroup, model: ModelConfig) -> None:
-        """Takes ownership of `group`, made by InputProcessor; `message` is what the engine received for it."""
+    def __init__(self, message: AddRequest | AddScoring, outputs: OutputBuilder, sample: SampleOutput) -> None:
+        """`message` is the one that adds the request to the engine; `sample` is its first sample."""
         self.message = message
-        self.group = group
+        self.outputs = outputs
+        self.samples = [sample]
         self.num_deaths = 0
         """Number of engines that died while they ran this request."""
         self._repeated: dict[int, list[int]] = {}
         """For each sample by index, the emitted tokens that an engine generating it again has not yet repeated."""
-        self._eos_token_ids = model.eos_token_ids
-        self._search = group.search if isinstance(group.search, BeamSearch) else None
-        group.search = None  # the engine runs the search; here it is used only to make text
+        self._is_beam_search = isinstance(message, AddRequest) and message.is_beam_search
         self._beams: list[CompletionOutput] | None = None
         self._changed = asyncio.Event()
         self._failure: QuireError | None = None
@@ -51,57 +46,51 @@ class RequestState:
     @property
     def finish_reason(self) -> str:
         """Why the first output ended: stop, length, abort or error."""
-        reason = self._beams[0].finish_reason if self._beams else self.group.seqs[0].status.finish_reason
-        failed = self._failure is not None or self.group.error is not None
+        reason = self._beams[0].finish_reason if self._beams else self.samples[0].finish_reason
+        failed = self._failure is not None or self.outputs.error is not None
         return "error" if failed or reason is None else reason
 
     async def next_output(self) -> RequestOutput:
         """Wait for new tokens or the end, and return the next output. Raises the error if the request has failed."""
-        while True:
-            await self._changed.wait()
-            self._changed.clear()
-            if self._failure is not None:
-                raise self._failure
-            try:
-                with failures_named(self.group.request_id, "when its output was made"):
-                    await self._make_logprobs()
-                    output = self.group.to_output()
-            except QuireError as error:
-                self.fail(error)
-                raise
-            if output is not None:
-                if self._beams is not None:
-                    output.outputs = self._beams
-                return output
+        await self._changed.wait()
+        self._changed.clear()
+        if self._failure is not None:
+            raise self._failure
+        try:
+            with failures_named(self.message.request_id, "when its output was made"):
+                await self._make_logprobs()
+                return self.outputs.to_output(self.samples, self._beams)
+        except QuireError as error:
+            self.fail(error)
+            raise
 
     async def _make_logprobs(self) -> None:
         """Convert log-probabilities a few rows at a time, and let other requests run in between."""
-        scores = self.group.scores
-        owners = (scores and scores.rows, *(seq.logprobs for seq in self.group.seqs))
-        for rows in owners:
+        scores = self.outputs.scores
+        for rows in (scores and scores.rows, *(sample.logprobs for sample in self.samples)):
             while rows and rows.make(_LOGPROB_ROWS_AT_ONCE):
                 await asyncio.sleep(0)
 
     def update(self, delta: RequestDelta) -> int:
         """Apply a delta of the engine. Returns the number of new tokens, without those after a stop string."""
-        group = self.group
-        group.num_cached_tokens, group.error = delta.num_cached_tokens, delta.error
-        group.metrics = delta.metrics or group.metrics
-        if delta.prompt_logprobs is not None and group.scores is not None and not group.scores.is_done:
-            group.scores.rows.extend(delta.prompt_logprobs.unpack())
-        if self._search is not None:
-            self._beams = [_beam_output(self._search, beam) for beam in delta.sequences]
+        outputs, samples = self.outputs, self.samples
+        outputs.num_cached_tokens, outputs.error = delta.num_cached_tokens, delta.error
+        outputs.metrics = delta.metrics or outputs.metrics
+        if delta.prompt_logprobs is not None and outputs.scores is not None and not outputs.scores.is_done:
+            outputs.scores.rows.extend(delta.prompt_logprobs.unpack())
+        if self._is_beam_search:
+            self._beams = [self._beam_output(beam) for beam in delta.sequences]
             num_tokens = sum(len(beam.token_ids) for beam in delta.sequences)
         else:
-            if len(group.seqs[0].draws) > 1 and any(sequence.token_ids for sequence in delta.sequences):
-                self._fork_samples()
-            num_tokens = sum([self._extend(group.seqs[sequence.index], sequence) for sequence in delta.sequences])
+            # Before the prompt is computed there is one sample; the delta that follows has them all, in order.
+            samples += [samples[0].fork(sequence.index) for sequence in delta.sequences[len(samples) :]]
+            num_tokens = sum([self._extend(samples[sequence.index], sequence) for sequence in delta.sequences])
         if delta.finished:
-            self._finish(SequenceStatus.FINISHED_ABORTED if delta.error else SequenceStatus.FINISHED_STOPPED)
-        self.is_finished = group.is_finished
-        if self.is_finished and group.metrics.finished_time is None:  # by a stop string, found here only
-            group.metrics.finished_time = time.monotonic()
-        if self.is_finished or (num_tokens and group.params.output_kind != "final_only"):
+            self._finish("abort" if delta.error else "stop")
+        self.is_finished = all(sample.finish_reason is not None for sample in samples)
+        if self.is_finished and outputs.metrics.finished_time is None:  # by a stop string, found here only
+            outputs.metrics.finished_time = time.monotonic()
+        if self.is_finished or (num_tokens and not outputs.emits_only_end):
             self._changed.set()
         return num_tokens
 
@@ -113,18 +102,17 @@ class RequestState:
         """
         if isinstance(self.message, AddScoring):
             return self.message
-        group, progress = self.group, Progress(self.group.metrics, self.group.num_cached_tokens)
-        outputs = {seq.index: seq.token_ids[seq.num_prompt_tokens :] for seq in group.seqs}
-        if group.params.num_samples == 1:
-            progress.token_ids = outputs[0]
+        progress = Progress(self.outputs.metrics, self.outputs.num_cached_tokens)
+        if self.outputs.params.num_samples == 1:
+            progress.token_ids = list(self.samples[0].token_ids)
         else:
-            self._repeated = outputs
+            self._repeated = {sample.index: list(sample.token_ids) for sample in self.samples}
         return replace(self.message, progress=progress)
 
     def abort(self) -> None:
         """End the request; the tokens so far are its last output."""
-        self._finish(SequenceStatus.FINISHED_ABORTED)
-        self.group.metrics.finished_time = time.monotonic()
+        self._finish("abort")
+        self.outputs.metrics.finished_time = time.monotonic()
         self._changed.set()
 
     def fail(self, error: QuireError) -> None:
@@ -132,34 +120,25 @@ class RequestState:
         self._failure, self.is_finished = error, True
         self._changed.set()
 
-    def _finish(self, status: SequenceStatus) -> None:
-        """Give the sequences that have not ended this status."""
-        for seq in self.group.unfinished_seqs:
-            seq.status = status
+    def _finish(self, reason: FinishReason) -> None:
+        """Give the samples that have not ended this finish reason."""
+        for sample in self.samples:
+            sample.finish_reason = sample.finish_reason or reason
         self.is_finished = True
 
-    def _fork_samples(self) -> None:
-        """Fork the first sequence into all samples, as commit does in the engine once the prompt is computed."""
-        group = self.group
-        first, *others = group.seqs[0].draws
-        group.seqs += [group.seqs[0].fork(place, draw) for place, draw in enumerate(others, start=1)]
-        group.seqs[0].draw_with((first,))
-
-    def _extend(self, seq: Sequence, delta: SequenceDelta) -> int:
-        if seq.status.is_finished:
+    def _extend(self, sample: SampleOutput, delta: SequenceDelta) -> int:
+        if sample.finish_reason is not None:
             return 0
-        rows = None if delta.logprobs is None else delta.logprobs.unpack()
-        num_repeated = self._num_repeated(delta)
-        for place, token_id in enumerate(delta.token_ids[num_repeated:], start=num_repeated):
-            if rows is not None and seq.logprobs is not None:
-                seq.logprobs.extend(_row(rows, place))
-            status = append_token(self.group, seq, token_id, self._eos_token_ids)
-            if status is not None:
-                seq.status = status
-                return place + 1 - num_repeated
-        if delta.finish_reason is not None:
-            seq.status, seq.stop_reason = SequenceStatus(delta.finish_reason), delta.stop_reason
-        return len(delta.token_ids) - num_repeated
+        start = self._num_repeated(delta)
+        token_ids = delta.token_ids[start:]
+        counts = (count for count, token_id in enumerate(token_ids, start=1) if sample.append(token_id))
+        num_tokens = next(counts, len(token_ids))  # up to the one that stops the sample
+        if sample.finish_reason is None and delta.finish_reason is not None:
+            sample.finish_reason, sample.stop_reason = delta.finish_reason, delta.stop_reason
+        if delta.logprobs is not None and sample.logprobs is not None:
+            rows, new = delta.logprobs.unpack(), slice(start, start + num_tokens)
+            sample.logprobs.extend(TokenLogprobs(rows.token_ids[new], rows.logprobs[new], rows.ranks[new]))
+        return num_tokens
 
     def _num_repeated(self, delta: SequenceDelta) -> int:
         """Return how many tokens of the delta repeat those emitted before an engine died.
@@ -175,18 +154,7 @@ class RequestState:
         del repeated[:count]
         return count
 
-
-def _row(rows: TokenLogprobs, place: int) -> TokenLogprobs:
-    one = slice(place, place + 1)
-    return TokenLogprobs(rows.token_ids[one], rows.logprobs[one], rows.ranks[one])
-
-
-def _beam_output(search: BeamSearch, beam: SequenceDelta) -> CompletionOutput:
-    return CompletionOutput(
-        beam.index,
-        search.text(beam.token_ids),
-        beam.token_ids,
-        beam.finish_reason,
-        beam.stop_reason,
-        beam.cumulative_logprob,
-    )
+    def _beam_output(self, beam: SequenceDelta) -> CompletionOutput:
+        text = text_of(self.samples[0].detokenizer, beam.token_ids)
+        reasons = beam.finish_reason, beam.stop_reason
+        return CompletionOutput(beam.index, text, beam.token_ids, *reasons, beam.cumulative_logprob)

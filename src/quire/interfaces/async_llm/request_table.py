@@ -16,10 +16,8 @@ from quire.common.errors import (
 )
 from quire.common.log import logger
 from quire.common.outputs import EngineStats
-from quire.config.model import ModelConfig
 from quire.engine.process.messages import Abort, CacheFrame, ProtocolError, Ready, RequestDelta, StepDone
-from quire.engine.requests.input_processor import InputProcessor
-from quire.engine.requests.sequence import SequenceGroup
+from quire.engine.requests.input_processor import CheckedRequest, InputProcessor
 from quire.interfaces.async_llm.engine_message import Params, engine_message
 from quire.interfaces.async_llm.listener import RequestListener
 from quire.interfaces.async_llm.output_processor import RequestState
@@ -32,15 +30,12 @@ MAX_DEATHS = 2
 class RequestTable:
     """Owns all valid requests until they end. It must be used in one event loop."""
 
-    def __init__(
-        self, engine: Supervisor, inputs: InputProcessor, model: ModelConfig, stats: EngineStats, *, holds: bool
-    ) -> None:
+    def __init__(self, engine: Supervisor, inputs: InputProcessor, stats: EngineStats, *, holds: bool) -> None:
         """If `holds`, requests that are added while no engine runs wait for the next one."""
         self.stats = stats
         """Statistics of the engine after its latest step."""
         self._engine = engine
         self._inputs = inputs
-        self._model = model
         self._holds = holds
         self._requests: dict[int, RequestState] = {}  # by key, in order of arrival
         self._request_ids: set[str] = set()
@@ -48,29 +43,31 @@ class RequestTable:
         self.listeners: list[RequestListener] = []
         self.num_replayed = 0
 
-    def add(self, group: SequenceGroup, params: Params) -> RequestState:
-        """Send a request to the engine. Raises RequestError or EngineDeadError, and then sends nothing.
+    def add(self, checked: CheckedRequest, params: Params | None = None) -> RequestState:
+        """Send a request to the engine; without `params` it is only scored. Raises RequestError or EngineDeadError, and
+        then sends nothing.
 
-        A request without a seed gets one here, so that every engine samples the same tokens for it.
+        Parameters without a seed get one here, so that every engine samples the same tokens for them.
         """
-        if group.request_id in self._request_ids:
-            raise RequestError(f"request id {group.request_id!r} is in use by an unfinished request: choose another")
+        request_id = checked.outputs.request_id
+        if request_id in self._request_ids:
+            raise RequestError(f"request id {request_id!r} is in use by an unfinished request: choose another")
         key, self._num_keys = self._num_keys, self._num_keys + 1
         try:
-            message = engine_message(key, group, params, self._inputs.seed(self._num_seeds))
+            message = engine_message(key, checked, params, self._inputs.seed(self._num_seeds))
             if self._engine.death is None or self._engine.is_lost or not self._holds:
                 self._engine.send(message)
         except (OverflowError, TypeError, UnicodeError, ProtocolError) as error:
             raise InvalidParamsError(f"the request cannot be sent to the engine: {error}") from error
-        self._num_seeds += bool(group.seqs[0].draws)
-        request = self._requests[key] = RequestState(message, group, self._model)
-        self._request_ids.add(group.request_id)
-        self._notify("on_request_start", group.request_id, len(group.prompt_token_ids), params)
+        self._num_seeds += params is not None
+        request = self._requests[key] = RequestState(message, checked.outputs, checked.sample)
+        self._request_ids.add(request_id)
+        self._notify("on_request_start", request_id, len(message.token_ids), params or checked.outputs.params)
         return request
 
     def abort(self, request_id: str) -> None:
         """Abort the request with this id, if there is one."""
-        for request in [request for request in self._requests.values() if request.group.request_id == request_id]:
+        for request in [request for request in self._requests.values() if request.message.request_id == request_id]:
             self.abort_request(request)
 
     def abort_request(self, request: RequestState) -> None:
@@ -89,7 +86,7 @@ class RequestTable:
             if request is None:  # aborted meanwhile
                 continue
             try:
-                with failures_named(request.group.request_id, "when its output was made"):
+                with failures_named(request.message.request_id, "when its output was made"):
                     self._update(request, delta, now)
             except QuireError as error:
                 logger.error("%s", error, exc_info=error)
@@ -135,7 +132,7 @@ class RequestTable:
             return
         num_tokens = request.update(delta)
         if num_tokens:
-            self._notify("on_tokens", request.group.request_id, num_tokens, now)
+            self._notify("on_tokens", request.message.request_id, num_tokens, now)
         if request.is_finished:
             self._end(request, is_running=not delta.finished)
 
@@ -146,8 +143,8 @@ class RequestTable:
     def _end(self, request: RequestState, *, is_running: bool) -> None:
         """Remove a request, and abort it in the engine if it still runs there."""
         del self._requests[request.message.key]
-        self._request_ids.discard(request.group.request_id)
+        request_id, outputs = request.message.request_id, request.outputs
+        self._request_ids.discard(request_id)
         if is_running and self._engine.death is None:
-            self._engine.send(Abort(request.group.request_id))
-        group = request.group
-        self._notify("on_request_end", group.request_id, group.metrics, group.num_cached_tokens, request.finish_reason)
+            self._engine.send(Abort(request_id))
+        self._notify("on_request_end", request_id, outputs.metrics, outputs.num_cached_tokens, request.finish_reason)

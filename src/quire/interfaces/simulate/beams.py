@@ -39,7 +39,7 @@ class ChurningBeams:
         drawn = [int(beam.beam_candidates.token_ids[0, 0]) for beam in beams if beam.beam_candidates is not None]
         if length == self.max_tokens:
             for beam, token_id in zip(beams, drawn, strict=True):
-                beam.token_ids.append(token_id)
+                beam.extend((token_id,))
             return []
         children = list(enumerate(drawn))
         if length == 1:
@@ -51,4 +51,4 @@ class ChurningBeams:
 
     def outputs(self, beams: list[Sequence]) -> list[CompletionOutput]:
         """Return the outputs of the beams."""
-        return [beam.to_output() for beam in beams]
+        return [beam.output.to_completion() for beam in beams]

@@ -79,7 +79,7 @@ class Record:
         tenant.num_tokens += group.seqs[0].num_prompt_tokens + sum(seq.num_output_tokens for seq in group.seqs)
         tenant.first_token_s.append(first_token_s)
         for seq in group.seqs:
-            output = array("q", [index, seq.index, *seq.token_ids[seq.num_prompt_tokens :]]).tobytes()
+            output = array("q", [index, seq.output.index, *seq.output.token_ids]).tobytes()
             own = int.from_bytes(blake2b(output, digest_size=16).digest(), "little")
             self.outputs_digest = (self.outputs_digest + own) % 2**128
 

@@ -7,6 +7,7 @@ from quire.common.batch import Batch, Draw
 from quire.common.params import SamplingParams
 from quire.config.kv_cache import KVCacheConfig
 from quire.config.scheduler import SchedulerConfig
+from quire.engine.requests.output import OutputBuilder, SampleOutput
 from quire.engine.requests.sequence import Sequence, SequenceGroup
 from quire.engine.scheduling.scheduler import Scheduler
 from quire.engine.step.commit import Committer
@@ -39,9 +40,7 @@ class Simulator:
         self.scheduler = Scheduler(
             scheduler, self.blocks, clock=lambda: self.now_s, block_copy_s=self.cost.swapped_block_s
         )
-        self.committer = Committer(
-            self.scheduler, max_model_len=kv_cache.max_tokens, eos_token_ids=frozenset(), clock=lambda: self.now_s
-        )
+        self.committer = Committer(self.scheduler, max_model_len=kv_cache.max_tokens, clock=lambda: self.now_s)
         self.model = FakeModel(lambda seq_id: self._owner(seq_id)[1].token_ids)
         self.churn = churn or BeamChurn()
         self.record = Record()
@@ -94,8 +93,8 @@ class Simulator:
         search, draws = None, _DRAWS
         if request.beam_width > 1:
             search, draws = ChurningBeams(self.churn, index, request.beam_width, request.output_len), _BEAM_DRAWS
-        seq = Sequence(self.scheduler.new_seq_id(), prompt, draws[: params.n])
-        group = SequenceGroup(str(index), None, seq, params, submitted_s, search=search)
+        seq = Sequence(self.scheduler.new_seq_id(), prompt, draws[: params.n], SampleOutput(params))
+        group = SequenceGroup(OutputBuilder(str(index), prompt, params, submitted_s), seq, search=search)
         self._requests[group.request_id] = (request, group)
         if params.n > self.scheduler.config.max_num_seqs:
             self._ignore(group)

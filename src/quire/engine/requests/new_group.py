@@ -1,0 +1,22 @@
+"""Makes the SequenceGroup of a request that InputProcessor has checked. Only the engine needs one."""
+
+from quire.engine.requests.input_processor import CheckedRequest, InputProcessor
+from quire.engine.requests.sequence import Sequence, SequenceGroup
+from quire.runner.sampling.named_processor import NamedProcessor
+
+
+def new_group(inputs: InputProcessor, request: CheckedRequest, seq_id: int) -> SequenceGroup:
+    """Return the group of a request that draws tokens. Its sequence is forked once the prompt is computed."""
+    outputs = request.outputs
+    processors = tuple([NamedProcessor(processor) for processor in outputs.params.logits_processors or ()])
+    draws = inputs.draws(outputs.params, tuple([named.name for named in processors]))
+    seq = Sequence(seq_id, outputs.prompt_token_ids, draws, request.sample, outputs.scores)
+    if request.search is not None:
+        request.search.start(seq)
+    return SequenceGroup(outputs, seq, request.content_key, request.search, processors)
+
+
+def new_scoring_group(request: CheckedRequest, seq_id: int) -> SequenceGroup:
+    """Return the group of a request that draws nothing and ends when its tokens are scored. The last need not run."""
+    token_ids, scores = request.outputs.prompt_token_ids[:-1], request.outputs.scores
+    return SequenceGroup(request.outputs, Sequence(seq_id, token_ids, (), request.sample, scores), request.content_key)

@@ -1,0 +1,36 @@
+"""Beams after a step: a part of commit. No torch here."""
+
+from quire.engine.requests.sequence import SequenceGroup, SequenceStatus
+from quire.engine.scheduling.scheduler import Scheduler
+
+
+def advance_beams(scheduler: Scheduler, group: SequenceGroup) -> None:
+    """Replace a request's beams by the next ones, or finish it, once all of them hold their candidates.
+
+    The first child of a beam goes on in its place and in its blocks, the others are forks of it.
+    """
+    beams = group.seqs
+    if group.search is None or any(beam.beam_candidates is None for beam in beams):
+        return
+    children = group.search.select(beams)
+    if not children:
+        for beam in beams:
+            beam.finish(SequenceStatus.FINISHED_STOPPED)
+            scheduler.finish(group, beam)
+        return
+    group.seqs, parents = [], set[int]()
+    for place, _ in children:
+        parent = beams[place]
+        group.seqs.append(scheduler.fork(group, parent, parent.draws[0]) if place in parents else parent)
+        parents.add(place)
+    for place in sorted(set(range(len(beams))) - parents):
+        scheduler.finish(group, beams[place])
+    for beam, (_, token_id) in zip(group.seqs, children, strict=True):
+        beam.extend((token_id,))
+        beam.beam_candidates = None
+        if beam.grammar is not None and not beam.grammar.advance(token_id):
+            group.error = f"stopped after {beam.num_output_tokens} tokens: {beam.grammar.error}"
+    if group.error is not None:
+        for beam in group.seqs:
+            beam.finish(SequenceStatus.FINISHED_LENGTH_CAPPED)
+            scheduler.finish(group, beam)
