@@ -86,6 +86,14 @@ def test_long_lists_are_counted():
         checks.check_texts("x", ["abc", "defg"], 2, 5)
 
 
+def test_of_a_list_the_wrong_item_is_named():
+    for values, item in (([0, True], "True"), ([0, 3, -1], "-1"), ([0, 1.5], "1.5")):
+        with pytest.raises(InvalidParamsError, match=f"^x={item}: must be token ids"):
+            checks.check_ids("x", values, 5)
+    with pytest.raises(InvalidParamsError, match=r"^x='': must be strings"):
+        checks.check_texts("x", ["a", ""], 5, 9)
+
+
 def test_a_long_value_is_shortened_in_the_message():
     assert len(str(checks.refuse("x", "y" * 10_000, "short"))) < 100
 

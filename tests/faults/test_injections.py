@@ -43,7 +43,6 @@ def planted_keeps(self, group):
 
 def planted_forgets(self, step=None):
     """What was to be copied is taken to be there."""
-    self.is_planning = False
     for step in list(self._in_flight):
         self.settle(step)
 

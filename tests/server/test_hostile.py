@@ -197,7 +197,7 @@ def test_what_comes_with_many_prompts_is_bounded(reciting):
     body = {"max_tokens": 1, "guided_choice": [f"city number {i * 7919}" for i in range(10_000)]}
     answer = reciting.post(COMPLETIONS, body | {"prompt": ["Hi"] * 500})
     assert (answer.status, answer.error["param"]) == (400, "prompt")
-    assert "at most 67,108,864 are allowed: send fewer prompts" in answer.error["message"]
+    assert "at most 67,108,864 are allowed; send fewer prompts" in answer.error["message"]
     assert reciting.post(COMPLETIONS, {"prompt": ["Hi"] * 500, "max_tokens": 1}).status == 200
 
 

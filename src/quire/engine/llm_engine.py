@@ -64,6 +64,7 @@ class LLMEngine:
         self.grammars = GrammarQueue(GrammarCompiler(tokenizer, config.model.vocab_size, config.model.eos_token_ids))
         self._groups: dict[str, SequenceGroup] = {}
         self._batch: Batch | None = None  # scheduled, and not committed
+        self._is_planning = False  # the scheduler is at work, or has raised
         self._changed: list[SequenceGroup] = []  # by steps, and not returned yet
         self._isolator = FailureIsolator()
         self._broken: EngineBrokenError | None = None
@@ -139,7 +140,9 @@ class LLMEngine:
         fault_point("step.start")
         if self.grammars:
             self._admit_compiled()
+        self._is_planning = True
         self._batch = self.scheduler.schedule(self._isolator.to_run(self._groups.values()))
+        self._is_planning = False
         return self._batch
 
     def _execute(self, batch: Batch) -> StepResult:
@@ -178,8 +181,8 @@ class LLMEngine:
                 with suppress(EngineBrokenError):
                     self._contain(error)
             except BaseException:  # an interrupt
-                if self.scheduler.is_planning:
-                    self.scheduler.revert()
+                if self._is_planning:
+                    self._revert_plan()
                 raise
         changed, self._changed = self._changed, []
         if self._broken is not None and not changed:
@@ -191,12 +194,9 @@ class LLMEngine:
         if self._broken is not None:
             raise self._broken
         logger.warning("a step failed, and is tried again", exc_info=error)
-        if self.scheduler.is_planning:
+        if self._is_planning:
             culprit, when = self.scheduler.planning_group, "when it was planned"
-            with self._accounting():
-                if culprit is None:
-                    raise error
-                self.scheduler.revert()
+            self._revert_plan(None if culprit is not None else error)
             self._isolator.failed([])
         else:
             sequences, self._batch = () if self._batch is None else self._batch.sequences, None
@@ -210,6 +210,14 @@ class LLMEngine:
             num_failures = self._isolator.num_consecutive_failures
             self._broken = EngineBrokenError(f"{num_failures} failures without a step in between that succeeded")
             raise self._broken from error
+
+    def _revert_plan(self, error: Exception | None = None) -> None:
+        """Undo a plan that was not finished. Raises EngineBrokenError for an `error` that is no request's own."""
+        self._is_planning = False
+        with self._accounting():
+            if error is not None:
+                raise error
+            self.scheduler.revert()
 
     @contextmanager
     def _accounting(self) -> Iterator[None]:

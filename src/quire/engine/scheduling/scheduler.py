@@ -65,8 +65,6 @@ class Scheduler:
         self._owners: dict[int, tuple[SequenceGroup, Sequence]] = {}
         self._in_flight: dict[int, InFlight] = {}  # by step
         self._current = InFlight()  # of the step that is being planned
-        self.is_planning = False
-        """Whether `schedule` is at work, or has raised and `revert()` has not been called."""
         self._next_seq_id = 0
 
     # Requests come and go
@@ -154,7 +152,7 @@ class Scheduler:
     def schedule(self, only: Set[SequenceGroup] | None = None) -> Batch:
         """The plan of the next step; with `only`, the other requests wait. If it raises, call `revert()` and `remove`
         the `planning_group`; `check_integrity` then says whether the state is sound."""
-        self.planning_group, self.is_planning = None, True
+        self.planning_group = None
         self.num_steps += 1
         self.blocks.advance()
         if self.policy.counts_tokens:  # ranks change as tokens are served
@@ -180,7 +178,7 @@ class Scheduler:
             ignored=tuple(self._current.ended),
         )
         self._current.scheduled = plan.scheduled
-        self._in_flight[batch.step], self._current, self.is_planning = self._current, InFlight(), False
+        self._in_flight[batch.step], self._current = self._current, InFlight()
         return batch
 
     def _new_plan(self, only: Set[SequenceGroup] | None) -> StepPlan:
@@ -473,7 +471,6 @@ class Scheduler:
         """The batch of this step failed, or the step being planned if None. Sequences that rely on blocks it was to
         swap, or on another sequence's, start again, since those may be there or not; all others are as before."""
         failed = self._current if step is None else self._in_flight.pop(step)
-        self.is_planning = False
         for group, seq in failed.unsettled:
             if self.owner(seq.seq_id) is None:  # aborted while the step ran
                 continue
