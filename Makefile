@@ -25,7 +25,7 @@ export QUIRE_REQUIRE_NATIVE ?= $(if $(CI),1,0)
 export PYTHONDONTWRITEBYTECODE :=
 BUILD := --no-build-isolation --config-settings=cmake.define.QUIRE_WERROR=$(WERROR)
 
-.PHONY: help run demo test test-all check essential lint coverage mutants soak hostile fuzz sanitize overload chaos injections kills digest format build wheel clean
+.PHONY: help run demo test test-all check essential lint coverage mutants soak hostile fuzz sanitize overload chaos injections kills digest diagrams format build wheel clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -88,6 +88,12 @@ kills: $(VENV)/.installed  ## kill the processes of a server 200 times under loa
 
 digest: $(VENV)/.installed $(VENV)/.dev  ## digest tokens and log-probabilities of every storage (ARGS="--compare FILE")
 	$(BIN)/python -m reliability.digest $(ARGS)
+
+# The rendered files are kept beside their sources, so only who changes a diagram needs graphviz.
+diagrams: $(patsubst %.dot,%.svg,$(wildcard docs/diagrams/*.dot))  ## render docs/diagrams (needs `dot` of graphviz)
+
+docs/diagrams/%.svg: docs/diagrams/%.dot
+	dot -Tsvg -o $@ $<
 
 format: $(VENV)/.dev  ## rewrite Python and C++ sources in the house format
 	$(BIN)/ruff check --fix-only
