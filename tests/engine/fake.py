@@ -234,7 +234,7 @@ class Harness:
 
     @staticmethod
     def output(group: SequenceGroup, sample: int = 0) -> list[int]:
-        return group.seqs[sample].output.token_ids
+        return list(group.seqs[sample].output.token_ids)
 
     def check_output(self, group: SequenceGroup) -> None:
         """Every sample is what the request alone would have given."""

@@ -72,7 +72,9 @@ def test_a_request_goes_on_in_another_engine_than_the_one_that_died(n):
     told = Harness.output(group) if n == 1 else []
     assert len(told) == (4 if n == 1 else 0)
     successor.resume(told, copy(group.metrics), 5)
-    assert (successor.scores is None) == (n == 1), "the prompt's log-probabilities were told with the first token"
+    assert (successor.outputs.scores is None) == (n == 1), (
+        "the prompt's log-probabilities were told with the first token"
+    )
     heir.run()
     heir.check_output(successor)
     assert successor.num_cached_tokens == 5

@@ -137,9 +137,8 @@ class OutputBuilder:
 
     def _best(self, samples: list[SampleOutput]) -> list[CompletionOutput]:
         """The `n` likeliest samples, best first, numbered in this order."""
-        outputs = sorted(
-            (sample.to_completion() for sample in samples), key=lambda one: -(one.cumulative_logprob or 0.0)
-        )
+        outputs = [sample.to_completion() for sample in samples]
+        outputs.sort(key=lambda output: -(output.cumulative_logprob or 0.0))
         for place, output in enumerate(outputs):
             output.index = place
         return outputs[: self.params.n]

@@ -175,8 +175,7 @@ class Committer:
     def _add(self, group: SequenceGroup, seq: Sequence, token_id: int) -> None:
         self.num_generated_tokens += 1
         seq.token_ids.append(token_id)
-        has_stopped = seq.output.append(token_id)
-        status = SequenceStatus.FINISHED_STOPPED if has_stopped else self._limit_reached(group, seq)
+        status = SequenceStatus.FINISHED_STOPPED if seq.output.append(token_id) else self._limit_reached(group, seq)
         if status is not None:
             self._finish(group, seq, status)
 
