@@ -71,7 +71,7 @@ class BeamExecutor(FakeExecutor):
     """The fake model, with the log-probabilities that a draw asks for."""
 
     grain = 0.0
-    held: Callable[[int], object]
+    beam_candidates: Callable[[int], object]
     """what a sequence holds that is scheduled"""
 
     def execute(self, batch: Batch) -> StepResult:
@@ -106,7 +106,7 @@ class BeamHarness(Harness):
         super().__init__(**options)
         self.executor = BeamExecutor(self.executor.config)
         self.executor.grain = grain
-        self.executor.held = lambda seq_id: self.scheduler.owner(seq_id)[1].beam_candidates
+        self.executor.beam_candidates = lambda seq_id: self.scheduler.owner(seq_id)[1].beam_candidates
         self.committer.max_model_len = 1000
 
     def add_beams(self, prompt: list[int], width: int, max_tokens: int = 8, **params: object) -> SequenceGroup:
