@@ -71,7 +71,7 @@ class BeamExecutor(FakeExecutor):
     """The fake model, with the log-probabilities that a draw asks for."""
 
     grain = 0.0
-    held: Callable[[int], object]
+    beam_candidates: Callable[[int], object]
     """what a sequence holds that is scheduled"""
 
     def execute(self, batch: Batch) -> StepResult:
