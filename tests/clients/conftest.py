@@ -6,7 +6,7 @@ import pytest
 
 from quire import EngineArgs, LLMEngine
 from tests.clients.served import Served, quire_serve
-from tests.server.door import Server, serve
+from tests.server.in_process import Server, serve
 
 
 @pytest.fixture(scope="package")
