@@ -169,12 +169,12 @@ def test_an_answer_is_made_again_and_copied(page: Page, served: Served) -> None:
 
 def test_a_tool_is_called_and_told_its_result(page: Page) -> None:
     set_up(page, temperature="0", max_tokens="200")
-    page.get_by_label("may call tools").check()
-    page.get_by_label("Choice").select_option("required")
+    page.get_by_label("text or tool calls").check()
+    page.get_by_label("Tool choice").select_option("required")
     page.locator("#tools").fill(json.dumps([{"type": "function", "function": {"name": "now"} | NO_ARGUMENTS}]))
     ask(page, QUESTION)
     expect(page.locator(".turn.assistant pre")).to_have_text(re.compile(r"now\(\{\s*\}\)"))
-    page.get_by_label("Choice").select_option("none")
+    page.get_by_label("Tool choice").select_option("none")
     page.get_by_label("Result of now").fill("noon")
     page.get_by_role("button", name="Send").click()
     assert len(answers(page)) == 2
@@ -203,7 +203,7 @@ def test_the_past_is_shown_when_one_goes_back(page: Page, served: Served) -> Non
 
 def test_an_answer_is_streamed_and_stopped(page: Page, served: Served) -> None:
     set_up(page)
-    page.get_by_label("JSON of a schema").check()
+    page.get_by_label("JSON that matches a schema").check()
     page.locator("#schema").fill(json.dumps(NUMBERS))
     ask(page, QUESTION)
     expect(page.locator(".turn.assistant[aria-busy] .text")).to_have_text(re.compile(r"^\[\s*\d+"))
@@ -215,7 +215,7 @@ def test_an_answer_is_streamed_and_stopped(page: Page, served: Served) -> None:
 
 def test_an_answer_fits_its_schema(page: Page) -> None:
     set_up(page, temperature="0", max_tokens="200")
-    page.get_by_label("JSON of a schema").check()
+    page.get_by_label("JSON that matches a schema").check()
     expect(page.locator("#schema")).to_have_value(re.compile("properties"))
     page.locator("#schema").fill(
         json.dumps(
@@ -283,7 +283,7 @@ def test_without_its_key_it_says_what_is_missing(chromium: Browser, served: Serv
     with chromium.new_context() as context:
         page = context.new_page()
         page.goto(served.url)
-        expect(page.locator("#link")).to_contain_text("Enter the API key")
+        expect(page.locator("#link")).to_contain_text("Enter an API key")
         page.get_by_label("API key").fill(KEY)
         page.keyboard.press("Enter")
         expect(page.locator("#link")).to_have_text("live")
