@@ -11,7 +11,7 @@ from starlette.requests import Request
 from quire.server.http import bodies
 from quire.server.http.bodies import MAX_NAMED_FIELDS, decode, read_struct, warning
 from quire.server.http.errors import ApiError
-from quire.server.http.state import add_context, context_of
+from quire.server.http.state import begin_request, context_of
 
 
 class Part(msgspec.Struct):
@@ -164,7 +164,7 @@ class Sending:
             "headers": [(name.encode(), value.encode()) for name, value in (headers or {}).items()],
             "app": SimpleNamespace(state=self.state),
         }
-        add_context(self.scope)
+        begin_request(self.scope)
 
     async def receive(self) -> dict:
         self.held.append(self.state.num_body_bytes)
