@@ -24,7 +24,7 @@ class Guesser:
 
     def __call__(self, group: SequenceGroup, seq: Sequence) -> list[int]:
         prompt = seq.token_ids[: seq.num_prompt_tokens]
-        tokens = expected_output(prompt, group.params.max_tokens, self.windows, seq.index)[seq.num_output_tokens :]
+        tokens = expected_output(prompt, group.params.max_tokens, self.windows, seq.output.index)[seq.num_output_tokens :]
         return [(t + (self.rng.random() < self.error_rate)) % 50 for t in tokens[: self.num_drafts]]
 
 
@@ -131,7 +131,7 @@ def test_a_real_model_says_the_same_with_drafts(arguments):
     rng = random.Random(1)
 
     def draft(group: SequenceGroup, seq: Sequence) -> list[int]:
-        tokens = told[group.request_id][seq.index][seq.num_output_tokens :][:4]
+        tokens = told[group.request_id][seq.output.index][seq.num_output_tokens :][:4]
         return [token if rng.random() < 0.8 else 5 for token in tokens]
 
     actual, num_steps_with = run(draft)
