@@ -24,7 +24,9 @@ class Guesser:
 
     def __call__(self, group: SequenceGroup, seq: Sequence) -> list[int]:
         prompt = seq.token_ids[: seq.num_prompt_tokens]
-        tokens = expected_output(prompt, group.params.max_tokens, self.windows, seq.output.index)[seq.num_output_tokens :]
+        tokens = expected_output(prompt, group.params.max_tokens, self.windows, seq.output.index)[
+            seq.num_output_tokens :
+        ]
         return [(t + (self.rng.random() < self.error_rate)) % 50 for t in tokens[: self.num_drafts]]
 
 
