@@ -37,7 +37,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "server/api/": (*REQUESTS, "server/test_messages_translation.py", "server/test_responses_translation.py"),
     "server/api/messages/": ("server/test_messages_translation.py", "server/test_messages.py"),
     "server/api/responses/": ("server/test_responses_translation.py", "server/test_responses.py"),
-    "server/api/shared/sampling.py": ("server/test_request_params.py",),
+    "server/api/shared/sampling.py": ("server/test_completions.py",),
     "server/http/auth.py": ("server/test_auth.py",),
     "server/http/bodies.py": (
         "server/test_hostile.py",
