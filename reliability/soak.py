@@ -118,7 +118,7 @@ class Tally:
     def add(self, kind: str, exchange: Exchange, left: bool) -> None:
         """Count one exchange. While no engine runs, 503 is valid and a stream may end with an error."""
         outcome = "left" if left else str(exchange.status) if exchange.ended else "cut off"
-        if found := re.search(rb"internal error; it is logged under the request id (\w+)", exchange.body):
+        if found := re.search(rb"internal error; see the server.s log for request id (\w+)", exchange.body):
             self.failed.append(found[1].decode())
             outcome += " internal error"
         self.done[f"{kind} {outcome}"] += 1
