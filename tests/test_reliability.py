@@ -28,7 +28,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def soak(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "reliability.soak", "--minutes", "0.1", "--clients", "6", "--kill-every-s", "0"]
-    return subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.stdout, done.stderr
+    return done
 
 
 @pytest.mark.slow
