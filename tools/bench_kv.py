@@ -35,9 +35,9 @@ from quire.engine.step.commit import Committer
 from quire.interfaces.simulate.report import report
 from quire.interfaces.simulate.simulator import Simulator
 from quire.interfaces.simulate.workloads import synthetic_trace
+from quire.kv.block_pool import BlockPool
 from quire.kv.block_space_manager import BlockSpaceManager
 from quire.kv.prefix_cache.content_hash import token_bytes
-from quire.kv.prefix_cache.pool import PrefixCachingBlockAllocator
 from quire.runner.cache_engine import CacheEngine
 
 Row = dict[str, Any]
@@ -211,7 +211,7 @@ class Pool:
     """An empty pool of a given size, and a manager with a full pool whose blocks are all cached content."""
 
     def __init__(self, num_blocks: int) -> None:
-        self.empty = PrefixCachingBlockAllocator(num_blocks, 1, lambda *_: None, lambda *_: None)
+        self.empty = BlockPool(num_blocks, 1, lambda *_: None, lambda *_: None)
         self.full = BlockSpaceManager(cache_config(num_blocks), enable_prefix_caching=True, watermark=0)
         self._seq_ids, self._tokens = count(), count()
         while self.full.pool.num_free_blocks and self.full.stats.num_evicted_tokens == 0:

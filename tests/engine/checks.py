@@ -52,15 +52,15 @@ def check_pins() -> None:
     manager = make_manager(6, pinned_fraction=0.5)
     run(manager, 0, [1] * 9)
     end(manager, 0)
-    pin = manager.pin([1] * 8)
+    pin = manager.pins.pin([1] * 8)
     manager.check_integrity()
     run(manager, 1, [2] * 16)
     end(manager, 1)
     assert manager.look_up(2, [1] * 9).num_blocks == 2, "a pinned prefix is gone"
-    manager.unpin(pin.pin_id)
+    manager.pins.unpin(pin.pin_id)
     manager.check_integrity()
     with pytest.raises(RequestError, match="unpinned already"):
-        manager.unpin(pin.pin_id)
+        manager.pins.unpin(pin.pin_id)
 
 
 def check_joins() -> None:

@@ -241,7 +241,7 @@ def test_a_search_whose_room_is_pinned_while_a_beam_waits_ends_with_what_it_has(
     first, second = group.seqs
     if second.status is SequenceStatus.RUNNING:
         harness.scheduler.preemptor.pause(group, second)
-    harness.blocks.pin(first.token_ids[:28])
+    harness.blocks.pins.pin(first.token_ids[:28])
     harness.blocks.check_integrity()
     while harness.requests:
         harness.step()

@@ -114,8 +114,7 @@ def check_against_blocks(watch: Watch, harness: Harness) -> None:
         assert sum(row["states"] == CACHED for row in told.values()) + sum(
             row["states"] >= OWNED for row in told.values()
         ) == len(told)
-        if harness.blocks.tiers.caches:
-            assert {b for b, row in told.items() if row["states"] == CACHED} == set(pool.evictor._places)
+        assert {b for b, row in told.items() if row["states"] == CACHED} == set(pool.evictor._places)
     holders: dict[tuple[int, int], set[int]] = {}
     for seq_id, tier, tables in harness.blocks.holdings():
         for table in tables:
@@ -178,11 +177,11 @@ def test_pinned_blocks_are_told_as_such():
     harness.run()
     watch = Watch(harness)
     watch.look()
-    pin = harness.blocks.pin([1] * 8)
+    pin = harness.blocks.pins.pin([1] * 8)
     watch.look()
     states = [row["states"] for row in watch.mirror.tiers["device"].values()]
     assert states.count(PINNED) == 2
-    harness.blocks.unpin(pin.pin_id)
+    harness.blocks.pins.unpin(pin.pin_id)
     watch.look()
     assert PINNED not in [row["states"] for row in watch.mirror.tiers["device"].values()]
 
@@ -286,7 +285,7 @@ def test_a_closed_view_leaves_nothing_behind():
     blocks = harness.blocks
     assert harness.requests.journal is None
     assert blocks.tiers.journal is None
-    assert [cache.tracker.touched for cache in blocks.tiers.caches] == [None, None]
+    assert [pool.tracker.touched for pool in blocks.tiers.pools] == [None, None]
 
 
 @pytest.mark.parametrize("key", [NO_KEY, ContentKey(lora_id="adapter")])

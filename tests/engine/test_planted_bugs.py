@@ -12,7 +12,7 @@ from quire.engine.scheduling.policy import FairShare, FirstComeFirstServed
 from quire.engine.scheduling.scheduler import Scheduler
 from quire.engine.scheduling.unfinished import UnfinishedRequests
 from quire.engine.step.commit import Committer
-from quire.kv.allocator import NaiveBlockAllocator
+from quire.kv.block_pool import BlockPool
 from quire.kv.block_space_manager import AllocStatus, BlockSpaceManager
 from quire.kv.block_table import BlockTable
 from quire.kv.managers.attention import SlidingWindowManager
@@ -20,8 +20,8 @@ from quire.kv.prefix_cache.content_hash import ContentHasher, ContentKey, HashCh
 from quire.kv.prefix_cache.evictor import LRUEvictor
 from quire.kv.prefix_cache.lookup import PrefixLookup
 from quire.kv.prefix_cache.pins import Pins
-from quire.kv.prefix_cache.pool import BlockTracker, PrefixCachingBlockAllocator
 from quire.kv.prefix_cache.sharing import PrefixSharing
+from quire.kv.prefix_cache.tracker import BlockTracker
 from quire.kv.slot_copies import SlotCopies
 from quire.kv.tiers import Tiers
 
@@ -212,8 +212,8 @@ def need_one_block_less(original, self, num_blocks):
     )
 
 
-def pin_without_a_hold(original, self, token_ids, key):
-    pin = original(self, token_ids, key)
+def pin_without_a_hold(original, self, token_ids, *key):
+    pin = original(self, token_ids, *key)
     for block_id in self.block_ids[pin.pin_id]:
         self._prefixes.cache.free(block_id)
     return pin
@@ -278,7 +278,7 @@ ORDER = "order of eviction"
 FOUND = "found under"
 LIVELOCK = "livelock"
 
-BLOCKS, CACHE = BlockSpaceManager, PrefixCachingBlockAllocator
+BLOCKS, CACHE = BlockSpaceManager, BlockPool
 BUGS = {
     "a block is not given back": Bug(wrap(BLOCKS, "free", keep_last_block), COUNTS),
     "a block is given back twice": Bug(wrap(BLOCKS, "free", free_twice), TWICE),
@@ -339,11 +339,11 @@ BUGS = {
     ),
     "a free block is handed out twice": Bug(
         wrap(
-            NaiveBlockAllocator,
+            BlockPool,
             "allocate",
             lambda original, self: (self._free.append(self._free[0]), original(self))[1],
         ),
-        "twice in the free list",
+        "both free and owned",
     ),
     "a table exchanges the wrong block": Bug(
         wrap(BlockTable, "replace", lambda original, self, index, block: original(self, max(0, index - 1), block)),

@@ -152,7 +152,7 @@ def test_a_sample_whose_room_is_pinned_while_it_waits_ends_and_the_other_goes_on
         harness.step()
     first, second = group.seqs
     assert second.status is SequenceStatus.WAITING, "it has given way to the first"
-    harness.blocks.pin(first.token_ids[:28])
+    harness.blocks.pins.pin(first.token_ids[:28])
     while harness.requests:
         harness.step()
     assert "of which 7 are pinned" in group.error

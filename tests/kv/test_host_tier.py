@@ -144,7 +144,7 @@ def test_a_swapped_out_sequence_for_which_pins_leave_no_room_is_not_swapped_in()
     manager.advance()
     manager.swap_out([0])
     run(manager, 1, SECOND)
-    assert manager.pin(SECOND).num_blocks == 4
+    assert manager.pins.pin(SECOND).num_blocks == 4
     end(manager, 1)
     assert manager.pool.num_free_blocks == 4
     assert not manager.can_swap_in([0], 20)

@@ -261,16 +261,16 @@ class LLMEngine:
     def check_pin(self, prompt: Prompt) -> None:
         """Raise a RequestError if the prompt is wrong, or larger than what may still be pinned."""
         _, token_ids, key = self.inputs.prompt(prompt)
-        self.blocks.check_pin(token_ids, key)
+        self.blocks.pins.check(token_ids, key)
 
     def pin_prefix(self, prompt: Prompt) -> PinnedPrefix:
         """Keep what the cache holds of a prompt until `unpin_prefix`; computes nothing. Raises RequestError."""
         _, token_ids, key = self.inputs.prompt(prompt)
-        return self.blocks.pin(token_ids, key)
+        return self.blocks.pins.pin(token_ids, key)
 
     def unpin_prefix(self, pin: PinnedPrefix) -> None:
         """Allow a pinned prefix to be evicted like any other. Raises RequestError if it is not pinned."""
-        self.blocks.unpin(pin.pin_id)
+        self.blocks.pins.unpin(pin.pin_id)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do."""

@@ -13,7 +13,7 @@ from quire.kv.place import DEVICE, HOST, Place
 from quire.kv.prefix_cache.content_hash import NO_KEY, ContentKey
 from quire.kv.prefix_cache.hit_lengths import HitLengths
 from quire.kv.prefix_cache.lookup import PrefixHit
-from quire.kv.prefix_cache.pins import PinnedPrefix, Pins
+from quire.kv.prefix_cache.pins import Pins
 from quire.kv.prefix_cache.sharing import PrefixSharing
 from quire.kv.prefix_cache.stats import PrefixCacheStats
 from quire.kv.sequence_blocks import SequenceBlocks
@@ -55,13 +55,12 @@ class BlockSpaceManager:
         self._token_groups = [group for group, manager in enumerate(self.managers) if manager.holds_tokens]
         self._sequences: dict[int, SequenceBlocks] = {}
         hit_lengths = HitLengths()
-        caching = enable_prefix_caching and bool(self._token_groups)
-        self.tiers = Tiers(config, caching=caching, stats=self.stats, on_change=hit_lengths.changed)
+        self.tiers = Tiers(config, self.stats, hit_lengths.changed)
         self.pool = self.tiers.pools[DEVICE]
         self._copies = SlotCopies(self.pool)
         self._open_steps: set[int] = set()  # planned, and neither settled nor reverted
         self.prefixes: PrefixSharing | None = None
-        if caching:
+        if enable_prefix_caching and self._token_groups:
             self.prefixes = PrefixSharing(config, self.managers, self.tiers, hit_lengths, self.stats, self._join)
         self.pins = Pins(config, int(pinned_fraction * config.num_blocks), self.prefixes)
 
@@ -72,7 +71,7 @@ class BlockSpaceManager:
     ) -> PrefixHit:
         """The longest prefix in the cache, within the first `max_tokens` tokens and without the last token of all: its
         logits choose the next one."""
-        max_tokens = len(token_ids) - 1 if max_tokens is None else min(max_tokens, len(token_ids) - 1)
+        max_tokens = _max_tokens(token_ids, max_tokens)
         if self.prefixes is None:
             places: tuple[list[Place], ...] = ([],) * self.num_groups
             return PrefixHit(seq_id, token_ids, max_tokens, first=(0,) * self.num_groups, places=places)
@@ -82,9 +81,9 @@ class BlockSpaceManager:
         self, seq_id: int, token_ids: Sequence[int], key: ContentKey = NO_KEY, max_tokens: int | None = None
     ) -> int:
         """The tokens in whole blocks that `look_up` finds; O(1) while nothing that this depends on has changed."""
-        max_tokens = len(token_ids) - 1 if max_tokens is None else min(max_tokens, len(token_ids) - 1)
         if self.prefixes is None:
             return 0
+        max_tokens = _max_tokens(token_ids, max_tokens)
         return self.prefixes.num_blocks(seq_id, token_ids, key, max_tokens) * self.block_size
 
     def can_allocate(self, hit: PrefixHit) -> AllocStatus:
@@ -109,7 +108,7 @@ class BlockSpaceManager:
             return 0
         for places in hit.places:
             for tier, block_id in places:  # before anything else is given out: that could take it
-                self.tiers.caches[tier].acquire(block_id)
+                self.tiers.pools[tier].acquire(block_id)
         self.prefixes.cache.tracker.count_hits(hit.device_blocks)
         tables = [
             BlockTable([self.tiers.bring(place) for place in places], first)
@@ -307,20 +306,6 @@ class BlockSpaceManager:
         self._copies.revert(step)
         self.tiers.revert(step)
 
-    # Pinned prefixes
-
-    def check_pin(self, token_ids: Sequence[int], key: ContentKey = NO_KEY) -> None:
-        """Raise RequestError if pinning these tokens would take more blocks than are allowed to be pinned."""
-        self.pins.check(token_ids, key)
-
-    def pin(self, token_ids: Sequence[int], key: ContentKey = NO_KEY) -> PinnedPrefix:
-        """Keep what the device tier has of these tokens until `unpin`. Raises RequestError if that is too much."""
-        return self.pins.pin(token_ids, key)
-
-    def unpin(self, pin_id: int) -> None:
-        """Let a pinned prefix go; it stays cached like any other. Raises RequestError for an unknown pin."""
-        self.pins.unpin(pin_id)
-
     # The end
 
     def free(self, seq_id: int) -> None:
@@ -380,3 +365,7 @@ class BlockSpaceManager:
             assert entries + others == counts, f"counts {counts} differ from the holders' {dict(entries)}"
         if self.prefixes is not None:
             self.prefixes.check_integrity(self._sequences)
+
+
+def _max_tokens(token_ids: Sequence[int], max_tokens: int | None) -> int:
+    return len(token_ids) - 1 if max_tokens is None else min(max_tokens, len(token_ids) - 1)

@@ -14,8 +14,7 @@ from quire.models.base import CausalLM
 from quire.models.layers.batch_tensors import BatchTensors, GroupTensors, LayerKVCache
 from quire.runner.decode_graphs import DecodeGraphs
 from quire.runner.row_layout import RowLayout, row_layout
-from quire.runner.sampling.sampler import Sampler
-from quire.runner.sampling.scoring import score
+from quire.runner.sampling.sampler import Sampler, score
 
 
 class ModelRunner:
@@ -60,9 +59,9 @@ class ModelRunner:
         first_rows = tensors.query_start.tolist()
         scored = score(sequences, first_rows, compute_logits)
         pooled = pool(sequences, first_rows, hidden)
-        if not len(tensors.logit_rows):
-            return StepResult((), scored=scored, pooled=pooled)
-        drawn = self._sampler.sample(compute_logits(tensors.logit_rows), sequences)
+        drawn = StepResult(())
+        if len(tensors.logit_rows):
+            drawn = self._sampler.sample(compute_logits(tensors.logit_rows), sequences)
         return replace(drawn, scored=scored, pooled=pooled) if scored or pooled else drawn
 
 

@@ -33,9 +33,8 @@ if TYPE_CHECKING:
     from quire.engine.requests.grammar_queue import GrammarQueue
     from quire.engine.scheduling.scheduler import Scheduler
     from quire.engine.step.commit import Committer
-    from quire.kv.allocator import BlockAllocator
+    from quire.kv.block_pool import BlockPool
     from quire.kv.block_space_manager import BlockSpaceManager
-    from quire.kv.prefix_cache.pool import BlockTracker
 
 MIN_INTERVAL_S = 0.1
 MAX_INTERVAL_S = 1.0
@@ -76,10 +75,7 @@ class CacheView:
         self._number = 0
         self._rows: dict[int, RequestRow] = {}
         self._counters: dict[str, int] = {}
-        pools = self._blocks.tiers.pools
-        trackers: list[BlockTracker | None] = [cache.tracker for cache in self._blocks.tiers.caches]
-        trackers = trackers or [None] * len(pools)
-        self._tiers = [_Tier(pool, tracker) for pool, tracker in zip(pools, trackers, strict=True)]
+        self._tiers = [_Tier(pool) for pool in self._blocks.tiers.pools]
         self._scheduler.requests.journal, self._blocks.tiers.journal = [], []
 
     def restart(self) -> None:
@@ -285,17 +281,16 @@ class _Holds:
 class _Tier:
     """The blocks of one pool, as the frames so far have told them."""
 
-    def __init__(self, pool: BlockAllocator, tracker: BlockTracker | None) -> None:
+    def __init__(self, pool: BlockPool) -> None:
         self.num_blocks = size = pool.num_blocks
-        self._pool, self._tracker = pool, tracker
+        self._pool, self._tracker = pool, pool.tracker
         self._refs, self._filled, self._tokens, self._depths, self._hits, self._hashes, self._parents = np.zeros(
             (7, size), np.int64
         )
         self._owners = np.zeros(size, np.int64)
         self._pending = np.zeros(size, np.bool_)
         """changed and not told yet"""
-        if tracker is not None:
-            tracker.touched = set(tracker.block_ids())
+        self._tracker.touched = set(self._tracker.block_ids())
 
     def restart(self) -> None:
         """All that is known and not free is to be told again."""
@@ -303,8 +298,7 @@ class _Tier:
 
     def close(self) -> None:
         """Stop having changes noted."""
-        if self._tracker is not None:
-            self._tracker.touched = None
+        self._tracker.touched = None
 
     def changes(self, entries: _Entries, pinned: list[int]) -> BlockColumns | None:
         """The blocks that have changed, MAX_BLOCKS at most; None if there are none."""
@@ -323,15 +317,14 @@ class _Tier:
 
     def _read_contents(self) -> None:
         """What the allocator has noted as changed, MAX_BLOCKS at most."""
-        tracker = self._tracker
-        if tracker is None or not tracker.touched:
+        touched = self._tracker.touched
+        if not touched:
             return
-        touched = tracker.touched
         num_read = min(MAX_BLOCKS, len(touched))
         ids = [touched.pop() for _ in repeat(None, num_read)]
         rows = []
         for block_id in ids:
-            content = tracker.get(block_id)
+            content = self._tracker.get(block_id)
             if content is None:
                 rows.append((0, 0, 0, 0, 0))
             else:

@@ -9,8 +9,8 @@ from quire.kv.place import DEVICE
 from quire.kv.prefix_cache.content_hash import ContentKey, HashChain
 from quire.kv.prefix_cache.hit_lengths import HitLengths
 from quire.kv.prefix_cache.lookup import Join, PrefixHit, PrefixLookup
-from quire.kv.prefix_cache.pool import BlockContent
 from quire.kv.prefix_cache.stats import PrefixCacheStats
+from quire.kv.prefix_cache.tracker import BlockContent
 from quire.kv.sequence_blocks import SequenceBlocks
 from quire.kv.tiers import Tiers
 
@@ -30,8 +30,8 @@ class PrefixSharing:
         stats: PrefixCacheStats,
         join: Join,
     ) -> None:
-        self.cache = tiers.caches[DEVICE]
-        self.lookup = PrefixLookup(config, managers, [cache.tracker for cache in tiers.caches], tiers.evicted, join)
+        self.cache = tiers.pools[DEVICE]
+        self.lookup = PrefixLookup(config, managers, [pool.tracker for pool in tiers.pools], tiers.evicted, join)
         self.chains: dict[int, HashChain] = {}
         self._block_size = config.block_size
         self._token_groups = [group for group, manager in enumerate(managers) if manager.holds_tokens]
@@ -140,8 +140,8 @@ class PrefixSharing:
 
     def check_integrity(self, sequences: Mapping[int, SequenceBlocks]) -> None:
         """Every hash is that of its tokens, and sequences announce only what they compute; or AssertionError."""
-        for cache in self._tiers.caches:
-            for content in cache.tracker.contents():
+        for pool in self._tiers.pools:
+            for content in pool.tracker.contents():
                 if content.block_hash is not None:
                     expected = self.lookup.hasher.child(content.parent, content.tokens)
                     assert content.block_hash == expected, "a cached block's hash is not that of its tokens"
