@@ -307,12 +307,7 @@ async def _get_metrics(request: Request) -> Response:
 
 
 METRICS_ENDPOINT = Endpoint(
-    path="/metrics",
-    method="GET",
-    handler=_get_metrics,
-    summary="Metrics in Prometheus' format",
-    media_type="text/plain",
-    kind="metrics",
+    "/metrics", "GET", _get_metrics, "Metrics in Prometheus' format", media_type="text/plain", kind="metrics"
 )
 
 

@@ -139,13 +139,7 @@ def _choice(event: ContentDelta | ReasoningDelta | ToolCallDelta | ChoiceFinishe
 
 ENDPOINTS = (
     Endpoint(
-        path="/v1/chat/completions",
-        method="POST",
-        handler=create_chat_completion,
-        summary="Answer a conversation",
-        request=ChatCompletionRequest,
-        response=ChatCompletion,
-        chunk=ChatCompletionChunk,
-        generates=True,
+        "/v1/chat/completions", "POST", create_chat_completion, "Answer a conversation",
+        request=ChatCompletionRequest, response=ChatCompletion, chunk=ChatCompletionChunk, generates=True,
     ),
-)
+)  # fmt: skip

@@ -234,13 +234,7 @@ class _Choices:
 
 ENDPOINTS = (
     Endpoint(
-        path="/v1/completions",
-        method="POST",
-        handler=create_completion,
-        summary="Complete prompts",
-        request=CompletionRequest,
-        response=Completion,
-        chunk=Completion,
-        generates=True,
+        "/v1/completions", "POST", create_completion, "Complete prompts",
+        request=CompletionRequest, response=Completion, chunk=Completion, generates=True,
     ),
-)
+)  # fmt: skip

@@ -83,11 +83,11 @@ def _error_frame(error: ApiError) -> bytes:
 
 ENDPOINTS = (
     Endpoint(
-        path="/v1/messages", method="POST", handler=create, summary="Answer a conversation, in Anthropic's protocol",
+        "/v1/messages", "POST", create, "Answer a conversation, in Anthropic's protocol",
         request=MessagesRequest, response=Message, chunk=dict[str, Any], generates=True,
     ),
     Endpoint(
-        path="/v1/messages/count_tokens", method="POST", handler=count_tokens, request=CountTokensRequest,
-        response=TokenCount, summary="Count the tokens of a conversation",
+        "/v1/messages/count_tokens", "POST", count_tokens, "Count the tokens of a conversation",
+        request=CountTokensRequest, response=TokenCount,
     ),
 )  # fmt: skip

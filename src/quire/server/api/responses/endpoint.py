@@ -269,25 +269,18 @@ def _int(request: Request, name: str, default: int) -> int:
     return int(text)
 
 
+_RESPONSE = "/v1/responses/{response_id}"
 ENDPOINTS = (
     Endpoint(
-        path="/v1/responses", method="POST", handler=create, summary="Create a response",
+        "/v1/responses", "POST", create, "Create a response",
         request=ResponsesRequest, response=Response, chunk=dict[str, Any], generates=True,
     ),
+    Endpoint(_RESPONSE, "GET", retrieve, "Retrieve a stored response", response=Response, chunk=dict[str, Any]),
+    Endpoint(_RESPONSE, "DELETE", delete, "Delete a stored response", response=DeletedResponse),
     Endpoint(
-        path="/v1/responses/{response_id}", method="GET", handler=retrieve, summary="Retrieve a stored response",
-        response=Response, chunk=dict[str, Any],
+        f"{_RESPONSE}/cancel", "POST", cancel, "Cancel a response that runs in the background", response=Response
     ),
     Endpoint(
-        path="/v1/responses/{response_id}", method="DELETE", handler=delete, summary="Delete a stored response",
-        response=DeletedResponse,
-    ),
-    Endpoint(
-        path="/v1/responses/{response_id}/cancel", method="POST", handler=cancel, response=Response,
-        summary="Cancel a response that runs in the background",
-    ),
-    Endpoint(
-        path="/v1/responses/{response_id}/input_items", method="GET", handler=input_items, response=ItemList,
-        summary="List the input items of a response",
+        f"{_RESPONSE}/input_items", "GET", input_items, "List the input items of a response", response=ItemList
     ),
 )  # fmt: skip

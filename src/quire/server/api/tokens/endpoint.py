@@ -92,26 +92,12 @@ async def tokenizer_info(request: Request) -> ASGIApp:
 
 ENDPOINTS = (
     Endpoint(
-        path="/tokenize",
-        method="POST",
-        handler=tokenize,
-        summary="Tokenize a text or a conversation",
-        request=TokenizeRequest,
-        response=TokenizeResponse,
+        "/tokenize", "POST", tokenize, "Tokenize a text or a conversation",
+        request=TokenizeRequest, response=TokenizeResponse,
     ),
     Endpoint(
-        path="/detokenize",
-        method="POST",
-        handler=detokenize,
-        summary="Convert tokens to text",
-        request=DetokenizeRequest,
-        response=DetokenizeResponse,
+        "/detokenize", "POST", detokenize, "Convert tokens to text",
+        request=DetokenizeRequest, response=DetokenizeResponse,
     ),
-    Endpoint(
-        path="/tokenizer_info",
-        method="GET",
-        handler=tokenizer_info,
-        summary="Describe the tokenizer",
-        response=TokenizerInfo,
-    ),
-)
+    Endpoint("/tokenizer_info", "GET", tokenizer_info, "Describe the tokenizer", response=TokenizerInfo),
+)  # fmt: skip
