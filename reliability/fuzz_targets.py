@@ -41,7 +41,7 @@ from quire.engine.process.messages import (
 from quire.engine.view.cache_frame import BlockColumns, CacheEvent, CacheSetup, CacheUpdate, RequestRow
 from quire.interfaces.async_llm.engine_client import EngineClient
 from quire.server.api.chat import prompt as chat_prompt
-from quire.server.api.chat.protocol import ChatCompletionRequest
+from quire.server.api.chat.protocol import ChatCompletionRequest, Tool, ToolChoice
 from quire.server.api.completions.protocol import CompletionRequest
 from quire.server.api.messages import input as messages_input
 from quire.server.api.messages.protocol import MessagesRequest
@@ -130,16 +130,20 @@ def _output_corpus() -> list[bytes]:
 # --- tools of requests
 
 
+class _ToolFields(msgspec.Struct):
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+
+
 def tools(data: bytes) -> str:
     """Check that tools that pass validation can be turned into a grammar."""
     try:
-        given = msgspec.json.decode(data)
+        given = msgspec.json.decode(data, type=_ToolFields)
     except (ValueError, RecursionError):
-        return "no JSON"
-    listed, choice = (given.get("tools"), given.get("tool_choice")) if isinstance(given, dict) else (given, "auto")
+        return "malformed"
     try:
-        check_tools(listed, choice)
-        tool_choice_structure(listed, choice)
+        check_tools(given.tools, given.tool_choice)
+        tool_choice_structure(given.tools, given.tool_choice)
     except (InvalidParamsError, RecursionError) as error:  # a server answers both with 400
         return refusal(error)
     return ""

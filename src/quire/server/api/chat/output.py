@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
 from msgspec.structs import replace
 
 from quire.common.outputs import CompletionOutput, RequestOutput
@@ -41,8 +38,7 @@ class ChatPlan:
     """How a request's tools and formats determine its grammar and the parsing of its output. Raises RequestError."""
 
     def __init__(self, state: ServerState, request: ChatCompletionRequest) -> None:
-        tools: Any = msgspec.to_builtins(request.tools)
-        choice: Any = msgspec.to_builtins(request.tool_choice)
+        tools, choice = request.tools, request.tool_choice
         check_tools(tools, choice)
         parallel = request.parallel_tool_calls is not False
         self.shows_tools = bool(tools) and choice != "none"
