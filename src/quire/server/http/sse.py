@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from contextlib import aclosing
 from typing import Any, Final, TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
@@ -33,6 +35,20 @@ def frame(data: bytes, event: str | None = None) -> bytes:
     """One event. The data is one line, as JSON is."""
     head = b"" if event is None else b"event: " + event.encode() + b"\n"
     return head + b"data: " + data + b"\n\n"
+
+
+def event_frame(event: Mapping[str, Any]) -> bytes:
+    """One event as JSON, named by its `type`."""
+    return frame(msgspec.json.encode(event), event["type"])
+
+
+async def framed(events: AsyncGenerator[T, None], to_frame: Callable[[T], bytes], end: bytes = b"") -> Events:
+    """The frames of `events`, then `end`. Closing the generator closes `events`."""
+    async with aclosing(events):
+        async for event in events:
+            yield to_frame(event)
+    if end:
+        yield end
 
 
 def openai_error(error: ApiError) -> bytes:

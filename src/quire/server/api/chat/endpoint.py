@@ -50,14 +50,9 @@ async def create_chat_completion(request: Request) -> ASGIApp:
     if body.stream:
         frames = _frames(events, body, answer_id, model)
         return await sse.event_stream(request, frames, error_event=sse.openai_error)
-    answer = await sse.unless_disconnected(request, _whole(events, answer_id, model))
+    answer = await sse.unless_disconnected(request, fold(events, id=answer_id, model=model))
     answer.service_tier = body.service_tier or UNSET
     return await choices_response(answer)
-
-
-async def _whole(events: AsyncGenerator[ChatEvent, None], answer_id: str, model: str) -> ChatCompletion:
-    async with aclosing(events):
-        return await fold(events, id=answer_id, model=model)
 
 
 async def _frames(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -77,39 +77,30 @@ async def run_chat(
 
 async def make_prompt(state: ServerState, request: ChatCompletionRequest, plan: ChatPlan) -> ChatPrompt:
     """Text and tokens of the prompt. Raises RequestError or ApiError."""
-    return await chat_prompt(
-        state,
-        request.messages,
-        tools=request.tools if plan.shows_tools else None,
-        chat_template=request.chat_template,
-        variables=_variables(request),
-        add_generation_prompt=request.add_generation_prompt,
-        continue_final_message=request.continue_final_message,
-        add_special_tokens=request.add_special_tokens,
-    )
+    tools = request.tools if plan.shows_tools else None
+    return await chat_prompt(state, request, request.messages, tools, _variables(request))
 
 
-async def fold(
-    events: AsyncGenerator[ChatEvent, None] | AsyncIterator[ChatEvent], *, id: str, model: str
-) -> ChatCompletion:
-    """Fold the events into a whole response."""
+async def fold(events: AsyncGenerator[ChatEvent, None], *, id: str, model: str) -> ChatCompletion:
+    """Fold the events into a whole response, and close them."""
     choices: dict[int, _Fold] = {}
-    usage, timings, prompt = UsageEvent(0, 0, 0), None, PromptEvent(None, None)
-    async for event in events:
-        match event:
-            case UsageEvent():
-                usage, timings = event, event.timings
-            case PromptEvent():
-                prompt = event
-            case _:
-                choices.setdefault(event.index, _Fold()).add(event)
+    usage, prompt = UsageEvent(0, 0, 0), PromptEvent(None, None)
+    async with aclosing(events):
+        async for event in events:
+            match event:
+                case UsageEvent():
+                    usage = event
+                case PromptEvent():
+                    prompt = event
+                case _:
+                    choices.setdefault(event.index, _Fold()).add(event)
     return ChatCompletion(
         id=id,
         created=int(time.time()),
         model=model,
         choices=[choices[index].choice(index) for index in sorted(choices)],
         usage=Usage.of(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens),
-        timings=timings or UNSET,
+        timings=usage.timings or UNSET,
         prompt_token_ids=UNSET if prompt.token_ids is None else prompt.token_ids,
         prompt_logprobs=UNSET if prompt.logprobs is None else prompt.logprobs,
     )

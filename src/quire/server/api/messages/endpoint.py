@@ -19,7 +19,7 @@ from quire.server.api.shared.fields import StreamOptions
 from quire.server.http.bodies import read_struct
 from quire.server.http.endpoint import Endpoint, json_response
 from quire.server.http.errors import ANTHROPIC_PATH, ApiError
-from quire.server.http.sse import event_stream, frame, unless_disconnected
+from quire.server.http.sse import event_frame, event_stream, frame, framed, unless_disconnected
 from quire.server.http.state import context_of, state_of
 
 _FIELD_NAMES = {
@@ -40,7 +40,8 @@ async def create(request: Request) -> ASGIApp:
     events = _events(request, chat, model)
     if body.stream:  # the first event contains the number of prompt tokens
         chat.stream, chat.stream_options = True, StreamOptions(include_usage=True, continuous_usage_stats=True)
-        return await event_stream(request, _framed(events), error_event=_error_frame, keep_alive=PING)
+        frames = framed(events, event_frame)
+        return await event_stream(request, frames, error_event=_error_frame, keep_alive=PING)
     return json_response(fold(await unless_disconnected(request, _read_all(events))))
 
 
@@ -69,12 +70,6 @@ async def _events(request: Request, chat: ChatCompletionRequest, model: str) -> 
 async def _read_all(events: AsyncGenerator[Event, None]) -> list[Event]:
     async with aclosing(events):
         return [event async for event in events]
-
-
-async def _framed(events: AsyncGenerator[Event, None]) -> AsyncGenerator[bytes, None]:
-    async with aclosing(events):
-        async for event in events:
-            yield frame(msgspec.json.encode(event), event["type"])
 
 
 def _error_frame(error: ApiError) -> bytes:

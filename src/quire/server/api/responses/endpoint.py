@@ -22,13 +22,13 @@ from quire.server.api.responses.protocol import (
     ResponsesRequest,
     TextConfig,
 )
-from quire.server.api.responses.run import BackgroundRun, Run, StoredResponses, event_frame, stored
+from quire.server.api.responses.run import BackgroundRun, Run, StoredResponses, stored
 from quire.server.api.responses.store import StoredResponse
 from quire.server.api.responses.stream import ResponseBuilder
 from quire.server.http.bodies import read_struct
 from quire.server.http.endpoint import Endpoint, json_response
 from quire.server.http.errors import ApiError, invalid
-from quire.server.http.sse import event_stream, frame, unless_disconnected
+from quire.server.http.sse import event_frame, event_stream, framed, unless_disconnected
 from quire.server.http.state import ServerState, context_of, state_of
 
 MAX_LISTED = 100
@@ -64,7 +64,7 @@ async def create(request: Request) -> ASGIApp:
         context_of(request).background = background.task
         return await _stream(request, background.frames()) if body.stream else json_response(run.builder.response)
     if body.stream:
-        return await _stream(request, _framed(run))
+        return await _stream(request, framed(run.events(), event_frame))
     await unless_disconnected(request, _read_all(run))
     if run.error is not None:
         raise run.error
@@ -214,19 +214,12 @@ async def _read_all(run: Run) -> None:
             pass
 
 
-async def _framed(run: Run) -> AsyncGenerator[bytes, None]:
-    async with aclosing(run.events()) as events:
-        async for event in events:
-            yield event_frame(event)
-
-
 async def _stream(request: Request, frames: AsyncGenerator[bytes, None]) -> ASGIApp:
     return await event_stream(request, frames, error_event=_error_frame)
 
 
 def _error_frame(error: ApiError) -> bytes:
-    event = {"type": "error", "code": error.code, "message": str(error), "param": error.param}
-    return frame(msgspec.json.encode(event), "error")
+    return event_frame({"type": "error", "code": error.code, "message": str(error), "param": error.param})
 
 
 async def _find(request: Request) -> StoredResponse:

@@ -23,7 +23,7 @@ from quire.server.api.responses.store import (
 from quire.server.api.responses.stream import Event, ResponseBuilder
 from quire.server.config import ServerArgs
 from quire.server.http.errors import ApiError
-from quire.server.http.sse import frame
+from quire.server.http.sse import event_frame
 
 T = TypeVar("T")
 CHECK_S = 0.5
@@ -263,11 +263,6 @@ async def stored(call: Awaitable[T]) -> T:
     except StoreError as error:
         logger.error("%s", error)
         raise ApiError(500, str(error), code="store_unavailable") from error
-
-
-def event_frame(event: Event) -> bytes:
-    """An event as it is sent."""
-    return frame(msgspec.json.encode(event), event["type"])
 
 
 def _failed_json(response: bytes, reason: str) -> bytes:

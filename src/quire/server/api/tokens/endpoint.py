@@ -45,16 +45,7 @@ async def _token_ids(state: ServerState, body: TokenizeRequest) -> list[int]:
         raise invalid("exactly one of prompt and messages is required", "prompt")
     if body.prompt is not None:
         return await state.llm.encode(body.prompt, body.add_special_tokens is not False)
-    prompt = await chat_prompt(
-        state,
-        body.messages or [],
-        tools=body.tools,
-        chat_template=body.chat_template,
-        variables=body.chat_template_kwargs,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        add_special_tokens=body.add_special_tokens,
-    )
+    prompt = await chat_prompt(state, body, body.messages or [], body.tools, body.chat_template_kwargs or {})
     return prompt["prompt_token_ids"]
 
 
