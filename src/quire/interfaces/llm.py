@@ -331,9 +331,15 @@ def _request_ids() -> Iterator[str]:
 
 def _listed(prompts: Any) -> tuple[list[Any], bool]:
     """Return the prompts as a list, and whether a single prompt was given."""
-    if isinstance(prompts, str | Mapping) or _is_token_ids(prompts):
+    if isinstance(prompts, str | Mapping):
         return [prompts], True
-    return _as_list(prompts), False
+    if not isinstance(prompts, Sequence):
+        raise InvalidPromptError(
+            f"prompts must be a prompt (text, token ids or a dict) or a list of prompts, not {type(prompts).__name__}"
+        )
+    if prompts and all(isinstance(item, int) for item in prompts):  # the token ids of one prompt
+        return [prompts], True
+    return list(prompts), False
 
 
 def _token_scores(output: RequestOutput) -> TokenScores:
@@ -350,24 +356,11 @@ def _token_scores(output: RequestOutput) -> TokenScores:
     )
 
 
-def _is_token_ids(prompts: Any) -> bool:
-    """Return whether a list is one prompt given as token ids."""
-    return isinstance(prompts, Sequence) and len(prompts) > 0 and all(isinstance(item, int) for item in prompts)
-
-
 def _is_conversation(messages: Any) -> bool:
     """Return whether these are the messages of one conversation, valid or not, rather than a list of conversations."""
     if isinstance(messages, str) or not isinstance(messages, Sequence):
         return True
     return not messages or isinstance(messages[0], Mapping)
-
-
-def _as_list(prompts: Any) -> list[Any]:
-    if not isinstance(prompts, Sequence):
-        raise InvalidPromptError(
-            f"prompts must be a prompt (text, token ids or a dict) or a list of prompts, not {type(prompts).__name__}"
-        )
-    return list(prompts)
 
 
 def _rejected(request_id: str, prompt: Any, error: QuireError) -> RequestOutput:

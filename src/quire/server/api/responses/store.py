@@ -35,6 +35,11 @@ _SCHEMA = (
     f"PRAGMA application_id = {APPLICATION_ID}",
     f"PRAGMA user_version = {SCHEMA_VERSION}",
 )
+_INSERT = "INSERT INTO responses VALUES (:id, :owner, :previous_id, :running, :response, :input_items, :num_bytes)"
+_UPDATE = (
+    "UPDATE responses SET running = :running, response = :response, num_bytes = :num_bytes "
+    "WHERE id = :id AND owner = :owner"
+)
 _CHAIN = """
 WITH RECURSIVE chain (depth, id) AS (
     VALUES (0, :id)
@@ -93,11 +98,11 @@ class ResponseStore:
 
     async def add(self, owner: str, new: StoredResponse) -> None:
         """Write a new one, and remove the oldest until the bounds hold. Raises StoreError, ResponseTooLargeError."""
-        await self._run(_add, owner, new, self._max_responses, self._max_bytes)
+        await self._run(_write, _INSERT, owner, new, self._max_responses, self._max_bytes)
 
     async def update(self, owner: str, new: StoredResponse) -> None:
         """Update a response; has no effect if it was deleted meanwhile. Raises the same errors as `add`."""
-        await self._run(_update, owner, new, self._max_responses, self._max_bytes)
+        await self._run(_write, _UPDATE, owner, new, self._max_responses, self._max_bytes)
 
     async def get(self, owner: str, response_id: str) -> StoredResponse | None:
         """The response of that id, None if this owner has none. Raises StoreError."""
@@ -209,23 +214,12 @@ class _Transaction:
                 self._connection.execute("ROLLBACK")
 
 
-def _add(connection: sqlite3.Connection, owner: str, new: StoredResponse, max_responses: int, max_bytes: int) -> None:
-    with _Transaction(connection):
-        connection.execute(
-            "INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)",
-            (new.id, owner, new.previous_id, new.running, new.response, new.input_items, _num_bytes(new)),
-        )
-        _evict(connection, new.id, max_responses, max_bytes)
-
-
-def _update(
-    connection: sqlite3.Connection, owner: str, new: StoredResponse, max_responses: int, max_bytes: int
+def _write(
+    connection: sqlite3.Connection, statement: str, owner: str, new: StoredResponse, max_responses: int, max_bytes: int
 ) -> None:
+    num_bytes = len(new.response) + len(new.input_items)
     with _Transaction(connection):
-        connection.execute(
-            "UPDATE responses SET running = ?, response = ?, num_bytes = ? WHERE id = ? AND owner = ?",
-            (new.running, new.response, _num_bytes(new), new.id, owner),
-        )
+        connection.execute(statement, {**msgspec.structs.asdict(new), "owner": owner, "num_bytes": num_bytes})
         _evict(connection, new.id, max_responses, max_bytes)
 
 
@@ -242,10 +236,6 @@ def _evict(connection: sqlite3.Connection, kept_id: str, max_responses: int, max
             )
         connection.execute("DELETE FROM responses WHERE id = ?", (row[0],))
         number, total = number - 1, total - row[1]
-
-
-def _num_bytes(stored: StoredResponse) -> int:
-    return len(stored.response) + len(stored.input_items)
 
 
 def _get(connection: sqlite3.Connection, owner: str, response_id: str) -> StoredResponse | None:
