@@ -5,17 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
-from quire.common.errors import ConfigError, nearest_name
+from quire.common.errors import ConfigError, check_choice, nearest_name
 from quire.common.params import LOGPROBS_MODES, LogprobsMode
 from quire.config.cache import CacheConfig
 from quire.config.model import ModelConfig
 from quire.config.parallel import ParallelConfig, parse_cpu_list
 from quire.config.scheduler import SchedulerConfig
 from quire.config.sizes import parse_bytes
-
-_Choice = TypeVar("_Choice", bound=str)
 
 
 def arg(default: Any, doc: str) -> Any:
@@ -147,12 +145,12 @@ class EngineArgs:
             ),
             seed=self.seed,
             max_logprobs=self._checked_max_logprobs(),
-            logprobs_mode=_choice("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES),
+            logprobs_mode=check_choice("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES),
         )
 
     def _uses_generation_config(self) -> bool:
         """Whether sampling defaults come from the checkpoint; `vllm` is vLLM's word for `none`."""
-        return _choice("generation_config", self.generation_config, ("auto", "none", "vllm")) == "auto"
+        return check_choice("generation_config", self.generation_config, ("auto", "none", "vllm")) == "auto"
 
     def _checked_max_logprobs(self) -> int:
         if self.max_logprobs < -1:
@@ -180,13 +178,6 @@ class EngineArgs:
                 f"max_model_len={length} is longer than the checkpoint's {model.max_context_len} positions"
             )
         return length
-
-
-def _choice(name: str, value: str, allowed: tuple[_Choice, ...]) -> _Choice:
-    for choice in allowed:
-        if choice == value:
-            return choice
-    raise ConfigError(f"{name}={value!r}{nearest_name(value, allowed)} (allowed: {', '.join(allowed)})")
 
 
 def check_types(args: Any) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.common.errors import CheckpointError, ConfigError, UnsupportedModelError, nearest_name
+from quire.common.errors import CheckpointError, ConfigError, UnsupportedModelError, check_choice, nearest_name
 from quire.common.log import logger
 from quire.config.checkpoint.formats import FORMATS, find_format
 from quire.config.hf_config import HFConfig, read_json_object
@@ -79,7 +79,7 @@ class ModelConfig:
         UnsupportedModelError for a checkpoint that something else quantized, CheckpointError for everything else that
         is missing or wrong.
         """
-        _check_dtype(dtype)
+        check_choice("dtype", dtype, ("auto", *_DTYPES))
         check_quantization(quantization)
         name = EMBEDDED_CHECKPOINTS[0] if model is None else str(model)
         path = _find(name, (*TOKENIZER_FILES, *_weight_patterns()), revision, download_dir)
@@ -217,12 +217,6 @@ def _checkpoint_dtype(hf: HFConfig, path: Path) -> str:
     if stated not in ("float32", "bfloat16", "float16"):
         raise CheckpointError(f"{hf.source}: 'dtype' is {stated!r}, but must be float32, bfloat16 or float16")
     return stated
-
-
-def _check_dtype(dtype: str) -> None:
-    if dtype != "auto" and dtype not in _DTYPES:
-        allowed = ("auto", *_DTYPES)
-        raise ConfigError(f"dtype={dtype!r}{nearest_name(str(dtype), allowed)} (allowed: {', '.join(allowed)})")
 
 
 def _compute_dtype(asked: str, checkpoint_dtype: str, name: str) -> str:
