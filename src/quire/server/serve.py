@@ -130,9 +130,7 @@ class _Service:
         state = ServerState(llm=llm, args=args, model_names=names)
         responses.stored_responses(state)  # a store that cannot be opened stops the server before its first request
         gate = DrainGate(
-            request_timeout_s=args.request_timeout_s,
-            drain_timeout_s=args.drain_timeout_s,
-            on_idle=give_back_memory,
+            request_timeout_s=args.request_timeout_s, drain_timeout_s=args.drain_timeout_s, on_idle=give_back_memory
         )
         with _tracer(args, names[0]) as tracer:
             self._loading_app.app = build_app(state, gate, self._keys, [tracer] if tracer is not None else [])

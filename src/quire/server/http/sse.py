@@ -57,11 +57,7 @@ def openai_error(error: ApiError) -> bytes:
 
 
 async def event_stream(
-    request: Request,
-    events: Events,
-    *,
-    error_event: Callable[[ApiError], bytes],
-    keep_alive: bytes = KEEP_ALIVE,
+    request: Request, events: Events, *, error_event: Callable[[ApiError], bytes], keep_alive: bytes = KEEP_ALIVE
 ) -> EventStream:
     """The response that sends `events`, which are already framed.
 

@@ -41,17 +41,7 @@ _FILE_NAME = "<chat template>"
 warnings.filterwarnings(
     "ignore", category=SyntaxWarning, module=_FILE_NAME
 )  # warnings about a template's code do not belong in the log
-_NO_PROMPT_NEEDS = (
-    "center",
-    "format",
-    "pprint",
-    "striptags",
-    "urlencode",
-    "urlize",
-    "wordcount",
-    "wordwrap",
-    "xmlattr",
-)
+_UNNEEDED = ("center", "format", "pprint", "striptags", "urlencode", "urlize", "wordcount", "wordwrap", "xmlattr")
 """Filters that are slow with long texts or make them much longer, and that no chat template needs."""
 _UNSAFE_METHODS = frozenset(["encode", "maketrans", "to_bytes", "translate"])
 """Methods that return huge texts, or bytes, which the budget does not measure."""
@@ -282,7 +272,7 @@ def _bounded(function: Callable[..., Any], check: _Check) -> Callable[..., Any]:
 
 def _make_environment() -> _BoundedEnvironment:
     environment = _BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag])
-    for name in _NO_PROMPT_NEEDS:
+    for name in _UNNEEDED:
         del environment.filters[name]
     environment.filters |= {"indent": _indent, "join": _join, "replace": _replace, "tojson": _tojson}
     function: Any

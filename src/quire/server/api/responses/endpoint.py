@@ -8,20 +8,13 @@ from typing import Any
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response as HttpResponse
+from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from quire.server.api.chat.protocol import ChatCompletionRequest
 from quire.server.api.chat.run import run_chat
+from quire.server.api.responses import protocol as api
 from quire.server.api.responses.input import chat_request, check_request, is_response_id, new_id, own_items
-from quire.server.api.responses.protocol import (
-    DeletedResponse,
-    ItemList,
-    Reasoning,
-    Response,
-    ResponsesRequest,
-    TextConfig,
-)
 from quire.server.api.responses.run import BackgroundRun, Run, StoredResponses, stored
 from quire.server.api.responses.store import StoredResponse
 from quire.server.api.responses.stream import ResponseBuilder
@@ -52,7 +45,7 @@ def stored_responses(state: ServerState) -> StoredResponses:
 async def create(request: Request) -> ASGIApp:
     """Create a response: whole, as a stream, or in the background."""
     context_of(request).field_names |= _FIELD_NAMES
-    body = await read_struct(request, ResponsesRequest)
+    body = await read_struct(request, api.ResponsesRequest)
     state, owner = state_of(request), context_of(request).tenant
     responses = stored_responses(state)
     if body.background:
@@ -91,7 +84,7 @@ async def cancel(request: Request) -> ASGIApp:
     if background is not None:
         await background.cancel("cancelled")
         return json_response(background.run.builder.response)
-    if not msgspec.json.decode(found.response, type=Response).background:
+    if not msgspec.json.decode(found.response, type=api.Response).background:
         raise invalid(
             "only responses created with 'background' can be cancelled; to abort another one, close its connection"
         )
@@ -107,7 +100,7 @@ async def delete(request: Request) -> ASGIApp:
         background.keeps_frames = False
         stored_responses(state_of(request)).forget(background)
     await stored(stored_responses(state_of(request)).store.delete(context_of(request).tenant, found.id))
-    return json_response(DeletedResponse(found.id))
+    return json_response(api.DeletedResponse(found.id))
 
 
 async def input_items(request: Request) -> ASGIApp:
@@ -127,10 +120,10 @@ async def input_items(request: Request) -> ASGIApp:
         raise invalid(f"limit={limit}: must be 1 to {MAX_LISTED}", "limit")
     page = items[:limit]
     ids = [item["id"] for item in page] or [None]
-    return json_response(ItemList(page, ids[0], ids[-1], has_more=len(items) > limit))
+    return json_response(api.ItemList(page, ids[0], ids[-1], has_more=len(items) > limit))
 
 
-async def _make_run(request: Request, body: ResponsesRequest, responses: StoredResponses, owner: str) -> Run:
+async def _make_run(request: Request, body: api.ResponsesRequest, responses: StoredResponses, owner: str) -> Run:
     state = state_of(request)
     context_of(request).model = model = state.check_model(body.model)
     check_request(body)
@@ -187,9 +180,9 @@ async def _history(
     return items
 
 
-def _new_response(state: ServerState, body: ResponsesRequest, model: str) -> Response:
+def _new_response(state: ServerState, body: api.ResponsesRequest, model: str) -> api.Response:
     defaults = state.llm.default_sampling_params()
-    return Response(
+    return api.Response(
         id=new_id("resp"),
         created_at=int(time.time()),
         model=model,
@@ -198,8 +191,8 @@ def _new_response(state: ServerState, body: ResponsesRequest, model: str) -> Res
         tools=body.tools or [],
         tool_choice=body.tool_choice or "auto",
         parallel_tool_calls=body.parallel_tool_calls is not False,
-        text=body.text or TextConfig(),
-        reasoning=body.reasoning or Reasoning(),
+        text=body.text or api.TextConfig(),
+        reasoning=body.reasoning or api.Reasoning(),
         temperature=defaults.temperature if body.temperature is None else body.temperature,
         top_p=defaults.top_p if body.top_p is None else body.top_p,
         top_logprobs=body.top_logprobs or 0,
@@ -241,8 +234,8 @@ def _background(request: Request, found: StoredResponse) -> BackgroundRun | None
     return stored_responses(state_of(request)).background(context_of(request).tenant, found.id)
 
 
-def _raw(found: StoredResponse) -> HttpResponse:
-    return HttpResponse(found.response, media_type="application/json")
+def _raw(found: StoredResponse) -> Response:
+    return Response(found.response, media_type="application/json")
 
 
 def _choice(request: Request, name: str, *allowed: str) -> str:
@@ -266,14 +259,14 @@ _RESPONSE = "/v1/responses/{response_id}"
 ENDPOINTS = (
     Endpoint(
         "/v1/responses", "POST", create, "Create a response",
-        request=ResponsesRequest, response=Response, chunk=dict[str, Any], generates=True,
+        request=api.ResponsesRequest, response=api.Response, chunk=dict[str, Any], generates=True,
     ),
-    Endpoint(_RESPONSE, "GET", retrieve, "Retrieve a stored response", response=Response, chunk=dict[str, Any]),
-    Endpoint(_RESPONSE, "DELETE", delete, "Delete a stored response", response=DeletedResponse),
+    Endpoint(_RESPONSE, "GET", retrieve, "Retrieve a stored response", response=api.Response, chunk=dict[str, Any]),
+    Endpoint(_RESPONSE, "DELETE", delete, "Delete a stored response", response=api.DeletedResponse),
     Endpoint(
-        f"{_RESPONSE}/cancel", "POST", cancel, "Cancel a response that runs in the background", response=Response
+        f"{_RESPONSE}/cancel", "POST", cancel, "Cancel a response that runs in the background", response=api.Response
     ),
     Endpoint(
-        f"{_RESPONSE}/input_items", "GET", input_items, "List the input items of a response", response=ItemList
+        f"{_RESPONSE}/input_items", "GET", input_items, "List the input items of a response", response=api.ItemList
     ),
 )  # fmt: skip

@@ -14,12 +14,7 @@ from quire.common.log import logger
 from quire.config.sizes import parse_bytes
 from quire.server.api.chat.events import ChatEvent
 from quire.server.api.responses.protocol import Response, ResponseError, Status
-from quire.server.api.responses.store import (
-    ChainTooLongError,
-    ResponseStore,
-    ResponseTooLargeError,
-    StoreError,
-)
+from quire.server.api.responses.store import ChainTooLongError, ResponseStore, ResponseTooLargeError, StoreError
 from quire.server.api.responses.stream import Event, ResponseBuilder
 from quire.server.config import ServerArgs
 from quire.server.http.errors import ApiError

@@ -24,10 +24,7 @@ LOWEST_LOGPROB = -9999.0
 
 
 async def generate(
-    state: ServerState,
-    prompts: Sequence[Prompt],
-    params: SamplingParams | BeamSearchParams,
-    answer_id: str,
+    state: ServerState, prompts: Sequence[Prompt], params: SamplingParams | BeamSearchParams, answer_id: str
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """The outputs of all prompts as they come, with the prompt's place.
 

@@ -46,11 +46,7 @@ class OutputParser:
     """
 
     def __init__(
-        self,
-        reasoning: ReasoningFormat | None,
-        tools: ToolFormat | None,
-        forced: ForcedTools | None,
-        found: ParsedList,
+        self, reasoning: ReasoningFormat | None, tools: ToolFormat | None, forced: ForcedTools | None, found: ParsedList
     ) -> None:
         self._reader = Reader()
         self._found = found
