@@ -41,6 +41,7 @@ from quire.engine.process.messages import (
 from quire.engine.view.cache_frame import BlockColumns, CacheEvent, CacheSetup, CacheUpdate, RequestRow
 from quire.interfaces.async_llm.engine_client import EngineClient
 from quire.server.api.chat import prompt as chat_prompt
+from quire.server.api.chat.events import ContentDelta, ReasoningDelta
 from quire.server.api.chat.protocol import ChatCompletionRequest, Tool, ToolChoice
 from quire.server.api.completions.protocol import CompletionRequest
 from quire.server.api.messages import input as messages_input
@@ -54,11 +55,9 @@ from quire.server.api.tools import (
     REASONING_FORMATS,
     TOOL_FORMATS,
     ForcedTools,
+    OutputParser,
     Parsed,
-    ParsedContent,
-    ParsedReasoning,
     check_tools,
-    make_parser,
     tool_choice_structure,
 )
 from quire.server.http import bodies, sse
@@ -99,16 +98,16 @@ def output(data: bytes) -> str:
 
 
 def _read_output(pieces: Sequence[str], options: dict[str, Any]) -> tuple[str, str, list[tuple[str, str]]]:
-    parser = make_parser(**options, new_id=lambda: "id")
+    parser = OutputParser(**options, new_id=lambda: "id")
     found = list[Parsed]()
     for piece in pieces:
         found += parser.feed(piece)
     found += parser.finish()
     reasoning, content, calls = "", "", dict[int, tuple[str, str]]()
     for item in found:
-        if isinstance(item, ParsedContent):
+        if isinstance(item, ContentDelta):
             content += item.text
-        elif isinstance(item, ParsedReasoning):
+        elif isinstance(item, ReasoningDelta):
             reasoning += item.text
         else:
             name, arguments = calls.get(item.tool_index, ("", ""))

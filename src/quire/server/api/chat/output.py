@@ -21,12 +21,8 @@ from quire.server.api.shared.generation import chat_logprobs, prompt_logprobs
 from quire.server.api.shared.sampling import structure
 from quire.server.api.tools import (
     OutputParser,
-    Parsed,
-    ParsedContent,
-    ParsedReasoning,
     check_tools,
     forced_tools,
-    make_parser,
     shows_special_tokens,
     tool_choice_structure,
 )
@@ -86,11 +82,16 @@ class ChatChoices:
 
     def _of_choice(self, delta: CompletionOutput, timings: Timings | None) -> list[ChatEvent]:
         index, is_first = delta.index, delta.index not in self._parsers
-        parser = self._parsers.setdefault(index, self._new_parser()) if is_first else self._parsers[index]
+        if is_first:
+            self._parsers[index] = self._new_parser(index)
+        parser = self._parsers[index]
         parsed = parser.feed(delta.text)
         if delta.finish_reason is not None:
             parsed += parser.finish()
-        found = [event for item in parsed if (event := self._event(index, item)) is not None]
+        if any(isinstance(part, ToolCallDelta) for part in parsed):
+            self._callers.add(index)
+        hides_reasoning = self._request.include_reasoning is False
+        found: list[ChatEvent] = [p for p in parsed if not (hides_reasoning and isinstance(p, ReasoningDelta))]
         if is_first and self._echoed:
             found.insert(0, ContentDelta(index, self._echoed))
         self._attach_tokens(found, delta)
@@ -98,17 +99,11 @@ class ChatChoices:
             found.append(ChoiceFinished(index, self._finish_reason(delta), delta.stop_reason, timings))
         return found
 
-    def _new_parser(self) -> OutputParser:
+    def _new_parser(self, index: int) -> OutputParser:
         plan = self._plan
-        return make_parser(reasoning=self._reasoning, tools=plan.tools, forced=plan.forced, max_calls=plan.max_calls)
-
-    def _event(self, index: int, parsed: Parsed) -> ChatEvent | None:
-        if isinstance(parsed, ParsedContent):
-            return ContentDelta(index, parsed.text)
-        if isinstance(parsed, ParsedReasoning):
-            return None if self._request.include_reasoning is False else ReasoningDelta(index, parsed.text)
-        self._callers.add(index)
-        return ToolCallDelta(index, parsed.tool_index, parsed.id, parsed.name, parsed.arguments)
+        return OutputParser(
+            index, reasoning=self._reasoning, tools=plan.tools, forced=plan.forced, max_calls=plan.max_calls
+        )
 
     def _attach_tokens(self, found: list[ChatEvent], delta: CompletionOutput) -> None:
         """Attach token ids and log-probabilities to the first content event, or to an additional empty one."""
