@@ -7,7 +7,7 @@ import msgspec
 
 from quire.server.api.messages import protocol as api
 from quire.server.api.responses.input import refused
-from quire.server.api.shared.extensions import fields_of
+from quire.server.api.shared.fields import fields_of
 from quire.server.http.errors import ApiError
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}

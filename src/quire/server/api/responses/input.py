@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from quire.server.api.responses import protocol as api
-from quire.server.api.shared.extensions import fields_of
+from quire.server.api.shared.fields import fields_of
 from quire.server.http.errors import ApiError
 
 LOGPROBS = "message.output_text.logprobs"

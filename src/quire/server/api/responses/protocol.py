@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from quire.server.api.chat.protocol import FunctionDefinition
-from quire.server.api.shared.extensions import ChatExtensions
+from quire.server.api.shared.fields import ChatExtensions
 
 Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]

@@ -56,6 +56,18 @@ class CommonSampling(msgspec.Struct, kw_only=True):
     priority: int | None = None
 
 
+class ChatExtensions(CommonSampling, kw_only=True):
+    """Fields that the protocol does not have; docs/sampling.md defines them."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+def fields_of(request: ChatExtensions) -> dict[str, Any]:
+    """The fields that were set, for the body of a chat request."""
+    given = {name: getattr(request, name) for name in ChatExtensions.__struct_fields__}
+    return {name: value for name, value in given.items() if value is not None}
+
+
 class SamplingFields(CommonSampling, kw_only=True):
     """Fields for sampling and stopping: those of SamplingParams under the same names, and OpenAI's names for others.
 
