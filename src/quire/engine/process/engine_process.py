@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, BinaryIO, TypeAlias
 import msgspec
 
 from quire.common import liveness
-from quire.common.batch import TokenLogprobs
 from quire.common.errors import QuireError, RequestFailedError
 from quire.common.faults import fault_point, fault_write
 from quire.common.log import logger, set_up_logging
@@ -223,7 +222,7 @@ def to_delta(key: int, group: SequenceGroup) -> messages.RequestDelta:
         group.is_finished,
         group.num_cached_tokens,
         group.metrics,
-        None if scores is None else _packed(scores.rows.take()),
+        None if scores is None else messages.Rows.pack(scores.rows.take()),
         group.error,
         _FAILED if group.has_failed else None,
     )
@@ -232,7 +231,7 @@ def to_delta(key: int, group: SequenceGroup) -> messages.RequestDelta:
 def _sequence_delta(sample: SampleOutput) -> messages.SequenceDelta:
     start, _ = sample.num_emitted
     sample.num_emitted, sample.has_emitted_end = (len(sample.token_ids), 0), sample.finish_reason is not None
-    rows = None if sample.logprobs is None else _packed(sample.logprobs.take())
+    rows = None if sample.logprobs is None else messages.Rows.pack(sample.logprobs.take())
     return messages.SequenceDelta(sample.index, sample.token_ids[start:], *_reasons(sample), rows)
 
 
@@ -240,10 +239,6 @@ def _reasons(output: SampleOutput | CompletionOutput) -> tuple[FinishReason | No
     """Return why the output ended. Stop strings are not among the reasons: the API process, which makes text, finds
     them."""
     return output.finish_reason, output.stop_reason if isinstance(output.stop_reason, int) else None
-
-
-def _packed(logprobs: TokenLogprobs | None) -> messages.Rows | None:
-    return None if logprobs is None else messages.Rows.pack(logprobs)
 
 
 def read_messages(stream: BinaryIO, inbox: Inbox) -> None:

@@ -90,8 +90,10 @@ class Rows(msgspec.Struct, array_like=True, gc=False):
     ranks: bytes
 
     @classmethod
-    def pack(cls, logprobs: TokenLogprobs) -> Rows:
-        """Convert the arrays to bytes."""
+    def pack(cls, logprobs: TokenLogprobs | None) -> Rows | None:
+        """Convert the arrays to bytes; None stays None."""
+        if logprobs is None:
+            return None
         return cls(
             logprobs.token_ids.astype("<i4").tobytes(),
             logprobs.logprobs.astype("<f4").tobytes(),

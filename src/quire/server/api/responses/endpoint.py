@@ -66,8 +66,7 @@ async def create(request: Request) -> ASGIApp:
 
 async def retrieve(request: Request) -> ASGIApp:
     """The current state of a response, or the rest of its stream."""
-    found = await _find(request)
-    background = _background(request, found)
+    found, background = await _find(request)
     if _choice(request, "stream", "false", "true") == "true":
         if background is None or not background.keeps_frames:
             raise invalid(
@@ -79,8 +78,7 @@ async def retrieve(request: Request) -> ASGIApp:
 
 async def cancel(request: Request) -> ASGIApp:
     """Cancel a response that runs in the background; a finished one is returned unchanged."""
-    found = await _find(request)
-    background = _background(request, found)
+    found, background = await _find(request)
     if background is not None:
         await background.cancel("cancelled")
         return json_response(background.run.builder.response)
@@ -93,8 +91,7 @@ async def cancel(request: Request) -> ASGIApp:
 
 async def delete(request: Request) -> ASGIApp:
     """Delete a response, and cancel it if it runs in the background."""
-    found = await _find(request)
-    background = _background(request, found)
+    found, background = await _find(request)
     if background is not None:
         await background.cancel("cancelled")
         background.keeps_frames = False
@@ -105,7 +102,7 @@ async def delete(request: Request) -> ASGIApp:
 
 async def input_items(request: Request) -> ASGIApp:
     """The input items of a response, the last one first by default."""
-    found = await _find(request)
+    found, _ = await _find(request)
     items: list[dict[str, Any]] = msgspec.json.decode(found.input_items)
     if _choice(request, "order", "desc", "asc") == "desc":
         items.reverse()
@@ -215,23 +212,18 @@ def _error_frame(error: ApiError) -> bytes:
     return event_frame({"type": "error", "code": error.code, "message": str(error), "param": error.param})
 
 
-async def _find(request: Request) -> StoredResponse:
-    """The response that the path names. Raises ApiError 404."""
-    response_id = request.path_params["response_id"]
-    found = None
+async def _find(request: Request) -> tuple[StoredResponse, BackgroundRun | None]:
+    """The response that the path names, and its run in the background if there is one. Raises ApiError 404."""
+    response_id, owner = request.path_params["response_id"], context_of(request).tenant
+    responses, found = stored_responses(state_of(request)), None
     if is_response_id(response_id):
-        store = stored_responses(state_of(request)).store
-        found = await stored(store.get(context_of(request).tenant, response_id))
+        found = await stored(responses.store.get(owner, response_id))
     if found is None:
         message = (
             f"no response {response_id[:100]!r} was found; it may have been deleted, or created with another API key"
         )
         raise ApiError(404, message, param="response_id", code="response_not_found")
-    return found
-
-
-def _background(request: Request, found: StoredResponse) -> BackgroundRun | None:
-    return stored_responses(state_of(request)).background(context_of(request).tenant, found.id)
+    return found, responses.background(owner, found.id)
 
 
 def _raw(found: StoredResponse) -> Response:
