@@ -50,6 +50,13 @@ async def framed(events: AsyncGenerator[T, None], to_frame: Callable[[T], bytes]
         yield end
 
 
+async def read_all(events: AsyncGenerator[object, None]) -> None:
+    """Read `events` to their end, for a response that is not streamed, and close them."""
+    async with aclosing(events):
+        async for _ in events:
+            pass
+
+
 def openai_error(error: ApiError) -> bytes:
     """The last events of a failed stream."""
     return frame(error.to_json("")) + DONE

@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -21,7 +20,7 @@ from quire.server.api.responses.stream import ResponseBuilder
 from quire.server.http.bodies import read_struct
 from quire.server.http.endpoint import Endpoint, json_response
 from quire.server.http.errors import ApiError, invalid
-from quire.server.http.sse import event_frame, event_stream, framed, unless_disconnected
+from quire.server.http.sse import event_frame, event_stream, framed, read_all, unless_disconnected
 from quire.server.http.state import ServerState, context_of, state_of
 
 MAX_LISTED = 100
@@ -58,7 +57,7 @@ async def create(request: Request) -> ASGIApp:
         return await _stream(request, background.frames()) if body.stream else json_response(run.builder.response)
     if body.stream:
         return await _stream(request, framed(run.events(), event_frame))
-    await unless_disconnected(request, _read_all(run))
+    await unless_disconnected(request, read_all(run.events()))
     if run.error is not None:
         raise run.error
     return json_response(run.builder.response)
@@ -196,12 +195,6 @@ def _new_response(state: ServerState, body: api.ResponsesRequest, model: str) ->
         metadata=body.metadata or {},
         **{name: getattr(body, name) for name in _SAME_NAMES},
     )
-
-
-async def _read_all(run: Run) -> None:
-    async with aclosing(run.events()) as events:
-        async for _ in events:
-            pass
 
 
 async def _stream(request: Request, frames: AsyncGenerator[bytes, None]) -> ASGIApp:
