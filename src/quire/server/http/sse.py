@@ -65,10 +65,11 @@ def openai_error(error: ApiError) -> bytes:
 async def event_stream(
     request: Request, events: Events, *, error_event: Callable[[ApiError], bytes], keep_alive: bytes = KEEP_ALIVE
 ) -> EventStream:
-    """The response that sends `events`, which are already framed.
+    """Return the response that sends `events`, which are already framed.
 
-    What they raise within PEEK_S, before the first of them, is raised here; later it becomes the last event, made by
-    `error_event`. They are closed when the answer ends, however it does, and when the client goes before it begins.
+    An exception that they raise within PEEK_S, before the first event, is raised here; a later one becomes the last
+    event, made by `error_event`. The events are closed when the response ends for any reason, and when the client
+    disconnects before it begins.
     """
     context = context_of(request)
     keep_alive_s = state_of(request).args.keep_alive_s

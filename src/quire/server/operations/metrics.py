@@ -125,8 +125,8 @@ class Metrics:
         engine_pid: Callable[[], int | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """What can be called is asked at each scrape. `recoveries`: engines started after the first, and requests that
-        went on in another one; `refused`: requests turned away, by reason."""
+        """The functions are called at each scrape. `recoveries` returns the number of engines started after the first
+        and of requests continued in another engine; `refused` returns the number of refused requests by reason."""
         self._labels = {"model_name": model_name, "engine": "0"}
         self._stats = stats
         self._is_running = is_running

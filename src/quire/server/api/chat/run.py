@@ -35,7 +35,7 @@ from quire.server.http.state import ServerState, context_of
 async def run_chat(
     state: ServerState, request: api.ChatCompletionRequest, request_id: str, http_request: Request
 ) -> AsyncGenerator[ChatEvent, None]:
-    """Answer a conversation. Raises RequestError or ApiError, before the first event where the request is wrong.
+    """Answer a conversation. Raises RequestError or ApiError; for an invalid request, before the first event.
 
     Closing the generator aborts the request. `request_id` need not be unique.
     """

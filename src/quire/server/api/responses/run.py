@@ -53,7 +53,7 @@ class Run:
         self._ending: tuple[Status, ResponseError | None] | None = None
 
     async def begin(self) -> None:
-        """Start the chat and store the response. Raises what is wrong with the request; then nothing is stored."""
+        """Start the chat and store the response. Raises ApiError for an invalid request, and then stores nothing."""
         self._first = asyncio.create_task(_next(self._chat))
         is_kept = False
         try:

@@ -1,8 +1,8 @@
 """Storage of responses for later requests: an SQLite file, which survives a restart, or memory.
 
-A response belongs to the API key (`owner`) that made it; to any other it does not exist. The store is bounded in number
-and bytes: the oldest go first. Every change is one transaction, so that after a crash a row is whole or as it was
-before. One server at a time owns the file.
+A response belongs to the API key (`owner`) that made it, and other keys cannot find it. The number and the size of
+responses are limited; the oldest ones are deleted first. Every change is one transaction, so that a crash leaves no
+partly written row. Only one server at a time can use the file.
 """
 
 import asyncio
@@ -83,10 +83,11 @@ class ResponseStore:
     def __init__(
         self, path: Path | None, *, max_responses: int, max_bytes: int, fail: Callable[[bytes, str], bytes]
     ) -> None:
-        """Open or create the file; None: in memory.
+        """Open or create the file, or a store in memory for None.
 
-        `fail(response, reason)` gives the JSON of a response that ended early: those found running belong to a server
-        that is gone. Raises ConfigError if the file is not ours, of another version, damaged, in use or out of reach.
+        `fail(response, reason)` returns the JSON of a response that ended early. It is called for responses that were
+        running when an earlier server ended. Raises ConfigError if the file belongs to another program, has another
+        version, is damaged or in use, or cannot be opened.
         """
         self._max_responses, self._max_bytes = max_responses, max_bytes
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="response-store")
@@ -97,7 +98,7 @@ class ResponseStore:
             raise
 
     async def add(self, owner: str, new: StoredResponse) -> None:
-        """Write a new one, and remove the oldest until the bounds hold. Raises StoreError, ResponseTooLargeError."""
+        """Write a new response, and delete the oldest beyond the limits. Raises StoreError, ResponseTooLargeError."""
         await self._run(_write, _INSERT, owner, new, self._max_responses, self._max_bytes)
 
     async def update(self, owner: str, new: StoredResponse) -> None:
@@ -109,10 +110,10 @@ class ResponseStore:
         return await self._run(_get, owner, response_id)
 
     async def chain(self, owner: str, response_id: str, max_bytes: int) -> list[StoredResponse]:
-        """The response and all that it continues, the oldest first.
+        """Return the response and all responses that it continues, the oldest first.
 
-        Raises KeyError with the id of one that is not there (never was, was deleted, or gave way to newer ones),
-        ChainTooLongError, StoreError.
+        Raises KeyError with the id of a response that does not exist, or was deleted (perhaps to make space for newer
+        ones), ChainTooLongError, StoreError.
         """
         return await self._run(_chain, owner, response_id, max_bytes)
 
@@ -224,7 +225,7 @@ def _write(
 
 
 def _evict(connection: sqlite3.Connection, kept_id: str, max_responses: int, max_bytes: int) -> None:
-    """Delete the oldest until the bounds hold; refuse if `kept_id` alone is beyond them."""
+    """Delete the oldest responses beyond the limits. Raises ResponseTooLargeError if `kept_id` alone exceeds them."""
     number, total = connection.execute("SELECT count(*), sum(num_bytes) FROM responses").fetchone()
     oldest = "SELECT id, num_bytes FROM responses WHERE id != ? ORDER BY rowid LIMIT 1"
     while number > max_responses or (number and total > max_bytes):

@@ -1,7 +1,7 @@
 """Converts the events of a chat to a response object and the events of its stream. No clock, no I/O.
 
-The order for each item of the output: `output_item.added`, for text `content_part.added`, deltas, what is done, from
-the inside out. Events are plain dicts; each is final when it is made.
+Each item of the output has these events: `output_item.added`; for text, `content_part.added`; the deltas; then the end
+of the text, of the part and of the item. Events are plain dicts, which never change once they are made.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from quire.server.api.responses import protocol as api
 
 Event = dict[str, Any]
 TEXT, REASONING, CALL = "output_text", "reasoning_text", "function_call_arguments"
-"""kinds of items, by the name of their deltas"""
+"""The kinds of items, named after the type of their deltas."""
 _PREFIXES = {TEXT: "msg", REASONING: "rs", CALL: "fc"}
 
 
@@ -45,8 +45,8 @@ class _Open:
 
 
 class ResponseBuilder:
-    """Builds `response`, which grows by each item that is done. Call `start`, `feed` for each event, `complete` or
-    `end`, then `last`: each gives what to send."""
+    """Builds `response`, which grows by each item that ends. Call `start`, `feed` for each event, `complete` or `end`,
+    then `last`: each returns the events to send."""
 
     def __init__(self, response: api.Response, new_id: Callable[[str], str]) -> None:
         """`new_id` makes the id of an item from a prefix."""

@@ -44,7 +44,8 @@ def check_tools(tools: Sequence[Tool] | None, tool_choice: ToolChoice | None = N
 
 
 def forced_tools(tools: Sequence[Tool] | None, tool_choice: ToolChoice | None) -> ForcedTools | None:
-    """How to read an output that `tool_choice_structure` forces; None if it forces nothing. For what was checked."""
+    """Return how to read an output with the grammar of `tool_choice_structure`; None if there is no such grammar. The
+    arguments must have passed `check_tools`."""
     if not tools or tool_choice in (None, "none", "auto"):
         return None
     return ForcedTools(tool_choice.function.name if isinstance(tool_choice, NamedToolChoice) else None)
@@ -53,10 +54,11 @@ def forced_tools(tools: Sequence[Tool] | None, tool_choice: ToolChoice | None) -
 def tool_choice_structure(
     tools: Sequence[Tool] | None, tool_choice: ToolChoice | None, parallel: bool = True
 ) -> StructuredOutputsParams | None:
-    """The grammar of calls that must be made: None where the model is free. For tools and a choice that were checked.
+    """Return the grammar of the calls that the model must make; None if it need not call a tool.
 
-    A named function: its arguments alone. `required`: an array of `{"name": ..., "parameters": {...}}`, of one without
-    `parallel`. Raises InvalidParamsError for schemas that are too large together.
+    For a named function the output is its arguments alone. For `required` it is an array of `{"name": ...,
+    "parameters": {...}}`, with exactly one item unless `parallel`. The arguments must have passed `check_tools`. Raises
+    InvalidParamsError if the schemas together are too large.
     """
     forced = forced_tools(tools, tool_choice)
     if forced is None or tools is None:
