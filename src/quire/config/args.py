@@ -110,6 +110,8 @@ class EngineArgs:
         )
         if self.kv_cache_memory is not None and self.num_gpu_blocks_override is not None:
             raise ConfigError("kv_cache_memory and num_gpu_blocks_override both set the cache's size: give one")
+        if self.max_logprobs < -1:
+            raise ConfigError(f"max_logprobs={self.max_logprobs}: must be 0 or more, or -1 for any number")
         return EngineConfig(
             model=dataclasses.replace(
                 model,
@@ -144,18 +146,13 @@ class EngineArgs:
                 cpus=() if self.cpu_list is None else parse_cpu_list(self.cpu_list),
             ),
             seed=self.seed,
-            max_logprobs=self._checked_max_logprobs(),
+            max_logprobs=self.max_logprobs,
             logprobs_mode=check_choice("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES),
         )
 
     def _uses_generation_config(self) -> bool:
         """Whether sampling defaults come from the checkpoint; `vllm` is vLLM's word for `none`."""
         return check_choice("generation_config", self.generation_config, ("auto", "none", "vllm")) == "auto"
-
-    def _checked_max_logprobs(self) -> int:
-        if self.max_logprobs < -1:
-            raise ConfigError(f"max_logprobs={self.max_logprobs}: must be 0 or more, or -1 for any number")
-        return self.max_logprobs
 
     def _swap_bytes(self) -> int:
         if not 0 <= self.swap_space < 2**33:  # 2**63 bytes

@@ -108,8 +108,8 @@ class HFConfig(Mapping[str, Any]):
 
 
 def check_file(path: Path, max_bytes: int) -> None:
-    """Raise CheckpointError if this is not a regular file (a device may return bytes without end) or if it is too large,
-    and OSError if it does not exist."""
+    """Raise CheckpointError if this is too large or not a regular file (a device may return bytes without end), and
+    OSError if it does not exist."""
     info = path.stat()
     if not stat.S_ISREG(info.st_mode):
         raise CheckpointError(f"{path} is not a regular file")

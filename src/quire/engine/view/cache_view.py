@@ -17,17 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.engine.requests.sequence import SequenceGroup, SequenceStage
-from quire.engine.view.cache_frame import (
-    CACHED,
-    FREE,
-    OWNED,
-    PINNED,
-    BlockColumns,
-    CacheEvent,
-    CacheSetup,
-    CacheUpdate,
-    RequestRow,
-)
+from quire.engine.view import cache_frame
 
 if TYPE_CHECKING:
     from quire.engine.requests.grammar_queue import GrammarQueue
@@ -74,7 +64,7 @@ class CacheView:
         self._clock = clock
         self._due_s = -1e9
         self._number = 0
-        self._rows: dict[int, RequestRow] = {}
+        self._rows: dict[int, cache_frame.RequestRow] = {}
         self._counters: dict[str, int] = {}
         pools = self._blocks.tiers.pools
         trackers: list[BlockTracker | None] = [cache.tracker for cache in self._blocks.tiers.caches]
@@ -109,7 +99,7 @@ class CacheView:
         self._due_s = now + min(max(MIN_INTERVAL_S, cost_s / COST_SHARE), MAX_INTERVAL_S)
         return data
 
-    def _frame(self, now: float) -> CacheUpdate | None:
+    def _frame(self, now: float) -> cache_frame.CacheUpdate | None:
         tables = _BlockTables(self._scheduler, self._blocks)
         pinned = [block_id for block_ids in self._blocks.pins.block_ids.values() for block_id in block_ids]
         device, host = [
@@ -126,18 +116,20 @@ class CacheView:
             return None
         self._rows, self._counters = rows, counters
         setup = self._setup() if self._number == 0 else None
-        frame = CacheUpdate(self._number, now, setup, device, host, changed, gone, news, events, num_unlisted)
+        frame = cache_frame.CacheUpdate(
+            self._number, now, setup, device, host, changed, gone, news, events, num_unlisted
+        )
         self._number += 1
         return frame
 
-    def _setup(self) -> CacheSetup:
+    def _setup(self) -> cache_frame.CacheSetup:
         config = self._blocks.config
         max_num_seqs = self._scheduler.config.max_num_seqs
-        return CacheSetup(
+        return cache_frame.CacheSetup(
             config.block_size, config.num_blocks, config.num_host_blocks, len(config.groups), max_num_seqs
         )
 
-    def _request_rows(self, num_blocks: dict[int, int]) -> dict[int, RequestRow]:
+    def _request_rows(self, num_blocks: dict[int, int]) -> dict[int, cache_frame.RequestRow]:
         scheduler = self._scheduler
         swapped = sorted(scheduler.swapped, key=lambda group: group.order)[:MAX_QUEUED]
         waiting = [group for group in scheduler.policy.queued(MAX_QUEUED) if group not in scheduler.swapped]
@@ -170,17 +162,17 @@ class CacheView:
             **{f"prefix_{name}": count for name, count in blocks.stats.to_dict().items()},
         }
 
-    def _take_events(self) -> tuple[list[CacheEvent], int]:
+    def _take_events(self) -> tuple[list[cache_frame.CacheEvent], int]:
         """Return the journals' events in the order in which they first happened, equal ones counted together, and the
         number of events left out."""
-        events: dict[tuple[str, str], CacheEvent] = {}
+        events: dict[tuple[str, str], cache_frame.CacheEvent] = {}
         for kind, group in _taken(self._scheduler.journal):
-            event = events.setdefault((kind, group.request_id), CacheEvent(kind, 0, group.request_id))
+            event = events.setdefault((kind, group.request_id), cache_frame.CacheEvent(kind, 0, group.request_id))
             event.count += 1
             if kind == "finished":
                 _add_times(event, group)
         for kind, block_id in _taken(self._blocks.tiers.journal):
-            event = events.setdefault((kind, ""), CacheEvent(kind, 0, block_ids=[]))
+            event = events.setdefault((kind, ""), cache_frame.CacheEvent(kind, 0, block_ids=[]))
             event.count += 1
             if len(event.block_ids) < MAX_LISTED_BLOCKS:
                 event.block_ids.append(block_id)
@@ -194,7 +186,7 @@ def _taken(journal: list[T] | None) -> list[T]:
     return taken
 
 
-def _row(group: SequenceGroup, queue: str, stage: str | None, num_blocks: int) -> RequestRow:
+def _row(group: SequenceGroup, queue: str, stage: str | None, num_blocks: int) -> cache_frame.RequestRow:
     seqs, first = group.seqs, group.seqs[0]
     furthest, num_seqs = first, max(len(seqs), len(first.draws))
     num_generated = len(first.token_ids) - first.num_prompt_tokens
@@ -202,7 +194,7 @@ def _row(group: SequenceGroup, queue: str, stage: str | None, num_blocks: int) -
         furthest = max(seqs, key=lambda seq: seq.num_computed_tokens)
         num_generated = sum([seq.num_output_tokens for seq in seqs])
     params = group.params
-    return RequestRow(
+    return cache_frame.RequestRow(
         group.order,
         group.request_id,
         queue,
@@ -220,7 +212,7 @@ def _row(group: SequenceGroup, queue: str, stage: str | None, num_blocks: int) -
     )
 
 
-def _add_times(event: CacheEvent, group: SequenceGroup) -> None:
+def _add_times(event: cache_frame.CacheEvent, group: SequenceGroup) -> None:
     """Add the reason and the times of a finished request to its event."""
     event.reason = group.seqs[0].status.value
     metrics = group.metrics
@@ -307,7 +299,7 @@ class _Tier:
         if self._tracker is not None:
             self._tracker.touched = None
 
-    def changes(self, entries: _Entries, pinned: list[int]) -> BlockColumns | None:
+    def changes(self, entries: _Entries, pinned: list[int]) -> cache_frame.BlockColumns | None:
         """Return the blocks that have changed, at most MAX_BLOCKS of them; None if there are none."""
         self._read_contents()
         refs = np.array(self._pool.ref_counts, np.int64)
@@ -343,13 +335,13 @@ class _Tier:
         self._tokens[ids], self._depths[ids], self._hits[ids], self._hashes[ids], self._parents[ids] = columns
         self._pending[ids] = True
 
-    def _columns(self, ids: IntArray, entries: _Entries, pinned: list[int]) -> BlockColumns:
+    def _columns(self, ids: IntArray, entries: _Entries, pinned: list[int]) -> cache_frame.BlockColumns:
         refs, tokens = self._refs[ids], self._tokens[ids]
-        states = np.where(refs > 0, OWNED, np.where(tokens > 0, CACHED, FREE))
+        states = np.where(refs > 0, cache_frame.OWNED, np.where(tokens > 0, cache_frame.CACHED, cache_frame.FREE))
         if pinned:
-            states[np.isin(ids, pinned)] = PINNED
-        is_known = states != FREE
-        return BlockColumns(
+            states[np.isin(ids, pinned)] = cache_frame.PINNED
+        is_known = states != cache_frame.FREE
+        return cache_frame.BlockColumns(
             ids.tolist(),
             states.tolist(),
             refs.tolist(),

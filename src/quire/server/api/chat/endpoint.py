@@ -11,16 +11,8 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
+from quire.server.api.chat import events as chat
 from quire.server.api.chat import protocol as api
-from quire.server.api.chat.events import (
-    ChatEvent,
-    ChoiceFinished,
-    ContentDelta,
-    PromptEvent,
-    ReasoningDelta,
-    ToolCallDelta,
-    UsageEvent,
-)
 from quire.server.api.chat.run import fold, run_chat
 from quire.server.api.shared.fields import Usage
 from quire.server.http import sse
@@ -47,7 +39,7 @@ async def create_chat_completion(request: Request) -> ASGIApp:
 
 
 async def _frames(
-    events: AsyncGenerator[ChatEvent, None], body: api.ChatCompletionRequest, answer_id: str, model: str
+    events: AsyncGenerator[chat.ChatEvent, None], body: api.ChatCompletionRequest, answer_id: str, model: str
 ) -> sse.Events:
     chunks = _Chunks(body, answer_id, model)
     async with aclosing(events):
@@ -66,20 +58,20 @@ class _Chunks:
         if body.includes_usage:
             self._blank.usage = None
         self._begun: set[int] = set()
-        self._prompt = PromptEvent(None, None)
+        self._prompt = chat.PromptEvent(None, None)
 
-    def of(self, event: ChatEvent) -> list[api.ChatCompletionChunk]:
+    def of(self, event: chat.ChatEvent) -> list[api.ChatCompletionChunk]:
         """The chunks of one event."""
         match event:
-            case PromptEvent():
+            case chat.PromptEvent():
                 self._prompt = event
                 return []
-            case UsageEvent():
+            case chat.UsageEvent():
                 return self._usage(event)
             case _:
                 chunks = [] if event.index in self._begun else [self._first(event.index)]
                 chunk = self._chunk(_choice(event))
-                if isinstance(event, ChoiceFinished) and event.timings is not None:
+                if isinstance(event, chat.ChoiceFinished) and event.timings is not None:
                     chunk.timings = event.timings
                 return [*chunks, chunk]
 
@@ -94,7 +86,7 @@ class _Chunks:
         self._begun.add(index)
         return chunk
 
-    def _usage(self, event: UsageEvent) -> list[api.ChatCompletionChunk]:
+    def _usage(self, event: chat.UsageEvent) -> list[api.ChatCompletionChunk]:
         usage = Usage.of(event.prompt_tokens, event.completion_tokens, event.cached_tokens)
         if event.timings is None:  # the usage so far, for the following chunks
             self._blank.usage = usage
@@ -104,22 +96,22 @@ class _Chunks:
         return [msgspec.structs.replace(self._blank, usage=usage, timings=event.timings)]
 
 
-def _choice(event: ContentDelta | ReasoningDelta | ToolCallDelta | ChoiceFinished) -> api.ChatChunkChoice:
+def _choice(event: chat.ChoiceEvent) -> api.ChatChunkChoice:
     match event:
-        case ContentDelta(index, text, logprobs, token_ids):
+        case chat.ContentDelta(index, text, logprobs, token_ids):
             logprobs_of = None if logprobs is None else api.ChatLogprobs(logprobs)
             ids = UNSET if token_ids is None else token_ids
             return api.ChatChunkChoice(index, api.ChatDelta(content=text), logprobs_of, token_ids=ids)
-        case ReasoningDelta(index, text):
+        case chat.ReasoningDelta(index, text):
             return api.ChatChunkChoice(index, api.ChatDelta(reasoning_content=text, reasoning=text))
-        case ToolCallDelta(index, tool_index, None, _, arguments):
+        case chat.ToolCallDelta(index, tool_index, None, _, arguments):
             call = api.ToolCallChunk(tool_index, api.FunctionCallDelta(arguments=arguments))
             return api.ChatChunkChoice(index, api.ChatDelta(tool_calls=[call]))
-        case ToolCallDelta(index, tool_index, call_id, name, arguments):
+        case chat.ToolCallDelta(index, tool_index, call_id, name, arguments):
             function = api.FunctionCallDelta(name or "", arguments)
             call = api.ToolCallChunk(tool_index, function, call_id or "", "function")
             return api.ChatChunkChoice(index, api.ChatDelta(tool_calls=[call]))
-        case ChoiceFinished(index, finish_reason, stop_reason):
+        case chat.ChoiceFinished(index, finish_reason, stop_reason):
             return api.ChatChunkChoice(index, api.ChatDelta(), None, finish_reason, stop_reason)
 
 

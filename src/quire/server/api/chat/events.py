@@ -73,4 +73,5 @@ class UsageEvent(msgspec.Struct, frozen=True):
     """Set in the last event only."""
 
 
-ChatEvent: TypeAlias = PromptEvent | ContentDelta | ReasoningDelta | ToolCallDelta | ChoiceFinished | UsageEvent
+ChoiceEvent: TypeAlias = ContentDelta | ReasoningDelta | ToolCallDelta | ChoiceFinished
+ChatEvent: TypeAlias = PromptEvent | ChoiceEvent | UsageEvent

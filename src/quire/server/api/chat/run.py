@@ -13,16 +13,8 @@ from msgspec.structs import replace
 from starlette.requests import Request
 
 from quire.common.params import SamplingParams
+from quire.server.api.chat import events as chat
 from quire.server.api.chat import protocol as api
-from quire.server.api.chat.events import (
-    ChatEvent,
-    ChoiceFinished,
-    ContentDelta,
-    PromptEvent,
-    ReasoningDelta,
-    ToolCallDelta,
-    UsageEvent,
-)
 from quire.server.api.chat.output import ChatChoices, ChatPlan
 from quire.server.api.chat.prompt import ChatPrompt, chat_prompt
 from quire.server.api.shared.fields import Timings, TokenLogprob, Usage
@@ -34,7 +26,7 @@ from quire.server.http.state import ServerState, context_of
 
 async def run_chat(
     state: ServerState, request: api.ChatCompletionRequest, request_id: str, http_request: Request
-) -> AsyncGenerator[ChatEvent, None]:
+) -> AsyncGenerator[chat.ChatEvent, None]:
     """Answer a conversation. Raises RequestError or ApiError; for an invalid request, before the first event.
 
     Closing the generator aborts the request. `request_id` need not be unique.
@@ -61,10 +53,10 @@ async def run_chat(
             counts.add(0, output)
             timings = Timings.of(output.metrics) if output.finished else None
             if request.continuous_usage and not output.finished:
-                yield UsageEvent(counts.prompt_tokens, counts.completion_tokens, counts.cached_tokens)
+                yield chat.UsageEvent(counts.prompt_tokens, counts.completion_tokens, counts.cached_tokens)
             for event in await beside(output, partial(choices.events, output, timings)):
                 yield event
-    yield UsageEvent(counts.prompt_tokens, counts.completion_tokens, counts.cached_tokens, timings)
+    yield chat.UsageEvent(counts.prompt_tokens, counts.completion_tokens, counts.cached_tokens, timings)
 
 
 async def make_prompt(state: ServerState, request: api.ChatCompletionRequest, plan: ChatPlan) -> ChatPrompt:
@@ -73,16 +65,16 @@ async def make_prompt(state: ServerState, request: api.ChatCompletionRequest, pl
     return await chat_prompt(state, request, request.messages, tools, _variables(request))
 
 
-async def fold(events: AsyncGenerator[ChatEvent, None], *, id: str, model: str) -> api.ChatCompletion:
+async def fold(events: AsyncGenerator[chat.ChatEvent, None], *, id: str, model: str) -> api.ChatCompletion:
     """Fold the events into a whole response, and close them."""
     choices: dict[int, _Fold] = {}
-    usage, prompt = UsageEvent(0, 0, 0), PromptEvent(None, None)
+    usage, prompt = chat.UsageEvent(0, 0, 0), chat.PromptEvent(None, None)
     async with aclosing(events):
         async for event in events:
             match event:
-                case UsageEvent():
+                case chat.UsageEvent():
                     usage = event
-                case PromptEvent():
+                case chat.PromptEvent():
                     prompt = event
                 case _:
                     choices.setdefault(event.index, _Fold()).add(event)
@@ -107,25 +99,25 @@ class _Fold:
         self._calls: dict[int, tuple[api.ToolCall, list[str]]] = {}
         self._logprobs: list[TokenLogprob] | None = None
         self._token_ids: list[int] | None = None
-        self._end: ChoiceFinished | None = None
+        self._end: chat.ChoiceFinished | None = None
 
-    def add(self, event: ContentDelta | ReasoningDelta | ToolCallDelta | ChoiceFinished) -> None:
+    def add(self, event: chat.ChoiceEvent) -> None:
         """The next event of this choice."""
         match event:
-            case ContentDelta():
+            case chat.ContentDelta():
                 self._content.append(event.text)
                 if event.logprobs is not None:
                     self._logprobs = (self._logprobs or []) + event.logprobs
                 if event.token_ids is not None:
                     self._token_ids = (self._token_ids or []) + event.token_ids
-            case ReasoningDelta():
+            case chat.ReasoningDelta():
                 self._reasoning.append(event.text)
-            case ToolCallDelta():
+            case chat.ToolCallDelta():
                 if event.tool_index not in self._calls:
                     call = api.ToolCall(id=event.id or "", function=api.FunctionCall(name=event.name or ""))
                     self._calls[event.tool_index] = call, []
                 self._calls[event.tool_index][1].append(event.arguments)
-            case ChoiceFinished():
+            case chat.ChoiceFinished():
                 self._end = event
 
     def choice(self, index: int) -> api.ChatChoice:

@@ -4,14 +4,7 @@ from typing import Any
 
 import msgspec
 
-from quire.server.api.chat.events import (
-    ChatEvent,
-    ChoiceFinished,
-    ContentDelta,
-    ReasoningDelta,
-    ToolCallDelta,
-    UsageEvent,
-)
+from quire.server.api.chat import events as chat
 from quire.server.api.messages.protocol import Message, MessageUsage, StopReason, TextBlock, ThinkingBlock, ToolUseBlock
 
 Event = dict[str, Any]
@@ -33,14 +26,14 @@ class MessageBuilder:
         """The open block as it began."""
         self._texts: list[str] = []
         """The texts of its deltas."""
-        self._usage: UsageEvent | None = None
-        self._held: list[ChatEvent] = []
-        self._finish: ChoiceFinished | None = None
+        self._usage: chat.UsageEvent | None = None
+        self._held: list[chat.ChatEvent] = []
+        self._finish: chat.ChoiceFinished | None = None
         self._called = False
 
-    def feed(self, event: ChatEvent) -> list[Event]:
+    def feed(self, event: chat.ChatEvent) -> list[Event]:
         """The stream's events for one event of the chat. None are sent before the first usage is known."""
-        if isinstance(event, UsageEvent):
+        if isinstance(event, chat.UsageEvent):
             self._usage = event
         elif self._usage is None:
             self._held.append(event)
@@ -58,20 +51,20 @@ class MessageBuilder:
         end = {"type": "message_delta", "delta": delta, "usage": message.usage}
         return [*events, end, {"type": "message_stop"}]
 
-    def _events_of(self, event: ChatEvent) -> list[Event]:
+    def _events_of(self, event: chat.ChatEvent) -> list[Event]:
         match event:
-            case ContentDelta(text=text) if text:
+            case chat.ContentDelta(text=text) if text:
                 block: Event = {"type": "text", "text": ""}
                 return self._delta(("text", 0), block, "text_delta", "text", text)
-            case ReasoningDelta(text=text) if text:
+            case chat.ReasoningDelta(text=text) if text:
                 block = {"type": "thinking", "thinking": "", "signature": ""}
                 return self._delta(("thinking", 0), block, "thinking_delta", "thinking", text)
-            case ToolCallDelta():
+            case chat.ToolCallDelta():
                 self._called = True
                 block = {"type": "tool_use", "id": event.id, "name": event.name, "input": {}}
                 key = ("tool_use", event.tool_index)
                 return self._delta(key, block, "input_json_delta", "partial_json", event.arguments)
-            case ChoiceFinished():
+            case chat.ChoiceFinished():
                 self._finish = event
         return []
 
@@ -131,7 +124,7 @@ def _arguments(text: str) -> dict[str, Any]:
         return {"invalid_json": text}
 
 
-def _usage(usage: UsageEvent | None) -> MessageUsage:
+def _usage(usage: chat.UsageEvent | None) -> MessageUsage:
     if usage is None:
         return MessageUsage(0, 0)
     return MessageUsage(

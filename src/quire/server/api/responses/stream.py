@@ -10,14 +10,7 @@ from typing import Any
 
 import msgspec
 
-from quire.server.api.chat.events import (
-    ChatEvent,
-    ChoiceFinished,
-    ContentDelta,
-    ReasoningDelta,
-    ToolCallDelta,
-    UsageEvent,
-)
+from quire.server.api.chat import events as chat
 from quire.server.api.responses import protocol as api
 
 Event = dict[str, Any]
@@ -53,8 +46,8 @@ class ResponseBuilder:
         self.response = response
         self._new_id = new_id
         self._open: _Open | None = None
-        self._finish: ChoiceFinished | None = None
-        self._usage: UsageEvent | None = None
+        self._finish: chat.ChoiceFinished | None = None
+        self._usage: chat.UsageEvent | None = None
         self._pending_logprobs: list[Any] = []
         self._num_events = 0
 
@@ -62,19 +55,19 @@ class ResponseBuilder:
         """The events that begin the stream."""
         return [self._response_event("created"), self._response_event("in_progress")]
 
-    def feed(self, event: ChatEvent) -> list[Event]:
+    def feed(self, event: chat.ChatEvent) -> list[Event]:
         """The stream's events for one event of the chat."""
         match event:
-            case ContentDelta(text=text, logprobs=logprobs):
+            case chat.ContentDelta(text=text, logprobs=logprobs):
                 self._pending_logprobs += logprobs or ()
                 return self._text_delta(TEXT, text) if text else []
-            case ReasoningDelta(text=text):
+            case chat.ReasoningDelta(text=text):
                 return self._text_delta(REASONING, text) if text else []
-            case ToolCallDelta():
+            case chat.ToolCallDelta():
                 return self._call_delta(event)
-            case ChoiceFinished():
+            case chat.ChoiceFinished():
                 self._finish = event
-            case UsageEvent():
+            case chat.UsageEvent():
                 self._usage = event
         return []
 
@@ -117,7 +110,7 @@ class ResponseBuilder:
             self._pending_logprobs = []
         return [*events, self._event(f"response.{kind}.delta", opened, content_index=0, delta=text, **more)]
 
-    def _call_delta(self, delta: ToolCallDelta) -> list[Event]:
+    def _call_delta(self, delta: chat.ToolCallDelta) -> list[Event]:
         events = []
         if self._open is None or self._open.tool_index != delta.tool_index:
             call = {"tool_index": delta.tool_index, "name": delta.name or "", "call_id": delta.id or ""}
@@ -196,7 +189,7 @@ def _item(opened: _Open, status: api.ItemStatus) -> api.OutputItem:
     return api.FunctionCall(opened.id, opened.call_id, opened.name, opened.text, status)
 
 
-def _usage(usage: UsageEvent, num_reasoning_tokens: int) -> api.ResponseUsage:
+def _usage(usage: chat.UsageEvent, num_reasoning_tokens: int) -> api.ResponseUsage:
     return api.ResponseUsage(
         input_tokens=usage.prompt_tokens,
         input_tokens_details=api.InputTokensDetails(usage.cached_tokens),
