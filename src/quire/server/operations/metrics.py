@@ -60,7 +60,10 @@ _GAUGES: Mapping[str, tuple[str, Callable[[EngineStats], float]]] = {
 }
 _COUNTERS: Mapping[str, tuple[str, Callable[[EngineStats], float]]] = {
     "vllm:num_preemptions": ("Preempted requests", lambda s: s.num_preemptions),
-    "vllm:prefix_cache_queries": ("Prompt tokens looked up in the cache", lambda s: s.num_prefix_queried_tokens),
+    "vllm:prefix_cache_queries": (
+        "Prompt tokens looked up in the prefix cache",
+        lambda s: s.num_prefix_queried_tokens,
+    ),
     "vllm:prefix_cache_hits": ("Prompt tokens found in the prefix cache", lambda s: s.num_prefix_hit_tokens),
     "vllm:prompt_tokens": ("Prompt tokens, including cached ones", lambda s: s.num_prompt_tokens),
     "vllm:generation_tokens": ("Tokens generated", lambda s: s.num_generated_tokens),
