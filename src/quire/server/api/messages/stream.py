@@ -27,7 +27,7 @@ class MessageBuilder:
         self._texts: list[str] = []
         """The texts of its deltas."""
         self._usage: chat.UsageEvent | None = None
-        self._held: list[chat.ChatEvent] = []
+        self._pending: list[chat.ChatEvent] = []
         self._finish: chat.ChoiceFinished | None = None
         self._called = False
 
@@ -36,10 +36,10 @@ class MessageBuilder:
         if isinstance(event, chat.UsageEvent):
             self._usage = event
         elif self._usage is None:
-            self._held.append(event)
+            self._pending.append(event)
             return []
-        held, self._held = self._held, []
-        return self._start() + [sent for each in (*held, event) for sent in self._events_of(each)]
+        pending, self._pending = self._pending, []
+        return self._start() + [sent for each in (*pending, event) for sent in self._events_of(each)]
 
     def finish(self) -> list[Event]:
         """The chat has ended."""
