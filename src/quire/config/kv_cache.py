@@ -112,7 +112,7 @@ class KVCacheConfig:
     """The memory to allocate: `num_blocks` blocks of `block_bytes` bytes, shared by all groups.
 
     A block belongs to one group at a time, whose layers divide its bytes among themselves. Groups may use different
-    numbers of bytes; a block has room for the largest.
+    numbers of bytes; a block is as large as the largest of them.
     """
 
     block_size: int

@@ -184,7 +184,7 @@ def _read_config_file(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         values = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
-    except Exception as error:  # where a value is not of its tag's type, PyYAML lets through whatever that raises
+    except Exception as error:  # PyYAML raises any exception for a value that does not fit its tag
         raise ConfigError(f"the configuration file {str(path)!r} cannot be read: {error}") from error
     values = {} if values is None else values
     if not isinstance(values, dict):

@@ -1,4 +1,4 @@
-"""/v1/models: what is served, and under which names."""
+"""/v1/models: the model that is served, under each of its names."""
 
 from __future__ import annotations
 

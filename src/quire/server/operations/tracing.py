@@ -69,7 +69,7 @@ class Tracer:
         span.end(context.start_ns + int(context.seconds * 1e9))
 
     def shutdown(self) -> None:
-        """Send what is left."""
+        """Send the remaining spans."""
         self._provider.shutdown()
 
     def _attributes(self, context: RequestContext) -> dict[str, Any]:

@@ -14,7 +14,7 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def chat_request(request: api.MessagesRequest) -> dict[str, Any]:
-    """Body of a chat request with the same meaning. Raises ApiError 400 for what is well-formed but not served."""
+    """Return the body of a chat request with the same meaning. Raises ApiError 400 for unsupported fields."""
     for name in ("container", "mcp_servers"):
         if getattr(request, name):
             raise refused(name, "not supported: this server runs no tools")

@@ -89,7 +89,7 @@ class ResponseBuilder:
         return events + self.end("completed")
 
     def end(self, status: api.Status, error: api.ResponseError | None = None) -> list[Event]:
-        """Close what is open and take this status; it may be called once more if the end itself fails."""
+        """Close the open item and set this status. It may be called again if storing the response fails."""
         events = self._close("completed" if status == "completed" else "incomplete")
         self.response.status = status
         self.response.error = error

@@ -1,4 +1,4 @@
-"""Tool calls and reasoning: checked in requests, forced by grammars, and found in outputs as they come.
+"""Tool calls and reasoning: checked in requests, forced by grammars, and parsed from outputs while they arrive.
 
 For a request with tools, `check_tools` rejects invalid ones, `tool_choice_structure` returns the grammar of calls that
 the model must make, and `forced_tools` says how to read them; with `tool_choice="none"` the template gets no tools. The
