@@ -5,16 +5,15 @@ import re
 import pytest
 
 from quire.common.errors import ConfigError
+from quire.server.api.chat.events import ContentDelta, ToolCallDelta
 from quire.server.api.tools import (
     REASONING_FORMATS,
     TOOL_FORMATS,
     ForcedTools,
-    ParsedContent,
-    ParsedToolCall,
+    OutputParser,
     ReasoningFormat,
     choose_reasoning_format,
     choose_tool_format,
-    make_parser,
     new_call_id,
     shows_special_tokens,
 )
@@ -135,18 +134,18 @@ def test_what_follows_broken_calls_is_still_found():
 
 
 def test_arguments_come_as_they_are_written():
-    parser = make_parser(tools=HERMES, new_id=lambda: "call_0")
-    assert parser.feed('Hi <tool_call>{"name": "f", "arguments": ') == [ParsedContent("Hi")]
-    assert parser.feed('{"city": "Pa') == [ParsedToolCall(0, "call_0", "f", '{"city": "Pa')]
-    assert parser.feed("ris") == [ParsedToolCall(0, None, None, "ris")]
-    assert parser.feed('"}') == [ParsedToolCall(0, None, None, '"}')]
+    parser = OutputParser(tools=HERMES, new_id=lambda: "call_0")
+    assert parser.feed('Hi <tool_call>{"name": "f", "arguments": ') == [ContentDelta(0, "Hi")]
+    assert parser.feed('{"city": "Pa') == [ToolCallDelta(0, 0, "call_0", "f", '{"city": "Pa')]
+    assert parser.feed("ris") == [ToolCallDelta(0, 0, None, None, "ris")]
+    assert parser.feed('"}') == [ToolCallDelta(0, 0, None, None, '"}')]
     assert parser.feed("}</tool_call>") == parser.finish() == []
 
 
 def test_content_waits_only_while_it_could_be_a_tag():
-    parser = make_parser(tools=HERMES)
-    assert parser.feed("a <tool") == [ParsedContent("a")]
-    assert parser.feed("s") == [ParsedContent(" <tools")]
+    parser = OutputParser(tools=HERMES)
+    assert parser.feed("a <tool") == [ContentDelta(0, "a")]
+    assert parser.feed("s") == [ContentDelta(0, " <tools")]
 
 
 def test_calls_beyond_the_limit_are_left_out():
@@ -203,8 +202,8 @@ def test_forced_calls_are_the_whole_output(name, text, content, calls):
 
 
 def test_without_formats_all_text_is_content_at_once():
-    parser = make_parser()
-    assert parser.feed(" <tool_call>\n") == [ParsedContent(" <tool_call>\n")]
+    parser = OutputParser()
+    assert parser.feed(" <tool_call>\n") == [ContentDelta(0, " <tool_call>\n")]
     assert parser.feed("") == parser.finish() == []
 
 

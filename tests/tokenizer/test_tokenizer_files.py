@@ -167,7 +167,7 @@ def test_what_the_library_cannot_take_is_refused(folder: Path, config: dict[str,
 def test_devices_are_no_files_of_a_tokenizer(folder: Path, name: str) -> None:
     (folder / name).unlink()
     (folder / name).symlink_to("/dev/zero")
-    with pytest.raises(TokenizerError, match=f"{name} is no file"):
+    with pytest.raises(TokenizerError, match=f"{name} is not a regular file"):
         Tokenizer.from_path(folder)
 
 

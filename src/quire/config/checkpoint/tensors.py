@@ -10,7 +10,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What is known of a tensor before it is read. Elements follow each other row by row."""
+    """Facts about a tensor that are known before it is read. Its elements are stored row by row."""
 
     name: str
     dtype: str

@@ -61,7 +61,7 @@ class SchedulingPolicy(ABC):
 
 
 class FirstComeFirstServed(SchedulingPolicy):
-    """Orders requests by rank, which is the same for all here, then by arrival. The rank of a queued request is fixed."""
+    """Orders requests by rank, which is the same for all here, then by arrival. A queued request's rank is fixed."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[float, int, SequenceGroup]] = []  # sorted; orders are unique, groups not compared
@@ -160,10 +160,10 @@ class FairShare(SchedulingPolicy):
 
     This is the Virtual Token Counter (Sheng et al. 2024, Fairness in Serving Large Language Models, OSDI). When a
     tenant without queued requests queues one, its counter is raised to the floor: the smallest counter of the queued
-    tenants or, if there are none, the counter of the tenant that was queued last. So neither idleness nor a light load earns
-    credit. The floor never falls, so an idle tenant at or below it need not be remembered. Of the idle tenants above
-    it, the `_MAX_IDLE_TENANTS` with the largest counters are kept, and the others start again at the floor. So memory
-    is bounded by that number and the unfinished requests.
+    tenants or, if there are none, the counter of the tenant that was queued last. So neither idleness nor a light load
+    earns credit. The floor never falls, so an idle tenant at or below it need not be remembered. Of the idle tenants
+    above it, the `_MAX_IDLE_TENANTS` with the largest counters are kept, and the others start again at the floor. So
+    memory is bounded by that number and the unfinished requests.
     """
 
     counts_tokens = True

@@ -77,7 +77,7 @@ class StepTimeModel:
         return max(0.0, self._mean_s - self._slope * self._mean_tokens)
 
     def _fit(self) -> float:
-        """Return the mode of the slope under a normal prior, whose mean and deviation are the mean seconds per token."""
+        """Return the mode of the slope under a normal prior, with the mean seconds per token as mean and deviation."""
         prior = self._mean_s / self._mean_tokens
         explained = self._tokens_s**2 / self._tokens_tokens if self._tokens_tokens else 0.0
         noise = max(0.0, self._s_s - explained) / self._weight  # Variance of a step around the line.

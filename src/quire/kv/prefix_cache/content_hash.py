@@ -56,7 +56,7 @@ class ContentHasher:
         return state.digest()
 
     def media(self, item_hash: bytes) -> bytes:
-        """Return the bytes that replace an item's first placeholder token: a negative number, so they equal no token."""
+        """Return the bytes that replace an item's first placeholder token: a negative number, thus no token."""
         digest = hashlib.blake2b(item_hash, digest_size=TOKEN_BYTES, key=self._key, person=b"media").digest()
         return digest[:-1] + bytes([digest[-1] | 0x80])
 
@@ -76,7 +76,7 @@ class HashChain:
         """Whether a lookup of this sequence has been counted."""
 
     def extend(self, num_blocks: int, token_ids: Sequence[int]) -> None:
-        """Hash those of the first `num_blocks` full blocks that are not hashed yet. `token_ids`: all of the sequence."""
+        """Hash those of the first `num_blocks` full blocks that are not hashed yet. `token_ids`: the sequence's."""
         done, size = len(self._tokens), self._block_size
         if num_blocks <= done:
             return
