@@ -30,11 +30,11 @@ class AllocStatus(Enum):
 
 
 class BlockSpaceManager:
-    """Gives sequences blocks, shares them, takes them back. Knows token ids and counts, no tensors.
+    """Gives sequences blocks, shares them and frees them. It knows token ids and numbers, no tensors.
 
     Who mutates: the scheduler through `allocate`, `append`, `swap_out`, `swap_in`, `free` and `forget`; commit through
-    `publish`, `fork` and `settle`. Verbs come in pairs: a question, which changes nothing, and the act, which may only
-    follow a yes.
+    `publish`, `fork` and `settle`. Many methods come in pairs: a question, such as `can_append`, changes nothing, and
+    the action, `append`, may only follow a positive answer.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class BlockSpaceManager:
         return self.prefixes.num_blocks(seq_id, token_ids, key, max_tokens) * self.block_size
 
     def can_allocate(self, hit: PrefixHit) -> AllocStatus:
-        """Whether the sequence has room for all its tokens, besides a reserve for those that run."""
+        """Whether there are blocks for all its tokens, besides a reserve for the running sequences."""
         held = [block_id for block_id in hit.device_blocks if self.pool.ref_counts[block_id] > 0]
         needed = self.config.blocks_to_hold(len(hit.token_ids))
         pinned_by_others = self.pins.num_blocks - sum(block_id in self.pins for block_id in held)
@@ -121,7 +121,7 @@ class BlockSpaceManager:
 
     @property
     def _reserve(self) -> int:
-        """Blocks left to those that run, if any does."""
+        """Number of blocks that are left to the running sequences, if there are any."""
         return self.watermark_blocks if any(blocks.tier == DEVICE for blocks in self._sequences.values()) else 0
 
     def __contains__(self, seq_id: int) -> bool:
@@ -137,7 +137,7 @@ class BlockSpaceManager:
     def _copy_tail(self, hit: PrefixHit, blocks: SequenceBlocks, prefixes: PrefixSharing) -> int:
         """Copy the longest run of tokens that a block behind the prefix begins with; returns its length.
 
-        Every group must have such a block, and the pool a block to spare for each copy and each source nobody holds.
+        Each group must have such a block, and the pool a spare block for each copy and for each source without holders.
         """
         sources = prefixes.find_tails(hit)
         missing = self.config.blocks_to_hold(len(hit.token_ids)) - sum(len(table.ids()) for table in blocks.tables)
@@ -224,7 +224,7 @@ class BlockSpaceManager:
                 self.pool.free(block_id)
 
     def publish_tail(self, seq_id: int, token_ids: Sequence[int], num_computed_tokens: int) -> None:
-        """Let others copy out of the last, partly full block, as far as it is computed."""
+        """Let others copy the computed part of the last, partly full block."""
         blocks = self._sequences[seq_id]
         is_computed = num_computed_tokens > blocks.num_full * self.block_size and seq_id not in self._copies
         if self.prefixes is not None and is_computed:  # copies are left where a step has failed
@@ -309,7 +309,7 @@ class BlockSpaceManager:
     # The end
 
     def free(self, seq_id: int) -> None:
-        """Take the sequence's blocks back; its hashes stay, for when it comes again."""
+        """Free the sequence's blocks. Its hashes stay until `forget`, since it may start again."""
         blocks = self._sequences.pop(seq_id)
         self._copies.drop(seq_id)
         self._withdraw(seq_id, blocks)
@@ -319,17 +319,17 @@ class BlockSpaceManager:
                 pool.free(block_id)
 
     def _withdraw(self, seq_id: int, blocks: SequenceBlocks) -> None:
-        """The sequence computes none of the blocks that it announced."""
+        """Withdraw the announcement of the blocks that the sequence was to compute."""
         if self.prefixes is not None:
             self.prefixes.withdraw(seq_id, blocks, blocks.num_full, blocks.num_announced)
 
     def forget(self, seq_id: int) -> None:
-        """The sequence will not come again."""
+        """Forget a sequence that has ended."""
         if self.prefixes is not None:
             self.prefixes.forget(seq_id)
 
     def advance(self) -> None:
-        """A step begins: blocks released from here on count as used later than those before."""
+        """Begin a step: blocks that are freed from now on count as used later than those before."""
         self.step += 1
         self._open_steps.add(self.step)
         self.tiers.advance(self.step)

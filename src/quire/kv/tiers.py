@@ -42,7 +42,7 @@ class Tiers:
         """By tier, from the device outward."""
         self.evicted = EvictedHashes()
         self.journal: list[tuple[str, int]] | None = None
-        """("evicted" or "spilled", block of the device tier), in order, while a view reads and empties it."""
+        """("evicted" or "spilled", block of the device tier), in order, while a view is open; the view empties it."""
         self._stats = stats
         self._planned = _StepTransfers()
         self._in_flight: dict[int, _StepTransfers] = {}  # by step

@@ -31,9 +31,10 @@ class ModelRunner:
         self.model = model
         self.kv = kv
         self.block_size = block_size
-        self._workspace = kernels.backend_of(kv[0].k).workspace()
+        backend = kernels.backend_of(kv[0].k)
+        self._workspace = backend.workspace()
         self._graphs = DecodeGraphs(model, kv, block_size, -(-max_model_len // block_size), self._workspace)
-        self._sampler = Sampler(logprobs_mode)
+        self._sampler = Sampler(backend, logprobs_mode)
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> StepResult:

@@ -96,7 +96,7 @@ class Scheduler:
         return batch
 
     def _new_plan(self, only: Set[SequenceGroup] | None) -> StepPlan:
-        """The step's budgets: one token for each sequence that decodes, then prompts, as many as the time allows."""
+        """The step's budgets: a token for each sequence that decodes, and for prompts what the target time allows."""
         running, budget = SequenceStatus.RUNNING, self.config.max_num_batched_tokens
         num_decodes = num_seqs = 0
         for group in self.requests.running:

@@ -1,4 +1,4 @@
-"""Beams after a step: a part of commit. No torch here."""
+"""Beams after a step: a part of commit. This module does not import torch."""
 
 from quire.engine.requests.sequence import SequenceGroup, SequenceStatus
 from quire.engine.scheduling.unfinished import UnfinishedRequests
@@ -7,7 +7,7 @@ from quire.engine.scheduling.unfinished import UnfinishedRequests
 def advance_beams(requests: UnfinishedRequests, group: SequenceGroup) -> None:
     """Replace a request's beams by the next ones, or finish it, once all of them hold their candidates.
 
-    The first child of a beam goes on in its place and in its blocks, the others are forks of it.
+    The first child of a beam continues in its place and in its blocks; the others are forks of it.
     """
     beams = group.seqs
     if group.search is None or any(beam.beam_candidates is None for beam in beams):

@@ -14,11 +14,11 @@ from quire.engine.step.advance_beams import advance_beams
 from quire.text.grammar.state import GrammarState
 
 Drafter = Callable[[SequenceGroup, Sequence], SequenceOf[int]]
-"""proposes tokens that may follow a sequence's newest; wrong ones cost time and change nothing"""
+"""Proposes tokens that may follow a sequence's newest. Wrong ones cost time and change no output."""
 
 
 class Committer:
-    """Publishes computed blocks, forks samples, appends tokens, decides which sequences have finished."""
+    """Publishes computed blocks, forks samples, appends tokens, and decides which sequences have finished."""
 
     def __init__(
         self,

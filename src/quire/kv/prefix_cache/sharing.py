@@ -1,4 +1,4 @@
-"""Sequences find what others have computed, or are computing, and publish what they compute."""
+"""How sequences find blocks that others have computed or are computing, and publish their own."""
 
 from collections.abc import Mapping, Sequence
 
@@ -18,7 +18,7 @@ from quire.kv.tiers import Tiers
 class PrefixSharing:
     """Keeps the hash chain of each sequence, from its first lookup until it is forgotten, and the prefix cache's index.
 
-    The BlockSpaceManager owns it and calls it; it changes no table except to replace a block by an equal one.
+    The BlockSpaceManager owns it and calls it. It changes block tables only by replacing a block with an equal one.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class PrefixSharing:
         return num_blocks
 
     def find_tails(self, hit: PrefixHit) -> list[tuple[int, int, int]]:
-        """For each group, the block that goes on like the tokens behind a prefix, as PrefixLookup.find_tails."""
+        """For each group, the block that continues like the tokens behind a prefix, as PrefixLookup.find_tails."""
         chain, start = self.chains[hit.seq_id], hit.num_blocks * self._block_size
         wanted = chain.content(start, min(start + self._block_size, hit.max_tokens), hit.token_ids)
         return self.lookup.find_tails(chain, hit.num_blocks, wanted)
@@ -130,11 +130,11 @@ class PrefixSharing:
                 del self.lookup.computing[block_hash]
 
     def fork(self, parent_id: int, child_id: int) -> None:
-        """A sequence goes on from here on its own."""
+        """Give a forked sequence a hash chain of its own."""
         self.chains[child_id] = self.chains[parent_id].fork()
 
     def forget(self, seq_id: int) -> None:
-        """The sequence will not come again."""
+        """Forget a sequence that has ended."""
         self.chains.pop(seq_id, None)
         self._hit_lengths.forget(seq_id)
 

@@ -22,11 +22,11 @@ MAX_LOGITS_ROWS = 64
 class Sampler:
     """Draws the tokens of a step. Keeps the tensors of the latest draws, which the next step usually has too."""
 
-    def __init__(self, logprobs_mode: LogprobsMode = "raw_logprobs") -> None:
+    def __init__(self, backend: kernels.Backend, logprobs_mode: LogprobsMode = "raw_logprobs") -> None:
         self._mode = logprobs_mode
         self._draws = DrawTensors((), 1)
         # Not the model's workspace: that one may reuse the memory of a decode graph's logits.
-        self._workspace = kernels.backend_for("cpu").workspace()
+        self._workspace = backend.workspace()
 
     def sample(self, logits: Tensor, sequences: Sequence[ScheduledSequence]) -> StepResult:
         """The token of each draw, for logits [num_draws, vocab] float32, and log-probabilities where draws want them.
