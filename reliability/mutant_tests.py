@@ -26,7 +26,6 @@ TESTS: dict[str, tuple[str, ...]] = {
     "engine/requests/input_processor.py": ("engine/test_params_in_engine.py", "hostile/test_offline.py"),
     "engine/scheduling/": (*SCHEDULE, "engine/test_policy.py", "engine/test_step_target.py"),
     "engine/scheduling/policy.py": ("engine/test_policy.py",),
-    "engine/scheduling/preemption.py": ("engine/test_preemption.py",),
     "engine/scheduling/step_time.py": ("engine/test_step_time.py", "engine/test_step_target.py"),
     "engine/step/": (*SCHEDULE, "engine/test_logprobs.py", "engine/test_beam_search.py", "engine/test_failed_steps.py"),
     "engine/step/containment.py": ("engine/test_containment.py",),

@@ -36,8 +36,8 @@ from quire.interfaces.simulate.report import report
 from quire.interfaces.simulate.simulator import Simulator
 from quire.interfaces.simulate.workloads import synthetic_trace
 from quire.kv.block_space_manager import BlockSpaceManager
-from quire.kv.content_hash import token_bytes
-from quire.kv.prefix_cache import PrefixCachingBlockAllocator
+from quire.kv.prefix_cache.content_hash import token_bytes
+from quire.kv.prefix_cache.pool import PrefixCachingBlockAllocator
 from quire.runner.cache_engine import CacheEngine
 
 Row = dict[str, Any]
@@ -111,13 +111,14 @@ class DecodeLoop:
     def __init__(self, prompt_lens: Sequence[int]) -> None:
         blocks = BlockSpaceManager(cache_config(NUM_SEQS * 64), enable_prefix_caching=True)
         self.scheduler = Scheduler(SchedulerConfig(len(prompt_lens), sum(prompt_lens)), blocks)
-        self.committer = Committer(self.scheduler, max_model_len=2**20)
+        self.requests = self.scheduler.requests
+        self.committer = Committer(self.requests, max_model_len=2**20)
         self.rng = random.Random("decode loop")
         params = SamplingParams(temperature=0, max_tokens=2**19, detokenize=False)
         for index, prompt_len in enumerate(prompt_lens):
             prompt = self.rng.choices(range(VOCAB_SIZE), k=prompt_len)
-            sample = Sample(self.scheduler.new_seq_id(), prompt, (Draw(0.0, 0, 1.0, b""),), SampleOutput(params))
-            self.scheduler.add(SequenceGroup(OutputBuilder(str(index), prompt, params, 0.0), sample))
+            sample = Sample(self.requests.new_seq_id(), prompt, (Draw(0.0, 0, 1.0, b""),), SampleOutput(params))
+            self.requests.add(SequenceGroup(OutputBuilder(str(index), prompt, params, 0.0), sample))
 
     def step(self) -> tuple[float, float]:
         """Run a step; return the seconds of schedule() and of commit()."""

@@ -11,7 +11,7 @@ from quire.engine.requests.sequence import SequenceGroup
 from quire.engine.view import cache_view
 from quire.engine.view.cache_frame import CACHED, OWNED, PINNED, CacheMirror, CacheUpdate
 from quire.engine.view.cache_view import CacheView
-from quire.kv.content_hash import NO_KEY, ContentKey
+from quire.kv.prefix_cache.content_hash import NO_KEY, ContentKey
 from tests.effort import examples
 
 from .fake import Harness
@@ -86,10 +86,10 @@ def test_a_snapshot_and_its_differences_tell_what_a_new_snapshot_tells(
         for turn, num_looks in enumerate(looks):
             if turn < len(requests):
                 harness.add(**requests[turn])
-            if harness.scheduler.running and turn % 7 == 3:
-                harness.scheduler.preempt(harness.scheduler.running[-1])
-            if harness.scheduler.running and turn % 11 == 9:
-                harness.scheduler.remove(harness.scheduler.running[0])
+            if harness.requests.running and turn % 7 == 3:
+                harness.scheduler.preemptor.preempt(harness.requests.running[-1])
+            if harness.requests.running and turn % 11 == 9:
+                harness.requests.remove(harness.requests.running[0])
             harness.executor.fail_next = turn in failing_steps
             try:
                 harness.step()
@@ -120,7 +120,7 @@ def check_against_blocks(watch: Watch, harness: Harness) -> None:
     for seq_id, tier, tables in harness.blocks.holdings():
         for table in tables:
             for block_id in table.ids():
-                holders.setdefault((tier, block_id), set()).add(harness.scheduler.owner(seq_id)[0].order)
+                holders.setdefault((tier, block_id), set()).add(harness.requests.owners[seq_id][0].order)
     assert holders == {
         (int(name == "host"), block_id): set(row["owners"])
         for name, blocks in watch.mirror.tiers.items()
@@ -192,7 +192,7 @@ def test_what_happens_is_told_in_order():
     watch = Watch(harness)
     for token in range(3):
         harness.add([token] * 6, 12)
-    while harness.scheduler.has_unfinished:
+    while harness.requests:
         harness.step()
         watch.look()
     of_last = [(kind, reason) for kind, request_id, reason in watch.events if request_id == "2"]
@@ -205,7 +205,7 @@ def test_evictions_and_forks_are_told():
     watch = Watch(harness)
     for token in range(4):
         harness.add([token] * 6, 5, n=2)
-        while harness.scheduler.has_unfinished:
+        while harness.requests:
             harness.step()
             watch.look()
     counts: dict[str, int] = {}
@@ -222,7 +222,7 @@ def test_an_aborted_request_ends_as_such():
     watch = Watch(harness)
     group = harness.add([1, 2, 3], 8)
     harness.step()
-    harness.scheduler.remove(group)
+    harness.requests.remove(group)
     group.seqs[0].finish(type(group.seqs[0].status).FINISHED_ABORTED)
     watch.look()
     assert ("finished", group.request_id, "abort") in watch.events
@@ -284,7 +284,7 @@ def test_a_closed_view_leaves_nothing_behind():
     watch.view.close()
     harness.run()
     blocks = harness.blocks
-    assert harness.scheduler.journal is None
+    assert harness.requests.journal is None
     assert blocks.tiers.journal is None
     assert [cache.tracker.touched for cache in blocks.tiers.caches] == [None, None]
 

@@ -264,7 +264,7 @@ def test_steps_that_fail_before_anything_is_planned_break_it_too():
 
 @pytest.mark.parametrize(
     ("owner", "method"),
-    [("scheduler", "_new_plan"), ("scheduler", "settle"), ("blocks", "publish"), ("scheduler", "revert")],
+    [("scheduler", "_new_plan"), ("requests", "settle"), ("blocks", "publish"), ("requests", "revert")],
 )
 def test_what_fails_in_the_accounts_breaks_the_engine(monkeypatch, owner, method):
     engine = make_engine()
@@ -288,7 +288,7 @@ def test_an_ended_request_that_leaves_something_behind_breaks_the_engine(monkeyp
     for i in range(3):
         add(engine, str(i), [i + 3] * 3)
     engine.step()
-    name, owner = ("free", engine.blocks) if leaks == "blocks" else ("_forget", engine.scheduler)
+    name, owner = ("free", engine.blocks) if leaks == "blocks" else ("_forget", engine.requests)
     monkeypatch.setattr(owner, name, lambda *_: None)
     with inject(Fault("commit.sequence", after=1)), pytest.raises(EngineBrokenError, match="AssertionError"):
         run(engine)
@@ -298,8 +298,8 @@ def test_llm_tells_what_failed_and_raises_only_for_a_broken_engine():
     llm = LLM.from_engine(make_engine())
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
     expected = llm.generate([[3] * 3, [4] * 3, [5] * 3], params, use_tqdm=False)
-    owner = llm.engine.scheduler.owner
-    llm.engine.executor.fails = lambda batch: any(owner(s.seq_id)[1].token_ids[0] == 4 for s in batch.sequences)
+    owners = llm.engine.requests.owners
+    llm.engine.executor.fails = lambda batch: any(owners[s.seq_id][1].token_ids[0] == 4 for s in batch.sequences)
     good, bad, other = llm.generate([[3] * 3, [4] * 3, [5] * 3], params, use_tqdm=False)
     assert [token_ids(good), token_ids(other)] == [token_ids(expected[0]), token_ids(expected[2])]
     assert "RuntimeError" in bad.error
@@ -321,7 +321,7 @@ def test_llm_tells_what_failed_and_raises_only_for_a_broken_engine():
 def test_a_request_that_cannot_be_planned_ends(scene, point, after):
     expected = run(scene())
     engine = scene()
-    names = {seq_id: group.request_id for seq_id, (group, _) in engine.scheduler._owners.items()}
+    names = {seq_id: group.request_id for seq_id, (group, _) in engine.requests.owners.items()}
     with inject(Fault(point, after=after)) as injected:
         outputs = run(engine)
     failed = {name for name, output in outputs.items() if output.error is not None}

@@ -10,17 +10,18 @@ import pytest
 from quire.engine.requests.sequence import Sequence, SequenceStatus
 from quire.engine.scheduling.policy import FairShare, FirstComeFirstServed
 from quire.engine.scheduling.scheduler import Scheduler
+from quire.engine.scheduling.unfinished import UnfinishedRequests
 from quire.engine.step.commit import Committer
 from quire.kv.allocator import NaiveBlockAllocator
 from quire.kv.block_space_manager import AllocStatus, BlockSpaceManager
 from quire.kv.block_table import BlockTable
-from quire.kv.content_hash import ContentHasher, ContentKey, HashChain, token_bytes
-from quire.kv.evictor import LRUEvictor
 from quire.kv.managers.attention import SlidingWindowManager
-from quire.kv.pins import Pins
-from quire.kv.prefix_cache import BlockTracker, PrefixCachingBlockAllocator
-from quire.kv.prefix_lookup import PrefixLookup
-from quire.kv.prefix_sharing import PrefixSharing
+from quire.kv.prefix_cache.content_hash import ContentHasher, ContentKey, HashChain, token_bytes
+from quire.kv.prefix_cache.evictor import LRUEvictor
+from quire.kv.prefix_cache.lookup import PrefixLookup
+from quire.kv.prefix_cache.pins import Pins
+from quire.kv.prefix_cache.pool import BlockTracker, PrefixCachingBlockAllocator
+from quire.kv.prefix_cache.sharing import PrefixSharing
 from quire.kv.slot_copies import SlotCopies
 from quire.kv.tiers import Tiers
 
@@ -363,9 +364,9 @@ BUGS = {
     "a host block is given to others while the step reads it": Bug(wrap(Tiers, "_copy", release_at_once), OUTPUT),
     "host blocks are never given back": Bug(wrap(Tiers, "settle", settle_without_giving_back), COUNTS),
     "who was not swapped out since the step failed is swapped in": Bug(
-        wrap(Scheduler, "revert", keep_swapped_out), OUTPUT
+        wrap(UnfinishedRequests, "revert", keep_swapped_out), OUTPUT
     ),
-    "who relies on a failed step goes on": Bug(wrap(Scheduler, "revert", keep_unsettled), OUTPUT),
+    "who relies on a failed step goes on": Bug(wrap(UnfinishedRequests, "revert", keep_unsettled), OUTPUT),
     "spilled content is found after a failed step": Bug(
         wrap(Tiers, "revert", keep_spilled), "content of a failed step is found"
     ),

@@ -59,7 +59,7 @@ def test_others_go_on_while_a_grammar_is_compiled(held) -> None:
         outputs = llm.engine.step()
         assert all(output.request_id == "runs" for output in outputs)
     assert llm.engine.has_unfinished_requests()
-    assert not llm.engine.scheduler.has_unfinished
+    assert not llm.engine.requests
     compiler.release()
     assert run(llm)["waits"].outputs[0].text == "yes"
     assert llm.engine.stats().num_waiting == 0

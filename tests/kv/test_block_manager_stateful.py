@@ -16,8 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from quire.common.errors import RequestError
 from quire.config.kv_cache import KVCacheConfig, KVCacheGroup, attention_spec
 from quire.kv.block_space_manager import AllocStatus, BlockSpaceManager
-from quire.kv.content_hash import NO_KEY, ContentKey
-from quire.kv.pins import PinnedPrefix
+from quire.kv.prefix_cache.content_hash import NO_KEY, ContentKey
+from quire.kv.prefix_cache.pins import PinnedPrefix
 from tests.effort import examples
 
 KEYS = [

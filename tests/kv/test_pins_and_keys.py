@@ -5,8 +5,8 @@ import pytest
 from quire.common.errors import RequestError
 from quire.engine.requests.sequence import SequenceStatus
 from quire.kv.block_space_manager import AllocStatus
-from quire.kv.content_hash import NO_KEY, ContentKey
-from quire.kv.stats import HitSource, MissReason
+from quire.kv.prefix_cache.content_hash import NO_KEY, ContentKey
+from quire.kv.prefix_cache.stats import HitSource, MissReason
 from tests.engine.fake import Harness, expected_output
 
 from .managers import compute, end, make_manager, run
@@ -144,7 +144,7 @@ def test_a_running_sequence_that_cannot_grow_because_of_pins_ends_with_what_it_h
         "stopped after 5 tokens: 17 tokens and one more do not fit into the 6 blocks of the KV cache, of which 2 are "
         "pinned"
     )
-    assert not harness.scheduler.has_unfinished
+    assert not harness.requests
 
 
 def test_a_parked_sample_for_which_pins_leave_no_room_ends_with_what_it_has():
@@ -162,7 +162,7 @@ def test_a_parked_sample_for_which_pins_leave_no_room_ends_with_what_it_has():
     assert parked.status is SequenceStatus.FINISHED_LENGTH_CAPPED
     assert group.is_finished
     assert "of which 9 are pinned" in group.error
-    assert not harness.scheduler.has_unfinished
+    assert not harness.requests
 
 
 # Keys
@@ -246,7 +246,7 @@ def test_it_is_computed_again_after_an_eviction_and_no_longer_counts_as_evicted(
 
 
 def test_the_memory_of_what_was_evicted_has_an_end(monkeypatch):
-    monkeypatch.setattr("quire.kv.prefix_cache.MAX_EVICTED_HASHES", 2)
+    monkeypatch.setattr("quire.kv.prefix_cache.pool.MAX_EVICTED_HASHES", 2)
     manager = make_manager(3)
     for seq_id, token_id in enumerate((1, 2)):
         run(manager, seq_id, [token_id] * 12)

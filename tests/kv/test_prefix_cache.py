@@ -5,9 +5,9 @@ import pytest
 from quire.common.batch import SlotCopy
 from quire.kv.allocator import NaiveBlockAllocator
 from quire.kv.block_space_manager import AllocStatus
-from quire.kv.content_hash import ContentHasher, HashChain, token_bytes
-from quire.kv.evictor import LRUEvictor
-from quire.kv.prefix_cache import MAX_TAIL_CANDIDATES, BlockContent, PrefixCachingBlockAllocator
+from quire.kv.prefix_cache.content_hash import ContentHasher, HashChain, token_bytes
+from quire.kv.prefix_cache.evictor import LRUEvictor
+from quire.kv.prefix_cache.pool import MAX_TAIL_CANDIDATES, BlockContent, PrefixCachingBlockAllocator
 
 from .managers import compute, copies, do_step, end, make_manager, run
 

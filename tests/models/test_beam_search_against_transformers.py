@@ -170,8 +170,8 @@ def test_a_search_is_a_request_of_the_engine_like_any_other():
             engine.add_request(str(i), prompt, params)
         done = {}
         while engine.has_unfinished_requests():
-            if running := engine.scheduler.running:
-                engine.scheduler.preempt(running[engine.scheduler.num_steps % len(running)])
+            if running := engine.requests.running:
+                engine.scheduler.preemptor.preempt(running[engine.scheduler.num_steps % len(running)])
             for output in engine.step():
                 assert output.finished or output.request_id == "1"
                 done[output.request_id] = output

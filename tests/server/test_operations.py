@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from quire.common.outputs import EngineStats
-from quire.kv.stats import PrefixCacheStats
+from quire.kv.prefix_cache.stats import PrefixCacheStats
 from quire.server.config import ServerArgs
 from quire.server.http.auth import ApiKeys
 from quire.server.operations.lifecycle import DrainGate

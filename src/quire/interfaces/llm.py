@@ -33,7 +33,7 @@ from quire.common.params import BeamSearchParams, SamplingParams
 from quire.config.args import EngineArgs
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.requests.input_processor import Prompt
-from quire.kv.pins import PinnedPrefix
+from quire.kv.prefix_cache.pins import PinnedPrefix
 from quire.text.tokenizer.tokenizer import Tokenizer
 
 Conversation: TypeAlias = Sequence[Mapping[str, Any]]

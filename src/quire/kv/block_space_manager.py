@@ -8,16 +8,16 @@ from quire.common.batch import BlockIds, SlotCopy, Transfer
 from quire.common.faults import fault_point
 from quire.config.kv_cache import KVCacheConfig
 from quire.kv.block_table import BlockTable
-from quire.kv.content_hash import NO_KEY, ContentKey
-from quire.kv.hit_lengths import HitLengths
 from quire.kv.managers import make_managers
-from quire.kv.pins import PinnedPrefix, Pins
 from quire.kv.place import DEVICE, HOST, Place
-from quire.kv.prefix_lookup import PrefixHit
-from quire.kv.prefix_sharing import PrefixSharing
+from quire.kv.prefix_cache.content_hash import NO_KEY, ContentKey
+from quire.kv.prefix_cache.hit_lengths import HitLengths
+from quire.kv.prefix_cache.lookup import PrefixHit
+from quire.kv.prefix_cache.pins import PinnedPrefix, Pins
+from quire.kv.prefix_cache.sharing import PrefixSharing
+from quire.kv.prefix_cache.stats import PrefixCacheStats
 from quire.kv.sequence_blocks import SequenceBlocks
 from quire.kv.slot_copies import SlotCopies
-from quire.kv.stats import PrefixCacheStats
 from quire.kv.tiers import Tiers
 
 

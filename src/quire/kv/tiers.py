@@ -9,10 +9,10 @@ from quire.common.batch import Transfer
 from quire.config.kv_cache import KVCacheConfig
 from quire.kv.allocator import BlockAllocator, NaiveBlockAllocator
 from quire.kv.block_table import BlockTable
-from quire.kv.content_hash import BlockHash
 from quire.kv.place import DEVICE, Place
-from quire.kv.prefix_cache import BlockContent, EvictedHashes, PrefixCachingBlockAllocator
-from quire.kv.stats import PrefixCacheStats
+from quire.kv.prefix_cache.content_hash import BlockHash
+from quire.kv.prefix_cache.pool import BlockContent, EvictedHashes, PrefixCachingBlockAllocator
+from quire.kv.prefix_cache.stats import PrefixCacheStats
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from quire.config.args import EngineConfig
 from quire.engine.requests.beam_search import BeamSearch
 from quire.engine.requests.logprobs import LogprobRows, PromptScores
 from quire.engine.requests.output import OutputBuilder, SampleOutput
-from quire.kv.content_hash import ContentKey
+from quire.kv.prefix_cache.content_hash import ContentKey
 from quire.runner.sampling.random import random_key, uniform_bits
 from quire.text.tokenizer.detokenizer import IncrementalDetokenizer
 from quire.text.tokenizer.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ import numpy as np
 
 from quire.common.batch import DrawnRows
 from quire.common.outputs import FinishReason
-from quire.kv.content_hash import NO_KEY, ContentKey
+from quire.kv.prefix_cache.content_hash import NO_KEY, ContentKey
 
 if TYPE_CHECKING:
     from quire.common.batch import Draw, TokenIds, TokenLogprobs
@@ -143,6 +143,11 @@ class Sequence:
         self._history[num_known:num_tokens] = self.token_ids[num_known:]
         self._num_known = num_tokens
         return self._history[:num_tokens]
+
+    @property
+    def max_cached_tokens(self) -> int | None:
+        """The most tokens that may come from the prefix cache, since those behind them are scored; None: any number."""
+        return None if self.scores is None else self.scores.max_cached_tokens
 
     @property
     def num_tokens(self) -> int:

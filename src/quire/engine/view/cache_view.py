@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from quire.engine.step.commit import Committer
     from quire.kv.allocator import BlockAllocator
     from quire.kv.block_space_manager import BlockSpaceManager
-    from quire.kv.prefix_cache import BlockTracker
+    from quire.kv.prefix_cache.pool import BlockTracker
 
 MIN_INTERVAL_S = 0.1
 MAX_INTERVAL_S = 1.0
@@ -70,7 +70,7 @@ class CacheView:
         trackers: list[BlockTracker | None] = [cache.tracker for cache in self._blocks.tiers.caches]
         trackers = trackers or [None] * len(pools)
         self._tiers = [_Tier(pool, tracker) for pool, tracker in zip(pools, trackers, strict=True)]
-        self._scheduler.journal, self._blocks.tiers.journal = [], []
+        self._scheduler.requests.journal, self._blocks.tiers.journal = [], []
 
     def restart(self) -> None:
         """Make the next frame a snapshot again, for a further watcher. The time between frames stays the same, so that
@@ -81,7 +81,7 @@ class CacheView:
 
     def close(self) -> None:
         """Stop the recording of changes in the engine."""
-        self._scheduler.journal = self._blocks.tiers.journal = None
+        self._scheduler.requests.journal = self._blocks.tiers.journal = None
         for tier in self._tiers:
             tier.close()
 
@@ -130,11 +130,11 @@ class CacheView:
         )
 
     def _request_rows(self, num_blocks: dict[int, int]) -> dict[int, cache_frame.RequestRow]:
-        scheduler = self._scheduler
-        swapped = sorted(scheduler.swapped, key=lambda group: group.order)[:MAX_QUEUED]
-        waiting = [group for group in scheduler.policy.queued(MAX_QUEUED) if group not in scheduler.swapped]
+        requests = self._scheduler.requests
+        swapped = sorted(requests.swapped, key=lambda group: group.order)[:MAX_QUEUED]
+        waiting = [group for group in requests.policy.queued(MAX_QUEUED) if group not in requests.swapped]
         queues = {
-            "running": (None, scheduler.running),
+            "running": (None, requests.running),
             "swapped": (None, swapped),
             "waiting": (None, waiting),
             "grammar": ("waiting", self._grammars.queued(MAX_QUEUED)),
@@ -148,16 +148,16 @@ class CacheView:
     def _read_counters(self) -> dict[str, int]:
         scheduler, blocks = self._scheduler, self._blocks
         return {
-            "running": len(scheduler.running),
-            "waiting": scheduler.num_waiting + len(self._grammars),
-            "swapped": len(scheduler.swapped),
+            "running": len(scheduler.requests.running),
+            "waiting": scheduler.requests.num_waiting + len(self._grammars),
+            "swapped": len(scheduler.requests.swapped),
             "used_blocks": blocks.num_used_blocks,
             "pinned_blocks": blocks.pins.num_blocks,
             "steps": scheduler.num_steps,
             "prompt_tokens": self._committer.num_prompt_tokens,
             "generated_tokens": self._committer.num_generated_tokens,
-            "preemptions": scheduler.num_preemptions,
-            "preemptions_by_swap": scheduler.num_preemptions_by_swap,
+            "preemptions": scheduler.preemptor.num_preemptions,
+            "preemptions_by_swap": scheduler.preemptor.num_preemptions_by_swap,
             "swapped_blocks": scheduler.num_swapped_blocks,
             **{f"prefix_{name}": count for name, count in blocks.stats.to_dict().items()},
         }
@@ -166,7 +166,7 @@ class CacheView:
         """Return the journals' events in the order in which they first happened, equal ones counted together, and the
         number of events left out."""
         events: dict[tuple[str, str], cache_frame.CacheEvent] = {}
-        for kind, group in _taken(self._scheduler.journal):
+        for kind, group in _taken(self._scheduler.requests.journal):
             event = events.setdefault((kind, group.request_id), cache_frame.CacheEvent(kind, 0, group.request_id))
             event.count += 1
             if kind == "finished":
@@ -260,7 +260,7 @@ class _BlockTables:
         self._block_size = blocks.block_size
         self._tables: list[list[_Table]] = [[] for _ in blocks.tiers.pools]  # by tier
         for seq_id, tier, tables in blocks.holdings():
-            owner = scheduler.owner(seq_id)
+            owner = scheduler.requests.owners.get(seq_id)
             assert owner is not None, f"sequence {seq_id} has blocks and is not known"
             order, num_computed, count = owner[0].order, owner[1].num_computed_tokens, 0
             key = hash((order,))

@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 
 from quire.config.kv_cache import KVCacheConfig
 from quire.kv.block_table import BlockTable
-from quire.kv.content_hash import ContentKey, HashChain
-from quire.kv.hit_lengths import HitLengths
 from quire.kv.managers.base import GroupManager
 from quire.kv.place import DEVICE
-from quire.kv.prefix_cache import BlockContent
-from quire.kv.prefix_lookup import Join, PrefixHit, PrefixLookup
+from quire.kv.prefix_cache.content_hash import ContentKey, HashChain
+from quire.kv.prefix_cache.hit_lengths import HitLengths
+from quire.kv.prefix_cache.lookup import Join, PrefixHit, PrefixLookup
+from quire.kv.prefix_cache.pool import BlockContent
+from quire.kv.prefix_cache.stats import PrefixCacheStats
 from quire.kv.sequence_blocks import SequenceBlocks
-from quire.kv.stats import PrefixCacheStats
 from quire.kv.tiers import Tiers
 
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from quire.config.kv_cache import KVCacheConfig
-from quire.kv.content_hash import BlockHash, ContentHasher, ContentKey, HashChain
 from quire.kv.managers.base import GroupManager
 from quire.kv.place import DEVICE, Place
-from quire.kv.prefix_cache import BlockTracker, EvictedHashes
-from quire.kv.stats import HitSource, MissReason
+from quire.kv.prefix_cache.content_hash import BlockHash, ContentHasher, ContentKey, HashChain
+from quire.kv.prefix_cache.pool import BlockTracker, EvictedHashes
+from quire.kv.prefix_cache.stats import HitSource, MissReason
 
 SOURCES = (HitSource.DEVICE, HitSource.HOST)
 """by tier, as what a hit there is counted"""

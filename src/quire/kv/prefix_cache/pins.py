@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from quire.common.errors import RequestError
 from quire.config.kv_cache import KVCacheConfig
-from quire.kv.content_hash import ContentKey, HashChain
-from quire.kv.prefix_lookup import PrefixHit, PrefixLookup
-from quire.kv.prefix_sharing import PrefixSharing
+from quire.kv.prefix_cache.content_hash import ContentKey, HashChain
+from quire.kv.prefix_cache.lookup import PrefixHit, PrefixLookup
+from quire.kv.prefix_cache.sharing import PrefixSharing
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from itertools import islice
 
 from quire.kv.allocator import BlockAllocator
-from quire.kv.content_hash import TOKEN_BYTES, BlockHash
-from quire.kv.evictor import LRUEvictor
 from quire.kv.place import DEVICE, Place
+from quire.kv.prefix_cache.content_hash import TOKEN_BYTES, BlockHash
+from quire.kv.prefix_cache.evictor import LRUEvictor
 
 MAX_TAIL_CANDIDATES = 64
 """of the blocks that follow one prefix, this many, the newest, are looked through for a common run of tokens"""
