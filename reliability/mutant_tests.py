@@ -18,7 +18,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "config/model.py": CHECKPOINTS,
     "config/parallel.py": ("config/test_cpu_list.py", "config/test_bounds.py"),
     "config/cache.py": ("config/test_bounds.py",),
-    "config/safetensors_header.py": CHECKPOINTS,
+    "config/checkpoint/": CHECKPOINTS,
     "config/scheduler.py": ("config/test_bounds.py", "engine/test_policy.py"),
     "config/sizes.py": ("config/test_sizes_and_memory.py",),
     "engine/requests/": (*SCHEDULE, "engine/test_beam_search.py", "engine/test_logprobs.py"),

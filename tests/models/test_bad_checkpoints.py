@@ -428,6 +428,22 @@ def test_reader_agrees_with_safetensors(folder: Path) -> None:
         assert torch.equal(mapped, tensor)
 
 
+def test_some_rows_of_a_tensor_are_read(tmp_path: Path) -> None:
+    values = torch.arange(12, dtype=torch.float32).reshape(4, 3)
+    entries = {"before": entry("U8", [5], 0, 5), "a": entry("F32", [4, 3], 5, 53)}
+    raw_file(tmp_path / "model.safetensors", entries, bytes(5) + values.numpy().tobytes())
+    checkpoint = open_checkpoint(tmp_path)
+    for first, end in ((0, 4), (0, 1), (1, 3), (3, 4), (2, 2)):
+        with checkpoint.reading("a", (first, end)) as data:
+            assert bytes(data) == values[first:end].numpy().tobytes()
+
+
+def test_tensors_without_elements_are_read_where_a_file_has_no_data(tmp_path: Path) -> None:
+    raw_file(tmp_path / "model.safetensors", {"a": entry("F32", [0, 4], 0, 0)}, b"")
+    with reading(open_checkpoint(tmp_path), "a") as tensor:
+        assert tensor.shape == (0, 4)
+
+
 def test_unaligned_tensor(tmp_path: Path) -> None:
     values = torch.tensor([1.5, -2.5])
     data = bytes(1) + values.numpy().tobytes()

@@ -173,7 +173,7 @@ class Admission:
         return None
 
     def _queue_refusal(self) -> Refusal | None:
-        """Check two numbers: the engine's counts each prompt of a request, and that of this object is never out of date."""
+        """Check the engine's number, which counts each prompt of a request, and our own, which is never out of date."""
         args, num_waiting = self._args, self._num_waiting()
         max_running = self._max_num_seqs + args.max_waiting
         if self.num_running < max_running and (num_waiting == 0 or num_waiting < args.max_waiting):
