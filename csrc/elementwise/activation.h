@@ -69,7 +69,7 @@ static void activate(const T* x, int64_t rows, int64_t width, T* out) {
 }
 
 template <typename T, bool kGated>
-static void activation(Activation kind, const void* x, int64_t rows, int64_t width, void* out) {
+static void activation(int kind, const void* x, int64_t rows, int64_t width, void* out) {
   const T* from = static_cast<const T*>(x);
   T* to = static_cast<T*>(out);
   switch (kind) {

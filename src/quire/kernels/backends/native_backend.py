@@ -287,8 +287,8 @@ class NativeBackend:
         if (c := how.changes) is not None:
             lens = (c.masks.shape[0], c.banned.ids.shape[0], c.biased.ids.shape[0], len(c.histories))
             num_past = c.histories.ids.shape[0]
-            changes = self.native.LogitChanges([t.data_ptr() for t in c.tensors()], num_rows, *lens, num_past, vocab)
+            changes = self.native.logit_changes(*[t.data_ptr() for t in c.tensors()], num_rows, *lens, num_past, vocab)
         per_row = (how.temperature, how.top_k, how.top_p, how.min_p, how.uniform)
-        return self.native.SampleArgs(
+        return self.native.sample_args(
             logits.data_ptr(), logits.stride(0), num_rows, vocab, *(t.data_ptr() for t in per_row), changes
         )
