@@ -28,7 +28,6 @@ from quire.interfaces.simulate.trace import read_trace
 from quire.kernels.backends.native_backend import NativeBackend
 from quire.models.registry import model_class
 from quire.models.weights.loader import reading
-from quire.server.api.batch_file import BatchRun, read_lines
 from quire.server.api.responses.protocol import Reasoning, Response, TextConfig
 from quire.server.api.responses.run import _failed_json
 from quire.server.api.responses.store import ResponseStore, StoredResponse, StoreError
@@ -339,7 +338,7 @@ def _store_corpus() -> list[bytes]:
     return [b"", *(place.to_bytes(3, "little") + b"\1" for place in places)]
 
 
-# --- inputs of simulations and batch runs
+# --- inputs of simulations
 
 
 def trace(data: bytes) -> str:
@@ -363,46 +362,17 @@ def _trace_corpus() -> list[bytes]:
     return [*made, b"".join(made)]
 
 
-async def _answering(scope: Any, receive: Any, send: Any) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": []})
-    await send({"type": "http.response.body", "body": b"{}"})
-
-
-def batch(data: bytes) -> str:
-    """Check that each line of a batch file has a result that can be written as JSON."""
-    path = scratch(data)
-    run = BatchRun(
-        app=_answering, paths={"/v1/completions"}, is_running=lambda: True, max_in_flight=1, max_body_bytes=4096
-    )
-
-    async def results() -> list[Any]:
-        return [await run._result(line, False) for line in read_lines(path, run.max_body_bytes)]
-
-    made = asyncio.run(results())
-    for result in made:
-        line = msgspec.json.encode(result)
-        assert b"\n" not in line
-        assert (result.response is None) != (result.error is None)
-    return ", ".join({result.error.message if result.error else "" for result in made}) or ("" if made else "no line")
-
-
-def _batch_corpus() -> list[bytes]:
-    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a", "stream": False}}
-    made = [json.dumps(line).encode(), json.dumps(line | {"url": "/v1/models"}).encode(), b'{"custom_id": null}']
-    return [*made, b"\n".join(made), b"\n" + made[0] + b"\r\n" * 3]
-
-
 _CONFIG = b"rope_type linear factor llama3 dynamic bfloat16 quire rms_norm_eps 1" + b"0" * 400
 _YAML = b'!!int !!float !!timestamp !!bool !!binary ? - & * << --- ~ \n \t 0x 0o 1_0 2001-99-99 = [[ """ port host'
 
 _PLACES = tuple(place.to_bytes(3, "little") + bytes([place % 13]) for place in range(0, 20_000, 61))
+
 TARGETS = {
     "safetensors": Target(safetensors, _safetensors_corpus, (*JSON, *b"dtype shape data_offsets F32".split())),
     "index": Target(index, _index_corpus, (*JSON, *b"weight_map a.safetensors ../ b.safetensors".split(), b"x" * 300)),
     "config": Target(config, _config_corpus, (*JSON, *_CONFIG.split())),
     "tokenizer": Target(tokenizer, _tokenizer_corpus, (*JSON, *b"content special <s> added_tokens_decoder".split())),
     "trace": Target(trace, _trace_corpus, (*JSON, b"\n", *b"session prefix_len arrival_s".split())),
-    "batch": Target(batch, _batch_corpus, (*JSON, b"\n", *b"custom_id body stream url".split())),
     "prompts": Target(prompts, _prompts_corpus, (*JSON, b"\n", *b"prompt messages prompt_token_ids".split())),
     "options": Target(options, _options_corpus, (*JSON, *_YAML.split())),
     "keys": Target(keys, _keys_corpus, (b":", b"\n", b"\r", b"\xc2\x85", b"#", b" ", b"\xff", b"\0")),

@@ -19,7 +19,7 @@ from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 from quire.cli import top
-from quire.common.errors import InvalidParamsError, QuireError, RequestError, TokenizerError
+from quire.common.errors import InvalidParamsError, QuireError, RequestError
 from quire.common.outputs import EngineStats
 from quire.common.params import SamplingParams
 from quire.engine.process.engine_process import read_messages
@@ -40,16 +40,6 @@ from quire.engine.process.messages import (
 )
 from quire.engine.view.cache_frame import BlockColumns, CacheEvent, CacheSetup, CacheUpdate, RequestRow
 from quire.interfaces.async_llm.engine_client import EngineClient
-from quire.server.api.chat import prompt as chat_prompt
-from quire.server.api.chat.protocol import ChatCompletionRequest
-from quire.server.api.completions.protocol import CompletionRequest
-from quire.server.api.messages import input as messages_input
-from quire.server.api.messages.protocol import MessagesRequest
-from quire.server.api.responses import input as responses_input
-from quire.server.api.responses.protocol import ResponsesRequest
-from quire.server.api.shared import sampling
-from quire.server.api.shared.fields import SamplingFields
-from quire.server.api.tokens.protocol import DetokenizeRequest, TokenizeRequest
 from quire.server.api.tools import (
     REASONING_FORMATS,
     TOOL_FORMATS,
@@ -61,11 +51,9 @@ from quire.server.api.tools import (
     make_parser,
     tool_choice_structure,
 )
-from quire.server.http import bodies, sse
-from quire.server.http.errors import ApiError
+from quire.server.http import sse
 from quire.server.http.protocol import limited_protocol
-from quire.text.chat_template.template import ChatTemplate
-from reliability import fuzz_files
+from reliability import fuzz_files, fuzz_requests
 from reliability.fuzz_target import JSON, Target, refusal, tried
 
 # --- a model's output
@@ -339,103 +327,6 @@ def _http_corpus() -> list[bytes]:
     return [whole, chunked, offer, old, whole * 3, offer + whole, expects]
 
 
-# --- bodies of requests
-
-
-_BODIES: list[type[msgspec.Struct]] = [
-    CompletionRequest, ChatCompletionRequest, ResponsesRequest, MessagesRequest, TokenizeRequest, DetokenizeRequest
-]  # fmt: skip
-
-
-def body(data: bytes) -> str:
-    """Check that a body gives a request or an error that can be sent."""
-    if not data:
-        return "too short"
-    try:
-        made, unknown = bodies.decode(data[1:], _BODIES[data[0] % len(_BODIES)])
-    except ApiError as error:
-        msgspec.json.decode(error.to_json("/v1/completions"))
-        return refusal(error, error.status in (400, 413), "a status of the client's fault")
-    assert bodies.warning(unknown).isascii()
-    assert bodies.warning(unknown).isprintable()
-    tried(lambda: msgspec.json.encode(made), RecursionError)
-    try:
-        _understand(made)
-    except (ApiError, RequestError) as error:
-        return refusal(error)
-    return ""
-
-
-def _understand(request: Any) -> None:
-    """Convert a request as the endpoints do: every conversation to a chat, and a chat to messages for the template."""
-    if isinstance(request, ResponsesRequest):
-        responses_input.check_request(request)
-        items = msgspec.json.decode(msgspec.json.encode(responses_input.own_items(request)))  # as the store keeps them
-        request = msgspec.convert(responses_input.chat_request(request, items), ChatCompletionRequest)
-    elif isinstance(request, MessagesRequest):
-        request = msgspec.convert(messages_input.chat_request(request), ChatCompletionRequest)
-    if isinstance(request, ChatCompletionRequest):
-        plain = [chat_prompt._plain_message(message, "messages") for message in request.messages]
-        assert all(isinstance(message["content"], str) for message in plain)
-    if isinstance(request, SamplingFields):
-        sampling.structure(request)
-
-
-def _body_corpus() -> list[bytes]:
-    user = [{"role": "user", "content": [{"type": "text", "text": "é"}]}]
-    tool: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-    asked = [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}]
-    items: list[dict[str, Any]] = [
-        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "t"}]},
-        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
-        {"type": "function_call_output", "call_id": "c", "output": "o"},
-    ]
-    blocks: list[dict[str, Any]] = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {"a": 1}}]},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": user[0]["content"]}]},
-    ]
-    given: list[tuple[int, dict[str, Any]]] = [
-        (0, {"prompt": ["a", "b"], "max_tokens": 5, "logit_bias": {"5": 1.5}, "stop": ["a"], "stream": True, "n": 2}),
-        (0, {"prompt": [[1, 2]], "guided_json": {"type": "object"}, "seed": -5, "logprobs": 3, "unknown": {"a": [1]}}),
-        (1, {"messages": user, "tools": [tool], "tool_choice": "auto", "response_format": {"type": "json_object"}}),
-        (2, {"input": [*items, *asked], "instructions": "i", "tools": [tool["function"] | {"type": "function"}]}),
-        (3, {"messages": blocks, "max_tokens": 5, "tools": [{"name": "f", "input_schema": {"type": "object"}}]}),
-        (2, {"input": asked, "metadata": {"a": "b"}, "reasoning": {"effort": "low"}, "previous_response_id": "resp_x"}),
-        (3, {"messages": user, "max_tokens": 5, "system": "s", "thinking": {"type": "enabled", "budget_tokens": 9}}),
-        (4, {"messages": user, "add_generation_prompt": True}), (5, {"tokens": [1, 2, 3]}),
-    ]  # fmt: skip
-    return [bytes([kind]) + json.dumps(fields).encode() for kind, fields in given]
-
-
-# --- chat templates
-
-
-def template(data: bytes) -> str:
-    """Check that any text is compiled and rendered, or rejected, in a bounded time."""
-    given: list[dict[str, Any]] = [{"role": "user", "content": "Hi <x>"}, {"role": "assistant", "content": None}]
-    try:
-        ChatTemplate(data.decode("utf-8", "replace")).render(
-            given, add_generation_prompt=True, continue_final_message=False, tools=[{"a": 1}], variables={"b": [1, 2]}
-        )
-    except (TokenizerError, RequestError) as error:
-        return refusal(error)
-    return ""
-
-
-def _template_corpus() -> list[bytes]:
-    texts = [
-        "{% for m in messages %}{{ m.role ~ ': ' ~ m['content'] | trim }}\n{% endfor %}{{ tools | tojson(indent=2) }}",
-        "{%- set ns = namespace(x=0) -%}{%- for i in range(3) -%}{%- set ns.x = ns.x + i * 2 ** 3 -%}{%- endfor -%}",
-        "{% macro f(a, b=1) %}{{ '%s' % a }}{% endmacro %}{{ f('x'.join(['a', 'b'])) }}{{ messages[::-1] | length }}",
-        "{% if b is defined and 1 in b %}{{ b | map('string') | join('-') }}{% elif messages[0].content %}x{% endif %}",
-        "{{ '{:>5}'.format(3) }}{{ b | batch(2) | list }}{{ raise_exception('no') if not tools }}",
-        "{{ strftime_now('%Y') }}",
-        "{% generation %}{% set x %}a{% endset %}{{ x | replace('a', 'b') | upper }}{% endgeneration %}{# no #}",
-    ]  # fmt: skip
-    return [text.encode() for text in texts]
-
-
 # --- all targets
 
 
@@ -459,18 +350,14 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-_JINJA = (
-    b"{{ |}} |{% for i in range(9) %}|{% endfor %}|map(|**|[::-1]|'x' * 9|{% set x = |.format(|tojson| ~ | in | is "
-)
 _TAGS = b'<tool_call> </tool_call> <think> </think> [TOOL_CALLS] [ARGS] <|python_tag|> {"name":"f","arguments":{ ;'
 _HTTP = b"\r\n|\n|\r\n\r\n|:|content-length: |transfer-encoding: chunked\r\n|HTTP/1.1|0\r\n\r\n|CONNECT |\0|upgrade: "
 TARGETS = {
     **fuzz_files.TARGETS,
+    **fuzz_requests.TARGETS,
     "output": Target(output, _output_corpus, (*JSON, *_TAGS.split())),
     "tools": Target(tools, _tools_corpus, (*JSON, *b"$ref #/$defs/a function parameters required name".split())),
     "events": Target(events, _events_corpus, (*JSON, b"\n\n", b"\r\n", *b"data: : event: setup gone [7]".split())),
     "messages": Target(messages, _messages_corpus, (b"\xc0", b"\xff", b"\x91", b"\xdf\xff\xff\xff\xff", b"\xa4type")),
-    "body": Target(body, _body_corpus, (*JSON, *b"messages max_tokens content \xed\xa0\x80 input stream".split())),
     "http": Target(http, _http_corpus, (*_HTTP.split(b"|"), b"x" * 2100)),
-    "template": Target(template, _template_corpus, tuple(_JINJA.split(b"|"))),
 }

@@ -37,14 +37,14 @@ TESTS: dict[str, tuple[str, ...]] = {
     "server/api/": (*REQUESTS, "server/test_messages_translation.py", "server/test_responses_translation.py"),
     "server/api/messages/": ("server/test_messages_translation.py", "server/test_messages.py"),
     "server/api/responses/": ("server/test_responses_translation.py", "server/test_responses.py"),
-    "server/api/shared/sampling.py": ("server/test_completions.py",),
+    "server/api/shared/sampling.py": ("server/test_request_params.py",),
     "server/http/auth.py": ("server/test_auth.py",),
     "server/http/bodies.py": (
-        "server/test_hostile.py",
+        "server/test_bodies.py",
         "server/test_bad_input.py::test_a_body_that_does_not_come_is_not_waited_for",
         "server/test_bad_input.py::test_half_a_body_of_a_client_that_has_gone_starts_nothing",
     ),
-    "server/http/errors.py": ("server/test_auth.py", "server/test_bad_input.py"),
+    "server/http/errors.py": ("server/test_errors.py", "server/test_auth.py"),
     "server/operations/admission.py": ("server/test_admission.py",),
 }
 """by the beginning of a path under src/quire, the longest of which counts: paths under tests"""

@@ -16,8 +16,8 @@ import pytest
 
 import quire
 from reliability import digest, sanitized_site
+from reliability.answers import Answer
 from reliability.coverage import gaps, wanted_files
-from reliability.kills import Answer
 from reliability.overload import Load
 from reliability.page import record, table
 from reliability.served import Exchange, Resources

@@ -238,6 +238,7 @@ def test_who_kills_a_server_kills_its_children(client: Any, is_stopped: bool) ->
 
 def test_who_kills_an_engine_kills_its_children(client: Any) -> None:
     _, engine, trials = client()
+    assert len(trials) == 1
     for pid in trials:
         os.kill(pid, signal.SIGSTOP)
     os.kill(engine, signal.SIGKILL)

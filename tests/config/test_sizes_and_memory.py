@@ -110,6 +110,25 @@ def test_the_least_of_what_is_available_at_any_level_counts(root):
     assert (memory.limit_bytes, memory.available_bytes) == (2 * GIB, 5)
 
 
+def test_a_full_group_above_a_tighter_one_leaves_no_memory(root):
+    """Other containers of the same pod have used nearly all that the pod may use."""
+    write(root, "proc/self/cgroup", "0::/pod/container\n")
+    write(root, "sys/fs/cgroup/pod/container/memory.max", f"{2 * GIB}\n")
+    write(root, "sys/fs/cgroup/pod/container/memory.current", f"{GIB // 2}\n")
+    write(root, "sys/fs/cgroup/pod/memory.max", f"{4 * GIB}\n")
+    write(root, "sys/fs/cgroup/pod/memory.current", f"{4 * GIB - 7}\n")
+    memory = machine_memory(root)
+    assert (memory.limit_bytes, memory.available_bytes) == (2 * GIB, 7)
+
+
+def test_a_group_with_the_limit_of_the_machine_may_be_full(root):
+    write(root, "proc/self/cgroup", "0::/box\n")
+    write(root, "sys/fs/cgroup/box/memory.max", f"{16 * GIB}\n")
+    write(root, "sys/fs/cgroup/box/memory.current", f"{16 * GIB - 9}\n")
+    memory = machine_memory(root)
+    assert (memory.limit_bytes, memory.available_bytes) == (16 * GIB, 9)
+
+
 def test_of_a_group_that_uses_more_than_its_limit_nothing_is_available(root):
     write(root, "proc/self/cgroup", "0::/box\n")
     write(root, "sys/fs/cgroup/box/memory.max", f"{GIB}\n")
@@ -131,10 +150,10 @@ def test_old_kernels_that_do_not_estimate_what_is_available_say_what_is_free(tmp
     assert (memory.limit_bytes, memory.available_bytes) == (16 * 1024, 5 * 1024)
 
 
-def test_a_limit_above_the_machine_says_nothing(root):
+def test_a_limit_above_the_machine_changes_nothing(root):
     write(root, "proc/self/cgroup", "0::/\n")
     write(root, "sys/fs/cgroup/memory.max", f"{64 * GIB}\n")
-    write(root, "sys/fs/cgroup/memory.current", f"{63 * GIB}\n")
+    write(root, "sys/fs/cgroup/memory.current", f"{15 * GIB}\n")
     memory = machine_memory(root)
     assert (memory.limit_bytes, memory.available_bytes) == (16 * GIB, 12 * GIB)
 

@@ -1,10 +1,12 @@
 """The memory plan: what fits is worked out before a weight is read, and what does not is refused by number."""
 
+from dataclasses import dataclass
+
 import pytest
 
 from quire.common.errors import CheckpointError, ConfigError, OutOfMemoryError
 from quire.config.args import EngineArgs
-from quire.config.kv_cache import FullAttentionSpec, SlidingWindowSpec
+from quire.config.kv_cache import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from quire.config.kv_layout import group_layers, kv_cache_config
 from quire.config.machine import MachineMemory
 from quire.models.families.llama import LlamaForCausalLM
@@ -93,6 +95,24 @@ def test_an_int8_cache_needs_heads_of_whole_lanes(monkeypatch):
     assert plan_memory(EngineArgs(kv_cache_memory="12MiB")).kv_cache.num_blocks > 0
     with pytest.raises(ConfigError, match=r"kv_cache_dtype='int8'.* 6 dimensions.* multiple of 4"):
         plan_memory(EngineArgs(kv_cache_memory="12MiB", kv_cache_dtype="int8"))
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec(KVCacheSpec):
+    """One state of 1 KiB for a whole sequence, and no keys and values."""
+
+    def block_bytes(self, block_size):
+        return 1024
+
+    def max_blocks(self, num_tokens, block_size, max_chunk):
+        return 1
+
+
+def test_the_dtype_of_the_cache_changes_only_layers_with_keys_and_values(monkeypatch):
+    monkeypatch.setattr(LlamaForCausalLM, "kv_cache_specs", lambda _: [FULL, StateSpec()])
+    monkeypatch.setattr(memory_plan, "activation_bytes", lambda *_: 0)  # the model itself has other layers
+    plan = plan_memory(EngineArgs(kv_cache_memory="12MiB", kv_cache_dtype="int8"))
+    assert [group.spec for group in plan.kv_cache.groups] == [FullAttentionSpec(2, 64, "int8"), StateSpec()]
 
 
 def test_a_small_cache_shortens_the_context_unless_a_length_was_asked_for():

@@ -42,6 +42,7 @@ def admission(clock, engine):
     return make
 
 
+@pytest.mark.essential
 def test_the_queue_is_bounded(admission):
     gate = admission(max_num_seqs=2, max_waiting=3)
     assert [gate.enter("a") for _ in range(5)] == [None] * 5
@@ -104,6 +105,7 @@ def test_requests_per_minute(admission, clock):
     assert gate.enter("a") is not None
 
 
+@pytest.mark.essential
 def test_tokens_per_minute_are_paid_back(admission, clock):
     gate = admission(tokens_per_minute=60)
     assert gate.enter("a") is None
@@ -125,6 +127,96 @@ def test_a_refused_request_costs_nothing(admission, clock):
     assert gate.enter("a") is None
     gate.leave("a", 0)
     assert gate.enter("a").reason == "requests_per_minute"
+
+
+def test_the_wait_follows_from_the_number_of_requests_ahead(admission, engine):
+    """Before two requests have ended, a request is assumed to take a second."""
+    gate = admission(max_num_seqs=2, max_waiting=1, max_concurrent_per_tenant=2)
+    assert [gate.enter("a"), gate.enter("a"), gate.enter("b")] == [None] * 3
+    refusal = gate.enter("a")
+    assert (refusal.reason, refusal.retry_after_s) == ("too_many_at_once", 3)
+    assert refusal.message.startswith("2 of your requests are running")
+    refusal = gate.enter("c")
+    assert (refusal.reason, refusal.retry_after_s) == ("queue_full", 1)
+    assert refusal.message == "the queue is full: at most 1 requests may wait"
+    engine.num_waiting = 5
+    assert gate.enter("c").retry_after_s == 5
+    assert gate.num_refused == {"too_many_at_once": 1, "queue_full": 2}
+    assert gate.num_running == 3
+
+
+def test_the_pace_is_smoothed(admission, clock):
+    gate = admission(max_num_seqs=1, max_waiting=0)
+    gate.enter("a")
+    gate.leave("a", 0)  # the first end: there is no earlier one to measure from
+    assert gate.enter("a") is None
+    assert gate.enter("a").retry_after_s == 1
+    clock.now += 11
+    gate.leave("a", 0)
+    assert gate.enter("a") is None
+    assert gate.enter("a").retry_after_s == 3, "1 s, and a fifth of the 10 s more"
+    clock.now += 3600
+    gate.leave("a", 0)
+    gate.enter("a")
+    assert gate.enter("a").retry_after_s == 15, "3 s, and a fifth of the 57 s to the longest that counts"
+
+
+def test_a_full_queue_asks_for_a_wait_of_at_most_a_minute(admission, engine):
+    gate = admission(max_num_seqs=1, max_waiting=2)
+    engine.num_waiting = 500
+    assert gate.enter("a").retry_after_s == MAX_RETRY_AFTER_S == 60
+    engine.num_waiting = 2
+    assert gate.enter("a").retry_after_s == 1
+
+
+def test_tokens_after_the_end_of_a_request_are_charged(admission, clock):
+    gate = admission(tokens_per_minute=60)
+    gate.enter("a")
+    gate.leave("a", 0)
+    gate.charge("a", 61)
+    gate.charge("new", 61)
+    for tenant in ("a", "new"):
+        refusal = gate.enter(tenant)
+        assert (refusal.reason, refusal.retry_after_s) == ("tokens_per_minute", 2)
+        assert "60 tokens per minute" in refusal.message
+    admission().charge("a", 10**9)  # without a limit, nothing is counted
+
+
+def test_each_tenant_has_its_own_limits(admission):
+    gate = admission(max_num_seqs=100, requests_per_minute=1, tokens_per_minute=10, max_concurrent_per_tenant=1)
+    for tenant in ("a", "b"):
+        assert gate.enter(tenant) is None
+        assert gate.enter(tenant).reason == "too_many_at_once"
+        gate.leave(tenant, 10**6)
+        assert gate.enter(tenant).reason == "requests_per_minute"
+
+
+def test_a_bucket_refills_evenly_up_to_its_limit():
+    bucket = Bucket(60, 100.0)
+    assert bucket.is_full(100.0)
+    assert bucket.wait_s(60, 100.0) == 0
+    assert bucket.wait_s(61, 100.0) == 1
+    bucket.take(60, 100.0)
+    assert not bucket.is_full(100.0)
+    assert bucket.wait_s(1, 100.0) == 1
+    assert bucket.wait_s(30, 110.0) == 20
+    assert not bucket.is_full(159.0)
+    assert bucket.is_full(160.0)
+    assert bucket.wait_s(61, 10_000.0) == 1, "the bucket never holds more than one minute's units"
+    bucket.take(90, 10_000.0)
+    assert bucket.wait_s(1, 10_000.0) == 31
+    bucket.take(60, 20_000.0)
+    assert bucket.wait_s(1, 20_000.0) == 1, "it was full again before the second time"
+
+
+def test_a_tenant_in_debt_is_not_forgotten(admission, clock):
+    gate = admission(max_num_seqs=10**6, tokens_per_minute=60)
+    gate.enter("debtor")
+    gate.leave("debtor", 10**6)
+    for number in range(3000):
+        gate.enter(f"visitor {number}")
+        gate.leave(f"visitor {number}", 0)
+    assert gate.enter("debtor").reason == "tokens_per_minute"
 
 
 def test_tenants_that_use_nothing_are_forgotten(admission, clock):

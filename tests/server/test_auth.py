@@ -1,4 +1,4 @@
-"""API keys: where they come from, and what a request without one is told."""
+"""API keys: where they come from, and the response to a request without one."""
 
 import asyncio
 
@@ -60,8 +60,44 @@ def test_a_wrong_key_file_is_refused_without_quoting_it(tmp_path, text, message)
 
 
 def test_a_missing_key_file_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match=r"^api_key_file='.*/none' cannot be read"):
         ApiKeys.load(ServerArgs(api_key_file=str(tmp_path / "none")), {})
+
+
+def test_a_key_file_is_text_in_utf_8(tmp_path):
+    (tmp_path / "keys").write_bytes(b"alice:\xff")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        ApiKeys.load(ServerArgs(api_key_file=str(tmp_path / "keys")), {})
+    (tmp_path / "keys").write_bytes("bob:schl\u00fcssel".encode())
+    keys = ApiKeys.load(ServerArgs(api_key_file=str(tmp_path / "keys")), {})
+    assert keys.name_of("schl\u00fcssel".encode()) == "bob"
+
+
+def test_names_of_keys_have_up_to_64_characters(tmp_path):
+    assert keys_of(tmp_path, f"{'a' * 64}:k").name_of(b"k") == "a" * 64
+    assert keys_of(tmp_path, "A.b_c-9:k").name_of(b"k") == "A.b_c-9"
+    with pytest.raises(ConfigError, match=r"^api_key_file='.*/keys', line 1: must be name:key"):
+        keys_of(tmp_path, f"{'a' * 65}:k")
+
+
+@pytest.mark.parametrize("key", ["", " ", " k", "k "])
+def test_a_key_that_is_empty_or_has_white_space_around_it_is_refused(key):
+    with pytest.raises(ConfigError, match="the API key named 'key-2' is empty or has white space around it"):
+        ApiKeys.load(ServerArgs(api_key=("good", key)), {})
+
+
+def test_a_repeated_key_must_have_the_same_name(tmp_path):
+    assert keys_of(tmp_path, "a:k\na:k\n").name_of(b"k") == "a"
+    with pytest.raises(ConfigError, match="two names, 'key-1' and 'a'"):
+        keys_of(tmp_path, "a:k", ("k",))
+    with pytest.raises(ConfigError, match="two names, 'key-1' and 'key-2'"):
+        ApiKeys.load(ServerArgs(api_key=("k",)), {"QUIRE_API_KEY": "k"})
+
+
+def test_a_server_without_keys_has_an_empty_set_of_keys():
+    assert not ApiKeys.load(ServerArgs(), {})
+    assert ApiKeys.load(ServerArgs(api_key=("k",)), {})
+    assert not ApiKeys.load(ServerArgs(), {"QUIRE_API_KEY": " , "})
 
 
 @given(st.binary(max_size=80))
@@ -70,6 +106,7 @@ def test_no_other_bytes_are_a_key(key):
     assert (keys.name_of(key) is not None) == (key in (b"sk-a", b"sk-b"))
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize(
     "headers",
     [[(b"authorization", b"Bearer sk-b")], [(b"authorization", b"bearer  sk-b ")], [(b"x-api-key", b"sk-b")],
@@ -81,9 +118,11 @@ def test_a_key_opens_and_names_the_tenant(headers):
     assert context.tenant == "key-2"
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize(
     "headers",
     [[], [(b"authorization", b"Bearer wrong")], [(b"authorization", b"sk-a")], [(b"authorization", b"Basic sk-a")],
+     [(b"authorization", b"Digest sk-a")], [(b"x-other", b"Bearer sk-a")],
      [(b"x-api-key", b"")], [(b"x-api-key", b"sk-a\xff")], [(b"authorization", b"Bearer")]],
 )  # fmt: skip
 def test_without_a_key_the_answer_is_401(headers):
@@ -91,7 +130,31 @@ def test_without_a_key_the_answer_is_401(headers):
     with pytest.raises(ApiError) as raised:
         call(Authentication(app, keys), *headers)
     assert (raised.value.status, raised.value.code) == (401, "invalid_api_key")
-    assert raised.value.headers["www-authenticate"] == "Bearer"
+    assert raised.value.headers == {"www-authenticate": "Bearer"}
+    assert "this server requires an API key: send `Authorization: Bearer KEY`" in raised.value.message
+
+
+def test_the_first_of_two_valid_keys_names_the_tenant():
+    keys = ApiKeys.load(ServerArgs(api_key=("sk-a", "sk-b")), {})
+    context = call(Authentication(app, keys), (b"x-api-key", b"sk-b"), (b"authorization", b"Bearer sk-a"))
+    assert context.tenant == "key-2"
+
+
+def test_middleware_passes_its_arguments_on_unchanged():
+    seen = []
+
+    async def inner(*arguments):
+        seen.append(arguments)
+
+    receive, send = object(), object()
+    scope = {"type": "http", "method": "GET", "headers": [(b"authorization", b"Bearer k"), (b"host", b"localhost")]}
+    begin_request(scope)
+    keys = ApiKeys.load(ServerArgs(api_key=("k",)), {})
+    asyncio.run(Authentication(inner, keys)(scope, receive, send))
+    asyncio.run(AllowedHosts(inner, ())(scope, receive, send))
+    lifespan = {"type": "lifespan"}
+    asyncio.run(AllowedHosts(inner, ())(lifespan, receive, send))
+    assert seen == [(scope, receive, send), (scope, receive, send), (lifespan, receive, send)]
 
 
 def test_both_shapes_of_the_answer():
@@ -113,7 +176,8 @@ def test_requests_for_other_hosts_are_refused(allowed, host, expected):
         return
     with pytest.raises(ApiError) as raised:
         call(middleware, (b"host", host))
-    assert raised.value.status == 403
+    assert (raised.value.status, raised.value.code) == (403, "wrong_host")
+    assert "requests for this host are refused; the operator can add it to allowed_hosts" in raised.value.message
 
 
 def test_http_1_0_may_leave_the_host_out():

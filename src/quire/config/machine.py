@@ -17,8 +17,9 @@ class MachineMemory:
 def machine_memory(root: Path = Path("/")) -> MachineMemory:
     """Read /proc/meminfo and every control group above this process (v2 and v1) below `root`.
 
-    Every level of the hierarchy may set a limit, and the lowest one applies. Pages that the kernel can drop (inactive
-    file cache) count as available. On systems without /proc, the physical memory is returned.
+    Every level of the hierarchy may set a limit. The lowest limit applies, and the least memory that any level has left
+    is available. Pages that the kernel can drop (inactive file cache) count as available. On systems without /proc, the
+    physical memory is returned.
     """
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
@@ -28,10 +29,10 @@ def machine_memory(root: Path = Path("/")) -> MachineMemory:
     limit, available = info["MemTotal"], info.get("MemAvailable", info["MemFree"])
     for folder, names in _control_groups(root):
         group_limit = _read_int(folder / names[0])
-        if group_limit is None or group_limit >= limit:
+        if group_limit is None:
             continue
         used = (_read_int(folder / names[1]) or 0) - _inactive_file_bytes(folder)
-        limit = group_limit
+        limit = min(limit, group_limit)
         available = min(available, max(0, group_limit - used))
     return MachineMemory(limit, available)
 

@@ -36,12 +36,11 @@ class BlockTable:
         self._snapshot = None
 
     def slide(self, first: int) -> list[int]:
-        """Let go of the blocks before `first`; returns them."""
+        """Remove the blocks before `first`; returns them."""
         gone = self._ids[self.first : first]
-        if gone:
-            self._ids[self.first : first] = [0] * len(gone)
-            self.first += len(gone)
-            self._snapshot = None
+        self._ids[self.first : first] = [0] * len(gone)
+        self.first += len(gone)
+        self._snapshot = None
         return gone
 
     def __getitem__(self, index: int) -> int:
