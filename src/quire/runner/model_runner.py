@@ -32,8 +32,11 @@ class ModelRunner:
         self.model = model
         self.kv = kv
         self.block_size = block_size
-        self._workspace = kernels.backend_of(kv[0].k).workspace()
-        self._graphs = DecodeGraphs(model, kv, block_size, -(-max_model_len // block_size), self._workspace)
+        backend, max_blocks = kernels.backend_of(kv[0].k), -(-max_model_len // block_size)
+        self._workspace = backend.workspace()
+        self._graphs: DecodeGraphs | None = None
+        if backend.can_record:
+            self._graphs = DecodeGraphs(model, kv, block_size, max_blocks, self._workspace)
         self._sampler = Sampler(logprobs_mode)
 
     @torch.inference_mode()
@@ -43,7 +46,7 @@ class ModelRunner:
         if not sequences:
             return StepResult(())
         with self._workspace:
-            if self._graphs.can_replay(sequences):
+            if self._graphs is not None and self._graphs.can_replay(sequences):
                 return self._sampler.sample(self._graphs.logits(sequences), sequences)
             return self._call(sequences)
 

@@ -288,7 +288,6 @@ class NativeBackend:
             lens = (c.masks.shape[0], c.banned.ids.shape[0], c.biased.ids.shape[0], len(c.histories))
             num_past = c.histories.ids.shape[0]
             changes = self.native.logit_changes(*[t.data_ptr() for t in c.tensors()], num_rows, *lens, num_past, vocab)
-        per_row = (how.temperature, how.top_k, how.top_p, how.min_p, how.uniform)
-        return self.native.sample_args(
-            logits.data_ptr(), logits.stride(0), num_rows, vocab, *(t.data_ptr() for t in per_row), changes
-        )
+        cuts = how.top_k.data_ptr(), how.top_p.data_ptr(), how.min_p.data_ptr()
+        per_row = how.temperature.data_ptr(), *cuts, how.uniform.data_ptr()
+        return self.native.sample_args(logits.data_ptr(), logits.stride(0), num_rows, vocab, *per_row, changes)
