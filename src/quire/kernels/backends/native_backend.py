@@ -235,19 +235,14 @@ class NativeBackend:
         num_tokens, num_heads, head_dim = query.shape
         num_blocks, num_kv_heads, block_size, _ = v_cache.shape
         out = empty((num_tokens, num_heads, head_dim), query.dtype)
-        cache = (
-            v_cache.dtype is torch.int8,
-            k_cache.data_ptr(),
-            v_cache.data_ptr(),
-            k_cache.stride(0),
-            v_cache.stride(0),
-        )
+        caches = k_cache.data_ptr(), v_cache.data_ptr(), k_cache.stride(0), v_cache.stride(0)
+        is_int8 = v_cache.dtype is torch.int8
         tables = query_start.data_ptr(), seq_lens.data_ptr(), block_tables.data_ptr(), block_tables.stride(0)
         sizes = block_tables.shape[1], num_tokens, seq_lens.shape[0], num_heads, num_kv_heads, head_dim
         window = _SEES_ALL if sliding_window is None else sliding_window
         code, at, stride, to = DTYPE_CODES[query.dtype], query.data_ptr(), query.stride(0), out.data_ptr()
         self.native.paged_attention(
-            code, at, stride, *cache, *tables, *sizes, num_blocks, block_size, window, scale, to
+            code, at, stride, is_int8, *caches, *tables, *sizes, num_blocks, block_size, window, scale, to
         )
         return out
 
