@@ -74,10 +74,10 @@ QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const bf16* x, int64_t x_strid
                                 int64_t offset, const bf16*) {
   pairs w[G];
   QUIRE_UNROLL
-  for (int g = 0; g < G; ++g) w[g] = load_pairs(reinterpret_cast<const bf16*>(panels[g] + offset));
+  for (int g = 0; g < G; ++g) w[g] = load_lanes(panels[g] + offset);
   QUIRE_UNROLL
   for (int r = 0; r < R; ++r) {
-    const pairs value = set1_pair(x + r * x_stride);
+    const pairs value = set1_lane(x + r * x_stride);
     QUIRE_UNROLL
     for (int g = 0; g < G; ++g) acc[r][g] = dot2(acc[r][g], w[g], value);
   }
@@ -89,7 +89,7 @@ QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const float* x, int64_t x_stri
   f32 first[G], second[G];
   QUIRE_UNROLL
   for (int g = 0; g < G; ++g) {
-    const pairs w = load_pairs(reinterpret_cast<const bf16*>(panels[g] + offset));
+    const pairs w = load_lanes(panels[g] + offset);
     first[g] = lower(w);
     second[g] = upper(w);
   }
