@@ -134,7 +134,7 @@ def test_a_file_that_cannot_be_read_says_why(folder: Path, tmp_path: Path) -> No
 # --- config.json
 
 
-def test_a_config_of_a_size_that_none_has_is_not_read(folder: Path) -> None:
+def test_a_config_file_that_is_too_large_is_not_read(folder: Path) -> None:
     with (folder / "config.json").open("r+b") as file:
         file.truncate(16 * 1024**2 + 1)
     with pytest.raises(CheckpointError, match=r"config\.json has 16,777,217 bytes: at most 16,777,216 are allowed"):
@@ -157,7 +157,7 @@ def test_missing_key_is_named(folder: Path, key: str) -> None:
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, "16", True, [], 10**30])
 @pytest.mark.parametrize("key", ["vocab_size", "num_hidden_layers", "max_position_embeddings", "num_key_value_heads"])
-def test_sizes_that_are_none(folder: Path, key: str, value: Any) -> None:
+def test_invalid_sizes(folder: Path, key: str, value: Any) -> None:
     write(folder, FIELDS | {key: value}, weights())
     with pytest.raises(CheckpointError, match=key):
         load(folder)
@@ -329,6 +329,12 @@ def test_tensor_that_its_shard_lacks_is_named(folder: Path) -> None:
         load(folder)
 
 
+def test_only_the_tensors_that_the_index_names_are_taken(folder: Path) -> None:
+    names = [name for name in SHAPES if name != "model.norm.weight"]
+    write_index(folder, dict.fromkeys(names, "model-00001-of-00001.safetensors"))
+    assert list(open_checkpoint(folder).tensors) == names
+
+
 @pytest.mark.parametrize("weight_map", [None, [], {}, "x"])
 def test_index_without_a_map(folder: Path, weight_map: Any) -> None:
     write_index(folder, weight_map)
@@ -362,8 +368,11 @@ def entry(dtype: Any = "F32", shape: Any = (2,), start: Any = 0, end: Any = 8) -
         (b"[" * 100_000, b"", "not valid JSON"),
         ([1], b"", "JSON list"),
         ({"a": 1}, b"", "not an object"),
-        ({"a": entry(dtype="F33")}, bytes(8), "dtype 'F33'"),
-        ({"a": entry(shape=[-1])}, bytes(8), "malformed"),
+        ({"a": entry(dtype="F33")}, bytes(8), "tensor 'a' has dtype 'F33'"),
+        ({"a": entry(shape=[-1])}, bytes(8), r"has shape \[-1\] and data_offsets \[0, 8\]: malformed"),
+        ({"a": entry(shape=[0, 2**62])}, bytes(8), "malformed"),
+        ({"a": entry(shape=[0, 2**62 - 1])}, bytes(8), "needs 0 bytes"),
+        ({"a": entry(shape=[1] * 65)}, bytes(8), "malformed"),
         ({"a": entry(shape=[2.0])}, bytes(8), "malformed"),
         ({"a": entry(start=8, end=0)}, bytes(8), "malformed"),
         ({"a": entry(start=None)}, bytes(8), "malformed"),
@@ -371,8 +380,9 @@ def entry(dtype: Any = "F32", shape: Any = (2,), start: Any = 0, end: Any = 8) -
         ({"a": entry(shape=[2**40, 2**40])}, bytes(8), "needs"),
         ({"a": entry()}, bytes(7), "truncated: its header promises"),
         ({"a": entry()}, bytes(9), "1 bytes after its last tensor"),
-        ({"a": entry(), "b": entry(start=4, end=12)}, bytes(12), "overlaps"),
-        ({"a": entry(), "b": entry(start=12, end=20)}, bytes(20), "hole"),
+        ({"a": entry(), "b": entry(start=4, end=12)}, bytes(12), "tensor 'b' overlaps 'a':"),
+        ({"a": entry(), "b": entry(start=12, end=20)}, bytes(20), "tensor 'b' leaves a hole after 'a':"),
+        ({"a": entry(start=1, end=9)}, bytes(9), "tensor 'a' leaves a hole after 'the header':"),
         ({"a": entry(shape=[2**61] * 100_000)}, bytes(8), "malformed"),
         ({"a" * 100_000: entry(dtype="F" * 100_000)}, bytes(8), "has dtype"),
         ({"a": entry(shape="9" * 100_000)}, bytes(8), "malformed"),
@@ -389,9 +399,15 @@ def test_lying_header(tmp_path: Path, header: Any, data: bytes, message: str) ->
     assert len(str(caught.value)) < 500 + len(str(path))
 
 
-@pytest.mark.parametrize("length", [2**63, 10**9, 100])
-def test_header_longer_than_the_file(tmp_path: Path, length: int) -> None:
-    path = raw_file(tmp_path / "model.safetensors", {"a": entry()}, bytes(8), length)
+def test_tensors_may_be_listed_in_another_order_than_they_lie_in_the_file(tmp_path: Path) -> None:
+    entries = {"b": entry(start=8, end=16), "empty": entry(shape=[0], start=8, end=8), "a": entry(shape=[1] * 63 + [2])}
+    assert list(read_header(raw_file(tmp_path / "model.safetensors", entries, bytes(16)))) == ["a", "empty", "b"]
+
+
+@pytest.mark.parametrize("excess", [2**63, 10**9, 100, 1])
+def test_header_longer_than_the_file(tmp_path: Path, excess: int) -> None:
+    text = json.dumps({"a": entry()}).encode()
+    path = raw_file(tmp_path / "model.safetensors", text, bytes(8), len(text) + 8 + excess)
     with pytest.raises(CheckpointError, match="truncated, or not a safetensors file"):
         read_header(path)
 
