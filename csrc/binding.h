@@ -1,11 +1,10 @@
-// What the bindings of all families share. The Python wrappers have checked shapes, strides and dtypes; a binding
-// checks only values, such as ids, since these change from one replay of a recording to the next.
+// What the bindings of all families share. The Python wrappers have checked shapes, strides and dtypes; what a binding
+// calls checks only values (checks.h).
 #pragma once
 
 #include <nanobind/nanobind.h>
 
-#include <stdexcept>
-#include <string>
+#include <type_traits>
 
 #include "kernel_table.h"
 #include "runtime/kernel_graph.h"
@@ -14,43 +13,60 @@ namespace quire {
 
 namespace nb = nanobind;
 
-using Address = uintptr_t;                                // tensor.data_ptr()
 using Unlocked = nb::call_guard<nb::gil_scoped_release>;  // every kernel runs without the interpreter lock
 
-template <typename T = void>
-T* pointer(Address address) {
-  return reinterpret_cast<T*>(address);
-}
+// What Python passes for a parameter of type T: for a pointer an address, tensor.data_ptr().
+template <typename T>
+using Passed = std::conditional_t<std::is_pointer_v<T>, uintptr_t, T>;
 
-// What Python calls to run a kernel: runs it, and adds it to the graph where one is being recorded.
-template <typename... Args>
-auto kernel(void (*run)(Args...)) {
-  return [run](Args... args) {
-    run(args...);
-    if (KernelGraph* graph = KernelGraph::recording()) graph->add([=] { run(args...); });
-  };
-}
-
-// Throws unless each of `count` ids, `stride` apart, is in [0, limit).
-inline void check_range(const char* what, const int64_t* ids, int64_t count, int64_t stride, int64_t limit) {
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t id = ids[i * stride];
-    if (id < 0 || id >= limit) {
-      throw std::invalid_argument(std::string(what) + " " + std::to_string(id) + " is not in [0, " +
-                                  std::to_string(limit) + ")");
-    }
+template <typename T>
+T received(Passed<T> value) {
+  if constexpr (std::is_pointer_v<T>) {
+    return reinterpret_cast<T>(value);
+  } else {
+    return value;
   }
+}
+
+// Adds a function that Python calls with addresses in the place of pointers.
+template <typename Result, typename... Args, typename... Extra>
+void add_function(nb::module_& module, const char* name, Result (*run)(Args...), const Extra&... extra) {
+  module.def(name, [run](Passed<Args>... args) { return run(received<Args>(args)...); }, extra...);
+}
+
+// Adds such a function, which runs a kernel and adds it to the graph where one is being recorded.
+template <typename... Args, typename Run>
+void add_recorded(nb::module_& module, const char* name, Run run) {
+  module.def(
+      name,
+      [run](Passed<Args>... args) {
+        const auto call = [=] { run(received<Args>(args)...); };
+        call();
+        if (KernelGraph* graph = KernelGraph::recording()) graph->add(call);
+      },
+      Unlocked());
+}
+
+template <typename... Args>
+void add_kernel(nb::module_& module, const char* name, void (*run)(Args...)) {
+  add_recorded<Args...>(module, name, run);
+}
+
+// The same for a kernel that the variants have for each dtype. Python passes the dtype first.
+template <typename Family, typename... Args>
+void add_kernel(nb::module_& module, const char* name, Family KernelTable::* family,
+                void (*(Family::*of_dtype)[kNumDTypes])(Args...)) {
+  add_recorded<int, Args...>(module, name,
+                             [=](int dtype, Args... args) { (kernels().*family.*of_dtype)[dtype](args...); });
 }
 
 void bind_pool(nb::module_& module);
 void bind_graph(nb::module_& module);
 void bind_matmul(nb::module_& module);
 void bind_quantized(nb::module_& module);
-void bind_norm(nb::module_& module);
+void bind_elementwise(nb::module_& module);
 void bind_attention(nb::module_& module);
 void bind_kv_cache(nb::module_& module);
 void bind_sampling(nb::module_& module);
-void bind_activation(nb::module_& module);
-void bind_rotary(nb::module_& module);
 
 }  // namespace quire

@@ -5,6 +5,9 @@
 // Pointers are untyped: a function casts them to its element type. Strides and sizes count elements.
 #pragma once
 
+#include <string>
+#include <vector>
+
 #include "attention/plan.h"
 #include "common.h"
 #include "quantized/layout.h"
@@ -12,18 +15,12 @@
 
 namespace quire {
 
-// Rows of `width` elements in up to two levels: row (i, j) starts at i * outer_stride + j * inner_stride.
-struct StridedRows {
-  int64_t outer, inner;
-  int64_t outer_stride, inner_stride;
-  int64_t width;
-};
-
 struct NormTable {
   // All [rows, width] contiguous. residual += x, in place.
   void (*add[kNumDTypes])(const void* x, void* residual, int64_t rows, int64_t width);
-  // out is contiguous [outer * inner, width]; weight [width].
-  void (*rms_norm[kNumDTypes])(const void* x, const float* weight, float eps, void* out, StridedRows shape);
+  // x [outer, inner, width] has strides outer_stride and inner_stride; out is contiguous; weight [width].
+  void (*rms_norm[kNumDTypes])(const void* x, const float* weight, float eps, void* out, int64_t outer, int64_t inner,
+                               int64_t outer_stride, int64_t inner_stride, int64_t width);
   // The same, and then the norm of that sum.
   void (*add_rms_norm[kNumDTypes])(const void* x, void* residual, const float* weight, float eps, void* out,
                                    int64_t rows, int64_t width);
@@ -36,9 +33,9 @@ enum Activation : int { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3 };
 
 struct ActivationTable {
   // x and out [rows, width] contiguous.
-  void (*activation[kNumDTypes])(Activation kind, const void* x, int64_t rows, int64_t width, void* out);
+  void (*activation[kNumDTypes])(int kind, const void* x, int64_t rows, int64_t width, void* out);
   // x [rows, 2 * width] contiguous.
-  void (*gated_activation[kNumDTypes])(Activation kind, const void* x, int64_t rows, int64_t width, void* out);
+  void (*gated_activation[kNumDTypes])(int kind, const void* x, int64_t rows, int64_t width, void* out);
 };
 
 struct RotaryTable {
@@ -108,9 +105,9 @@ struct KernelTable {
 const KernelTable& kernels();
 
 // Names of the variants this CPU can run, best first.
-int available_isas(const char** names, int capacity);
+std::vector<std::string> available_isas();
 
 // False if there is no such variant, or this CPU cannot run it.
-bool use_isa(const char* name);
+bool use_isa(const std::string& name);
 
 }  // namespace quire

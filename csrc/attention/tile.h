@@ -39,29 +39,10 @@ struct KeyTile {
 
 // The four-byte lane of the key layout: one float, a pair of bf16, or four int8, where keys have two more lanes.
 template <typename C>
-struct KeyLane;
-
-template <>
-struct KeyLane<float> {
-  using Query = float;
-  using Vector = f32;
+struct KeyLane : Lane<C> {
+  using Query = C;
   using Sum = f32;
-  static constexpr int64_t kPack = 1, kScaleLanes = 0;
-  QUIRE_INLINE Vector load(const float* p) { return quire::QUIRE_ISA::load(p); }
-  QUIRE_INLINE Vector broadcast(const float* p) { return set1(*p); }
-  QUIRE_INLINE f32 dot(f32 acc, Vector a, Vector b) { return fma(a, b, acc); }
-  QUIRE_INLINE f32 score(f32 sum, f32 scale, const float*) { return sum * scale; }
-};
-
-template <>
-struct KeyLane<bf16> {
-  using Query = bf16;
-  using Vector = pairs;
-  using Sum = f32;
-  static constexpr int64_t kPack = 2, kScaleLanes = 0;
-  QUIRE_INLINE Vector load(const bf16* p) { return load_pairs(p); }
-  QUIRE_INLINE Vector broadcast(const bf16* p) { return set1_pair(p); }
-  QUIRE_INLINE f32 dot(f32 acc, Vector a, Vector b) { return dot2(acc, a, b); }
+  static constexpr int64_t kPack = 4 / sizeof(C), kScaleLanes = 0;
   QUIRE_INLINE f32 score(f32 sum, f32 scale, const float*) { return sum * scale; }
 };
 
@@ -73,7 +54,7 @@ struct KeyLane<int8_t> {
   using Sum = i32;
   static constexpr int64_t kPack = 4, kScaleLanes = 2;
   QUIRE_INLINE Vector load(const int8_t* p) { return load_byte_pairs(p); }
-  QUIRE_INLINE Vector broadcast(const int16_t* p) { return {set1_int16_pair(p), set1_int16_pair(p + 2)}; }
+  QUIRE_INLINE Vector broadcast(const int16_t* p) { return {set1_lane(p), set1_lane(p + 2)}; }
   QUIRE_INLINE i32 dot(i32 acc, const Vector& a, const Vector& b) {
     return add_pairs(add_pairs(acc, a.even, b.even), a.odd, b.odd);
   }
@@ -94,12 +75,7 @@ QUIRE_INLINE f32 exp2_negative(f32 v) {
   const f32 shifter = set1(12582912.0f), inside = max(v, lowest);  // 1.5 * 2^23: its sum's low bits are an integer
   const f32 shifted = inside + shifter, r = inside - (shifted - shifter);
 #endif
-  f32 p = set1(0.00132647f);
-  p = fma(p, r, set1(0.00967151f));
-  p = fma(p, r, set1(0.05550734f));
-  p = fma(p, r, set1(0.24022242f));
-  p = fma(p, r, set1(0.69314698f));
-  p = fma(p, r, set1(1.0f));
+  const f32 p = polynomial(r, 0.00132647f, 0.00967151f, 0.05550734f, 0.24022242f, 0.69314698f, 1.0f);
 #if defined(QUIRE_SIMD_AVX512)
   return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(v, lowest, _CMP_GT_OQ), p, power);
 #else
@@ -162,36 +138,38 @@ struct ValueLane {
   QUIRE_INLINE f32 end(f32 acc, f32, f32) { return acc; }
 };
 
+// What lanes of two keys have in common.
+struct ValuePairs {
+  using Vector = i32;
+  static constexpr int64_t kKeys = 2, kVectors = 2;
+  QUIRE_INLINE void store(float* p, Vector v) { quire::QUIRE_ISA::store(p, as_float(v)); }
+  QUIRE_INLINE Vector load(const float* p) { return load_lanes(p); }
+  QUIRE_INLINE Vector broadcast(const float* p) { return set1_lane(p); }
+};
+
 #if defined(__AVX512BF16__)
 // A pair of bf16: probabilities are rounded to it too, as in FlashAttention (Dao et al. 2022), which halves the work.
 template <>
-struct ValueLane<bf16> : ValueLane<float> {
+struct ValueLane<bf16> : ValuePairs {
   using Prob = bf16;
-  using Vector = pairs;
-  static constexpr int64_t kKeys = 2, kVectors = 2;
+  using Sum = f32;
   QUIRE_INLINE void make(const bf16* const* values, int64_t dim, int64_t n, Vector* out) {
     pair_rows(values[0] + dim, values[1] + dim, n, out[0], out[1]);
   }
-  QUIRE_INLINE void store(float* p, Vector v) { _mm512_storeu_si512(p, v); }
-  QUIRE_INLINE Vector load(const float* p) { return _mm512_loadu_si512(p); }
-  QUIRE_INLINE Vector broadcast(const float* p) { return set1_pair(reinterpret_cast<const bf16*>(p)); }
+  QUIRE_INLINE f32 begin(f32 before) { return before; }
   QUIRE_INLINE f32 dot(f32 acc, Vector value, Vector prob) { return dot2(acc, value, prob); }
+  QUIRE_INLINE f32 end(f32 acc, f32, f32) { return acc; }
 };
 #endif
 
 template <>
-struct ValueLane<int8_t> {
+struct ValueLane<int8_t> : ValuePairs {
   using Prob = float;  // and then int16
-  using Vector = i32;
   using Sum = i32;
-  static constexpr int64_t kKeys = 2, kVectors = 2;
   QUIRE_INLINE void make(const int8_t* const* values, int64_t dim, int64_t n, Vector* out) {
     pair_rows(values[0] + dim, values[1] + dim, n, out[0], out[1]);
     in_order(out[0], out[1]);
   }
-  QUIRE_INLINE void store(float* p, Vector v) { quire::QUIRE_ISA::store(p, as_float(v)); }
-  QUIRE_INLINE Vector load(const float* p) { return as_int(quire::QUIRE_ISA::load(p)); }
-  QUIRE_INLINE Vector broadcast(const float* p) { return set1_int16_pair(reinterpret_cast<const int16_t*>(p)); }
   QUIRE_INLINE i32 begin(f32) { return i32{}; }
   QUIRE_INLINE i32 dot(i32 acc, Vector value, Vector prob) { return add_pairs(acc, value, prob); }
   QUIRE_INLINE f32 end(i32 acc, f32 before, f32 step) { return fma(__builtin_convertvector(acc, f32), step, before); }
@@ -218,8 +196,7 @@ static inline void stage_values(const KeyTile<C>& tile, int64_t first, int64_t l
 // Scores of vectors [vector, end) of a row become -inf but for keys [first, last).
 QUIRE_INLINE void mask_scores(float* scores, int64_t vector, int64_t end, int64_t first, int64_t last) {
   alignas(64) static const int32_t kLanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  i32 lanes;
-  std::memcpy(&lanes, kLanes, sizeof lanes);
+  const i32 lanes = load_lanes(kLanes);
   for (int64_t v = vector; v < end; ++v) {
     const i32 key = lanes + int32_t(v * W);
     const i32 is_visible = (key >= int32_t(first)) & (key < int32_t(last));

@@ -15,15 +15,8 @@ QUIRE_INLINE f32 sigmoid(f32 v) {
 // degree 8 with the least relative error.
 QUIRE_INLINE f32 erfc(f32 v) {
   const f32 u = 1.0f / fma(set1(0.4f), v, set1(1));
-  f32 q = set1(0.0398350693f);
-  q = fma(q, u, set1(-0.133334517f));
-  q = fma(q, u, set1(0.0693485737f));
-  q = fma(q, u, set1(0.104971126f));
-  q = fma(q, u, set1(0.0678088516f));
-  q = fma(q, u, set1(0.198576689f));
-  q = fma(q, u, set1(0.200534835f));
-  q = fma(q, u, set1(0.226636827f));
-  q = fma(q, u, set1(0.225622594f));
+  const f32 q = polynomial(u, 0.0398350693f, -0.133334517f, 0.0693485737f, 0.104971126f, 0.0678088516f, 0.198576689f,
+                           0.200534835f, 0.226636827f, 0.225622594f);
   return exp(-(v * v)) * u * q;
 }
 
@@ -69,7 +62,7 @@ static void activate(const T* x, int64_t rows, int64_t width, T* out) {
 }
 
 template <typename T, bool kGated>
-static void activation(Activation kind, const void* x, int64_t rows, int64_t width, void* out) {
+static void activation(int kind, const void* x, int64_t rows, int64_t width, void* out) {
   const T* from = static_cast<const T*>(x);
   T* to = static_cast<T*>(out);
   switch (kind) {

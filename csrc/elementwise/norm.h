@@ -50,12 +50,12 @@ static void add(const void* x, void* residual, int64_t rows, int64_t width) {
 }
 
 template <typename T>
-static void rms_norm(const void* x, const float* weight, float eps, void* out, StridedRows shape) {
-  for_rows(shape.outer * shape.inner, shape.width, [&](int64_t begin, int64_t end) {
+static void rms_norm(const void* x, const float* weight, float eps, void* out, int64_t outer, int64_t inner,
+                     int64_t outer_stride, int64_t inner_stride, int64_t width) {
+  for_rows(outer * inner, width, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      const int64_t offset = row / shape.inner * shape.outer_stride + row % shape.inner * shape.inner_stride;
-      rms_norm_row(static_cast<const T*>(x) + offset, weight, eps, static_cast<T*>(out) + row * shape.width,
-                   shape.width);
+      const int64_t offset = row / inner * outer_stride + row % inner * inner_stride;
+      rms_norm_row(static_cast<const T*>(x) + offset, weight, eps, static_cast<T*>(out) + row * width, width);
     }
   });
 }

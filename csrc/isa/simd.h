@@ -32,49 +32,113 @@
 // Each isa/simd_*.h defines, in quire::QUIRE_ISA:
 //   W                                      lanes
 //   f32, i32                               vectors of W float / int32_t; + - * / < etc. are the compiler's own
-//   pairs                                  W lanes of two bf16, the earlier one in the lower half
 //   load, load_n(p, n)                     from float* or bf16*; _n: the first n <= W lanes, the rest 0
 //   store, store_n(p, v, n)                to float* or bf16* (to nearest even, NaN stays NaN)
-//   load_pairs(p), set1_pair(p)            W pairs; one pair in all lanes
 //   set1, fma(a, b, c) = a * b + c         (the portable variant rounds twice, except on arm64)
-//   dot2(acc, a, b)                        acc + a.lower * b.lower + a.upper * b.upper per lane
 //   multiply_pairs(a, b)                   a.lower * b.lower + a.upper * b.upper of two int16 in each int32 lane
-//   keep_in_register(v)                    hides v from the optimiser, for benchmarks
-//   max, select(mask, a, b), reduce_add, reduce_max    max(a, b) is b if either is NaN; reductions are fixed trees
+//   max, reduce_add, reduce_max            max(a, b) is b if either is NaN; reductions are fixed trees
 
 namespace quire::QUIRE_ISA {
 
 QUIRE_INLINE i32 as_int(f32 v) { return (i32)v; }
 QUIRE_INLINE f32 as_float(i32 v) { return (f32)v; }
+QUIRE_INLINE f32 select(i32 mask, f32 a, f32 b) { return mask ? a : b; }
 QUIRE_INLINE f32 abs(f32 v) { return as_float(as_int(v) & 0x7fffffff); }
+
+// Hides v from the optimiser, for benchmarks.
+QUIRE_INLINE void keep_in_register(f32& v) {
+#if defined(__x86_64__)
+  asm volatile("" : "+v"(v));
+#elif defined(__aarch64__)
+  asm volatile("" : "+w"(v));
+#else
+  asm volatile("" : "+m"(v));
+#endif
+}
+
+// Lanes of four bytes: W of them from p on, or the one at p in all lanes.
+QUIRE_INLINE i32 load_lanes(const void* p) {
+  i32 lanes;
+  std::memcpy(&lanes, p, sizeof lanes);
+  return lanes;
+}
+QUIRE_INLINE i32 set1_lane(const void* p) {
+  int32_t bits;
+  std::memcpy(&bits, p, sizeof bits);
+  return i32{} + bits;
+}
+
+// W lanes of two bf16, the earlier one in the lower half.
+typedef i32 pairs;
+QUIRE_INLINE f32 lower(pairs p) { return as_float(p << 16); }
+QUIRE_INLINE f32 upper(pairs p) { return as_float(p & int32_t(0xffff0000)); }
+
+// acc + a.lower * b.lower + a.upper * b.upper per lane.
+QUIRE_INLINE f32 dot2(f32 acc, pairs a, pairs b) {
+#if defined(__AVX512BF16__)
+  return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b);
+#else
+  return fma(upper(a), upper(b), fma(lower(a), lower(b), acc));
+#endif
+}
+
+// Four bytes of a T: one float, or a pair of bf16. dot adds the products of two lanes' elements.
+template <typename T>
+struct Lane;
+
+template <>
+struct Lane<float> {
+  using Vector = f32;
+  QUIRE_INLINE Vector load(const float* p) { return quire::QUIRE_ISA::load(p); }
+  QUIRE_INLINE Vector broadcast(const float* p) { return set1(*p); }
+  QUIRE_INLINE f32 dot(f32 acc, Vector a, Vector b) { return fma(a, b, acc); }
+};
+
+template <>
+struct Lane<bf16> {
+  using Vector = pairs;
+  QUIRE_INLINE Vector load(const bf16* p) { return load_lanes(p); }
+  QUIRE_INLINE Vector broadcast(const bf16* p) { return set1_lane(p); }
+  QUIRE_INLINE f32 dot(f32 acc, Vector a, Vector b) { return dot2(acc, a, b); }
+};
 
 // v in the first n lanes, 0 in the others.
 QUIRE_INLINE f32 keep_n(f32 v, int64_t n) {
   alignas(64) static const int32_t kLanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  i32 lanes;
-  std::memcpy(&lanes, kLanes, sizeof lanes);
-  return as_float(as_int(v) & (lanes < int32_t(n)));
+  return as_float(as_int(v) & (load_lanes(kLanes) < int32_t(n)));
 }
+
+// The polynomial in x with these coefficients, that of the highest power first.
+template <typename... Coefficients>
+QUIRE_INLINE f32 polynomial(f32 x, float highest, Coefficients... others) {
+  f32 sum = set1(highest);
+  ((sum = fma(sum, x, set1(others))), ...);
+  return sum;
+}
+
+// e^v = 2^power * factor, where power is an integer.
+struct Exponential {
+  f32 power, factor;
+};
+
+QUIRE_INLINE Exponential split_exp(f32 v) {
+  const f32 shifter = set1(12582912.0f);  // 1.5 * 2^23: adding and subtracting it rounds to an integer
+  const f32 power = (v * set1(1.44269504f)) + shifter - shifter;
+  const f32 upper_rest = fma(power, set1(-0.693145752f), v);  // ln 2 in two parts; the first has spare low bits
+  const f32 r = fma(power, set1(-1.42860677e-6f), upper_rest);
+  return {power, fma(polynomial(r, 1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f), r * r, r) + 1.0f};
+}
+
+constexpr float kLowestExp = -87.33654f;
 
 // e^v within about 1 ulp (2 without fused multiply-add). 0 below -87.3 (no denormals), inf above 88.72, NaN for NaN.
 QUIRE_INLINE f32 exp(f32 v) {
-  const f32 lowest = set1(-87.33654f), highest = set1(88.72283f);
-  const f32 inside = select(v > lowest, select(v < highest, v, highest), lowest);
-  const f32 shifter = set1(12582912.0f);  // 1.5 * 2^23: adding and subtracting it rounds to an integer
-  const f32 power = (inside * set1(1.44269504f)) + shifter - shifter;
-  f32 r = fma(power, set1(-0.693145752f), inside);  // ln 2 in two parts; the first has spare low bits
-  r = fma(power, set1(-1.42860677e-6f), r);
-  f32 p = set1(1.0f / 720);
-  p = fma(p, r, set1(1.0f / 120));
-  p = fma(p, r, set1(1.0f / 24));
-  p = fma(p, r, set1(1.0f / 6));
-  p = fma(p, r, set1(0.5f));
-  p = fma(p, r * r, r);
-  p = p + 1.0f;
+  const f32 lowest = set1(kLowestExp), highest = set1(88.72283f);
+  const Exponential parts = split_exp(select(v > lowest, select(v < highest, v, highest), lowest));
   // 2^power in two factors: power may be 128, which one exponent field cannot hold.
-  const i32 exponent = __builtin_convertvector(power, i32);
+  const i32 exponent = __builtin_convertvector(parts.power, i32);
   const i32 half = exponent >> 1;
-  f32 result = p * as_float((half + 127) << 23) * as_float((exponent - half + 127) << 23);
+  f32 result = parts.factor * as_float((half + 127) << 23) * as_float((exponent - half + 127) << 23);
   result = select(v < lowest, set1(0.0f), result);
   result = select(v > highest, set1(__builtin_inff()), result);
   return select(v == v, result, v);
@@ -82,19 +146,9 @@ QUIRE_INLINE f32 exp(f32 v) {
 
 // e^v for v <= 0, as exp but without the cases that cannot happen. NaN gives 0.
 QUIRE_INLINE f32 exp_negative(f32 v) {
-  const f32 lowest = set1(-87.33654f), shifter = set1(12582912.0f);
-  const f32 inside = max(v, lowest);
-  const f32 power = (inside * set1(1.44269504f)) + shifter - shifter;
-  f32 r = fma(power, set1(-0.693145752f), inside);
-  r = fma(power, set1(-1.42860677e-6f), r);
-  f32 p = set1(1.0f / 720);
-  p = fma(p, r, set1(1.0f / 120));
-  p = fma(p, r, set1(1.0f / 24));
-  p = fma(p, r, set1(1.0f / 6));
-  p = fma(p, r, set1(0.5f));
-  p = fma(p, r * r, r);
-  p = p + 1.0f;
-  const f32 scaled = as_float(as_int(p) + (__builtin_convertvector(power, i32) << 23));
+  const f32 lowest = set1(kLowestExp);
+  const Exponential parts = split_exp(max(v, lowest));
+  const f32 scaled = as_float(as_int(parts.factor) + (__builtin_convertvector(parts.power, i32) << 23));
   return as_float(as_int(scaled) & (v > lowest));
 }
 

@@ -8,7 +8,6 @@ namespace quire::QUIRE_ISA {
 constexpr int W = 8;
 typedef __m256 f32;
 typedef int32_t i32 __attribute__((vector_size(32)));
-typedef __m256i pairs;
 
 QUIRE_INLINE __m256i first_lanes(int64_t n) {
   return _mm256_cmpgt_epi32(_mm256_set1_epi32(int32_t(n)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
@@ -53,8 +52,6 @@ QUIRE_INLINE void store_n(bf16* p, f32 v, int64_t n) {
 
 QUIRE_INLINE f32 fma(f32 a, f32 b, f32 c) { return _mm256_fmadd_ps(a, b, c); }
 QUIRE_INLINE f32 max(f32 a, f32 b) { return _mm256_max_ps(a, b); }
-QUIRE_INLINE f32 select(i32 mask, f32 a, f32 b) { return mask ? a : b; }
-
 QUIRE_INLINE float reduce_add(f32 v) {
   const __m128 b = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
   const __m128 c = _mm_add_ps(b, _mm_movehl_ps(b, b));
@@ -66,20 +63,6 @@ QUIRE_INLINE float reduce_max(f32 v) {
   const __m128 c = _mm_max_ps(b, _mm_movehl_ps(b, b));
   return _mm_cvtss_f32(_mm_max_ss(c, _mm_movehdup_ps(c)));
 }
-
-QUIRE_INLINE void keep_in_register(f32& v) { asm volatile("" : "+x"(v)); }
-
-QUIRE_INLINE pairs load_pairs(const bf16* p) { return _mm256_loadu_si256((const __m256i*)p); }
-QUIRE_INLINE pairs set1_pair(const bf16* p) {
-  int32_t bits;
-  std::memcpy(&bits, p, sizeof bits);
-  return _mm256_set1_epi32(bits);
-}
-QUIRE_INLINE f32 lower(pairs p) { return _mm256_castsi256_ps(_mm256_slli_epi32(p, 16)); }
-QUIRE_INLINE f32 upper(pairs p) {
-  return _mm256_castsi256_ps(_mm256_and_si256(p, _mm256_set1_epi32(int32_t(0xffff0000))));
-}
-QUIRE_INLINE f32 dot2(f32 acc, pairs a, pairs b) { return fma(upper(a), upper(b), fma(lower(a), lower(b), acc)); }
 
 QUIRE_INLINE i32 multiply_pairs(i32 a, i32 b) { return (i32)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
 

@@ -8,7 +8,6 @@ namespace quire::QUIRE_ISA {
 constexpr int W = 16;
 typedef __m512 f32;
 typedef int32_t i32 __attribute__((vector_size(64)));
-typedef __m512i pairs;
 
 QUIRE_INLINE __mmask16 first_lanes(int64_t n) { return __mmask16((1u << n) - 1); }
 
@@ -51,8 +50,6 @@ QUIRE_INLINE void store_n(bf16* p, f32 v, int64_t n) {
 
 QUIRE_INLINE f32 fma(f32 a, f32 b, f32 c) { return _mm512_fmadd_ps(a, b, c); }
 QUIRE_INLINE f32 max(f32 a, f32 b) { return _mm512_max_ps(a, b); }
-QUIRE_INLINE f32 select(i32 mask, f32 a, f32 b) { return mask ? a : b; }
-
 QUIRE_INLINE float reduce_add(f32 v) {
   const __m256 a = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
   const __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
@@ -65,26 +62,6 @@ QUIRE_INLINE float reduce_max(f32 v) {
   const __m128 b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
   const __m128 c = _mm_max_ps(b, _mm_movehl_ps(b, b));
   return _mm_cvtss_f32(_mm_max_ss(c, _mm_movehdup_ps(c)));
-}
-
-QUIRE_INLINE void keep_in_register(f32& v) { asm volatile("" : "+v"(v)); }
-
-QUIRE_INLINE pairs load_pairs(const bf16* p) { return _mm512_loadu_si512(p); }
-QUIRE_INLINE pairs set1_pair(const bf16* p) {
-  int32_t bits;
-  std::memcpy(&bits, p, sizeof bits);
-  return _mm512_set1_epi32(bits);
-}
-QUIRE_INLINE f32 lower(pairs p) { return _mm512_castsi512_ps(_mm512_slli_epi32(p, 16)); }
-QUIRE_INLINE f32 upper(pairs p) {
-  return _mm512_castsi512_ps(_mm512_and_si512(p, _mm512_set1_epi32(int32_t(0xffff0000))));
-}
-QUIRE_INLINE f32 dot2(f32 acc, pairs a, pairs b) {
-#if defined(__AVX512BF16__)
-  return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b);
-#else
-  return fma(upper(a), upper(b), fma(lower(a), lower(b), acc));
-#endif
 }
 
 QUIRE_INLINE i32 multiply_pairs(i32 a, i32 b) { return (i32)_mm512_madd_epi16((__m512i)a, (__m512i)b); }

@@ -13,10 +13,7 @@ constexpr int W = 4;
 typedef float f32 __attribute__((vector_size(16)));
 typedef int32_t i32 __attribute__((vector_size(16)));
 typedef uint32_t u32 __attribute__((vector_size(16)));
-typedef u32 pairs;
 typedef uint16_t u16x4 __attribute__((vector_size(8)));
-
-QUIRE_INLINE f32 select(i32 mask, f32 a, f32 b) { return (f32)(((i32)a & mask) | ((i32)b & ~mask)); }
 
 QUIRE_INLINE f32 widen(u16x4 v) { return (f32)(__builtin_convertvector(v, u32) << 16); }
 
@@ -66,37 +63,13 @@ QUIRE_INLINE f32 fma(f32 a, f32 b, f32 c) { return vfmaq_f32(c, a, b); }
 #else
 QUIRE_INLINE f32 fma(f32 a, f32 b, f32 c) { return a * b + c; }
 #endif
-QUIRE_INLINE f32 max(f32 a, f32 b) { return select(a > b, a, b); }
+QUIRE_INLINE f32 max(f32 a, f32 b) { return a > b ? a : b; }
 
 QUIRE_INLINE float reduce_add(f32 v) { return (v[0] + v[2]) + (v[1] + v[3]); }
 QUIRE_INLINE float reduce_max(f32 v) {
   const float a = v[0] > v[2] ? v[0] : v[2], b = v[1] > v[3] ? v[1] : v[3];
   return a > b ? a : b;
 }
-
-QUIRE_INLINE void keep_in_register(f32& v) {
-#if defined(__x86_64__)
-  asm volatile("" : "+x"(v));
-#elif defined(__aarch64__)
-  asm volatile("" : "+w"(v));
-#else
-  asm volatile("" : "+m"(v));
-#endif
-}
-
-QUIRE_INLINE pairs load_pairs(const bf16* p) {
-  pairs v;
-  std::memcpy(&v, p, sizeof v);
-  return v;
-}
-QUIRE_INLINE pairs set1_pair(const bf16* p) {
-  uint32_t bits;
-  std::memcpy(&bits, p, sizeof bits);
-  return pairs{bits, bits, bits, bits};
-}
-QUIRE_INLINE f32 lower(pairs p) { return (f32)(p << 16); }
-QUIRE_INLINE f32 upper(pairs p) { return (f32)(p & 0xffff0000u); }
-QUIRE_INLINE f32 dot2(f32 acc, pairs a, pairs b) { return fma(upper(a), upper(b), fma(lower(a), lower(b), acc)); }
 
 QUIRE_INLINE i32 multiply_pairs(i32 a, i32 b) {
 #if defined(__SSE2__)

@@ -3,7 +3,8 @@
 // One block of one layer: keys [num_kv_heads, head_dim / pack, block_size, pack], where pack elements fill four bytes,
 // and values [num_kv_heads, block_size, head_dim]. An int8 key has two lanes more: the float32 scales of the key and of
 // the value. Both caches may be views into one buffer, so the stride from block to block is free; within a block
-// everything is contiguous. All sizes here are in bytes; a "lane" is four bytes of a key.
+// everything is contiguous. All sizes here are in bytes; a "lane" is four bytes of a key. Slots and blocks that the
+// cache does not have are refused with std::invalid_argument.
 #pragma once
 
 #include <cstdint>
@@ -14,6 +15,7 @@
 #include <emmintrin.h>
 #endif
 
+#include "checks.h"
 #include "common.h"
 #include "runtime/memory.h"
 #include "runtime/thread_pool.h"
@@ -67,6 +69,7 @@ void for_each_token(const KvCache& cache, int64_t num_tokens, Move move) {
 // key and value: token t's heads lie together, at `key + t * key_stride`.
 inline void write_kv(const KvCache& cache, const uint8_t* key, int64_t key_stride, const uint8_t* value,
                      int64_t value_stride, const int64_t* slots, int64_t num_tokens) {
+  check_range("write_kv: slot", slots, num_tokens, cache.num_slots());
   for_each_token(cache, num_tokens, [&](int64_t t) {
     for (int64_t head = 0; head < cache.num_kv_heads; ++head) {
       const int64_t offset = head * cache.value_bytes;
@@ -110,18 +113,19 @@ float quantize_head(const T* from, int64_t count, int8_t* to) {
 
 // As write_kv into an int8 cache, each head of each token with its own scales. Strides in elements.
 template <typename T>
-void quantize_kv(const KvCache& cache, const T* key, int64_t key_stride, const T* value, int64_t value_stride,
+void quantize_kv(const KvCache& cache, const void* key, int64_t key_stride, const void* value, int64_t value_stride,
                  const int64_t* slots, int64_t num_tokens) {
+  check_range("write_kv: slot", slots, num_tokens, cache.num_slots());
   const int64_t head_dim = cache.value_bytes;
   for_each_token(cache, num_tokens, [&](int64_t t) {
     static thread_local std::vector<uint8_t> packed;
     ask_for_memory();
     packed.resize(static_cast<size_t>(cache.key_bytes));
     for (int64_t head = 0; head < cache.num_kv_heads; ++head) {
-      const float scales[2] = {
-          quantize_head(key + t * key_stride + head * head_dim, head_dim, reinterpret_cast<int8_t*>(packed.data())),
-          quantize_head(value + t * value_stride + head * head_dim, head_dim,
-                        reinterpret_cast<int8_t*>(cache.value(slots[t], head)))};
+      const float scales[2] = {quantize_head(static_cast<const T*>(key) + t * key_stride + head * head_dim, head_dim,
+                                             reinterpret_cast<int8_t*>(packed.data())),
+                               quantize_head(static_cast<const T*>(value) + t * value_stride + head * head_dim,
+                                             head_dim, reinterpret_cast<int8_t*>(cache.value(slots[t], head)))};
       std::memcpy(packed.data() + head_dim, scales, sizeof scales);
       copy_lanes(packed.data(), 4, cache.key(slots[t], head), cache.lane_stride(), cache.lanes());
     }
@@ -130,6 +134,7 @@ void quantize_kv(const KvCache& cache, const T* key, int64_t key_stride, const T
 
 // key and value [num_tokens, num_kv_heads, head_dim], contiguous.
 inline void gather_kv(const KvCache& cache, const int64_t* slots, int64_t num_tokens, uint8_t* key, uint8_t* value) {
+  check_range("gather_kv: slot", slots, num_tokens, cache.num_slots());
   for_each_token(cache, num_tokens, [&](int64_t t) {
     for (int64_t head = 0; head < cache.num_kv_heads; ++head) {
       const int64_t offset = (t * cache.num_kv_heads + head) * cache.value_bytes;
@@ -141,6 +146,8 @@ inline void gather_kv(const KvCache& cache, const int64_t* slots, int64_t num_to
 
 // No slot may be both read and written.
 inline void copy_slots(const KvCache& cache, const int64_t* src_slots, const int64_t* dst_slots, int64_t num_tokens) {
+  check_range("copy_slots: source slot", src_slots, num_tokens, cache.num_slots());
+  check_range("copy_slots: destination slot", dst_slots, num_tokens, cache.num_slots());
   for_each_token(cache, num_tokens, [&](int64_t t) {
     for (int64_t head = 0; head < cache.num_kv_heads; ++head) {
       copy_lanes(cache.key(src_slots[t], head), cache.lane_stride(), cache.key(dst_slots[t], head), cache.lane_stride(),
@@ -171,8 +178,10 @@ inline void stream_copy(uint8_t* to, const uint8_t* from, int64_t bytes) {
 }
 
 // pairs [num_pairs, 2] of (source, destination) block; no block may be both read and written.
-inline void copy_blocks(const uint8_t* src, uint8_t* dst, int64_t block_bytes, const int64_t* pairs,
-                        int64_t num_pairs) {
+inline void copy_blocks(const uint8_t* src, int64_t num_src, uint8_t* dst, int64_t num_dst, int64_t block_bytes,
+                        const int64_t* pairs, int64_t num_pairs) {
+  check_range("copy_blocks: source block", pairs, num_pairs, num_src, 2);
+  check_range("copy_blocks: destination block", pairs + 1, num_pairs, num_dst, 2);
   constexpr int64_t kPieceBytes = 1 << 17;
   // Few blocks are copied for a fork that reads them at once; many are swapped, more than the caches would keep.
   constexpr int64_t kStreamBytes = 1 << 21;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "checks.h"
 #include "runtime/thread_pool.h"
 
 #if defined(__linux__)
@@ -43,9 +44,10 @@ void pack_block(const char* rows, int64_t row_stride, int64_t num_rows, int64_t 
   }
 }
 
-// One row of a panel, from its column.
-void unpack_row(const char* column, int64_t row_bytes, char* row) {
-  const int64_t whole = row_bytes / kUnitBytes;
+// Row `id` of a packed matrix.
+void unpack_row(const char* packed, int64_t id, int64_t k, int64_t element_bytes, char* row) {
+  const char* column = packed + id / kPanelColumns * panel_bytes(k, element_bytes) + id % kPanelColumns * kUnitBytes;
+  const int64_t row_bytes = k * element_bytes, whole = row_bytes / kUnitBytes;
   for (int64_t unit = 0; unit < whole; ++unit) {
     std::memcpy(row + unit * kUnitBytes, column + unit * kUnitRowBytes, kUnitBytes);
   }
@@ -91,27 +93,24 @@ void pack(const char* rows, int64_t row_stride_bytes, int64_t n, int64_t k, int6
   });
 }
 
-void unpack(PackedWeight weight, int64_t element_bytes, char* rows) {
-  const int64_t row_bytes = weight.k * element_bytes;
-  for_ranges(weight.n, row_bytes, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      const char* panel = weight.data + row / kPanelColumns * panel_bytes(weight.k, element_bytes);
-      unpack_row(panel + row % kPanelColumns * kUnitBytes, row_bytes, rows + row * row_bytes);
-    }
+void unpack(const char* packed, int64_t n, int64_t k, int64_t element_bytes, char* rows) {
+  const int64_t row_bytes = k * element_bytes;
+  for_ranges(n, row_bytes, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) unpack_row(packed, row, k, element_bytes, rows + row * row_bytes);
   });
 }
 
-void gather_packed(const int64_t* ids, int64_t count, PackedWeight weight, int64_t element_bytes, char* out) {
-  const int64_t row_bytes = weight.k * element_bytes;
+void gather_packed(const int64_t* ids, int64_t count, const char* packed, int64_t n, int64_t k, int64_t element_bytes,
+                   char* out) {
+  check_range("embedding: token id", ids, count, n);
+  const int64_t row_bytes = k * element_bytes;
   for_ranges(count, row_bytes * 4, [&](int64_t begin, int64_t end) {  // each row is strewn over many cache lines
-    for (int64_t i = begin; i < end; ++i) {
-      const char* panel = weight.data + ids[i] / kPanelColumns * panel_bytes(weight.k, element_bytes);
-      unpack_row(panel + ids[i] % kPanelColumns * kUnitBytes, row_bytes, out + i * row_bytes);
-    }
+    for (int64_t i = begin; i < end; ++i) unpack_row(packed, ids[i], k, element_bytes, out + i * row_bytes);
   });
 }
 
-void gather_rows(const int64_t* ids, int64_t count, const char* table, int64_t row_bytes, char* out) {
+void gather_rows(const int64_t* ids, int64_t count, const char* table, int64_t n, int64_t row_bytes, char* out) {
+  check_range("embedding: token id", ids, count, n);
   for_ranges(count, row_bytes, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i)
       std::memcpy(out + i * row_bytes, table + ids[i] * row_bytes, size_t(row_bytes));

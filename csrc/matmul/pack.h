@@ -17,12 +17,13 @@ int64_t packed_bytes(int64_t n, int64_t k, int64_t element_bytes);
 void pack(const char* rows, int64_t row_stride_bytes, int64_t n, int64_t k, int64_t element_bytes, char* packed);
 
 // The inverse, into contiguous rows [n, k].
-void unpack(PackedWeight weight, int64_t element_bytes, char* rows);
+void unpack(const char* packed, int64_t n, int64_t k, int64_t element_bytes, char* rows);
 
-// out [count, k] = the rows `ids`, all in [0, n), of a packed matrix.
-void gather_packed(const int64_t* ids, int64_t count, PackedWeight weight, int64_t element_bytes, char* out);
+// out [count, k] = the rows `ids` of a packed matrix. Throws std::invalid_argument for an id that is not in [0, n).
+void gather_packed(const int64_t* ids, int64_t count, const char* packed, int64_t n, int64_t k, int64_t element_bytes,
+                   char* out);
 
-// The same from a plain table of rows of row_bytes.
-void gather_rows(const int64_t* ids, int64_t count, const char* table, int64_t row_bytes, char* out);
+// The same from a plain table of n rows of row_bytes.
+void gather_rows(const int64_t* ids, int64_t count, const char* table, int64_t n, int64_t row_bytes, char* out);
 
 }  // namespace quire

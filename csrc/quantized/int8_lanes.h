@@ -19,12 +19,6 @@ QUIRE_INLINE BytePairs load_byte_pairs(const int8_t* p) {
   return {(i32)((lanes << 8) >> 8), (i32)(lanes >> 8)};
 }
 
-QUIRE_INLINE i32 set1_int16_pair(const int16_t* p) {
-  int32_t bits;
-  std::memcpy(&bits, p, sizeof bits);
-  return i32{} + bits;
-}
-
 QUIRE_INLINE void store(int16_t* p, i32 v) {
   typedef int16_t narrow_int __attribute__((vector_size(2 * W)));
   const auto narrowed = __builtin_convertvector(v, narrow_int);
@@ -67,8 +61,8 @@ QUIRE_INLINE void pair_rows(const bf16* a, const bf16* b, int64_t n, pairs& low,
   QUIRE_MASKED_READ(b, size_t(n) * sizeof *b);
   const __m512i row_a = _mm512_maskz_loadu_epi16(mask, a), row_b = _mm512_maskz_loadu_epi16(mask, b);
   const i32 first = i32{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} * 0x10001 + 0x200000;
-  low = _mm512_permutex2var_epi16(row_a, (__m512i)first, row_b);
-  high = _mm512_permutex2var_epi16(row_a, (__m512i)(first + 0x100010), row_b);
+  low = (pairs)_mm512_permutex2var_epi16(row_a, (__m512i)first, row_b);
+  high = (pairs)_mm512_permutex2var_epi16(row_a, (__m512i)(first + 0x100010), row_b);
 }
 #endif
 #elif defined(QUIRE_SIMD_AVX2)

@@ -112,7 +112,7 @@ struct QuantizedTile {
       }
       i32 units[G];
       QUIRE_UNROLL
-      for (int g = 0; g < G; ++g) units[g] = load_units(weight + g * W * kUnitBytes);
+      for (int g = 0; g < G; ++g) units[g] = load_lanes(weight + g * W * kUnitBytes);
       if constexpr (Format::kBits == 8) {
         multiply_quads<R, G>(acc, x + row * 4, x_stride, units);
       } else {

@@ -5,24 +5,12 @@
 
 namespace quire::QUIRE_ISA {
 
-QUIRE_INLINE i32 set1_bytes(const void* four) {
-  int32_t bits;
-  std::memcpy(&bits, four, sizeof bits);
-  return i32{} + bits;
-}
-
-QUIRE_INLINE i32 load_units(const char* p) {
-  i32 units;
-  std::memcpy(&units, p, sizeof units);
-  return units;
-}
-
 #if defined(__AVX512VNNI__)
 using XValue = int8_t;
 using Quads = i32;
 
 QUIRE_INLINE Quads weight_quads(i32 bytes) { return bytes; }
-QUIRE_INLINE Quads set1_quad(const XValue* four) { return set1_bytes(four); }
+QUIRE_INLINE Quads set1_quad(const XValue* four) { return set1_lane(four); }
 QUIRE_INLINE void store_values(XValue* to, i32 values) {
   _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)values));
 }
@@ -37,7 +25,7 @@ struct Quads {
 };
 
 QUIRE_INLINE Quads weight_quads(i32 bytes) { return {bytes & 0x00ff00ff, (bytes >> 8) & 0x00ff00ff}; }
-QUIRE_INLINE Quads set1_quad(const XValue* four) { return {set1_bytes(four), set1_bytes(four + 2)}; }
+QUIRE_INLINE Quads set1_quad(const XValue* four) { return {set1_lane(four), set1_lane(four + 2)}; }
 QUIRE_INLINE void store_values(XValue* to, i32 values) {
   for (int lane = 0; lane < W; lane += 4) {
     to[lane] = XValue(values[lane]);

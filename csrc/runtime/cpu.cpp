@@ -1,6 +1,4 @@
 // Which ISA variants this CPU (and the operating system's register saving, which the builtins check too) can run.
-#include <cstring>
-
 #include "kernel_table.h"
 
 namespace quire {
@@ -60,17 +58,17 @@ Variants& variants() {
 
 const KernelTable& kernels() { return *variants().active; }
 
-int available_isas(const char** names, int capacity) {
-  int count = 0;
+std::vector<std::string> available_isas() {
+  std::vector<std::string> names;
   for (const Variant& variant : variants().best_first) {
-    if (variant.supported && count < capacity) names[count++] = variant.table->name;
+    if (variant.supported) names.push_back(variant.table->name);
   }
-  return count;
+  return names;
 }
 
-bool use_isa(const char* name) {
+bool use_isa(const std::string& name) {
   for (const Variant& variant : variants().best_first) {
-    if (variant.supported && std::strcmp(variant.table->name, name) == 0) {
+    if (variant.supported && name == variant.table->name) {
       variants().active = variant.table;
       return true;
     }

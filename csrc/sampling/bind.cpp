@@ -1,11 +1,10 @@
-#include <nanobind/stl/vector.h>
-
 #include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "binding.h"
+#include "checks.h"
 #include "runtime/memory.h"
 #include "runtime/thread_pool.h"
 
@@ -77,32 +76,33 @@ void check(const SampleArgs& args) {
   }
 }
 
-// The changes as Python passes them: addresses, in the order of LogitChanges, and how long the lists are.
-struct Changes {
-  Changes(const std::vector<Address>& at, int64_t num_rows, int64_t num_masks, int64_t num_banned, int64_t num_biased,
-          int64_t num_histories, int64_t num_past, int64_t vocab)
-      : values{.mask_of = pointer<int32_t>(at[0]),
-               .masks = pointer<uint32_t>(at[1]),
-               .num_masks = num_masks,
-               .banned = {pointer<int64_t>(at[2]), pointer<int32_t>(at[3]), num_rows},
-               .biased = {pointer<int64_t>(at[4]), pointer<int32_t>(at[5]), num_rows},
-               .bias = pointer<float>(at[6]),
-               .history_of = pointer<int32_t>(at[7]),
-               .histories = {pointer<int64_t>(at[8]), pointer<int32_t>(at[9]), num_histories},
-               .num_prompt_tokens = pointer<int64_t>(at[10]),
-               .penalties = pointer<float>(at[11])} {
-    check_ids("banned", values.banned, num_banned, vocab);
-    check_ids("biased", values.biased, num_biased, vocab);
-    check_ids("histories", values.histories, num_past, vocab);
-    for (int64_t i = 0; i < num_histories; ++i) {
-      const int64_t length = values.histories.starts[i + 1] - values.histories.starts[i];
-      if (values.num_prompt_tokens[i] < 0 || values.num_prompt_tokens[i] > length) {
-        refuse(i, "num_prompt_tokens", static_cast<double>(values.num_prompt_tokens[i]), "0 to the history's length");
-      }
+LogitChanges make_changes(const int32_t* mask_of, const uint32_t* masks, const int64_t* banned_starts,
+                          const int32_t* banned, const int64_t* biased_starts, const int32_t* biased, const float* bias,
+                          const int32_t* history_of, const int64_t* history_starts, const int32_t* histories,
+                          const int64_t* num_prompt_tokens, const float* penalties, int64_t num_rows, int64_t num_masks,
+                          int64_t num_banned, int64_t num_biased, int64_t num_histories, int64_t num_past,
+                          int64_t vocab) {
+  const LogitChanges changes{.mask_of = mask_of,
+                             .masks = masks,
+                             .num_masks = num_masks,
+                             .banned = {banned_starts, banned, num_rows},
+                             .biased = {biased_starts, biased, num_rows},
+                             .bias = bias,
+                             .history_of = history_of,
+                             .histories = {history_starts, histories, num_histories},
+                             .num_prompt_tokens = num_prompt_tokens,
+                             .penalties = penalties};
+  check_ids("banned", changes.banned, num_banned, vocab);
+  check_ids("biased", changes.biased, num_biased, vocab);
+  check_ids("histories", changes.histories, num_past, vocab);
+  for (int64_t i = 0; i < num_histories; ++i) {
+    const int64_t length = history_starts[i + 1] - history_starts[i];
+    if (num_prompt_tokens[i] < 0 || num_prompt_tokens[i] > length) {
+      refuse(i, "num_prompt_tokens", static_cast<double>(num_prompt_tokens[i]), "0 to the history's length");
     }
   }
-  LogitChanges values;
-};
+  return changes;
+}
 
 // Likeliest first, of equals the lower id.
 void sort_top(const LogprobArgs& args, int64_t row) {
@@ -130,66 +130,48 @@ void sort_top(const LogprobArgs& args, int64_t row) {
 }  // namespace
 
 void bind_sampling(nb::module_& module) {
-  nb::class_<Changes>(module, "LogitChanges")
-      .def(nb::init<const std::vector<Address>&, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>());
-  nb::class_<SampleArgs>(module, "SampleArgs")
-      .def(
-          "__init__",
-          [](SampleArgs* self, Address logits, int64_t row_stride, int64_t num_rows, int64_t vocab, Address temperature,
-             Address top_k, Address top_p, Address min_p, Address uniform, const Changes* changes) {
-            new (self) SampleArgs{pointer<float>(logits),
-                                  row_stride,
-                                  num_rows,
-                                  vocab,
-                                  pointer<double>(temperature),
-                                  pointer<int64_t>(top_k),
-                                  pointer<double>(top_p),
-                                  pointer<double>(min_p),
-                                  pointer<double>(uniform),
-                                  changes ? &changes->values : nullptr};
-            check(*self);
-          },
-          nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
-          nb::arg().none(), nb::keep_alive<1, 11>());
-  module.def(
-      "sample",
-      [](const SampleArgs& args, Address out) {
+  nb::class_<LogitChanges>(module, "LogitChanges");
+  add_function(module, "logit_changes", &make_changes);
+  nb::class_<SampleArgs>(module, "SampleArgs");
+  add_function(
+      module, "sample_args",
+      +[](const float* logits, int64_t row_stride, int64_t num_rows, int64_t vocab, const double* temperature,
+          const int64_t* top_k, const double* top_p, const double* min_p, const double* uniform, nb::handle changes) {
+        const auto* given = changes.is_none() ? nullptr : nb::cast<const LogitChanges*>(changes);
+        const SampleArgs args{logits, row_stride, num_rows, vocab, temperature, top_k, top_p, min_p, uniform, given};
+        check(args);
+        return args;
+      },
+      nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+      nb::arg().none(), nb::keep_alive<0, 10>());
+  add_function(
+      module, "sample",
+      +[](const SampleArgs& args, int64_t* out) {
         const auto sample_row = kernels().sampling.sample_row;
-        auto task = [&](int64_t row, int) {
-          pointer<int64_t>(out)[row] = sample_row(args, row, thread_scratch(args.vocab));
-        };
+        auto task = [&](int64_t row, int) { out[row] = sample_row(args, row, thread_scratch(args.vocab)); };
         parallel_for(args.num_rows, task);
       },
       Unlocked());
-  module.def(
-      "processed_logits",
-      [](const SampleArgs& args, Address rows, int64_t count, Address out) {
-        check_range("processed_logits: row", pointer<int64_t>(rows), count, 1, args.num_rows);
+  add_function(
+      module, "processed_logits",
+      +[](const SampleArgs& args, const int64_t* rows, int64_t count, float* out) {
+        check_range("processed_logits: row", rows, count, args.num_rows);
         const auto process_row = kernels().sampling.process_row;
         auto task = [&](int64_t i, int) {
-          process_row(args, pointer<int64_t>(rows)[i], pointer<float>(out) + i * args.vocab,
-                      thread_scratch(args.vocab));
+          process_row(args, rows[i], out + i * args.vocab, thread_scratch(args.vocab));
         };
         parallel_for(count, task);
       },
       Unlocked());
-  module.def(
-      "top_logprobs",
-      [](Address logits, int64_t row_stride, int64_t num_logits, int64_t vocab, Address rows, Address token_ids,
-         int64_t num_rows, int64_t num_top, bool normalized, Address out_ids, Address out, Address ranks) {
-        const LogprobArgs args{pointer<float>(logits),
-                               row_stride,
-                               vocab,
-                               pointer<int64_t>(rows),
-                               pointer<int64_t>(token_ids),
-                               num_rows,
-                               num_top,
-                               normalized,
-                               pointer<int32_t>(out_ids),
-                               pointer<float>(out),
-                               pointer<int32_t>(ranks)};
-        check_range("top_logprobs: row", args.rows, num_rows, 1, num_logits);
-        check_range("top_logprobs: token id", args.token_ids, num_rows, 1, vocab);
+  add_function(
+      module, "top_logprobs",
+      +[](const float* logits, int64_t row_stride, int64_t num_logits, int64_t vocab, const int64_t* rows,
+          const int64_t* token_ids, int64_t num_rows, int64_t num_top, bool normalized, int32_t* out_ids, float* out,
+          int32_t* ranks) {
+        check_range("top_logprobs: row", rows, num_rows, num_logits);
+        check_range("top_logprobs: token id", token_ids, num_rows, vocab);
+        const LogprobArgs args{logits,  row_stride, vocab,   rows, token_ids, num_rows,
+                               num_top, normalized, out_ids, out,  ranks};
         const auto logprob_row = kernels().sampling.logprob_row;
         auto task = [&](int64_t row, int) {
           logprob_row(args, row, thread_scratch(vocab));

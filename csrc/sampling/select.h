@@ -28,19 +28,11 @@ QUIRE_INLINE f64 exp_weight(f64 x) {
   const f64 shifted = clamped * kLog2E + kRound;
   const f64 n = shifted - kRound;
   const f64 r = (clamped - n * kLn2High) - n * kLn2Low;
-  f64 sum = r * (1.0 / 6227020800.0) + 1.0 / 479001600.0;
-  sum = sum * r + 1.0 / 39916800.0;
-  sum = sum * r + 1.0 / 3628800.0;
-  sum = sum * r + 1.0 / 362880.0;
-  sum = sum * r + 1.0 / 40320.0;
-  sum = sum * r + 1.0 / 5040.0;
-  sum = sum * r + 1.0 / 720.0;
-  sum = sum * r + 1.0 / 120.0;
-  sum = sum * r + 1.0 / 24.0;
-  sum = sum * r + 1.0 / 6.0;
-  sum = sum * r + 0.5;
-  sum = sum * r + 1.0;
-  sum = sum * r + 1.0;
+  constexpr double kFactorials[] = {6227020800, 479001600, 39916800, 3628800, 362880, 40320, 5040,
+                                    720,        120,       24,       6,       2,      1,     1};
+  f64 sum = f64{} + 1.0 / kFactorials[0];
+  QUIRE_UNROLL
+  for (int i = 1; i < 14; ++i) sum = sum * r + 1.0 / kFactorials[i];
   const i64 exponent = (i64)shifted - __builtin_bit_cast(int64_t, kRound);
   const f64 power = (f64)((exponent + 1023) << 52);
   return (f64)((i64)(sum * power) & inside);

@@ -179,7 +179,7 @@ def test_without_proc_the_physical_memory_counts(tmp_path, monkeypatch):
     assert (memory.limit_bytes, memory.available_bytes) == (4096 * 1000, 4096 * 1000)
 
 
-def test_where_nothing_tells_the_memory_the_way_out_is_named(tmp_path, monkeypatch):
+def test_where_the_memory_is_unknown_the_error_says_what_to_set(tmp_path, monkeypatch):
     def unknown(name):
         raise ValueError("unrecognized configuration name")
 

@@ -314,7 +314,7 @@ def test_what_is_out_of_range_is_refused_when_it_is_said(fields, message):
         BeamSearchParams(**{"beam_width": 3, "max_tokens": 5} | fields)
 
 
-def test_a_seed_is_none_of_its_fields():
+def test_a_seed_is_not_one_of_its_fields():
     with pytest.raises(TypeError, match="seed"):
         BeamSearchParams(2, 3, seed=1)
     assert BeamSearchParams(4, 16) == BeamSearchParams(beam_width=4, max_tokens=16, early_stopping=False, n=None)

@@ -75,9 +75,7 @@ class Watch:
     max_blocks=st.sampled_from([1, 4, 3072]),
     looks=st.lists(st.integers(0, 2), min_size=40, max_size=40),
 )
-def test_a_snapshot_and_its_differences_tell_what_a_new_snapshot_tells(
-    requests, max_blocks, looks, failing_steps, **config
-):
+def test_a_snapshot_and_its_differences_equal_a_new_snapshot(requests, max_blocks, looks, failing_steps, **config):
     """Whatever happens between frames, and however many of the blocks fit into one."""
     harness = Harness(**config)
     with pytest.MonkeyPatch.context() as patch:
@@ -171,7 +169,7 @@ def test_blocks_on_their_way_are_owned_until_they_are_cached():
     assert finished[0].inter_token_s is None  # it has one token
 
 
-def test_pinned_blocks_are_told_as_such():
+def test_pinned_blocks_are_reported_as_such():
     harness = Harness(num_blocks=8, max_num_batched_tokens=32)
     harness.add([1] * 8, 1)
     harness.run()
@@ -186,7 +184,7 @@ def test_pinned_blocks_are_told_as_such():
     assert PINNED not in [row["states"] for row in watch.mirror.tiers["device"].values()]
 
 
-def test_what_happens_is_told_in_order():
+def test_events_are_reported_in_order():
     harness = Harness(num_blocks=6, num_host_blocks=6, max_num_batched_tokens=32, preemption_mode="swap")
     watch = Watch(harness)
     for token in range(3):
@@ -199,7 +197,7 @@ def test_what_happens_is_told_in_order():
     assert of_last[-1] == ("finished", "length")
 
 
-def test_evictions_and_forks_are_told():
+def test_evictions_and_forks_are_reported():
     harness = Harness(num_blocks=6, max_num_batched_tokens=32)
     watch = Watch(harness)
     for token in range(4):
@@ -228,7 +226,7 @@ def test_an_aborted_request_ends_as_such():
     assert watch.mirror.requests == {}
 
 
-def test_nothing_of_a_prompt_is_told():
+def test_nothing_of_a_prompt_is_returned():
     harness = Harness(num_blocks=8, max_num_batched_tokens=32)
     watch = Watch(harness)
     harness.add([41] * 7, 2, key=ContentKey(cache_salt="salt"))
@@ -266,7 +264,7 @@ def test_nothing_is_said_while_nothing_happens():
     assert watch.look() is None
 
 
-def test_many_waiting_requests_are_counted_and_not_all_told():
+def test_many_waiting_requests_are_counted_and_not_all_sent():
     harness = Harness(num_blocks=8, max_num_seqs=1)
     watch = Watch(harness)
     for _ in range(cache_view.MAX_QUEUED + 10):

@@ -88,7 +88,7 @@ def check(group: SequenceGroup, windows: tuple[int | None, ...] = (None,)) -> No
     preempt_turns=st.integers(0, 12),
     policy=st.sampled_from(["fcfs", "prefix"]),
 )
-def test_every_schedule_tells_the_solo_logprobs(requests, stagger, windows, **settings):
+def test_every_schedule_gives_the_solo_logprobs(requests, stagger, windows, **settings):
     harness = Harness(windows=windows, **settings)
     for request in requests:
         (harness.add if "prompt" in request else harness.add_scored)(**request)
@@ -190,7 +190,7 @@ def test_deltas_bring_each_row_once():
     assert [list(entries) for entries in told] == [[7], [8], [9]]
 
 
-def test_the_text_of_a_token_is_made_only_when_it_is_told():
+def test_the_text_of_a_token_is_made_only_when_it_is_emitted():
     made = []
     rows = LogprobRows(lambda token_id: made.append(token_id) or f"<{token_id}>")
     rows.extend(joined([token_logprobs([1], 4, 2), token_logprobs([2], 5, 2)]))

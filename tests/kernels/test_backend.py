@@ -31,7 +31,7 @@ def run_python(code, **environment):
     )
 
 
-def test_the_extension_serves_unless_told_otherwise():
+def test_the_extension_is_used_by_default():
     if os.environ.get("QUIRE_ISA") == "reference":
         assert kernels.isa() == "reference"
     else:
@@ -176,7 +176,7 @@ def test_workers_are_pinned_to_the_cpus_named_and_the_calling_thread_is_not():
 
 
 def test_the_reference_pins_no_threads(monkeypatch):
-    monkeypatch.setitem(backends._backends, torch.device("cpu"), backends.choose_cpu_backend("reference"))
+    monkeypatch.setitem(backends._backends, "cpu", backends.choose_cpu_backend("reference"))
     with pytest.raises(ConfigError, match="only the native kernels' threads"):
         kernels.set_num_threads(1, [0])
     with pytest.raises(ConfigError, match="only the native kernels' threads"):

@@ -25,7 +25,7 @@ class MetaBackend(ReferenceBackend):
 @pytest.fixture
 def meta(monkeypatch: pytest.MonkeyPatch) -> MetaBackend:
     backend = MetaBackend()
-    monkeypatch.setitem(_backends, torch.device("meta"), backend)
+    monkeypatch.setitem(_backends, "meta", backend)
     return backend
 
 
@@ -53,6 +53,6 @@ def test_tensors_of_two_devices_are_refused(meta: MetaBackend) -> None:
 
 
 def test_tensors_of_a_device_without_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(_backends, torch.device("meta"))
+    monkeypatch.delitem(_backends, "meta")
     with pytest.raises(KernelError, match="no kernels for tensors on meta, only for those on cpu"):
         kernels.activation(torch.zeros(3, device="meta"), "relu")

@@ -221,7 +221,7 @@ def missed(manager, seq_id: int, tokens: list[int], key: ContentKey = NO_KEY) ->
     return {reason: n - before[reason] for reason, n in manager.stats.num_missed_tokens.items() if n > before[reason]}
 
 
-def test_nobody_has_sent_it_before():
+def test_a_prefix_that_was_never_sent_before():
     manager = make_manager(12)
     run(manager, 0, [1] * 8)
     assert missed(manager, 1, [1] * 8 + [2] * 6) == {MissReason.NEVER_SEEN: 5}
@@ -277,14 +277,14 @@ def test_it_is_there_under_another_key_as_long_as_one_of_them_is_left():
 
 @pytest.mark.essential
 @pytest.mark.parametrize(("theirs", "mine"), [("", "mine"), ("theirs", "mine"), ("theirs", "")])
-def test_nobody_learns_what_is_there_under_another_salt(theirs, mine):
+def test_a_client_cannot_learn_what_is_cached_under_another_salt(theirs, mine):
     """The reasons are counted in metrics: they would tell whether somebody else has sent these tokens."""
     manager = make_manager(12)
     run(manager, 0, [1] * 8, ContentKey(cache_salt=theirs))
     assert missed(manager, 1, [1] * 13, ContentKey(cache_salt=mine)) == {MissReason.NEVER_SEEN: 12}
 
 
-def test_somebody_is_computing_it():
+def test_another_request_is_computing_it():
     manager = make_manager(12)
     manager.advance()
     manager.allocate(manager.look_up(0, [1] * 12))

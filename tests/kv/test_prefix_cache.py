@@ -84,7 +84,7 @@ def test_a_sequence_that_ends_before_its_copy_is_done_lets_the_source_go():
     assert manager.num_used_blocks == 0
 
 
-def test_tokens_whose_copy_is_not_done_yet_are_offered_to_nobody():
+def test_tokens_whose_copy_is_not_done_yet_cannot_be_found():
     """A step failed before the copy ran, and the request is preempted."""
     manager = make_manager(12)
     run(manager, 0, [1, 2, 3, 4, 5, 6])

@@ -134,7 +134,7 @@ def test_a_file_that_cannot_be_read_says_why(folder: Path, tmp_path: Path) -> No
 # --- config.json
 
 
-def test_a_config_of_a_size_that_none_has_is_not_read(folder: Path) -> None:
+def test_a_config_file_that_is_too_large_is_not_read(folder: Path) -> None:
     with (folder / "config.json").open("r+b") as file:
         file.truncate(16 * 1024**2 + 1)
     with pytest.raises(CheckpointError, match=r"config\.json has 16,777,217 bytes: at most 16,777,216 are allowed"):
@@ -157,7 +157,7 @@ def test_missing_key_is_named(folder: Path, key: str) -> None:
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, "16", True, [], 10**30])
 @pytest.mark.parametrize("key", ["vocab_size", "num_hidden_layers", "max_position_embeddings", "num_key_value_heads"])
-def test_sizes_that_are_none(folder: Path, key: str, value: Any) -> None:
+def test_invalid_sizes(folder: Path, key: str, value: Any) -> None:
     write(folder, FIELDS | {key: value}, weights())
     with pytest.raises(CheckpointError, match=key):
         load(folder)

@@ -187,7 +187,7 @@ def test_a_search_is_a_request_of_the_engine_like_any_other():
         assert done["0"].metrics.finished_time is not None
 
 
-def test_an_aborted_search_tells_how_far_it_came():
+def test_an_aborted_search_returns_its_best_beams_so_far():
     engine = LLM(dtype="float32", max_model_len=96).engine
     engine.add_request("a", TEXTS[0], BeamSearchParams(3, 20, ignore_eos=True))
     for _ in range(5):

@@ -93,7 +93,7 @@ def test_quantized_weights_can_be_replayed(quantization: str | None) -> None:
 
 
 @needs_native
-def test_what_is_no_decode_step_is_left_alone() -> None:
+def test_only_decode_steps_are_recorded() -> None:
     table = (np.zeros(1, np.int32),)
     one, two = (ScheduledSequence(0, tokens, 0, table, DRAWN) for tokens in ((7,), (7, 8)))
     assert is_small_decode_step([one] * MAX_ROWS)

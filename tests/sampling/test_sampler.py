@@ -224,7 +224,7 @@ class TestProcessors:
             (lambda _, x: x.fill_(-torch.inf), "<lambda> failed: .*left no token that could be drawn"),
         ],
     )
-    def test_what_fails_is_told_of_its_row_alone(self, processor, message):
+    def test_a_failure_is_reported_for_its_row_only(self, processor, message):
         failing = sequence(replace(GREEDY, processors=named(processor)), [1])
         drawn = Sampler(CPU).sample(torch.arange(2.0 * VOCAB).view(2, VOCAB), [failing, sequence(GREEDY, [1])])
         assert list(drawn.errors) == [0]

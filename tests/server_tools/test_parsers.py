@@ -91,7 +91,7 @@ def test_calls_are_found_between_the_content(tools, text, content, calls):
         (MISTRAL, "[TOOL_CALLS]f[1]"),
     ],
 )
-def test_what_is_no_call_is_content_to_the_last_character(tools, text):
+def test_text_other_than_a_call_is_content_to_the_last_character(tools, text):
     answer = parse([text], tools=tools)
     assert (answer.content, answer.calls) == (text, [])
 
@@ -172,7 +172,7 @@ def test_calls_beyond_the_limit_are_left_out():
         (REASONING_FORMATS["mistral"], "[THINK]Hm.[/THINK]Yes.", "Hm.", "Yes."),
     ],
 )
-def test_reasoning_is_told_from_the_answer(reasoning, text, thought, content):
+def test_reasoning_is_separated_from_the_answer(reasoning, text, thought, content):
     answer = parse([text], reasoning=reasoning)
     assert (answer.reasoning, answer.content) == (thought, content)
 
@@ -225,7 +225,7 @@ def test_ids_are_long_and_new():
         (None, None),
     ],
 )
-def test_the_template_tells_the_tool_format(template, name):
+def test_the_template_decides_the_tool_format(template, name):
     chosen = choose_tool_format("auto", template)
     assert (chosen and chosen.name) == name
 

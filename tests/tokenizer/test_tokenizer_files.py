@@ -116,7 +116,7 @@ def test_ids_without_a_token_stand_for_nothing() -> None:
     assert tokenizer.decode([*ids, tokenizer.vocab_size, tokenizer.vocab_size + 50]) == "padded"
 
 
-def test_text_that_is_no_unicode_is_a_wrong_request() -> None:
+def test_text_that_is_not_unicode_is_an_invalid_request() -> None:
     with pytest.raises(InvalidPromptError, match="not valid Unicode"):
         Tokenizer.from_path(EMBEDDED).encode("half a pair: \ud83d")
 

@@ -28,7 +28,8 @@ class _Recorded:
 
 
 class DecodeGraphs:
-    """The recordings, and the inputs they share: the first rows of arrays that stay in place."""
+    """The recordings, which the backend must be able to make, and the inputs they share: the first rows of arrays that
+    stay in place."""
 
     def __init__(
         self,

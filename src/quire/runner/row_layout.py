@@ -1,7 +1,8 @@
 """Where the rows of a step lie: one for each scheduled token, sequence after sequence, without padding."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import accumulate, chain
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,8 +12,7 @@ from quire.common.batch import BlockIds, ScheduledSequence
 Ints = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class RowLayout:
+class RowLayout(NamedTuple):
     """The rows of a step."""
 
     token_ids: Ints
@@ -34,15 +34,16 @@ class RowLayout:
 
 def row_layout(sequences: Sequence[ScheduledSequence]) -> RowLayout:
     """The layout of one step's sequences."""
-    lens = np.array([len(s.token_ids) for s in sequences])
-    starts = np.array([s.start for s in sequences])
-    query_start = np.concatenate(([0], np.cumsum(lens)))
-    num_rows = int(query_start[-1])
-    sequence_of = np.repeat(np.arange(len(sequences)), lens)
+    token_ids = [s.token_ids for s in sequences]
+    lens = [len(ids) for ids in token_ids]
+    query_start = np.array([0, *accumulate(lens)], np.int64)
+    positions = np.array([s.start for s in sequences], np.int64)
+    sequence_of = np.arange(len(sequences))
+    seq_lens = positions + lens
+    num_rows = sum(lens)
+    if num_rows > len(sequences):  # else each has one row
+        positions = np.arange(num_rows) + (positions - query_start[:-1]).repeat(lens)
+        sequence_of = sequence_of.repeat(lens)
     return RowLayout(
-        np.fromiter((token_id for s in sequences for token_id in s.token_ids), np.int64, num_rows),
-        np.arange(num_rows) - query_start[sequence_of] + starts[sequence_of],
-        sequence_of,
-        query_start,
-        starts + lens,
+        np.fromiter(chain.from_iterable(token_ids), np.int64, num_rows), positions, sequence_of, query_start, seq_lens
     )

@@ -50,14 +50,14 @@ def _import_native() -> Any:
         return None
 
 
-class _Backends(dict[torch.device, Backend]):
+class _Backends(dict[str, Backend]):
     """By device. What is registered for a type of device serves each device of that type."""
 
-    def __missing__(self, device: torch.device) -> Backend:
-        backend = self.get(torch.device(device.type)) if device.index is not None else None
+    def __missing__(self, device: str) -> Backend:
+        backend = self.get(device.partition(":")[0])
         if backend is None:
             raise errors.KernelError(
-                f"there are no kernels for tensors on {device}, only for those on {', '.join(map(str, self))}"
+                f"there are no kernels for tensors on {device}, only for those on {', '.join(self)}"
             )
         self[device] = backend
         return backend
@@ -68,17 +68,17 @@ _backends = _Backends()
 
 def register_backend(device: str, backend: Backend) -> None:
     """Let `backend` serve the tensors on a device, such as `cuda:1`, or on all devices of a type, such as `cuda`."""
-    _backends[torch.device(device)] = backend
+    _backends[str(torch.device(device))] = backend
 
 
 def backend_for(device: str) -> Backend:
     """The backend of a device. Raises KernelError if it has none."""
-    return _backends[torch.device(device)]
+    return _backends[device]
 
 
 def backend_of(tensor: Tensor) -> Backend:
     """The backend of a tensor's device. Raises KernelError if it has none."""
-    return _backends[tensor.device]
+    return _backends["cpu" if tensor.is_cpu else str(tensor.device)]  # to name a device takes as long as a small kernel
 
 
 register_backend("cpu", choose_cpu_backend(os.environ.get("QUIRE_ISA")))

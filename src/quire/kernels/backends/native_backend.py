@@ -235,19 +235,14 @@ class NativeBackend:
         num_tokens, num_heads, head_dim = query.shape
         num_blocks, num_kv_heads, block_size, _ = v_cache.shape
         out = empty((num_tokens, num_heads, head_dim), query.dtype)
-        cache = (
-            v_cache.dtype is torch.int8,
-            k_cache.data_ptr(),
-            v_cache.data_ptr(),
-            k_cache.stride(0),
-            v_cache.stride(0),
-        )
+        caches = k_cache.data_ptr(), v_cache.data_ptr(), k_cache.stride(0), v_cache.stride(0)
+        is_int8 = v_cache.dtype is torch.int8
         tables = query_start.data_ptr(), seq_lens.data_ptr(), block_tables.data_ptr(), block_tables.stride(0)
         sizes = block_tables.shape[1], num_tokens, seq_lens.shape[0], num_heads, num_kv_heads, head_dim
         window = _SEES_ALL if sliding_window is None else sliding_window
         code, at, stride, to = DTYPE_CODES[query.dtype], query.data_ptr(), query.stride(0), out.data_ptr()
         self.native.paged_attention(
-            code, at, stride, *cache, *tables, *sizes, num_blocks, block_size, window, scale, to
+            code, at, stride, is_int8, *caches, *tables, *sizes, num_blocks, block_size, window, scale, to
         )
         return out
 
@@ -287,8 +282,7 @@ class NativeBackend:
         if (c := how.changes) is not None:
             lens = (c.masks.shape[0], c.banned.ids.shape[0], c.biased.ids.shape[0], len(c.histories))
             num_past = c.histories.ids.shape[0]
-            changes = self.native.LogitChanges([t.data_ptr() for t in c.tensors()], num_rows, *lens, num_past, vocab)
-        per_row = (how.temperature, how.top_k, how.top_p, how.min_p, how.uniform)
-        return self.native.SampleArgs(
-            logits.data_ptr(), logits.stride(0), num_rows, vocab, *(t.data_ptr() for t in per_row), changes
-        )
+            changes = self.native.logit_changes(*[t.data_ptr() for t in c.tensors()], num_rows, *lens, num_past, vocab)
+        cuts = how.top_k.data_ptr(), how.top_p.data_ptr(), how.min_p.data_ptr()
+        per_row = how.temperature.data_ptr(), *cuts, how.uniform.data_ptr()
+        return self.native.sample_args(logits.data_ptr(), logits.stride(0), num_rows, vocab, *per_row, changes)

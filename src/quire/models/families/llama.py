@@ -1,7 +1,7 @@
 """Llama 2 and 3.x (Touvron et al. 2023, Grattafiori et al. 2024): the decoder that Mistral and Qwen share."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -32,29 +32,19 @@ class DecoderShape:
     head_dim: int
     sliding_windows: tuple[int | None, ...]
     """one per layer; None sees all"""
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    """RMSNorm over each query and key head, before the rotary embedding"""
     hidden_act: str
     rms_norm_eps: float
     tied: bool
     dtype: torch.dtype
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """RMSNorm over each query and key head, before the rotary embedding"""
 
     @classmethod
-    def read(
-        cls,
-        config: ModelConfig,
-        *,
-        sliding_windows: tuple[int | None, ...] | None = None,
-        qkv_bias: bool = False,
-        o_bias: bool = False,
-        mlp_bias: bool = False,
-        qk_norm: bool = False,
-        head_dim: int | None = None,
-    ) -> "DecoderShape":
-        """From config.json and what the family fixes; `head_dim` is the family's default for it."""
+    def read(cls, config: ModelConfig) -> "DecoderShape":
+        """What config.json says of every member: full attention, no biases, and no norms of heads."""
         hf = config.hf_config
         hidden_size, num_heads = hf.size("hidden_size"), hf.size("num_attention_heads")
         num_kv_heads = hf.size("num_key_value_heads", num_heads)
@@ -67,12 +57,8 @@ class DecoderShape:
             intermediate_size=hf.size("intermediate_size"),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=hf.size("head_dim", head_dim or hidden_size // num_heads),
-            sliding_windows=sliding_windows or (None,) * hf.size("num_hidden_layers"),
-            qkv_bias=qkv_bias,
-            o_bias=o_bias,
-            mlp_bias=mlp_bias,
-            qk_norm=qk_norm,
+            head_dim=hf.size("head_dim", hidden_size // num_heads),
+            sliding_windows=(None,) * hf.size("num_hidden_layers"),
             hidden_act=activation_kind(hf, "hidden_act", "silu"),
             rms_norm_eps=hf.number("rms_norm_eps", 1e-6),
             tied=hf.flag("tie_word_embeddings", False),
@@ -100,8 +86,8 @@ class LlamaForCausalLM(CausalLM):
     @classmethod
     def shape(cls, config: ModelConfig) -> DecoderShape:
         """What config.json says of this family."""
-        bias = config.hf_config.flag("attention_bias", False)
-        return DecoderShape.read(config, qkv_bias=bias, o_bias=bias, mlp_bias=config.hf_config.flag("mlp_bias", False))
+        shape, bias = DecoderShape.read(config), config.hf_config.flag("attention_bias", False)
+        return replace(shape, qkv_bias=bias, o_bias=bias, mlp_bias=config.hf_config.flag("mlp_bias", False))
 
     @classmethod
     def kv_cache_specs(cls, config: ModelConfig) -> list[KVCacheSpec]:

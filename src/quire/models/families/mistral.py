@@ -1,5 +1,7 @@
 """Mistral (Jiang et al. 2023): Llama with a sliding window in every layer, or in none."""
 
+from dataclasses import replace
+
 from quire.config.model import ModelConfig
 from quire.models.families.llama import DecoderShape, LlamaForCausalLM
 
@@ -14,4 +16,5 @@ class MistralForCausalLM(LlamaForCausalLM):
         hf = config.hf_config
         full = "sliding_window" in hf and hf["sliding_window"] is None
         window = None if full else hf.size("sliding_window", _DEFAULT_WINDOW)
-        return DecoderShape.read(config, sliding_windows=(window,) * hf.size("num_hidden_layers"))
+        shape = DecoderShape.read(config)
+        return replace(shape, sliding_windows=(window,) * len(shape.sliding_windows))

@@ -1,5 +1,7 @@
 """Qwen2 and 2.5 (Yang et al. 2024): Llama with biases on queries, keys and values, and sliding windows by layer."""
 
+from dataclasses import replace
+
 from quire.common.errors import CheckpointError, UnsupportedModelError
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
@@ -14,7 +16,7 @@ class Qwen2ForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def shape(cls, config: ModelConfig) -> DecoderShape:
-        return DecoderShape.read(config, qkv_bias=True, sliding_windows=layer_windows(config.hf_config))
+        return replace(DecoderShape.read(config), qkv_bias=True, sliding_windows=layer_windows(config.hf_config))
 
 
 def layer_windows(hf: HFConfig) -> tuple[int | None, ...]:

@@ -89,8 +89,7 @@ class DrawTensors:
     def at(self, sequences: Sequence[ScheduledSequence], errors: dict[int, str]) -> SamplingTensors:
         """For the next tokens of these sequences, whose draws these are. What fails in a row is reported in `errors`,
         and the token drawn there means nothing."""
-        positions = _positions(sequences)
-        draws = [0.0 if k is None else uniform(k, at) for k, at in zip(self._keys, positions, strict=True)]
+        draws = [0.0 if k is None else uniform(k, at) for k, at in zip(self._keys, _positions(sequences), strict=True)]
         changes = None
         if self._is_changed or self._banning or any(s.drawn is not None and s.drawn.masks for s in sequences):
             changes = self._changes(draw_rows(sequences), errors)

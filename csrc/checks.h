@@ -1,0 +1,22 @@
+// Checks of values, such as ids. They are made in each call, since values change from one replay of a recording to the
+// next; the Python wrappers have checked shapes, strides and dtypes.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace quire {
+
+// Throws std::invalid_argument unless each of `count` ids, `stride` apart, is in [0, limit).
+inline void check_range(const char* what, const int64_t* ids, int64_t count, int64_t limit, int64_t stride = 1) {
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t id = ids[i * stride];
+    if (id < 0 || id >= limit) {
+      throw std::invalid_argument(std::string(what) + " " + std::to_string(id) + " is not in [0, " +
+                                  std::to_string(limit) + ")");
+    }
+  }
+}
+
+}  // namespace quire
