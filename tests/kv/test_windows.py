@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.config.kv_cache import MAX_BLOCKS_PER_SEQ
+from quire.config.kv_cache import MAX_BLOCKS_PER_SEQ, attention_spec
 from quire.kv.block_space_manager import AllocStatus
+from quire.kv.managers import MANAGERS
 from quire.kv.prefix_cache.content_hash import NO_KEY
 
 from .managers import compute, do_step, end, make_config, make_manager, run
@@ -24,6 +25,17 @@ def test_just_the_blocks_that_the_next_token_sees_are_kept(window):
         assert manager.num_used_blocks == num_computed // 4 - first_seen // 4
     end(manager, 0)
     assert manager.num_used_blocks == 0
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+@pytest.mark.parametrize("window", [1, 2, 5, None])
+def test_a_manager_counts_the_blocks_of_a_sequence(window, block_size):
+    spec = attention_spec(1, 2, "float32", window)
+    manager = MANAGERS[type(spec)](spec, block_size)
+    for num_tokens in range(20):
+        read = [i for i in range(num_tokens + 1) if window is None or num_tokens - i < window]
+        assert manager.first_needed(num_tokens) == read[0] // block_size
+        assert num_tokens <= manager.max_tokens(manager.num_blocks(num_tokens)) < num_tokens + block_size
 
 
 def test_what_slid_out_stays_in_the_cache_until_it_is_needed():

@@ -26,8 +26,7 @@ class GroupManager(ABC):
     first, and once."""
 
     def __init__(self, spec: KVCacheSpec, block_size: int) -> None:
-        self.spec = spec
-        self.block_size = block_size
+        self.block_size = block_size  # what else depends on the spec, a subclass takes from it
 
     @abstractmethod
     def num_blocks(self, num_tokens: int) -> int:
