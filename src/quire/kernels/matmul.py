@@ -25,10 +25,7 @@ def unpack_weight(packed: PackedWeight) -> Tensor:
 
 
 def matmul(
-    x: Tensor,
-    packed: PackedWeight | QuantizedWeight,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    x: Tensor, packed: PackedWeight | QuantizedWeight, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """`x @ weight.T + bias`, accumulated in float32: x [num_tokens, k] -> [num_tokens, n] in out_dtype (default: x's).
 

@@ -22,10 +22,7 @@ class CacheEngine:
     def __init__(self, config: KVCacheConfig, backend: kernels.Backend) -> None:
         self.config = config
         self.blocks = backend.zeroed_blocks(config.num_blocks, config.block_bytes)
-        self.tiers = [
-            self.blocks,
-            kernels.backend_for("cpu").zeroed_blocks(config.num_host_blocks, config.block_bytes),
-        ]
+        self.tiers = [self.blocks, kernels.backend_for("cpu").zeroed_blocks(config.num_host_blocks, config.block_bytes)]
         self.layers = self._layer_views()
 
     def _layer_views(self) -> list[LayerKVCache]:

@@ -77,26 +77,19 @@ class MemoryPlan:
         if not cache.is_length_bounded:
             most = cache.blocks_to_hold(self.max_model_len)
             capacity = f"in {self.kv_cache_dtype}; a sequence holds at most {most}, however long it is"
-        rows = [
-            ("model", f"{model.model} ({', '.join(kinds)})"),
-            (
-                "memory",
-                f"{format_bytes(self.machine.available_bytes)} of {format_bytes(self.machine.limit_bytes)} free",
-            ),
-            ("weights", format_bytes(self.weight_bytes)),
-            ("activations", f"{format_bytes(self.activation_bytes)} at most"),
-            (
-                "KV cache",
-                f"{format_bytes(cache.total_bytes)} = {cache.num_blocks} blocks of {cache.block_size}, {capacity}",
-            ),
-            *(
-                [("swap space", f"{format_bytes(cache.host_bytes)} = {cache.num_host_blocks} blocks")]
-                if cache.num_host_blocks
-                else []
-            ),
-            ("context", f"{self.max_model_len} tokens, {self.max_concurrency:.1f} such sequences at once"),
-        ]
-        return "\n".join(f"{name:<12}{text}" for name, text in rows)
+        available, limit = format_bytes(self.machine.available_bytes), format_bytes(self.machine.limit_bytes)
+        blocks = f"{cache.num_blocks} blocks of {cache.block_size}"
+        rows = {
+            "model": f"{model.model} ({', '.join(kinds)})",
+            "memory": f"{available} of {limit} free",
+            "weights": format_bytes(self.weight_bytes),
+            "activations": f"{format_bytes(self.activation_bytes)} at most",
+            "KV cache": f"{format_bytes(cache.total_bytes)} = {blocks}, {capacity}",
+        }
+        if cache.num_host_blocks:
+            rows["swap space"] = f"{format_bytes(cache.host_bytes)} = {cache.num_host_blocks} blocks"
+        rows["context"] = f"{self.max_model_len} tokens, {self.max_concurrency:.1f} such sequences at once"
+        return "\n".join(f"{name:<12}{text}" for name, text in rows.items())
 
 
 def plan_memory(args: EngineArgs) -> MemoryPlan:
@@ -136,10 +129,7 @@ def _kv_cache(model: type[Model], config: EngineConfig, machine: MachineMemory, 
             f"weights and activations ({format_bytes(others)}) and swap_space of {format_bytes(cache.swap_bytes)} do "
             f"not fit into this machine's {format_bytes(machine.limit_bytes)}: lower it, or take a smaller model"
         )
-    layout: dict[str, Any] = {
-        "host_bytes": cache.swap_bytes,
-        "max_chunk": config.scheduler.max_num_batched_tokens,
-    }
+    layout: dict[str, Any] = {"host_bytes": cache.swap_bytes, "max_chunk": config.scheduler.max_num_batched_tokens}
     if cache.num_blocks_override is not None:
         result = kv_cache_config(specs, cache.block_size, num_blocks=cache.num_blocks_override, **layout)
     else:

@@ -1,8 +1,8 @@
 """Where the rows of a step lie: one for each scheduled token, sequence after sequence, without padding."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate, chain
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +12,7 @@ from quire.common.batch import BlockIds, ScheduledSequence
 Ints = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class RowLayout:
+class RowLayout(NamedTuple):
     """The rows of a step."""
 
     token_ids: Ints

@@ -19,12 +19,5 @@ class Attention(nn.Module):
         group = batch.groups[kv.group]
         kernels.write_kv(key, value, kv.k, kv.v, group.slots)
         return kernels.paged_attention(
-            query,
-            kv.k,
-            kv.v,
-            batch.query_start,
-            batch.seq_lens,
-            group.block_tables,
-            self.scale,
-            self.sliding_window,
+            query, kv.k, kv.v, batch.query_start, batch.seq_lens, group.block_tables, self.scale, self.sliding_window
         )

@@ -23,9 +23,8 @@ class Sampler:
     def __init__(self, logprobs_mode: LogprobsMode = "raw_logprobs") -> None:
         self._mode = logprobs_mode
         self._draws = DrawTensors((), 1)
-        self._workspace = kernels.backend_for(
-            "cpu"
-        ).workspace()  # not the model's: that may give away the logits of a decode graph
+        # Not the model's: that may give away the logits of a decode graph.
+        self._workspace = kernels.backend_for("cpu").workspace()
 
     def sample(self, logits: Tensor, sequences: Sequence[ScheduledSequence]) -> StepResult:
         """The token of each draw, for logits [num_draws, vocab] float32, and log-probabilities where draws want them.
