@@ -181,7 +181,7 @@ class AttentionTask {
     const auto for_blocks = [&](const auto& call) {  // call(row, rows, first, last): rows that see keys [first, last)
       for (int64_t b = begin; b < end; ++b) {
         const int64_t row = row_of(b), after = row_of(b + 1);
-        const int64_t first = max_of(first_key(a_, s_.positions[row]) - tile.start, 0);
+        const int64_t first = max_of(a_.first_key(s_.positions[row]) - tile.start, 0);
         const int64_t last = min_of(s_.positions[after - 1] + 1 - tile.start, kTileKeys);
         if (first < last) call(row, after - row, first, last);
       }
@@ -196,7 +196,7 @@ class AttentionTask {
       });
       const int64_t vector = first / W, vectors_end = (last + W - 1) / W;
       for (int64_t r = row; r < row + rows; ++r) {
-        const int64_t first_seen = first_key(a_, s_.positions[r]) - tile.start,
+        const int64_t first_seen = a_.first_key(s_.positions[r]) - tile.start,
                       seen_end = s_.positions[r] + 1 - tile.start;
         if (first_seen > vector * W || seen_end < vectors_end * W) {
           mask_scores(scores(r), vector, vectors_end, first_seen, seen_end);
@@ -258,10 +258,9 @@ class AttentionTask {
       T* out = static_cast<T*>(a_.out) + (token * a_.num_heads + head) * a_.head_dim;
       const float* from = total().rows + r * a_.row_stride;
       const f32 inverse = set1(1.0f / reduce_add(load(row_sums(total(), r))));
-      int64_t d = 0;
       // Adding zero turns -0 into +0: a masked key adds zero to an output, which is the one thing that can change one.
-      for (; d + W <= a_.head_dim; d += W) store(out + d, load(from + d) * inverse + set1(0.0f));
-      if (d < a_.head_dim) store_n(out + d, load(from + d) * inverse + set1(0.0f), a_.head_dim - d);
+      for_parts(a_.head_dim,
+                [&](int64_t d, int64_t n) { store_some(out + d, load(from + d) * inverse + set1(0.0f), n); });
     }
   }
 

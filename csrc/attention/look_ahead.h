@@ -16,11 +16,6 @@ struct KeyRange {
   int64_t first, last;
 };
 
-// First key that a token at `position` sees.
-QUIRE_INLINE int64_t first_key(const AttentionArgs& args, int64_t position) {
-  return position < args.sliding_window ? 0 : position - args.sliding_window + 1;
-}
-
 // Token t of a sequence is at this position and t.
 QUIRE_INLINE int64_t context_of(const AttentionArgs& args, int64_t seq) {
   return args.seq_lens[seq] - args.query_start[seq + 1];
@@ -28,7 +23,7 @@ QUIRE_INLINE int64_t context_of(const AttentionArgs& args, int64_t seq) {
 
 static inline KeyRange key_range(const AttentionArgs& args, const AttentionItem& item) {
   const int64_t context = context_of(args, item.seq);
-  return {max_of(first_key(args, context + item.token_begin), item.section_begin * kSectionKeys),
+  return {max_of(args.first_key(context + item.token_begin), item.section_begin * kSectionKeys),
           min_of(context + item.token_end, item.section_end * kSectionKeys)};
 }
 

@@ -87,10 +87,6 @@ struct Plan {
   int64_t work = 0;  // sum of the items' costs
 };
 
-int64_t first_visible(const AttentionArgs& args, int64_t position) {
-  return position < args.sliding_window ? 0 : position - args.sliding_window + 1;
-}
-
 [[noreturn]] void refuse(int64_t seq, const std::string& what) {
   throw std::invalid_argument("paged_attention, sequence " + std::to_string(seq) + ": " + what);
 }
@@ -108,7 +104,7 @@ void check_sequence(const AttentionArgs& args, int64_t s) {
                   std::to_string(args.table_width));
   }
   const int32_t* table = args.block_tables + s * args.table_stride;
-  for (int64_t b = first_visible(args, seq_len - query_len) / args.block_size; b < blocks; ++b) {
+  for (int64_t b = args.first_key(seq_len - query_len) / args.block_size; b < blocks; ++b) {
     if (table[b] < 0 || table[b] >= args.num_blocks) {
       refuse(s, "block id " + std::to_string(table[b]) + " of logical block " + std::to_string(b) + " is not in [0, " +
                     std::to_string(args.num_blocks) + ")");
@@ -140,7 +136,7 @@ thread_local int64_t sections_read = 0;
 
 // Those that all query tokens of sequence s see all keys of.
 Sections whole_sections(const AttentionArgs& args, int64_t s) {
-  const int64_t first_key = first_visible(args, args.seq_lens[s] - 1);
+  const int64_t first_key = args.first_key(args.seq_lens[s] - 1);
   return {(first_key + kSectionKeys - 1) / kSectionKeys, (context_len(args, s) + 1) / kSectionKeys};
 }
 
@@ -169,7 +165,7 @@ AttentionItem part_of(const AttentionArgs& args, const AttentionItem& item, int6
 AttentionItem whole_item(const AttentionArgs& args, int64_t s, int64_t kv_head, int64_t heads, int64_t begin,
                          int64_t end) {
   const int64_t position = context_len(args, s) - args.query_start[s];  // of token t: this and t
-  const int64_t first_key = first_visible(args, position + begin), last_key = position + end - 1;
+  const int64_t first_key = args.first_key(position + begin), last_key = position + end - 1;
   const int64_t rows = (end - begin) * (args.num_heads / args.num_kv_heads) * heads;
   const int64_t section_begin = first_key / kSectionKeys, section_end = last_key / kSectionKeys + 1;
   return {s, kv_head, heads, begin, end, section_begin, section_end, -1, rows, 0, rows * (last_key + 1 - first_key)};

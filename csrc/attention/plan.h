@@ -43,6 +43,11 @@ struct AttentionArgs {
   // Floats of one row of a softmax state, beside its maximum: the output, padded to whole vectors of any instruction
   // set, and one more vector of sums.
   int64_t row_stride = (head_dim + 15) / 16 * 16 + 16;
+
+  // First key that a token at `position` sees.
+  QUIRE_MEMBER int64_t first_key(int64_t position) const {
+    return position < sliding_window ? 0 : position - sliding_window + 1;
+  }
 };
 
 // Work of one thread: query tokens [token_begin, token_end), the query heads of some key/value heads, the keys of

@@ -39,29 +39,10 @@ struct KeyTile {
 
 // The four-byte lane of the key layout: one float, a pair of bf16, or four int8, where keys have two more lanes.
 template <typename C>
-struct KeyLane;
-
-template <>
-struct KeyLane<float> {
-  using Query = float;
-  using Vector = f32;
+struct KeyLane : Lane<C> {
+  using Query = C;
   using Sum = f32;
-  static constexpr int64_t kPack = 1, kScaleLanes = 0;
-  QUIRE_INLINE Vector load(const float* p) { return quire::QUIRE_ISA::load(p); }
-  QUIRE_INLINE Vector broadcast(const float* p) { return set1(*p); }
-  QUIRE_INLINE f32 dot(f32 acc, Vector a, Vector b) { return fma(a, b, acc); }
-  QUIRE_INLINE f32 score(f32 sum, f32 scale, const float*) { return sum * scale; }
-};
-
-template <>
-struct KeyLane<bf16> {
-  using Query = bf16;
-  using Vector = pairs;
-  using Sum = f32;
-  static constexpr int64_t kPack = 2, kScaleLanes = 0;
-  QUIRE_INLINE Vector load(const bf16* p) { return load_lanes(p); }
-  QUIRE_INLINE Vector broadcast(const bf16* p) { return set1_lane(p); }
-  QUIRE_INLINE f32 dot(f32 acc, Vector a, Vector b) { return dot2(acc, a, b); }
+  static constexpr int64_t kPack = 4 / sizeof(C), kScaleLanes = 0;
   QUIRE_INLINE f32 score(f32 sum, f32 scale, const float*) { return sum * scale; }
 };
 

@@ -82,6 +82,26 @@ QUIRE_INLINE f32 dot2(f32 acc, pairs a, pairs b) {
 #endif
 }
 
+// Four bytes of a T: one float, or a pair of bf16. dot adds the products of two lanes' elements.
+template <typename T>
+struct Lane;
+
+template <>
+struct Lane<float> {
+  using Vector = f32;
+  QUIRE_INLINE Vector load(const float* p) { return quire::QUIRE_ISA::load(p); }
+  QUIRE_INLINE Vector broadcast(const float* p) { return set1(*p); }
+  QUIRE_INLINE f32 dot(f32 acc, Vector a, Vector b) { return fma(a, b, acc); }
+};
+
+template <>
+struct Lane<bf16> {
+  using Vector = pairs;
+  QUIRE_INLINE Vector load(const bf16* p) { return load_lanes(p); }
+  QUIRE_INLINE Vector broadcast(const bf16* p) { return set1_lane(p); }
+  QUIRE_INLINE f32 dot(f32 acc, Vector a, Vector b) { return dot2(acc, a, b); }
+};
+
 // v in the first n lanes, 0 in the others.
 QUIRE_INLINE f32 keep_n(f32 v, int64_t n) {
   alignas(64) static const int32_t kLanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};

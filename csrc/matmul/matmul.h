@@ -54,35 +54,21 @@ template <typename T>
 using Staged = typename StagedAs<T>::Type;
 
 // One unit of k: acc[r][g] += x[r] * w[g] for the tile's rows and vectors of columns.
-template <int R, int G>
-QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const float* x, int64_t x_stride, const char* const (&panels)[G],
-                                int64_t offset, const float*) {
-  f32 w[G];
+template <int R, int G, typename T>
+QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const T* x, int64_t x_stride, const char* const (&panels)[G],
+                                int64_t offset, const T*) {
+  typename Lane<T>::Vector w[G];
   QUIRE_UNROLL
-  for (int g = 0; g < G; ++g) w[g] = load(reinterpret_cast<const float*>(panels[g] + offset));
+  for (int g = 0; g < G; ++g) w[g] = Lane<T>::load(reinterpret_cast<const T*>(panels[g] + offset));
   QUIRE_UNROLL
   for (int r = 0; r < R; ++r) {
-    const f32 value = set1(x[r * x_stride]);
+    const auto value = Lane<T>::broadcast(x + r * x_stride);
     QUIRE_UNROLL
-    for (int g = 0; g < G; ++g) acc[r][g] = fma(value, w[g], acc[r][g]);
+    for (int g = 0; g < G; ++g) acc[r][g] = Lane<T>::dot(acc[r][g], w[g], value);
   }
 }
 
-#if defined(__AVX512BF16__)
-template <int R, int G>
-QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const bf16* x, int64_t x_stride, const char* const (&panels)[G],
-                                int64_t offset, const bf16*) {
-  pairs w[G];
-  QUIRE_UNROLL
-  for (int g = 0; g < G; ++g) w[g] = load_lanes(panels[g] + offset);
-  QUIRE_UNROLL
-  for (int r = 0; r < R; ++r) {
-    const pairs value = set1_lane(x + r * x_stride);
-    QUIRE_UNROLL
-    for (int g = 0; g < G; ++g) acc[r][g] = dot2(acc[r][g], w[g], value);
-  }
-}
-#else
+#if !defined(__AVX512BF16__)
 template <int R, int G>
 QUIRE_INLINE void multiply_unit(f32 (&acc)[R][G], const float* x, int64_t x_stride, const char* const (&panels)[G],
                                 int64_t offset, const bf16*) {
@@ -158,9 +144,7 @@ static void stage(const T* x, int64_t x_stride, int64_t rows, int64_t count, Sta
     if constexpr (sizeof(T) == sizeof(Staged<T>)) {
       std::memcpy(to, from, size_t(count) * sizeof(T));
     } else {
-      int64_t i = 0;
-      for (; i + W <= count; i += W) store(to + i, load(from + i));
-      if (i < count) store_n(to + i, load_n(from + i, count - i), count - i);
+      for_parts(count, [&](int64_t i, int64_t n) { store_some(to + i, load_some(from + i, n), n); });
     }
     if (count % kPerUnit<T> != 0) to[count] = {};
   }

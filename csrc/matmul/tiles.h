@@ -2,6 +2,7 @@
 // rows leave. Shared by the products on packed (matmul/matmul.h) and on quantized weights (quantized/matmul.h).
 #pragma once
 
+#include "isa/rows.h"
 #include "isa/simd.h"
 #include "kernel_table.h"
 #include "matmul/layout.h"
@@ -81,11 +82,7 @@ static void finish_as(const ProductOut& to, int64_t row, int64_t rows, int64_t c
       const int64_t count = smaller(W, columns - j);
       f32 sum = load(sums + r * stride + j);
       if (to.bias != nullptr) sum = sum + load_n(to.bias + column + j, count);
-      if (count == W) {
-        store(out + j, sum);
-      } else {
-        store_n(out + j, sum, count);
-      }
+      store_some(out + j, sum, count);
     }
   }
 }
