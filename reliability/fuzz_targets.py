@@ -40,15 +40,15 @@ from quire.engine.process.messages import (
 )
 from quire.engine.view.cache_frame import BlockColumns, CacheEvent, CacheSetup, CacheUpdate, RequestRow
 from quire.interfaces.async_llm.engine_client import EngineClient
+from quire.server.api.chat.events import ContentDelta, ReasoningDelta
+from quire.server.api.chat.protocol import Tool, ToolChoice
 from quire.server.api.tools import (
     REASONING_FORMATS,
     TOOL_FORMATS,
     ForcedTools,
+    OutputParser,
     Parsed,
-    ParsedContent,
-    ParsedReasoning,
     check_tools,
-    make_parser,
     tool_choice_structure,
 )
 from quire.server.http import sse
@@ -87,16 +87,16 @@ def output(data: bytes) -> str:
 
 
 def _read_output(pieces: Sequence[str], options: dict[str, Any]) -> tuple[str, str, list[tuple[str, str]]]:
-    parser = make_parser(**options, new_id=lambda: "id")
+    parser = OutputParser(**options, new_id=lambda: "id")
     found = list[Parsed]()
     for piece in pieces:
         found += parser.feed(piece)
     found += parser.finish()
     reasoning, content, calls = "", "", dict[int, tuple[str, str]]()
     for item in found:
-        if isinstance(item, ParsedContent):
+        if isinstance(item, ContentDelta):
             content += item.text
-        elif isinstance(item, ParsedReasoning):
+        elif isinstance(item, ReasoningDelta):
             reasoning += item.text
         else:
             name, arguments = calls.get(item.tool_index, ("", ""))
@@ -118,16 +118,20 @@ def _output_corpus() -> list[bytes]:
 # --- tools of requests
 
 
+class _ToolFields(msgspec.Struct):
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+
+
 def tools(data: bytes) -> str:
     """Check that tools that pass validation can be turned into a grammar."""
     try:
-        given = msgspec.json.decode(data)
+        given = msgspec.json.decode(data, type=_ToolFields)
     except (ValueError, RecursionError):
-        return "no JSON"
-    listed, choice = (given.get("tools"), given.get("tool_choice")) if isinstance(given, dict) else (given, "auto")
+        return "malformed"
     try:
-        check_tools(listed, choice)
-        tool_choice_structure(listed, choice)
+        check_tools(given.tools, given.tool_choice)
+        tool_choice_structure(given.tools, given.tool_choice)
     except (InvalidParamsError, RecursionError) as error:  # a server answers both with 400
         return refusal(error)
     return ""

@@ -81,7 +81,7 @@ class OneFails:
 
     def execute(self, batch: Batch) -> StepResult:
         """Execute the batch, then raise if the request is in it."""
-        owners = [self.engine.scheduler.owner(s.seq_id) for s in batch.sequences]
+        owners = [self.engine.requests.owners.get(s.seq_id) for s in batch.sequences]
         result = self.executor.execute(batch)
         if batch.step > self.from_step and any(o is not None and o[0].request_id == self.request_id for o in owners):
             self.num_failures += 1
@@ -147,7 +147,7 @@ class Scene:
             for output in engine.step():
                 if output.finished:
                     self._note(outcome, output)
-            engine.scheduler.check_integrity()
+            engine.requests.check_integrity()
         else:
             raise AssertionError(f"requests have not ended after {STEPS_LIMIT} steps")
         outcome.owners = {seq.seq_id: name for name, group in groups.items() for seq in group.seqs}
@@ -178,11 +178,15 @@ def make_engine(setup: str) -> LLMEngine:
 
 def check_nothing_is_left(engine: LLMEngine) -> None:
     """Check that no blocks and no state are left after the last request."""
-    engine.scheduler.check_integrity()
+    engine.requests.check_integrity()
     assert engine.blocks.num_used_blocks == 0, f"{engine.blocks.num_used_blocks} blocks are left in use"
     host = engine.blocks.tiers.pools[1]
     assert host.num_free_blocks == host.num_blocks, "host blocks are left in use"
-    left: list[Sized] = [engine.scheduler._owners, engine.scheduler.running, engine.scheduler.policy]
+    left: list[Sized] = [
+        engine.requests.owners,
+        engine.requests.running,
+        engine.requests.policy,
+    ]
     left += [engine._groups, engine._changed, engine.grammars]
     if engine.blocks.prefixes is not None:
         left.append(engine.blocks.prefixes.chains)

@@ -64,7 +64,7 @@ def test_every_form_of_a_prompt_alone_and_in_a_list(llm: LLM, prompt: Any) -> No
 
 
 @pytest.mark.essential
-def test_deltas_add_up_to_the_whole_and_tell_each_end_once(llm: LLM) -> None:
+def test_deltas_add_up_to_the_whole_and_report_each_end_once(llm: LLM) -> None:
     engine, whole = llm.engine, {}
     for kind in ("cumulative", "delta", "final_only"):
         params = SamplingParams(temperature=0, max_tokens=30, n=2, stop="seven", output_kind=kind)
@@ -91,7 +91,7 @@ def test_deltas_add_up_to_the_whole_and_tell_each_end_once(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("kind", ["delta", "final_only"])
-def test_an_aborted_request_tells_what_was_not_told_yet(llm: LLM, kind: str) -> None:
+def test_an_aborted_request_emits_what_was_not_emitted_yet(llm: LLM, kind: str) -> None:
     params = SamplingParams(temperature=0, max_tokens=30, output_kind=kind)
     llm.engine.add_request("a", [5, 6, 7], params)
     told = [o for _ in range(4) for output in llm.engine.step() for o in output.outputs]
@@ -163,12 +163,12 @@ def test_a_wrong_prompt_raises_alone_and_is_ignored_in_a_list(
 
 
 @pytest.mark.parametrize("prompts", [5, None, iter(["a"])])
-def test_what_is_no_prompt_at_all_is_refused(llm: LLM, prompts: Any) -> None:
+def test_an_input_other_than_a_prompt_is_refused(llm: LLM, prompts: Any) -> None:
     with pytest.raises(InvalidPromptError, match="prompts must be a prompt"):
         generate(llm, prompts)
 
 
-def test_a_prompt_the_engine_gives_up_on_raises_alone_and_is_ignored_in_a_list() -> None:
+def test_a_prompt_that_can_never_fit_raises_alone_and_is_ignored_in_a_list() -> None:
     llm, _ = scripted_llm(num_gpu_blocks_override=2, max_model_len=32)
     inputs = llm.engine.inputs
     inputs.model = dataclasses.replace(inputs.model, max_model_len=999)  # what the plan would never allow

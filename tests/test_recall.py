@@ -15,7 +15,7 @@ MEASURED_EXACT = 281
     ("arguments", "fewer"),
     [({}, 3), ({"kv_cache_dtype": "int8"}, 4), ({"quantization": "int8"}, 4), ({"quantization": "int4"}, 9)],
 )
-def test_quire_tiny_answers_as_many_questions_exactly_as_measured(arguments: dict[str, str], fewer: int) -> None:
+def test_quire_tiny_answers_the_measured_number_of_questions_exactly(arguments: dict[str, str], fewer: int) -> None:
     """Measured with transformers in bf16, greedy; another order of summation may flip a near tie or two."""
     questions = json.loads((DATA / "recall.json").read_text(encoding="utf-8"))
     llm = LLM("quire-tiny", dtype="bfloat16", max_model_len=256, kv_cache_memory="32MiB", **arguments)

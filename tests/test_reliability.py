@@ -125,7 +125,7 @@ def test_what_is_left_behind_is_named() -> None:
         ("wrong", 200, True, False, True),
     ],
 )
-def test_what_must_not_happen_is_told_apart(kind: str, status: int, ended: bool, left: bool, is_wrong: bool) -> None:
+def test_violations_are_distinguished(kind: str, status: int, ended: bool, left: bool, is_wrong: bool) -> None:
     tally = Tally()
     tally.add(kind, Exchange(0.0, status=status, ended=ended), left)
     assert bool(tally.wrong) == is_wrong
@@ -140,7 +140,7 @@ def test_a_sanitized_extension_is_found_before_the_one_in_use(tmp_path: Path) ->
     assert done.stdout.split() == [str(tmp_path / "_native.abi.so"), quire.__file__], done.stderr
 
 
-def test_a_failure_that_was_not_injected_is_told_with_what_the_log_says() -> None:
+def test_a_failure_that_was_not_injected_is_reported_with_its_log() -> None:
     logged = (
         "2026-11-22 10:00:00,000 ERROR request 'cmpl-aa-0' failed when its tokens were added: BufferError\nTraceback\n"
         "2026-11-22 10:00:01,000 ERROR request bb failed\nTraceback\nKeyError: 3\n"

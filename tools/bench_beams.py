@@ -21,7 +21,7 @@ def step_s(llm: LLM, params: SamplingParams | BeamSearchParams, width: int) -> f
     engine.add_request("bench", PROMPT, params)
     num_steps = engine.stats().num_steps
     while engine.has_unfinished_requests():
-        is_decode = engine.stats().num_steps > num_steps and len(engine.scheduler.running[0].unfinished_seqs) == width
+        is_decode = engine.stats().num_steps > num_steps and len(engine.requests.running[0].unfinished_seqs) == width
         start_s = time.perf_counter()
         engine.step()
         if is_decode:

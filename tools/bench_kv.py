@@ -35,9 +35,9 @@ from quire.engine.step.commit import Committer
 from quire.interfaces.simulate.report import report
 from quire.interfaces.simulate.simulator import Simulator
 from quire.interfaces.simulate.workloads import synthetic_trace
+from quire.kv.block_pool import BlockPool
 from quire.kv.block_space_manager import BlockSpaceManager
-from quire.kv.content_hash import token_bytes
-from quire.kv.prefix_cache import PrefixCachingBlockAllocator
+from quire.kv.prefix_cache.content_hash import token_bytes
 from quire.runner.cache_engine import CacheEngine
 
 Row = dict[str, Any]
@@ -111,13 +111,14 @@ class DecodeLoop:
     def __init__(self, prompt_lens: Sequence[int]) -> None:
         blocks = BlockSpaceManager(cache_config(NUM_SEQS * 64), enable_prefix_caching=True)
         self.scheduler = Scheduler(SchedulerConfig(len(prompt_lens), sum(prompt_lens)), blocks)
-        self.committer = Committer(self.scheduler, max_model_len=2**20)
+        self.requests = self.scheduler.requests
+        self.committer = Committer(self.requests, max_model_len=2**20)
         self.rng = random.Random("decode loop")
         params = SamplingParams(temperature=0, max_tokens=2**19, detokenize=False)
         for index, prompt_len in enumerate(prompt_lens):
             prompt = self.rng.choices(range(VOCAB_SIZE), k=prompt_len)
-            sample = Sample(self.scheduler.new_seq_id(), prompt, (Draw(0.0, 0, 1.0, b""),), SampleOutput(params))
-            self.scheduler.add(SequenceGroup(OutputBuilder(str(index), prompt, params, 0.0), sample))
+            sample = Sample(self.requests.new_seq_id(), prompt, (Draw(0.0, 0, 1.0, b""),), SampleOutput(params))
+            self.requests.add(SequenceGroup(OutputBuilder(str(index), prompt, params, 0.0), sample))
 
     def step(self) -> tuple[float, float]:
         """Run a step; return the seconds of schedule() and of commit()."""
@@ -210,7 +211,7 @@ class Pool:
     """An empty pool of a given size, and a manager with a full pool whose blocks are all cached content."""
 
     def __init__(self, num_blocks: int) -> None:
-        self.empty = PrefixCachingBlockAllocator(num_blocks, 1, lambda *_: None, lambda *_: None)
+        self.empty = BlockPool(num_blocks, 1, lambda *_: None, lambda *_: None)
         self.full = BlockSpaceManager(cache_config(num_blocks), enable_prefix_caching=True, watermark=0)
         self._seq_ids, self._tokens = count(), count()
         while self.full.pool.num_free_blocks and self.full.stats.num_evicted_tokens == 0:

@@ -18,6 +18,7 @@ from quire.common.batch import Draw, DrawnRows, ScheduledSequence
 from quire.runner.sampling.draw_tensors import DrawTensors, draws_of
 from quire.runner.sampling.sampler import Sampler
 
+CPU = kernels.backend_for("cpu")
 SPREADS = (3.0, 0.3)
 PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1}
 SETTINGS: dict[str, dict[str, float | int]] = {
@@ -56,7 +57,7 @@ def main() -> None:
         tensors = DrawTensors(draws_of(sequences), options.vocab)
         times = [shortest_ms(lambda s=sequences, t=tensors: t.at(s, {}), options.seconds)]  # type: ignore[misc]
         for spread in SPREADS:
-            scaled, sampler = logits * spread, Sampler()
+            scaled, sampler = logits * spread, Sampler(CPU)
             times.append(shortest_ms(lambda: sampler.sample(scaled, sequences), options.seconds))  # noqa: B023
         print(f"{name:40}{times[0]:10.3f}" + "".join(f"{ms:12.2f}" for ms in times[1:]), flush=True)
 

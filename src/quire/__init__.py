@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from quire.engine.llm_engine import LLMEngine
     from quire.interfaces.async_llm.async_llm import AsyncLLM
     from quire.interfaces.llm import LLM
-    from quire.kv.pins import PinnedPrefix
+    from quire.kv.prefix_cache.pins import PinnedPrefix
 
 __all__ = [
     "LLM",
@@ -80,7 +80,7 @@ _HOMES = {
     "LLMEngine": "quire.engine.llm_engine",
     "EngineArgs": "quire.config.args",
     **dict.fromkeys(("BeamSearchParams", "SamplingParams", "StructuredOutputsParams"), "quire.common.params"),
-    "PinnedPrefix": "quire.kv.pins",
+    "PinnedPrefix": "quire.kv.prefix_cache.pins",
     **dict.fromkeys(
         (
             "BeamSearchOutput",

@@ -146,7 +146,7 @@ def test_a_request_that_fails_ends_and_no_other(
         assert len(client.tokens(key)) == 5
 
 
-def test_a_request_of_which_nothing_can_be_told_ends(
+def test_a_request_whose_output_cannot_be_made_ends(
     scripted: tuple[LLMEngine, RecitingExecutor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("quire"), "disabled", True)
@@ -161,7 +161,7 @@ def test_a_request_of_which_nothing_can_be_told_ends(
 
 
 @pytest.mark.parametrize("place", ["schedule", "commit"])
-def test_a_bug_in_the_accounts_ends_the_process(
+def test_inconsistent_block_accounting_ends_the_process(
     scripted: tuple[LLMEngine, RecitingExecutor], monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     engine, _ = scripted

@@ -90,7 +90,7 @@ def ends(*hang_timeouts_s: float | None) -> list[str]:
     return asyncio.run(asyncio.wait_for(run_all(), 60))
 
 
-def test_a_process_that_gets_on_or_has_nothing_to_do_lives(speaking: Callable[..., None]) -> None:
+def test_a_process_that_makes_progress_or_is_idle_is_not_killed(speaking: Callable[..., None]) -> None:
     stuck = "ready(); beats(lambda i: 7, True, 40)"
     speaking(*LIVE.values(), stuck)
     ended = ends(*[TIMEOUT_S] * len(LIVE), None)
@@ -113,7 +113,7 @@ def test_one_that_is_silent_while_it_loads_is_given_more_time_but_not_for_ever(
         ends(0.5)
 
 
-def test_a_client_that_stood_still_itself_kills_nobody(speaking: Callable[..., None]) -> None:
+def test_a_client_that_was_itself_stopped_does_not_kill_the_engine(speaking: Callable[..., None]) -> None:
     speaking("ready(); beats(lambda i: i, True, 40)")
 
     async def run() -> str:
@@ -175,7 +175,7 @@ def test_turns_and_kernels_are_progress_and_time_is_not() -> None:
     assert changes(heartbeats(pulse, turn, lambda: None, call_a_kernel, use_cpu)) == [True, False, True, False]
 
 
-def test_a_long_kernel_gets_on_while_it_computes() -> None:
+def test_a_long_kernel_reports_progress_while_it_computes() -> None:
     before = liveness.num_kernel_events
     with kernel_errors():
         assert liveness.num_kernel_events % 2 == 1

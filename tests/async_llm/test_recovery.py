@@ -59,7 +59,7 @@ def door(shared: Door) -> Iterator[Door]:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_what_runs_when_the_engine_goes_is_told_to_its_end(door: Door, number: int) -> None:
+def test_requests_that_run_when_the_engine_dies_are_emitted_to_their_end(door: Door, number: int) -> None:
     llm = door.llm
     alone = door.run(door.all_outputs(list(KINDS.values())))
     door.record.events.clear()

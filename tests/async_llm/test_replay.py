@@ -62,7 +62,7 @@ def mortal(shared: Mortal) -> Iterator[Mortal]:
 
 @settings(max_examples=examples(40), deadline=None)
 @given(wanted=requests, deaths=st.lists(st.integers(1, 12), min_size=1, max_size=4))
-def test_what_is_told_is_what_it_would_have_been(
+def test_what_is_emitted_is_what_it_would_have_been(
     shared: Mortal, wanted: list[tuple[Any, Any]], deaths: list[int]
 ) -> None:
     expected = offline(shared.oracle, wanted)
@@ -124,7 +124,9 @@ def test_samples_that_would_go_on_differently_fail(mortal: Mortal) -> None:
     mortal.run(tamper())
 
 
-def test_who_leaves_while_there_is_no_engine_is_not_replayed(mortal: Mortal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_aborted_while_there_is_no_engine_is_not_replayed(
+    mortal: Mortal, monkeypatch: pytest.MonkeyPatch
+) -> None:
     table = mortal.llm._requests
     on_death, on_restart = table.on_death, table.on_restart
 

@@ -160,7 +160,7 @@ def test_a_slow_caller_gets_what_has_come_in_one_output(door: Door) -> None:
     door.run(dawdle())
 
 
-def test_listeners_are_told_of_the_start_every_token_and_the_end(door: Door) -> None:
+def test_listeners_are_notified_of_the_start_every_token_and_the_end(door: Door) -> None:
     params = SamplingParams(n=2, seed=0, max_tokens=40, ignore_eos=True, stop=["e"], output_kind="delta")
     outputs = door.run(door.outputs([5, 6, 7], params))
     ((request_id, num_prompt_tokens),) = door.record.of("start")
@@ -173,7 +173,7 @@ def test_listeners_are_told_of_the_start_every_token_and_the_end(door: Door) -> 
     assert metrics.arrival_time <= metrics.first_scheduled_time <= metrics.first_token_time <= metrics.finished_time
 
 
-def test_a_listener_that_raises_costs_nobody_a_token(door: Door, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_listener_that_raises_costs_no_request_a_token(door: Door, caplog: pytest.LogCaptureFixture) -> None:
     class Raising:
         def __getattr__(self, name: str) -> Any:
             raise RuntimeError(name)

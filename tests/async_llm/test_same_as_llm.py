@@ -26,7 +26,7 @@ def both() -> Iterator[tuple[LLM, Door]]:
 @pytest.mark.essential
 @settings(max_examples=examples(30), deadline=None)
 @given(wanted=requests)
-def test_every_request_is_told_the_same(both: tuple[LLM, Door], wanted: list[tuple[Any, Any]]) -> None:
+def test_every_request_gets_the_same(both: tuple[LLM, Door], wanted: list[tuple[Any, Any]]) -> None:
     llm, door = both
     expected = offline(llm, wanted)
     got = door.run(door.all_outputs(wanted))

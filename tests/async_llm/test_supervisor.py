@@ -148,7 +148,7 @@ def test_delays_double_until_an_engine_has_lived_for_a_while() -> None:
     play(scene)
 
 
-def test_who_sends_in_between_is_told_why_not_and_when(caplog: pytest.LogCaptureFixture) -> None:
+def test_requests_between_engines_are_refused_with_a_reason_and_a_time(caplog: pytest.LogCaptureFixture) -> None:
     async def scene(stage: Stage, listener: Listener) -> None:
         stage.awake.clear()
         supervisor = stage.supervisor
@@ -171,7 +171,7 @@ def test_who_sends_in_between_is_told_why_not_and_when(caplog: pytest.LogCapture
     assert any("another engine is running" in line for line in lines)
 
 
-def test_engines_that_do_not_start_are_a_loss_in_the_end_but_no_reason_to_give_up() -> None:
+def test_engines_that_do_not_start_fail_requests_but_are_started_again() -> None:
     async def scene(stage: Stage, listener: Listener) -> None:
         stage.failures = [
             OutOfMemoryError("no room"),
@@ -278,7 +278,7 @@ def test_new_requests_are_refused_or_held_and_those_that_run_wait(door: StagedDo
     door.run(scene())
 
 
-def test_all_that_wait_are_told_when_engines_do_not_start(door: StagedDoor) -> None:
+def test_all_waiting_requests_fail_when_engines_do_not_start(door: StagedDoor) -> None:
     async def scene() -> None:
         stage = door.stage
         first = asyncio.create_task(door.outputs([5, 6], SHORT))

@@ -98,7 +98,7 @@ def test_latency_has_a_time_for_every_token(rows: Rows) -> None:
 
 
 @pytest.mark.parametrize("concurrency", [1, 3])
-def test_so_many_requests_are_there_at_once_and_no_more(concurrency: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_requests_at_once_is_limited(concurrency: int, monkeypatch: pytest.MonkeyPatch) -> None:
     llm, executor = scripted_llm()
     sizes = []
     execute = executor.execute

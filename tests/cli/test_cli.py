@@ -147,7 +147,7 @@ def test_a_file_of_json_lines(run: Run, loaded: dict[str, Any], tmp_path: Path) 
     assert status == 1, "some prompts were refused"
 
 
-def test_json_lines_tell_all_samples_and_their_logprobs(run: Run, loaded: dict[str, Any]) -> None:
+def test_json_lines_contain_all_samples_and_their_logprobs(run: Run, loaded: dict[str, Any]) -> None:
     arguments = ["-n", "2", "--logprobs", "1", "--prompt-logprobs", "0", "--max-tokens", "2", "--raw", "--json"]
     _, out, _ = run("generate", "--prompt", "one two", *arguments)
     row = json.loads(out)

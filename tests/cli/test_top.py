@@ -108,7 +108,7 @@ def test_the_key_may_come_from_the_environment(
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:9", "http://127.0.0.1:bad", "ftp://x", "nonsense"])
-def test_where_there_is_no_server_it_says_so(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_server_is_reported(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", "--url", address, "--once"]) == 2
     error = capsys.readouterr().err
     assert address in error
@@ -166,7 +166,7 @@ def test_a_large_cache_fits_and_shows_the_busiest_of_blocks() -> None:
     assert picture.is_whole
 
 
-def test_a_picture_is_whole_once_all_that_is_held_has_been_told() -> None:
+def test_a_snapshot_is_complete_once_all_used_blocks_have_been_sent() -> None:
     picture = Picture(CacheMirror(), is_coloured=False)
     assert not picture.is_whole
     picture.add(CacheUpdate(0, 0.0, CacheSetup(16, 8, 0, 1, 4), None, None, [], [], COUNTERS))

@@ -75,7 +75,7 @@ def test_async_messages(served: Served) -> None:
     assert len(set(asyncio.run(ask()))) == 1
 
 
-def test_a_stop_sequence_is_told(client: Anthropic) -> None:
+def test_a_stop_sequence_is_reported(client: Anthropic) -> None:
     answer = client.messages.create(
         model=MODEL, max_tokens=60, messages=QUESTION, extra_body=GREEDY, stop_sequences=["JSON"]
     )

@@ -211,7 +211,7 @@ def test_errors_are_the_sdks_own(client: OpenAI, served: Served) -> None:
         stranger.models.list()
 
 
-def test_more_requests_than_may_wait_are_told_to_come_again(served: Served) -> None:
+def test_requests_beyond_the_waiting_limit_get_a_retry_time(served: Served) -> None:
     async def flood() -> list[object]:
         async with AsyncOpenAI(**served.openai, max_retries=0) as client:
             return await asyncio.gather(

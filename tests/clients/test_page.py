@@ -167,7 +167,7 @@ def test_an_answer_is_made_again_and_copied(page: Page, served: Served) -> None:
     assert page.evaluate("navigator.clipboard.readText()") == again
 
 
-def test_a_tool_is_called_and_told_its_result(page: Page) -> None:
+def test_a_tool_is_called_and_its_result_is_sent(page: Page) -> None:
     set_up(page, temperature="0", max_tokens="200")
     page.get_by_label("text or tool calls").check()
     page.get_by_label("Tool choice").select_option("required")

@@ -129,6 +129,21 @@ def test_a_group_with_the_limit_of_the_machine_may_be_full(root):
     assert (memory.limit_bytes, memory.available_bytes) == (16 * GIB, 9)
 
 
+def test_names_of_groups_may_contain_colons(root):
+    write(root, "proc/self/cgroup", "0::/pod:1:a/container:2\n")
+    write(root, "sys/fs/cgroup/pod:1:a/memory.max", f"{GIB}\n")
+    assert machine_memory(root).limit_bytes == GIB
+
+
+def test_a_group_whose_use_is_unknown_has_all_of_its_limit_left(root):
+    write(root, "proc/self/cgroup", "0::/box\n")
+    write(root, "sys/fs/cgroup/box/memory.max", f"{GIB}\n")
+    assert machine_memory(root).available_bytes == GIB
+    write(root, "sys/fs/cgroup/box/memory.current", "5\n")
+    write(root, "sys/fs/cgroup/box/memory.stat", "anon 5\n")
+    assert machine_memory(root).available_bytes == GIB - 5
+
+
 def test_of_a_group_that_uses_more_than_its_limit_nothing_is_available(root):
     write(root, "proc/self/cgroup", "0::/box\n")
     write(root, "sys/fs/cgroup/box/memory.max", f"{GIB}\n")
@@ -164,7 +179,7 @@ def test_without_proc_the_physical_memory_counts(tmp_path, monkeypatch):
     assert (memory.limit_bytes, memory.available_bytes) == (4096 * 1000, 4096 * 1000)
 
 
-def test_where_nothing_tells_the_memory_the_way_out_is_named(tmp_path, monkeypatch):
+def test_where_the_memory_is_unknown_the_error_says_what_to_set(tmp_path, monkeypatch):
     def unknown(name):
         raise ValueError("unrecognized configuration name")
 

@@ -106,7 +106,7 @@ class BeamHarness(Harness):
         super().__init__(**options)
         self.executor = BeamExecutor(self.executor.config)
         self.executor.grain = grain
-        self.executor.beam_candidates = lambda seq_id: self.scheduler.owner(seq_id)[1].beam_candidates
+        self.executor.beam_candidates = lambda seq_id: self.requests.owners[seq_id][1].beam_candidates
         self.committer.max_model_len = 1000
 
     def add_beams(self, prompt: list[int], width: int, max_tokens: int = 8, **params: object) -> SequenceGroup:
@@ -115,14 +115,14 @@ class BeamHarness(Harness):
         search = BeamSearch(wanted, model, self.scheduler.config.max_num_seqs)
         settings = wanted.sampling_params()
         seq = Sequence(
-            self.scheduler.new_seq_id(), prompt, (Draw(0.0, 0, 1.0, b""),) * settings.n, SampleOutput(settings)
+            self.requests.new_seq_id(), prompt, (Draw(0.0, 0, 1.0, b""),) * settings.n, SampleOutput(settings)
         )
         search.start(seq)
         arrival_time = float(self.scheduler.num_steps)
         outputs = OutputBuilder(str(len(self.groups)), prompt, settings, arrival_time)
         group = SequenceGroup(outputs, seq, search=search)
         self.groups.append(group)
-        self.scheduler.add(group)
+        self.requests.add(group)
         return group
 
     def expected_beams(self, group: SequenceGroup) -> list[Finished]:

@@ -6,8 +6,8 @@ import pytest
 
 from quire.common.errors import RequestError
 from quire.config.scheduler import POLICIES
-from quire.kv.content_hash import NO_KEY, ContentKey
-from quire.kv.evictor import LRUEvictor
+from quire.kv.prefix_cache.content_hash import NO_KEY, ContentKey
+from quire.kv.prefix_cache.evictor import LRUEvictor
 from tests.kv.managers import end, make_manager, run
 
 from .fake import Harness
@@ -52,15 +52,15 @@ def check_pins() -> None:
     manager = make_manager(6, pinned_fraction=0.5)
     run(manager, 0, [1] * 9)
     end(manager, 0)
-    pin = manager.pin([1] * 8)
+    pin = manager.pins.pin([1] * 8)
     manager.check_integrity()
     run(manager, 1, [2] * 16)
     end(manager, 1)
     assert manager.look_up(2, [1] * 9).num_blocks == 2, "a pinned prefix is gone"
-    manager.unpin(pin.pin_id)
+    manager.pins.unpin(pin.pin_id)
     manager.check_integrity()
     with pytest.raises(RequestError, match="unpinned already"):
-        manager.unpin(pin.pin_id)
+        manager.pins.unpin(pin.pin_id)
 
 
 def check_joins() -> None:
@@ -142,7 +142,7 @@ def check_preemption() -> None:
     harness = Harness(num_blocks=6, max_num_batched_tokens=32)
     groups = [harness.add([i] * 6, 12) for i in range(3)]
     harness.run()
-    assert harness.scheduler.num_preemptions > 0, "nobody was preempted"
+    assert harness.scheduler.preemptor.num_preemptions > 0, "nobody was preempted"
     assert groups[0].metrics.num_preemptions == 0, "the oldest was preempted"
     assert harness.blocks.stats.num_queried_tokens == 3 * 5, "lookups of preempted requests are counted"
     for group in groups:
@@ -168,8 +168,8 @@ def check_workload(seed: int) -> None:
         prompt = [0] * rng.randint(0, 10) + [rng.randint(0, 1) for _ in range(rng.randint(1, 5))]
         harness.add(prompt, rng.randint(1, 9), rng.choice(KEYS), n=rng.choice([1, 1, 3]), tenant=rng.choice("ab"))
         if rng.random() < 0.6:
-            if rng.random() < 0.4 and harness.scheduler.running:
-                harness.scheduler.preempt(rng.choice(harness.scheduler.running))
+            if rng.random() < 0.4 and harness.requests.running:
+                harness.scheduler.preemptor.preempt(rng.choice(harness.requests.running))
             harness.step()
     harness.run()
     for group in harness.groups:

@@ -46,7 +46,7 @@ def add_beams(engine: LLMEngine, request_id: str, prompt: list[int], width: int 
 
 def requests_of(engine: LLMEngine, batch: Batch) -> set[str]:
     """Who runs in a step."""
-    owners = (engine.scheduler.owner(scheduled.seq_id) for scheduled in batch.sequences)
+    owners = (engine.requests.owners.get(scheduled.seq_id) for scheduled in batch.sequences)
     return {owner[0].request_id for owner in owners if owner is not None}
 
 
@@ -63,7 +63,7 @@ def run(engine: LLMEngine) -> dict[str, RequestOutput]:
         if not engine.has_unfinished_requests():
             break
         outputs |= {output.request_id: output for output in engine.step()}
-        engine.scheduler.check_integrity()
+        engine.requests.check_integrity()
     else:
         raise AssertionError("livelock")
     check_nothing_is_held(engine)
@@ -71,13 +71,13 @@ def run(engine: LLMEngine) -> dict[str, RequestOutput]:
 
 
 def check_nothing_is_held(engine: LLMEngine) -> None:
-    engine.scheduler.check_integrity()
+    engine.requests.check_integrity()
     assert engine.blocks.num_used_blocks == 0
     assert engine.blocks.tiers.pools[1].num_free_blocks == engine.blocks.config.num_host_blocks
-    assert not engine.scheduler._owners
+    assert not engine.requests.owners
     assert engine.blocks.prefixes is None or not engine.blocks.prefixes.chains
-    assert not engine.scheduler.running
-    assert engine.scheduler.num_waiting == 0
+    assert not engine.requests.running
+    assert engine.requests.num_waiting == 0
 
 
 def token_ids(output: RequestOutput) -> list[list[int]]:

@@ -17,7 +17,7 @@ from quire.engine.requests.sequence import Sequence, SequenceGroup
 from quire.engine.scheduling.scheduler import Scheduler
 from quire.engine.step.commit import Committer, Drafter
 from quire.kv.block_space_manager import BlockSpaceManager
-from quire.kv.content_hash import NO_KEY, ContentKey
+from quire.kv.prefix_cache.content_hash import NO_KEY, ContentKey
 
 VOCAB_SIZE = 50
 
@@ -167,7 +167,8 @@ class Harness:
         )
         settings = SchedulerConfig(max_num_seqs, max_num_batched_tokens, preemption_mode, **scheduling)
         self.scheduler = Scheduler(settings, self.blocks, clock=lambda: float(self.scheduler.num_steps))
-        self.committer = Committer(self.scheduler, max_model_len=config.max_tokens, draft=draft)
+        self.requests = self.scheduler.requests
+        self.committer = Committer(self.requests, max_model_len=config.max_tokens, draft=draft)
         self.depth = depth
         self.in_flight: deque[tuple[Batch, StepResult]] = deque()
         self.eos_token_ids = eos
@@ -184,13 +185,13 @@ class Harness:
         if settings.prompt_logprobs is not None:
             scores = PromptScores(1, prompt[1:], settings.prompt_logprobs, None)
         output = SampleOutput(settings, self.eos_token_ids, None, rows)
-        return self._add(Sequence(self.scheduler.new_seq_id(), prompt, draws, output, scores), prompt, settings, key)
+        return self._add(Sequence(self.requests.new_seq_id(), prompt, draws, output, scores), prompt, settings, key)
 
     def add_scored(self, context: list[int], continuation: list[int], key: ContentKey = NO_KEY) -> SequenceGroup:
         """A request that generates nothing."""
         scores = PromptScores(len(context), continuation, 0, None)
         settings, whole = SamplingParams(detokenize=False), context + continuation
-        seq = Sequence(self.scheduler.new_seq_id(), whole[:-1], (), SampleOutput(settings), scores)
+        seq = Sequence(self.requests.new_seq_id(), whole[:-1], (), SampleOutput(settings), scores)
         return self._add(seq, whole, settings, key)
 
     def _add(self, seq: Sequence, prompt: list[int], settings: SamplingParams, key: ContentKey) -> SequenceGroup:
@@ -198,7 +199,7 @@ class Harness:
         outputs = OutputBuilder(str(len(self.groups)), prompt, settings, arrival_time, scores=seq.scores)
         group = SequenceGroup(outputs, seq, key)
         self.groups.append(group)
-        self.scheduler.add(group)
+        self.requests.add(group)
         return group
 
     def step(self) -> Batch:
@@ -208,27 +209,27 @@ class Harness:
         try:
             self.in_flight.append((batch, self.executor.execute(batch)))
         except RuntimeError:
-            self.scheduler.revert(batch.step)
+            self.requests.revert(batch.step)
             raise
         while len(self.in_flight) >= self.depth or (self.in_flight and not batch.sequences):
             self.committer.commit(*self.in_flight.popleft())
-        self.scheduler.check_integrity()
+        self.requests.check_integrity()
         return batch
 
     def run(self) -> None:
         """Until every request has finished; nothing may be held afterwards."""
         for turn in range(10_000):
-            if not self.scheduler.has_unfinished:
+            if not self.requests:
                 break
-            idle = [group for group in self.scheduler.running if group not in self.scheduler.busy_groups()]
+            idle = [group for group in self.requests.running if group not in self.requests.busy()]
             if turn < self.preempt_turns and idle:
-                self.scheduler.preempt(idle[turn % len(idle)])
+                self.scheduler.preemptor.preempt(idle[turn % len(idle)])
             self.executor.fail_next = self.scheduler.num_steps in self.failing_steps
             try:
                 self.step()
             except RuntimeError:
                 self.blocks.check_integrity()
-        assert not self.scheduler.has_unfinished, "livelock"
+        assert not self.requests, "livelock"
         assert self.blocks.num_used_blocks == 0
         assert self.blocks.tiers.pools[1].num_free_blocks == self.blocks.config.num_host_blocks
 

@@ -36,9 +36,9 @@ def run(
         engine.add_request(request_id, prompt, param)
     done = {}
     while engine.has_unfinished_requests():
-        running = engine.scheduler.running
+        running = engine.requests.running
         if preempt and running:
-            engine.scheduler.preempt(running[engine.scheduler.num_steps % len(running)])
+            engine.scheduler.preemptor.preempt(running[engine.scheduler.num_steps % len(running)])
         for output in engine.step():
             if output.finished:
                 done[output.request_id] = [sample.token_ids for sample in output.outputs]
@@ -121,8 +121,8 @@ def test_a_preemption_at_every_step_changes_nothing(dtype, kv_cache_dtype):
             )
             assert run(llm, prompts, params, preempt=True) == expected, f"{mode}, caching {caching}"
             scheduler = llm.engine.scheduler
-            assert scheduler.num_preemptions > scheduler.num_steps // 2
-            assert (scheduler.num_preemptions_by_swap > scheduler.num_steps // 2) == (mode == "swap")
+            assert scheduler.preemptor.num_preemptions > scheduler.num_steps // 2
+            assert (scheduler.preemptor.num_preemptions_by_swap > scheduler.num_steps // 2) == (mode == "swap")
 
 
 @pytest.mark.parametrize("budget", [1024, 40])

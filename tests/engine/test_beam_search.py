@@ -69,7 +69,7 @@ def test_no_token_is_computed_twice_and_no_block_copied_without_need():
     harness.step()
     assert len(group.seqs) == 4
     assert harness.blocks.num_used_blocks == 3, "all beams share the prompt's blocks"
-    while harness.scheduler.has_unfinished:
+    while harness.requests:
         tails = [harness.blocks.block_tables(seq.seq_id)[0].tolist() for seq in group.seqs]
         last = group.seqs[0].num_computed_tokens // 4
         held = [table[last] for table in tails if last < len(table)]
@@ -84,13 +84,13 @@ def test_beams_without_children_give_their_blocks_back_at_once():
     harness = BeamHarness(num_blocks=60)
     group = harness.add_beams(PROMPT, 4, 12)
     num_replaced = 0
-    while harness.scheduler.has_unfinished:
+    while harness.requests:
         before = list(group.seqs)
         harness.step()
         for seq in before:
             if seq not in group.seqs:
                 num_replaced += 1
-                assert harness.scheduler.owner(seq.seq_id) is None
+                assert harness.requests.owners.get(seq.seq_id) is None
                 assert seq.seq_id not in harness.blocks
         if not group.is_finished:
             held = {int(b) for seq in group.seqs for b in harness.blocks.block_tables(seq.seq_id)[0]}
@@ -102,7 +102,7 @@ def test_beams_without_children_give_their_blocks_back_at_once():
 def test_beams_keep_in_step_where_only_some_run_in_a_step(budget):
     harness = BeamHarness(num_blocks=60, max_num_batched_tokens=budget)
     groups = [harness.add_beams([*PROMPT, i], width, 7) for i, width in enumerate((4, 3))]
-    while harness.scheduler.has_unfinished:
+    while harness.requests:
         harness.step()
         for group in groups:
             assert len({seq.num_tokens for seq in group.seqs}) == 1
@@ -116,7 +116,7 @@ def test_more_beams_than_the_cache_holds_take_turns(num_blocks, caching):
     harness = BeamHarness(num_blocks=num_blocks, caching=caching, max_num_batched_tokens=32)
     groups = [harness.add_beams([*PROMPT, i], width, 11) for i, width in enumerate((5, 3))]
     harness.run()
-    assert harness.scheduler.num_preemptions > 0
+    assert harness.scheduler.preemptor.num_preemptions > 0
     for group in groups:
         harness.check_beams(group)
 
@@ -138,8 +138,8 @@ def test_a_preemption_before_every_step_changes_nothing(mode, caching, windows):
     )
     groups = [harness.add_beams([*PROMPT, i], width, 9, **NEVER_ENDS) for i, width in enumerate((3, 1, 4))]
     harness.run()
-    assert harness.scheduler.num_preemptions > harness.scheduler.num_steps // 2
-    assert (harness.scheduler.num_preemptions_by_swap > 5) == (mode == "swap")
+    assert harness.scheduler.preemptor.num_preemptions > harness.scheduler.num_steps // 2
+    assert (harness.scheduler.preemptor.num_preemptions_by_swap > 5) == (mode == "swap")
     for group in groups:
         harness.check_beams(group)
 
@@ -197,7 +197,7 @@ def test_searches_that_wait_for_blocks_do_not_wait_for_each_other():
         if len(groups) == 1:
             harness.step()
             harness.step()
-            harness.scheduler.preempt(groups[0])
+            harness.scheduler.preemptor.preempt(groups[0])
     harness.run()
     assert groups[1].metrics.num_preemptions > 0
     assert [[seq.num_output_tokens for seq in group.seqs] for group in groups] == [[6, 6], [18, 18]]
@@ -209,11 +209,11 @@ def test_aborting_a_search_returns_all_blocks_and_what_there_is(num_steps):
     group = harness.add_beams(PROMPT, 3, 8)
     for _ in range(num_steps):
         harness.step()
-    harness.scheduler.remove(group)
+    harness.requests.remove(group)
     harness.blocks.check_integrity()
     assert harness.blocks.num_used_blocks == 0
-    assert not harness.scheduler.has_unfinished
-    assert all(harness.scheduler.owner(seq.seq_id) is None for seq in group.seqs)
+    assert not harness.requests
+    assert all(harness.requests.owners.get(seq.seq_id) is None for seq in group.seqs)
     for seq in group.unfinished_seqs:
         seq.finish(SequenceStatus.FINISHED_ABORTED)
     outputs = group.to_output().outputs
@@ -240,10 +240,10 @@ def test_a_search_whose_room_is_pinned_while_a_beam_waits_ends_with_what_it_has(
         harness.step()
     first, second = group.seqs
     if second.status is SequenceStatus.RUNNING:
-        harness.scheduler._park(second)
-    harness.blocks.pin(first.token_ids[:28])
+        harness.scheduler.preemptor.pause(group, second)
+    harness.blocks.pins.pin(first.token_ids[:28])
     harness.blocks.check_integrity()
-    while harness.scheduler.has_unfinished:
+    while harness.requests:
         harness.step()
     assert "of which 7 are pinned" in group.error
     assert [output.finish_reason for output in group.to_output().outputs] == ["length"] * 2
@@ -314,7 +314,7 @@ def test_what_is_out_of_range_is_refused_when_it_is_said(fields, message):
         BeamSearchParams(**{"beam_width": 3, "max_tokens": 5} | fields)
 
 
-def test_a_seed_is_none_of_its_fields():
+def test_a_seed_is_not_one_of_its_fields():
     with pytest.raises(TypeError, match="seed"):
         BeamSearchParams(2, 3, seed=1)
     assert BeamSearchParams(4, 16) == BeamSearchParams(beam_width=4, max_tokens=16, early_stopping=False, n=None)
@@ -329,4 +329,4 @@ def test_what_the_engine_or_the_model_cannot_run_is_refused():
         wide.add_beams([1], 26)
     with pytest.raises(InvalidParamsError, match="needs a checkpoint with an end-of-sequence token"):
         wide.add_beams([1], 2, structured_outputs=STRUCTURED)
-    assert not wide.scheduler.has_unfinished
+    assert not wide.requests

@@ -11,7 +11,7 @@ from quire.engine.requests.sequence import SequenceGroup
 from quire.engine.view import cache_view
 from quire.engine.view.cache_frame import CACHED, OWNED, PINNED, CacheMirror, CacheUpdate
 from quire.engine.view.cache_view import CacheView
-from quire.kv.content_hash import NO_KEY, ContentKey
+from quire.kv.prefix_cache.content_hash import NO_KEY, ContentKey
 from tests.effort import examples
 
 from .fake import Harness
@@ -75,9 +75,7 @@ class Watch:
     max_blocks=st.sampled_from([1, 4, 3072]),
     looks=st.lists(st.integers(0, 2), min_size=40, max_size=40),
 )
-def test_a_snapshot_and_its_differences_tell_what_a_new_snapshot_tells(
-    requests, max_blocks, looks, failing_steps, **config
-):
+def test_a_snapshot_and_its_differences_equal_a_new_snapshot(requests, max_blocks, looks, failing_steps, **config):
     """Whatever happens between frames, and however many of the blocks fit into one."""
     harness = Harness(**config)
     with pytest.MonkeyPatch.context() as patch:
@@ -86,10 +84,10 @@ def test_a_snapshot_and_its_differences_tell_what_a_new_snapshot_tells(
         for turn, num_looks in enumerate(looks):
             if turn < len(requests):
                 harness.add(**requests[turn])
-            if harness.scheduler.running and turn % 7 == 3:
-                harness.scheduler.preempt(harness.scheduler.running[-1])
-            if harness.scheduler.running and turn % 11 == 9:
-                harness.scheduler.remove(harness.scheduler.running[0])
+            if harness.requests.running and turn % 7 == 3:
+                harness.scheduler.preemptor.preempt(harness.requests.running[-1])
+            if harness.requests.running and turn % 11 == 9:
+                harness.requests.remove(harness.requests.running[0])
             harness.executor.fail_next = turn in failing_steps
             try:
                 harness.step()
@@ -114,13 +112,12 @@ def check_against_blocks(watch: Watch, harness: Harness) -> None:
         assert sum(row["states"] == CACHED for row in told.values()) + sum(
             row["states"] >= OWNED for row in told.values()
         ) == len(told)
-        if harness.blocks.tiers.caches:
-            assert {b for b, row in told.items() if row["states"] == CACHED} == set(pool.evictor._places)
+        assert {b for b, row in told.items() if row["states"] == CACHED} == set(pool.evictor._places)
     holders: dict[tuple[int, int], set[int]] = {}
     for seq_id, tier, tables in harness.blocks.holdings():
         for table in tables:
             for block_id in table.ids():
-                holders.setdefault((tier, block_id), set()).add(harness.scheduler.owner(seq_id)[0].order)
+                holders.setdefault((tier, block_id), set()).add(harness.requests.owners[seq_id][0].order)
     assert holders == {
         (int(name == "host"), block_id): set(row["owners"])
         for name, blocks in watch.mirror.tiers.items()
@@ -172,27 +169,27 @@ def test_blocks_on_their_way_are_owned_until_they_are_cached():
     assert finished[0].inter_token_s is None  # it has one token
 
 
-def test_pinned_blocks_are_told_as_such():
+def test_pinned_blocks_are_reported_as_such():
     harness = Harness(num_blocks=8, max_num_batched_tokens=32)
     harness.add([1] * 8, 1)
     harness.run()
     watch = Watch(harness)
     watch.look()
-    pin = harness.blocks.pin([1] * 8)
+    pin = harness.blocks.pins.pin([1] * 8)
     watch.look()
     states = [row["states"] for row in watch.mirror.tiers["device"].values()]
     assert states.count(PINNED) == 2
-    harness.blocks.unpin(pin.pin_id)
+    harness.blocks.pins.unpin(pin.pin_id)
     watch.look()
     assert PINNED not in [row["states"] for row in watch.mirror.tiers["device"].values()]
 
 
-def test_what_happens_is_told_in_order():
+def test_events_are_reported_in_order():
     harness = Harness(num_blocks=6, num_host_blocks=6, max_num_batched_tokens=32, preemption_mode="swap")
     watch = Watch(harness)
     for token in range(3):
         harness.add([token] * 6, 12)
-    while harness.scheduler.has_unfinished:
+    while harness.requests:
         harness.step()
         watch.look()
     of_last = [(kind, reason) for kind, request_id, reason in watch.events if request_id == "2"]
@@ -200,12 +197,12 @@ def test_what_happens_is_told_in_order():
     assert of_last[-1] == ("finished", "length")
 
 
-def test_evictions_and_forks_are_told():
+def test_evictions_and_forks_are_reported():
     harness = Harness(num_blocks=6, max_num_batched_tokens=32)
     watch = Watch(harness)
     for token in range(4):
         harness.add([token] * 6, 5, n=2)
-        while harness.scheduler.has_unfinished:
+        while harness.requests:
             harness.step()
             watch.look()
     counts: dict[str, int] = {}
@@ -222,14 +219,14 @@ def test_an_aborted_request_ends_as_such():
     watch = Watch(harness)
     group = harness.add([1, 2, 3], 8)
     harness.step()
-    harness.scheduler.remove(group)
+    harness.requests.remove(group)
     group.seqs[0].finish(type(group.seqs[0].status).FINISHED_ABORTED)
     watch.look()
     assert ("finished", group.request_id, "abort") in watch.events
     assert watch.mirror.requests == {}
 
 
-def test_nothing_of_a_prompt_is_told():
+def test_nothing_of_a_prompt_is_returned():
     harness = Harness(num_blocks=8, max_num_batched_tokens=32)
     watch = Watch(harness)
     harness.add([41] * 7, 2, key=ContentKey(cache_salt="salt"))
@@ -267,7 +264,7 @@ def test_nothing_is_said_while_nothing_happens():
     assert watch.look() is None
 
 
-def test_many_waiting_requests_are_counted_and_not_all_told():
+def test_many_waiting_requests_are_counted_and_not_all_sent():
     harness = Harness(num_blocks=8, max_num_seqs=1)
     watch = Watch(harness)
     for _ in range(cache_view.MAX_QUEUED + 10):
@@ -284,9 +281,9 @@ def test_a_closed_view_leaves_nothing_behind():
     watch.view.close()
     harness.run()
     blocks = harness.blocks
-    assert harness.scheduler.journal is None
+    assert harness.requests.journal is None
     assert blocks.tiers.journal is None
-    assert [cache.tracker.touched for cache in blocks.tiers.caches] == [None, None]
+    assert [pool.tracker.touched for pool in blocks.tiers.pools] == [None, None]
 
 
 @pytest.mark.parametrize("key", [NO_KEY, ContentKey(lora_id="adapter")])

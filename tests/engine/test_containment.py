@@ -83,7 +83,7 @@ def scene(request: pytest.FixtureRequest) -> tuple[Callable[[LLMEngine], None], 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("from_step", [0, 4])
 @pytest.mark.parametrize("bad", [("0",), ("3",), ("1", "2")])
-def test_who_makes_steps_fail_ends_and_the_others_do_not_notice(scene, bad, from_step):
+def test_a_request_that_makes_steps_fail_ends_and_the_others_do_not_notice(scene, bad, from_step):
     expected = run(scene())
     engine = scene()
     fail_with(engine, bad, from_step)
@@ -101,7 +101,7 @@ def test_who_makes_steps_fail_ends_and_the_others_do_not_notice(scene, bad, from
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("every", [2, 3, 5])
-def test_a_failure_that_goes_away_ends_nobody(scene, every):
+def test_a_temporary_failure_ends_no_request(scene, every):
     """Each second, third or fifth step fails: never the same one twice."""
     expected = run(scene())
     engine = scene()
@@ -199,7 +199,7 @@ def test_requests_of_an_engine_that_has_no_others_are_ended_when_all_fail(num):
 
 
 @pytest.mark.parametrize("good_at", ["first", "last"])
-def test_one_good_request_is_enough_to_tell_many_bad_ones_from_a_broken_engine(good_at):
+def test_one_good_request_is_enough_to_distinguish_many_bad_ones_from_a_broken_engine(good_at):
     engine, bad = make_engine(), [f"bad {i}" for i in range(4 * MAX_CONSECUTIVE_FAILURES)]
     for name in ["good", *bad] if good_at == "first" else [*bad, "good"]:
         add(engine, name, [3 + len(engine._groups)] * 3, max_tokens=15)
@@ -264,9 +264,9 @@ def test_steps_that_fail_before_anything_is_planned_break_it_too():
 
 @pytest.mark.parametrize(
     ("owner", "method"),
-    [("scheduler", "_new_plan"), ("scheduler", "settle"), ("blocks", "publish"), ("scheduler", "revert")],
+    [("scheduler", "_new_plan"), ("requests", "settle"), ("blocks", "publish"), ("requests", "revert")],
 )
-def test_what_fails_in_the_accounts_breaks_the_engine(monkeypatch, owner, method):
+def test_a_failure_in_block_accounting_breaks_the_engine(monkeypatch, owner, method):
     engine = make_engine()
     for i in range(3):
         add(engine, str(i), [i + 3] * 3)
@@ -288,18 +288,18 @@ def test_an_ended_request_that_leaves_something_behind_breaks_the_engine(monkeyp
     for i in range(3):
         add(engine, str(i), [i + 3] * 3)
     engine.step()
-    name, owner = ("free", engine.blocks) if leaks == "blocks" else ("_forget", engine.scheduler)
+    name, owner = ("free", engine.blocks) if leaks == "blocks" else ("_forget", engine.requests)
     monkeypatch.setattr(owner, name, lambda *_: None)
     with inject(Fault("commit.sequence", after=1)), pytest.raises(EngineBrokenError, match="AssertionError"):
         run(engine)
 
 
-def test_llm_tells_what_failed_and_raises_only_for_a_broken_engine():
+def test_llm_returns_what_failed_and_raises_only_for_a_broken_engine():
     llm = LLM.from_engine(make_engine())
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
     expected = llm.generate([[3] * 3, [4] * 3, [5] * 3], params, use_tqdm=False)
-    owner = llm.engine.scheduler.owner
-    llm.engine.executor.fails = lambda batch: any(owner(s.seq_id)[1].token_ids[0] == 4 for s in batch.sequences)
+    owners = llm.engine.requests.owners
+    llm.engine.executor.fails = lambda batch: any(owners[s.seq_id][1].token_ids[0] == 4 for s in batch.sequences)
     good, bad, other = llm.generate([[3] * 3, [4] * 3, [5] * 3], params, use_tqdm=False)
     assert [token_ids(good), token_ids(other)] == [token_ids(expected[0]), token_ids(expected[2])]
     assert "RuntimeError" in bad.error
@@ -321,7 +321,7 @@ def test_llm_tells_what_failed_and_raises_only_for_a_broken_engine():
 def test_a_request_that_cannot_be_planned_ends(scene, point, after):
     expected = run(scene())
     engine = scene()
-    names = {seq_id: group.request_id for seq_id, (group, _) in engine.scheduler._owners.items()}
+    names = {seq_id: group.request_id for seq_id, (group, _) in engine.requests.owners.items()}
     with inject(Fault(point, after=after)) as injected:
         outputs = run(engine)
     failed = {name for name, output in outputs.items() if output.error is not None}
@@ -445,7 +445,7 @@ def test_a_detokenizer_that_raises_ends_its_request(monkeypatch):
     assert (outputs["later"].outputs[0].text, outputs["later"].outputs[0].finish_reason) == ("", "abort")
 
 
-def test_a_request_of_which_nothing_can_be_told_ends():
+def test_a_request_whose_output_cannot_be_made_ends():
     engine = make_engine()
     for name in ("bad", "good"):
         add(engine, name, [3] * 3, output_kind="delta")
@@ -456,7 +456,7 @@ def test_a_request_of_which_nothing_can_be_told_ends():
     assert outputs["good"].error is None
 
 
-def test_what_is_committed_is_told_though_the_step_fails_afterwards():
+def test_committed_tokens_are_emitted_though_the_step_fails_afterwards():
     engine = make_engine()
     add(engine, "a", [3] * 3, output_kind="delta", max_tokens=2)
     with inject(Fault("step.end", times=2)) as injected:
@@ -487,7 +487,7 @@ def test_a_prompt_that_fails_to_be_read_fails_alone():
     check_nothing_is_held(llm.engine)
 
 
-def test_what_the_caller_did_wrong_stays_his_error():
+def test_an_error_of_the_caller_remains_the_callers_error():
     engine = make_engine()
     with pytest.raises(RequestError) as raised:
         engine.add_request("a", [], SamplingParams())

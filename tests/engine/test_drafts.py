@@ -90,7 +90,7 @@ def test_drafts_take_only_what_nothing_else_needs():
     for i in range(3):
         plain.add([i] * 3, 5)
     plain.run()
-    assert harness.scheduler.num_preemptions <= plain.scheduler.num_preemptions
+    assert harness.scheduler.preemptor.num_preemptions <= plain.scheduler.preemptor.num_preemptions
 
 
 def test_what_stands_behind_a_stop_is_dropped():
@@ -125,7 +125,7 @@ def test_a_real_model_says_the_same_with_drafts(arguments):
         while engine.has_unfinished_requests():
             for output in engine.step():
                 outputs[output.request_id] = [(s.token_ids, s.text, s.logprobs) for s in output.outputs]
-            engine.scheduler.check_integrity()
+            engine.requests.check_integrity()
         return outputs, engine.scheduler.num_steps
 
     expected, num_steps = run(None)

@@ -49,7 +49,7 @@ def run(name: str) -> dict[str, list]:
     outputs = {}
     while engine.has_unfinished_requests():
         outputs |= {output.request_id: output for output in engine.step()}
-        engine.scheduler.check_integrity()
+        engine.requests.check_integrity()
     if isinstance(engine.executor, OverAWire):
         engine.executor.batches.put(b"")
     return {name: [output.outputs, output.prompt_logprobs] for name, output in outputs.items()}

@@ -37,26 +37,26 @@ def test_a_request_aborted_while_the_step_runs_is_gone_whatever_becomes_of_the_s
     aborted = groups[is_joined]
     batch = harness.scheduler.schedule()
     assert len(batch.sequences) == 2
-    harness.scheduler.remove(aborted)
+    harness.requests.remove(aborted)
     if fails:
-        harness.scheduler.revert(batch.step)
+        harness.requests.revert(batch.step)
     else:
         harness.committer.commit(batch, harness.executor.execute(batch))
     harness.blocks.check_integrity()
     harness.run()
     harness.check_output(groups[not is_joined])
-    assert harness.scheduler.owner(aborted.seqs[0].seq_id) is None
+    assert harness.requests.owners.get(aborted.seqs[0].seq_id) is None
 
 
 def test_a_request_aborted_while_it_is_swapped_in_a_step_that_fails_is_gone():
     harness = Harness(num_blocks=12, num_host_blocks=12, preemption_mode="swap")
     group = harness.add([1] * 9, 3)
     harness.step()
-    harness.scheduler.preempt(group)
+    harness.scheduler.preemptor.preempt(group)
     batch = harness.scheduler.schedule()
     assert [t.source_tier for t in batch.transfers] == [0, 1], "it is brought back at once"
-    harness.scheduler.remove(group)
-    harness.scheduler.revert(batch.step)
+    harness.requests.remove(group)
+    harness.requests.revert(batch.step)
     harness.blocks.check_integrity()
     assert harness.blocks.num_used_blocks == 0
     assert harness.blocks.tiers.pools[1].num_free_blocks == 12

@@ -88,7 +88,7 @@ def check(group: SequenceGroup, windows: tuple[int | None, ...] = (None,)) -> No
     preempt_turns=st.integers(0, 12),
     policy=st.sampled_from(["fcfs", "prefix"]),
 )
-def test_every_schedule_tells_the_solo_logprobs(requests, stagger, windows, **settings):
+def test_every_schedule_gives_the_solo_logprobs(requests, stagger, windows, **settings):
     harness = Harness(windows=windows, **settings)
     for request in requests:
         (harness.add if "prompt" in request else harness.add_scored)(**request)
@@ -139,7 +139,7 @@ def test_what_is_scored_is_not_scored_again_after_a_preemption():
     group = harness.add(PROMPT, 2, prompt_logprobs=1)
     for _ in range(2):
         harness.step()
-    harness.scheduler.preempt(group)
+    harness.scheduler.preemptor.preempt(group)
     harness.run()
     check(group)
     scored = [s.scored for batch in harness.executor.batches for s in batch.sequences if s.scored]
@@ -151,7 +151,7 @@ def test_scored_blocks_count_as_cached_once_they_are_scored():
     harness = Harness(num_blocks=20, max_num_batched_tokens=6, preemption_mode="recompute")
     group = harness.add(PROMPT, 1, prompt_logprobs=0)
     harness.step()
-    harness.scheduler.preempt(group)
+    harness.scheduler.preemptor.preempt(group)
     harness.run()
     check(group)
     assert [batch.sequences[0].start for batch in harness.executor.batches] == [0, 6]
@@ -190,7 +190,7 @@ def test_deltas_bring_each_row_once():
     assert [list(entries) for entries in told] == [[7], [8], [9]]
 
 
-def test_the_text_of_a_token_is_made_only_when_it_is_told():
+def test_the_text_of_a_token_is_made_only_when_it_is_emitted():
     made = []
     rows = LogprobRows(lambda token_id: made.append(token_id) or f"<{token_id}>")
     rows.extend(joined([token_logprobs([1], 4, 2), token_logprobs([2], 5, 2)]))
@@ -209,7 +209,7 @@ def test_the_text_of_a_token_is_made_only_when_it_is_told():
 def test_the_likeliest_samples_come_out_best_first(n):
     harness = Harness(num_blocks=40, max_num_batched_tokens=64)
     group = harness.add(PROMPT, 5, n=n, best_of=4, temperature=1.0)
-    while harness.scheduler.has_unfinished:
+    while harness.requests:
         assert group.to_output() is None, "nothing before the end"
         harness.step()
     sums = []

@@ -76,7 +76,7 @@ def test_a_draw_without_settings_changes_nothing(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("top_k", [-1, 0, 8192, 2**70])
-def test_a_top_k_of_the_whole_vocabulary_or_more_is_none(llm: LLM, top_k: int) -> None:
+def test_a_top_k_of_the_whole_vocabulary_or_more_has_no_effect(llm: LLM, top_k: int) -> None:
     assert draw(llm, top_k=top_k).top_k == 0
 
 
@@ -133,7 +133,7 @@ def test_a_bad_word_without_a_token_is_refused(llm: LLM, monkeypatch: pytest.Mon
         ({"prompt": "x", "cache_salt": 3}, "cache_salt=3: must be a Unicode string"),
     ],
 )
-def test_what_is_no_prompt_is_refused(llm: LLM, prompt: Any, message: str) -> None:
+def test_invalid_prompts_are_refused(llm: LLM, prompt: Any, message: str) -> None:
     with pytest.raises(InvalidPromptError, match=message):
         llm.engine.add_request("x", prompt, SamplingParams())
 
@@ -268,7 +268,7 @@ def test_a_stop_token_ends_the_text_before_it_and_is_among_the_tokens(llm: LLM) 
         assert output.text == llm.get_tokenizer().decode(reply[: 4 if include else 3])
 
 
-def test_the_end_of_sequence_is_no_text_even_where_special_tokens_are(llm: LLM) -> None:
+def test_the_end_of_sequence_is_not_part_of_the_text_even_where_special_tokens_are(llm: LLM) -> None:
     output = generate(llm, max_tokens=50, skip_special_tokens=False).outputs[0]
     assert output.text == recital(len(PROMPT))
     assert (output.finish_reason, output.stop_reason) == ("stop", None)
@@ -382,7 +382,7 @@ def test_the_best_of_many_samples_comes_out(llm: LLM) -> None:
     assert [o.cumulative_logprob for o in output.outputs] == [pytest.approx(-4 * math.log(k)) for k in (2, 3)]
 
 
-def test_the_executor_is_told_what_a_draw_needs(llm: LLM, executor: RecitingExecutor) -> None:
+def test_the_executor_gets_what_a_draw_needs(llm: LLM, executor: RecitingExecutor) -> None:
     executor.batches.clear()
     generate(llm, presence_penalty=1, max_tokens=3)
     sequences = [batch.sequences[0] for batch in executor.batches]

@@ -10,17 +10,18 @@ import pytest
 from quire.engine.requests.sequence import Sequence, SequenceStatus
 from quire.engine.scheduling.policy import FairShare, FirstComeFirstServed
 from quire.engine.scheduling.scheduler import Scheduler
+from quire.engine.scheduling.unfinished import UnfinishedRequests
 from quire.engine.step.commit import Committer
-from quire.kv.allocator import NaiveBlockAllocator
+from quire.kv.block_pool import BlockPool
 from quire.kv.block_space_manager import AllocStatus, BlockSpaceManager
 from quire.kv.block_table import BlockTable
-from quire.kv.content_hash import ContentHasher, ContentKey, HashChain, token_bytes
-from quire.kv.evictor import LRUEvictor
 from quire.kv.managers.attention import SlidingWindowManager
-from quire.kv.pins import Pins
-from quire.kv.prefix_cache import BlockTracker, PrefixCachingBlockAllocator
-from quire.kv.prefix_lookup import PrefixLookup
-from quire.kv.prefix_sharing import PrefixSharing
+from quire.kv.prefix_cache.content_hash import ContentHasher, ContentKey, HashChain, token_bytes
+from quire.kv.prefix_cache.evictor import LRUEvictor
+from quire.kv.prefix_cache.lookup import PrefixLookup
+from quire.kv.prefix_cache.pins import Pins
+from quire.kv.prefix_cache.sharing import PrefixSharing
+from quire.kv.prefix_cache.tracker import BlockTracker
 from quire.kv.slot_copies import SlotCopies
 from quire.kv.tiers import Tiers
 
@@ -211,8 +212,8 @@ def need_one_block_less(original, self, num_blocks):
     )
 
 
-def pin_without_a_hold(original, self, token_ids, key):
-    pin = original(self, token_ids, key)
+def pin_without_a_hold(original, self, token_ids, *key):
+    pin = original(self, token_ids, *key)
     for block_id in self.block_ids[pin.pin_id]:
         self._prefixes.cache.free(block_id)
     return pin
@@ -277,7 +278,7 @@ ORDER = "order of eviction"
 FOUND = "found under"
 LIVELOCK = "livelock"
 
-BLOCKS, CACHE = BlockSpaceManager, PrefixCachingBlockAllocator
+BLOCKS, CACHE = BlockSpaceManager, BlockPool
 BUGS = {
     "a block is not given back": Bug(wrap(BLOCKS, "free", keep_last_block), COUNTS),
     "a block is given back twice": Bug(wrap(BLOCKS, "free", free_twice), TWICE),
@@ -338,11 +339,11 @@ BUGS = {
     ),
     "a free block is handed out twice": Bug(
         wrap(
-            NaiveBlockAllocator,
+            BlockPool,
             "allocate",
             lambda original, self: (self._free.append(self._free[0]), original(self))[1],
         ),
-        "twice in the free list",
+        "both free and owned",
     ),
     "a table exchanges the wrong block": Bug(
         wrap(BlockTable, "replace", lambda original, self, index, block: original(self, max(0, index - 1), block)),
@@ -363,9 +364,9 @@ BUGS = {
     "a host block is given to others while the step reads it": Bug(wrap(Tiers, "_copy", release_at_once), OUTPUT),
     "host blocks are never given back": Bug(wrap(Tiers, "settle", settle_without_giving_back), COUNTS),
     "who was not swapped out since the step failed is swapped in": Bug(
-        wrap(Scheduler, "revert", keep_swapped_out), OUTPUT
+        wrap(UnfinishedRequests, "revert", keep_swapped_out), OUTPUT
     ),
-    "who relies on a failed step goes on": Bug(wrap(Scheduler, "revert", keep_unsettled), OUTPUT),
+    "who relies on a failed step goes on": Bug(wrap(UnfinishedRequests, "revert", keep_unsettled), OUTPUT),
     "spilled content is found after a failed step": Bug(
         wrap(Tiers, "revert", keep_spilled), "content of a failed step is found"
     ),

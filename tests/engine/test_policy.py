@@ -73,7 +73,7 @@ def test_first_come_first_served_also_after_preemption():
 
 
 @pytest.mark.essential
-def test_smaller_priority_numbers_start_first_and_give_way_last():
+def test_smaller_priority_numbers_start_first_and_are_preempted_last():
     low, high, equal = FakeGroup(0, priority=1), FakeGroup(1, priority=-1), FakeGroup(2, priority=1)
     policy = filled(make("priority"), [low, high, equal])
     assert orders(policy) == [1, 0, 2]
@@ -185,7 +185,7 @@ def test_new_tenants_do_not_overtake_one_that_waits_at_the_same_counter():
 
 
 @pytest.mark.essential
-def test_the_tenant_served_most_gives_way_first():
+def test_the_tenant_served_most_is_preempted_first():
     a, b = FakeGroup(0, tenant="a"), FakeGroup(1, tenant="b")
     policy = filled(make("fair"), [a, b])
     policy.remove(a)
@@ -261,7 +261,7 @@ def test_longest_prefix_hit_first_and_what_is_swapped_out_is_a_full_hit():
     assert orders(filled(make("prefix"), [*groups, swapped])) == [2, 4, 1, 3, 0]
 
 
-def test_nobody_waits_for_longer_hits_beyond_the_delay():
+def test_no_request_waits_for_longer_hits_beyond_the_delay():
     policy = make("prefix", prefix_max_delay_s=2.0)
     filled(policy, [FakeGroup(0, arrival=0.0), FakeGroup(1, arrival=0.5), FakeGroup(2, arrival=1.0, hit=10)])
     assert orders(policy, 2.0) == [2, 0, 1]

@@ -3,7 +3,7 @@
 import pytest
 
 from quire.config.scheduler import SchedulerConfig
-from quire.engine.scheduling.preemption import MAX_CANDIDATES, PreemptionCost
+from quire.engine.scheduling.preemption import MAX_CANDIDATES, Preemptor
 from quire.engine.scheduling.step_time import StepTimeModel
 
 from .fake import Harness
@@ -17,9 +17,9 @@ def step_time(token_s: float = TOKEN_S) -> StepTimeModel:
     return model
 
 
-def cost_of(harness: Harness, block_copy_s: float, mode: str | None = None) -> PreemptionCost:
+def cost_of(harness: Harness, block_copy_s: float, mode: str | None = None) -> Preemptor:
     config = SchedulerConfig(8, 64, mode)
-    return PreemptionCost(config, harness.blocks, step_time(), block_copy_s)
+    return Preemptor(config, harness.requests, step_time(), block_copy_s)
 
 
 def running(*prompts: list[int], num_host_blocks: int = 32, **settings: object) -> Harness:
@@ -61,10 +61,10 @@ def test_a_tenant_pays_once_for_tokens_that_are_computed_again():
     group = harness.add([1] * 8, 12)
     harness.step()
     harness.step()
-    assert harness.scheduler.policy.rank(group) == 9
-    harness.scheduler.preempt(group)
+    assert harness.requests.policy.rank(group) == 9
+    harness.scheduler.preemptor.preempt(group)
     assert harness.step().num_tokens == 10, "nine of them again"
-    assert harness.scheduler.policy.rank(group) == 10
+    assert harness.requests.policy.rank(group) == 10
 
 
 def test_a_tenant_pays_nothing_for_what_is_in_the_prefix_cache():
@@ -74,7 +74,7 @@ def test_a_tenant_pays_nothing_for_what_is_in_the_prefix_cache():
     group = harness.add([*[1] * 8, 2], 4, tenant="b")
     floor = 12.0  # a new tenant starts where the last one stands
     harness.step()
-    assert harness.scheduler.policy.rank(group) == floor + 1
+    assert harness.requests.policy.rank(group) == floor + 1
 
 
 def test_computing_again_costs_the_tokens_at_the_measured_pace():
@@ -133,7 +133,7 @@ def test_the_mode_that_is_asked_for_is_taken_if_possible(mode, num_host_blocks, 
 
 def test_swapping_is_taken_while_no_step_was_measured():
     harness = running([1] * 16)
-    cost = PreemptionCost(SchedulerConfig(8, 64), harness.blocks, StepTimeModel(), 1.0)
+    cost = Preemptor(SchedulerConfig(8, 64), harness.requests, StepTimeModel(), 1.0)
     assert cost.estimate(harness.groups[0]).by_swap
 
 

@@ -73,11 +73,11 @@ def test_aborting_samples_returns_all_blocks(num_steps):
     group = harness.add(PROMPT, 8, n=3)
     for _ in range(num_steps):
         harness.step()
-    harness.scheduler.remove(group)
+    harness.requests.remove(group)
     harness.blocks.check_integrity()
     assert harness.blocks.num_used_blocks == 0
-    assert not harness.scheduler.has_unfinished
-    assert all(harness.scheduler.owner(seq.seq_id) is None for seq in group.seqs)
+    assert not harness.requests
+    assert all(harness.requests.owners.get(seq.seq_id) is None for seq in group.seqs)
 
 
 @pytest.mark.parametrize("caching", [True, False])
@@ -87,7 +87,7 @@ def test_more_samples_than_the_cache_holds_take_turns(num_blocks, caching):
     harness = Harness(num_blocks=num_blocks, caching=caching, max_num_batched_tokens=32)
     group = harness.add(PROMPT, 12, n=5)
     harness.run()
-    assert harness.scheduler.num_preemptions > 0
+    assert harness.scheduler.preemptor.num_preemptions > 0
     harness.check_output(group)
 
 
@@ -100,10 +100,10 @@ def test_samples_are_preempted_in_both_ways(mode, windows):
     groups = [harness.add([*PROMPT, token_id], 9, n=n) for token_id, n in ((1, 1), (2, 3), (3, 2))]
     for turn in range(8):
         harness.step()
-        harness.scheduler.preempt(harness.scheduler.running[turn % len(harness.scheduler.running)])
+        harness.scheduler.preemptor.preempt(harness.requests.running[turn % len(harness.requests.running)])
         harness.blocks.check_integrity()
     harness.run()
-    assert (harness.scheduler.num_preemptions_by_swap > 0) == (mode == "swap")
+    assert (harness.scheduler.preemptor.num_preemptions_by_swap > 0) == (mode == "swap")
     for group in groups:
         harness.check_output(group)
 
@@ -114,7 +114,7 @@ def test_shared_blocks_are_swapped_once():
     group = harness.add(PROMPT, 8, n=3)
     for _ in range(2):
         harness.step()
-    harness.scheduler.preempt(group)
+    harness.scheduler.preemptor.preempt(group)
     batch = harness.step()  # brings it back at once
     assert [(t.source_tier, len(t.pairs)) for t in batch.transfers] == [(0, 2 + 3), (1, 2 + 3)]
     harness.run()
@@ -126,7 +126,7 @@ def test_swapped_samples_that_come_back_share_what_a_step_may_compute():
     group = harness.add(PROMPT, 6, n=3)
     while len(group.seqs) < 3:
         harness.step()
-    harness.scheduler.preempt(group)
+    harness.scheduler.preemptor.preempt(group)
     batch = harness.step()
     assert [t.target_tier for t in batch.transfers] == [1, 0]
     assert len(batch.sequences) == 2
@@ -152,8 +152,8 @@ def test_a_sample_whose_room_is_pinned_while_it_waits_ends_and_the_other_goes_on
         harness.step()
     first, second = group.seqs
     assert second.status is SequenceStatus.WAITING, "it has given way to the first"
-    harness.blocks.pin(first.token_ids[:28])
-    while harness.scheduler.has_unfinished:
+    harness.blocks.pins.pin(first.token_ids[:28])
+    while harness.requests:
         harness.step()
     assert "of which 7 are pinned" in group.error
     assert harness.output(group, 0) == expected_output([9], 40)

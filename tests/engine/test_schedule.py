@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from quire.config.scheduler import POLICIES
 from quire.engine.requests.sequence import SequenceStage, SequenceStatus
-from quire.kv.content_hash import NO_KEY, ContentKey
+from quire.kv.prefix_cache.content_hash import NO_KEY, ContentKey
 from tests.effort import examples
 
 from .fake import Harness, expected_output
@@ -59,21 +59,21 @@ def test_preemption_happens_and_changes_nothing():
     prompts = [[i] * 6 for i in range(4)]
     groups = [harness.add(prompt, 12) for prompt in prompts]
     harness.run()
-    assert harness.scheduler.num_preemptions > 0
+    assert harness.scheduler.preemptor.num_preemptions > 0
     assert [harness.output(g) for g in groups] == [expected_output(p, 12) for p in prompts]
 
 
 def test_a_swapped_out_request_comes_back_before_a_new_one_starts_and_is_not_computed_again():
     harness = Harness(num_blocks=6, num_host_blocks=6, max_num_batched_tokens=32, caching=False)
     groups = [harness.add([i] * 6, 12) for i in range(3)]
-    while not harness.scheduler.swapped:
+    while not harness.requests.swapped:
         harness.step()
-    (swapped,) = harness.scheduler.swapped
+    (swapped,) = harness.requests.swapped
     assert swapped.seqs[0].status is SequenceStatus.SWAPPED
     num_computed = swapped.seqs[0].num_computed_tokens
     assert num_computed > 0
     late = harness.add([9] * 4, 2)
-    while harness.scheduler.swapped:
+    while harness.requests.swapped:
         assert late.seqs[0].status is SequenceStatus.WAITING
         batch = harness.step()
     assert [t.target_tier for t in batch.transfers] == [0]
@@ -86,8 +86,8 @@ def test_a_full_host_tier_falls_back_to_recomputation():
     harness = Harness(num_blocks=6, num_host_blocks=1, max_num_batched_tokens=32)
     groups = [harness.add([i] * 6, 12) for i in range(4)]
     harness.run()
-    assert harness.scheduler.num_preemptions > 0
-    assert harness.scheduler.num_preemptions_by_swap == 0
+    assert harness.scheduler.preemptor.num_preemptions > 0
+    assert harness.scheduler.preemptor.num_preemptions_by_swap == 0
     assert [harness.output(g) for g in groups] == [expected_output([i] * 6, 12) for i in range(4)]
 
 
@@ -113,9 +113,9 @@ def test_removing_a_swapped_out_request_returns_its_host_blocks():
     harness = Harness(num_blocks=6, num_host_blocks=6, max_num_batched_tokens=32)
     for i in range(3):
         harness.add([i] * 6, 12)
-    while not harness.scheduler.swapped:
+    while not harness.requests.swapped:
         harness.step()
-    harness.scheduler.remove(next(iter(harness.scheduler.swapped)))
+    harness.requests.remove(next(iter(harness.requests.swapped)))
     harness.blocks.check_integrity()
     harness.run()
 
@@ -213,10 +213,10 @@ def test_removing_a_running_and_a_waiting_request_returns_their_blocks():
     harness.step()
     assert harness.blocks.num_used_blocks > 0
     for group in (running, waiting):
-        harness.scheduler.remove(group)
+        harness.requests.remove(group)
         harness.blocks.check_integrity()
     assert harness.blocks.num_used_blocks == 0
-    assert not harness.scheduler.has_unfinished
+    assert not harness.requests
 
 
 def test_max_num_seqs_bounds_what_runs_at_once():
@@ -236,11 +236,11 @@ def test_only_those_that_may_run_do_and_the_others_keep_what_they_have():
     for only in ({groups[1], later}, {groups[3]}, set()):
         before = [len(Harness.output(group)) for group in harness.groups]
         batch = harness.scheduler.schedule(only)
-        assert {harness.scheduler.owner(s.seq_id)[0] for s in batch.sequences} == only
+        assert {harness.requests.owners[s.seq_id][0] for s in batch.sequences} == only
         harness.committer.commit(batch, harness.executor.execute(batch))
         after = [len(Harness.output(group)) for group in harness.groups]
         assert [b - a for a, b in zip(before, after, strict=True)] == [group in only for group in harness.groups]
-        harness.scheduler.check_integrity()
+        harness.requests.check_integrity()
     harness.run()
     for group in harness.groups:
         harness.check_output(group)

@@ -5,8 +5,8 @@ from collections import Counter
 import pytest
 
 from quire.engine.requests.sequence import SequenceStatus
-from quire.kv.content_hash import ContentKey
-from quire.kv.stats import HitSource
+from quire.kv.prefix_cache.content_hash import ContentKey
+from quire.kv.prefix_cache.stats import HitSource
 
 from .fake import Harness
 
@@ -30,7 +30,7 @@ def test_100_new_requests_compute_their_prefix_once_within_one_step():
     assert len(batch.sequences) == 100
     assert batch.num_tokens == 32 + 100
     assert harness.blocks.stats.num_block_hit_tokens[HitSource.JOINED] == 99 * 32
-    assert not harness.scheduler.has_unfinished
+    assert not harness.requests
     for group in groups:
         harness.check_output(group)
 
@@ -64,13 +64,13 @@ def test_who_waits_for_a_prefix_goes_on_when_its_owner_does_not(how):
     harness.step()
     assert [len(s.token_ids) for s in harness.executor.batches[-1].sequences] == [8]
     if how == "abort":
-        harness.scheduler.remove(owner)
+        harness.requests.remove(owner)
     elif how == "fail":
         harness.executor.fail_next = True
         with pytest.raises(RuntimeError, match="planted"):
             harness.step()
     else:
-        harness.scheduler.preempt(owner)
+        harness.scheduler.preemptor.preempt(owner)
     harness.run()
     harness.check_output(other)
     if how != "abort":

@@ -6,7 +6,7 @@ import pytest
 
 from quire.common.faults import POINTS
 from quire.engine.llm_engine import LLMEngine
-from quire.engine.scheduling.scheduler import Scheduler
+from quire.engine.scheduling.unfinished import UnfinishedRequests
 from quire.engine.step.containment import FailureIsolator
 from quire.kv.slot_copies import SlotCopies
 from reliability import injections
@@ -53,7 +53,7 @@ def planted_forgets(self, step=None):
     [
         (FailureIsolator, "failed", planted_early),
         (LLMEngine, "_abort", planted_keeps),
-        (Scheduler, "revert", planted_forgets),
+        (UnfinishedRequests, "revert", planted_forgets),
         (SlotCopies, "_release", lambda self, copies: None),
     ],
     ids=["early", "keeps", "forgets", "leaks"],

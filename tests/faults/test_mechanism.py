@@ -43,7 +43,7 @@ def test_a_point_does_nothing_unless_a_fault_is_armed_there():
     ("after", "times", "expected"),
     [(0, 1, [1, 0, 0, 0]), (2, 1, [0, 0, 1, 0]), (1, 2, [0, 1, 1, 0]), (1, None, [0, 1, 1, 1])],
 )
-def test_passes_fail_after_so_many_and_so_often(after, times, expected):
+def test_passes_fail_after_a_number_and_a_number_of_times(after, times, expected):
     with inject(Fault("step.start", after=after, times=times)) as injected:
         assert fails(*[("step.start", None)] * 4) == [bool(failed) for failed in expected]
     assert (injected.num_passed, injected.num_fired) == (4, sum(expected))

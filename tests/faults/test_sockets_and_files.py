@@ -113,7 +113,7 @@ def raises(*_: object, **__: object) -> Any:
     raise KeyError("planted")
 
 
-def test_a_text_that_can_never_be_made_again_costs_nobody_else_a_token(door: Door) -> None:
+def test_a_text_that_cannot_be_made_again_costs_no_other_request_a_token(door: Door) -> None:
     def spoil(request: RequestState) -> None:
         request.samples[0].detokenizer = Broken()  # type: ignore[assignment]
 

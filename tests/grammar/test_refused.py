@@ -151,7 +151,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_structures_harm_nobody(name) -> None:
+def test_hostile_structures_harm_no_other_request(name) -> None:
     llm, _ = masked_llm()
     llm.engine.add_request("hostile", "a", structured(max_tokens=40, temperature=2.0, **HOSTILE[name]))
     llm.engine.add_request("neighbour", "a", structured(choice=["I am well"]))

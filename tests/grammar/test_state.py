@@ -201,7 +201,7 @@ def test_what_is_compiled_is_shared_where_it_stays_small(compiler, num_texts, is
         assert all(state.advance(token_id) for token_id in token_ids)
 
 
-def test_the_vocabulary_can_be_told_beforehand() -> None:
+def test_the_vocabulary_can_be_given_beforehand() -> None:
     tokenizer = masked_llm()[0].engine.tokenizer
     compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, ())
     compiler.prepare()

@@ -138,8 +138,8 @@ def test_preempted_in_every_step(tiny) -> None:
         turn, output = 0, None
         while llm.engine.has_unfinished_requests():
             turn += 1
-            if turn % 2 and llm.engine.scheduler.running:
-                llm.engine.scheduler.preempt(llm.engine.scheduler.running[0])
+            if turn % 2 and llm.engine.requests.running:
+                llm.engine.scheduler.preemptor.preempt(llm.engine.requests.running[0])
             output = next(iter(llm.engine.step()), output)
         assert [s.token_ids for s in output.outputs] == [s.token_ids for s in solo.outputs], i
 

@@ -59,7 +59,7 @@ def test_others_go_on_while_a_grammar_is_compiled(held) -> None:
         outputs = llm.engine.step()
         assert all(output.request_id == "runs" for output in outputs)
     assert llm.engine.has_unfinished_requests()
-    assert not llm.engine.scheduler.has_unfinished
+    assert not llm.engine.requests
     compiler.release()
     assert run(llm)["waits"].outputs[0].text == "yes"
     assert llm.engine.stats().num_waiting == 0
@@ -84,7 +84,7 @@ def test_aborted_while_it_waits(held) -> None:
     llm.engine.add_request("x", "a", FREE)  # the name is free again
 
 
-def test_what_nobody_waits_for_any_more_is_not_compiled(held) -> None:
+def test_grammars_of_aborted_requests_are_not_compiled(held) -> None:
     llm, _, compiler = held
     for request_id in "ab":
         llm.engine.add_request(request_id, "a", structured(choice=["yes"]))
@@ -151,7 +151,7 @@ def test_grammars_are_taken_from_the_tenant_with_the_least_in_use(held, monkeypa
     llm.engine.scheduler.blocks.check_integrity()
 
 
-def test_what_was_given_up_is_compiled_when_it_is_asked_for_again() -> None:
+def test_an_abandoned_grammar_is_compiled_when_it_is_requested_again() -> None:
     llm, _ = masked_llm()
     compiler, params = llm.engine.grammars.compiler, structured(choice=["yes"])
     threads, compiler._threads = compiler._threads, NeverRuns()
@@ -193,7 +193,7 @@ def test_a_failed_compilation_ends_its_request_alone() -> None:
     assert not llm.engine.has_unfinished_requests()
 
 
-def test_a_failure_is_told_once_the_step_succeeds(held) -> None:
+def test_a_failure_is_reported_once_the_step_succeeds(held) -> None:
     llm, executor, compiler = held
     llm.engine.add_request("x", "a", structured(choice=["yes"]))
     future, *_ = compiler.held.pop()
@@ -206,7 +206,7 @@ def test_a_failure_is_told_once_the_step_succeeds(held) -> None:
     assert not llm.engine.has_unfinished_requests()
 
 
-def test_aborted_after_a_failure_that_nobody_was_told(held) -> None:
+def test_aborted_after_a_failure_that_was_not_reported(held) -> None:
     llm, executor, compiler = held
     llm.engine.add_request("x", "a", structured(choice=["yes"]))
     compiler.held.pop()[0].set_exception(KeyError("planted"))

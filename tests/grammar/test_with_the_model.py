@@ -88,8 +88,8 @@ def test_beams_find_the_likeliest_of_a_list() -> None:
         llm = LLM(max_model_len=64, num_gpu_blocks_override=12)
         llm.engine.add_request("0", "Is it? ", params)
         while llm.engine.has_unfinished_requests():
-            if preempted and llm.engine.scheduler.running:
-                llm.engine.scheduler.preempt(llm.engine.scheduler.running[0])
+            if preempted and llm.engine.requests.running:
+                llm.engine.scheduler.preemptor.preempt(llm.engine.requests.running[0])
             outputs = llm.engine.step()
             llm.engine.blocks.check_integrity()
         found.append(outputs[0].outputs)

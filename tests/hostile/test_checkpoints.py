@@ -114,7 +114,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a config nested deeply": (lambda f: rewrite(f, "config.json", b'{"a":' * 200_000), "not valid JSON"),
     "a config of 20 MB": (lambda f: rewrite(f, "config.json", b" " * 20_000_000 + b"{}"), "at most"),
     "a config that is a device": (lambda f: ((f / "config.json").unlink(), (f / "config.json").symlink_to("/dev/zero")),
-                                  "is no file"),
+                                  "is not a regular file"),
     "a config of huge sizes": (lambda f: config(f, hidden_size=2**30), "do not fit into this machine"),
     "a config of a billion layers": (lambda f: config(f, num_hidden_layers=2**30), "more than 4096"),
     "no numbers in the config": (lambda f: config(f, hidden_size=float("inf")), "hidden_size"),

@@ -64,7 +64,7 @@ def messages(ours: socket.socket) -> Iterator[ToClient]:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", NONSENSE)
-def test_an_engine_that_is_told_nonsense_ends(name: str):
+def test_an_engine_that_receives_nonsense_ends(name: str):
     """Instead of what engine to make, and later, instead of a request. It is nobody's any more."""
     process, ours = engine_process()
     with ours:
@@ -85,7 +85,7 @@ def test_an_engine_that_is_told_nonsense_ends(name: str):
 
 
 @pytest.mark.parametrize("name", NONSENSE)
-def test_a_server_that_is_told_nonsense_gives_its_engine_up(name: str):
+def test_a_server_that_receives_nonsense_abandons_its_engine(name: str):
     """It reads no more, and ends the process; then all that waits is told, or another engine has it."""
 
     async def main() -> None:
@@ -104,7 +104,7 @@ def test_a_server_that_is_told_nonsense_gives_its_engine_up(name: str):
     asyncio.run(main())
 
 
-def test_nobody_else_can_talk_to_the_engine(guarded: Target):
+def test_no_other_process_can_talk_to_the_engine(guarded: Target):
     """The server listens for HTTP, and the engine for nobody: their socket has no name."""
     server, engine = (set(sockets_of(pid)) for pid in guarded.served.pids)
     listening = {line.split()[9] for line in Path("/proc/net/tcp").read_text().splitlines()[1:] if " 0A " in line}

@@ -74,7 +74,7 @@ SLOW = [
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=[pytest.mark.thorough] if name in SLOW[1:] else []) for name in NONSENSE
 ])  # fmt: skip
-def test_what_is_no_request(guarded: Target, name: str):
+def test_invalid_requests(guarded: Target, name: str):
     pieces, statuses = NONSENSE[name]
     limit_s = (4 if name in SLOW else 2) * PATIENCE
     reply = guarded.say(*pieces, limit_s=limit_s)

@@ -31,7 +31,7 @@ def run_python(code, **environment):
     )
 
 
-def test_the_extension_serves_unless_told_otherwise():
+def test_the_extension_is_used_by_default():
     if os.environ.get("QUIRE_ISA") == "reference":
         assert kernels.isa() == "reference"
     else:

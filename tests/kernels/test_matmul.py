@@ -63,7 +63,7 @@ def test_a_row_alone_has_the_bits_it_has_in_any_batch_on_any_number_of_threads(i
 @needs_native
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_as_many_rows_and_columns_as_one_task_takes_fit_its_scratch(isa, dtype):
+def test_the_rows_and_columns_of_one_task_fit_its_scratch(isa, dtype):
     """48 rows share 32 panels; 1,024 elements of each are staged at once, as float32 where pairs are not multiplied."""
     weight, x = make_weight(1024, 2051, dtype), randn(48, 2051).to(dtype)
     with using(isa, num_threads=1):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from quire.common.batch import BlockPairs, SlotCopy, Transfer
 from quire.config.kv_cache import KVCacheConfig, KVCacheGroup, attention_spec
 from quire.kv.block_space_manager import BlockSpaceManager
-from quire.kv.content_hash import NO_KEY, ContentKey
+from quire.kv.prefix_cache.content_hash import NO_KEY, ContentKey
 
 
 def make_config(

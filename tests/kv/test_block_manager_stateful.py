@@ -16,8 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from quire.common.errors import RequestError
 from quire.config.kv_cache import KVCacheConfig, KVCacheGroup, attention_spec
 from quire.kv.block_space_manager import AllocStatus, BlockSpaceManager
-from quire.kv.content_hash import NO_KEY, ContentKey
-from quire.kv.pins import PinnedPrefix
+from quire.kv.prefix_cache.content_hash import NO_KEY, ContentKey
+from quire.kv.prefix_cache.pins import PinnedPrefix
 from tests.effort import examples
 
 KEYS = [
@@ -296,7 +296,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         stream = self.streams[index % len(self.streams)]
         token_ids = stream.token_ids[:num_tokens]
         try:
-            pin = self.manager.pin(token_ids, stream.key)
+            pin = self.manager.pins.pin(token_ids, stream.key)
         except RequestError:
             return
         assert pin.num_tokens <= len(token_ids)
@@ -306,7 +306,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @rule(index=st.integers(0, 5))
     def unpin(self, index):
         pin, _, _ = self.pins.pop(index % len(self.pins))
-        self.manager.unpin(pin.pin_id)
+        self.manager.pins.unpin(pin.pin_id)
 
     # What must hold
 
@@ -363,7 +363,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         for stream in list(self.streams):
             self.leave(stream)
         for pin, _, _ in self.pins:
-            self.manager.unpin(pin.pin_id)
+            self.manager.pins.unpin(pin.pin_id)
         self.manager.revert(self.manager.step)
         self.manager.check_integrity()
         assert self.manager.num_used_blocks == 0

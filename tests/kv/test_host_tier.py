@@ -3,7 +3,7 @@
 import pytest
 
 from quire.kv.block_space_manager import AllocStatus
-from quire.kv.stats import HitSource, MissReason
+from quire.kv.prefix_cache.stats import HitSource, MissReason
 from tests.engine.fake import Harness, expected_output
 
 from .managers import end, make_manager, moved, run
@@ -110,7 +110,7 @@ def test_a_preempted_request_is_not_counted_twice():
     harness = Harness(num_blocks=6, max_num_batched_tokens=32)
     groups = [harness.add([i] * 6, 12) for i in range(3)]
     harness.run()
-    assert harness.scheduler.num_preemptions > 0
+    assert harness.scheduler.preemptor.num_preemptions > 0
     assert harness.blocks.stats.num_queried_tokens == 3 * 5
     assert harness.blocks.stats.num_missed_tokens[MissReason.NEVER_SEEN] == 3 * 5
     assert [harness.output(g) for g in groups] == [expected_output([i] * 6, 12) for i in range(3)]
@@ -120,7 +120,7 @@ def test_samples_that_share_a_last_block_are_swapped_in_only_if_each_can_get_its
     harness = Harness(num_blocks=6, num_host_blocks=6, preemption_mode="swap", max_num_batched_tokens=40)
     groups = [harness.add([7] * 4, 3), harness.add([1] * 18, 3, n=4)]
     harness.run()
-    assert harness.scheduler.num_preemptions_by_swap > 0
+    assert harness.scheduler.preemptor.num_preemptions_by_swap > 0
     for group in groups:
         harness.check_output(group)
 
@@ -130,8 +130,8 @@ def test_who_waits_in_the_host_tier_needs_no_reserve_on_the_device():
     harness = Harness(num_blocks=10, num_host_blocks=10, watermark=0.2, policy="priority", max_num_batched_tokens=64)
     low = harness.add([1] * 8, 4, priority=9)
     harness.step()
-    harness.scheduler.preempt(low)
-    assert low in harness.scheduler.swapped
+    harness.scheduler.preemptor.preempt(low)
+    assert low in harness.requests.swapped
     high = harness.add([2] * 37, 2, priority=-9)
     harness.run()
     for group in (low, high):
@@ -144,7 +144,7 @@ def test_a_swapped_out_sequence_for_which_pins_leave_no_room_is_not_swapped_in()
     manager.advance()
     manager.swap_out([0])
     run(manager, 1, SECOND)
-    assert manager.pin(SECOND).num_blocks == 4
+    assert manager.pins.pin(SECOND).num_blocks == 4
     end(manager, 1)
     assert manager.pool.num_free_blocks == 4
     assert not manager.can_swap_in([0], 20)

@@ -54,6 +54,6 @@ def test_layers_that_keep_nothing_live_beside_full_attention(monkeypatch):
     assert manager.can_swap_in([0, 1], 12)
     manager.swap_in([0, 1])
     manager.check_integrity()
-    pin = manager.pin(tokens)
+    pin = manager.pins.pin(tokens)
     end(manager, 0, 1, 2)
     assert manager.num_used_blocks == pin.num_blocks == 3

@@ -5,8 +5,8 @@ import pytest
 from quire.common.errors import RequestError
 from quire.engine.requests.sequence import SequenceStatus
 from quire.kv.block_space_manager import AllocStatus
-from quire.kv.content_hash import NO_KEY, ContentKey
-from quire.kv.stats import HitSource, MissReason
+from quire.kv.prefix_cache.content_hash import NO_KEY, ContentKey
+from quire.kv.prefix_cache.stats import HitSource, MissReason
 from tests.engine.fake import Harness, expected_output
 
 from .managers import compute, end, make_manager, run
@@ -22,7 +22,7 @@ def pin_prefix(num_blocks: int = 12, pinned_fraction: float = 0.5, **options):
     manager = make_manager(num_blocks, pinned_fraction=pinned_fraction, **options)
     run(manager, 0, PREFIX)
     end(manager, 0)
-    return manager, manager.pin(PREFIX)
+    return manager, manager.pins.pin(PREFIX)
 
 
 @pytest.mark.essential
@@ -38,25 +38,25 @@ def test_a_pinned_prefix_survives_the_pressure_of_others():
 
 def test_what_is_unpinned_is_evicted_like_any_other():
     manager, pin = pin_prefix()
-    manager.unpin(pin.pin_id)
+    manager.pins.unpin(pin.pin_id)
     assert manager.num_used_blocks == 0
     run(manager, 1, [2] * 48)
     end(manager, 1)
     assert run(manager, 2, [*PREFIX, 2]) == 0
     with pytest.raises(RequestError, match=rf"pin {pin.pin_id} is unknown, or unpinned already"):
-        manager.unpin(pin.pin_id)
+        manager.pins.unpin(pin.pin_id)
 
 
 def test_blocks_of_two_pins_are_counted_once_and_stay_until_both_are_gone():
     manager, first = pin_prefix()
-    second = manager.pin(PREFIX[:8])
+    second = manager.pins.pin(PREFIX[:8])
     assert manager.pins.num_blocks == 3
-    manager.unpin(first.pin_id)
+    manager.pins.unpin(first.pin_id)
     assert manager.pins.num_blocks == 2
     run(manager, 1, [2] * 40)
     end(manager, 1)
     assert run(manager, 2, [*PREFIX, 2]) == 8
-    manager.unpin(second.pin_id)
+    manager.pins.unpin(second.pin_id)
     end(manager, 2)
     assert manager.num_used_blocks == 0
 
@@ -65,18 +65,18 @@ def test_a_pin_beyond_the_quota_is_refused_and_says_what_would_help():
     manager, _ = pin_prefix(pinned_fraction=0.4)
     run(manager, 1, [2] * 8)
     with pytest.raises(RequestError) as error:
-        manager.pin([2] * 8)
+        manager.pins.pin([2] * 8)
     assert str(error.value) == (
         "pinning this prefix takes 2 more blocks, and 3 of at most 4 are pinned: unpin others, or raise pinned_fraction"
     )
     with pytest.raises(RequestError, match="takes 2 more blocks"):
-        manager.check_pin([2] * 8)
-    assert manager.pin([2] * 4).num_blocks == 1
+        manager.pins.check([2] * 8)
+    assert manager.pins.pin([2] * 4).num_blocks == 1
 
 
 def test_nothing_is_pinned_without_a_prefix_cache():
     manager = make_manager(12, caching=False, pinned_fraction=0.5)
-    for ask in (manager.pin, manager.check_pin):
+    for ask in (manager.pins.pin, manager.pins.check):
         with pytest.raises(RequestError, match="only with enable_prefix_caching"):
             ask(PREFIX)
 
@@ -86,7 +86,7 @@ def test_only_what_is_computed_is_pinned():
     manager.advance()
     manager.allocate(manager.look_up(0, PREFIX))
     compute(manager, 0, PREFIX, 0, 6)
-    pin = manager.pin(PREFIX)
+    pin = manager.pins.pin(PREFIX)
     assert (pin.num_tokens, pin.num_blocks) == (4, 1)
 
 
@@ -98,7 +98,7 @@ def test_a_pin_takes_nothing_from_the_host_tier():
     run(manager, 1, [2] * 24)  # all of the device tier
     end(manager, 1)
     assert manager.look_up(2, [1] * 17).needs_step
-    pin = manager.pin([1] * 16)
+    pin = manager.pins.pin([1] * 16)
     assert (pin.num_tokens, pin.num_blocks) == (0, 0)
     manager.check_integrity()
 
@@ -107,16 +107,16 @@ def test_the_quota_counts_what_is_held_while_the_end_is_not_computed():
     """The window behind 12 tokens shows one block of them, but the one behind 8 two with the partly full one."""
     manager = make_manager(10, (5, None), pinned_fraction=0.4)
     run(manager, 0, PREFIX)
-    manager.check_pin([1] * 12)
+    manager.pins.check([1] * 12)
     with pytest.raises(RequestError, match="takes 5 more blocks, and 0 of at most 4 are pinned"):
-        manager.pin([1] * 12)
+        manager.pins.pin([1] * 12)
 
 
 def test_a_request_that_never_fits_because_of_pins_ends_with_the_reason():
     harness = Harness(num_blocks=6, max_num_batched_tokens=32)
     harness.add([1] * 8, 1)
     harness.run()
-    harness.blocks.pin([1] * 8)
+    harness.blocks.pins.pin([1] * 8)
     too_long, fine = harness.add([2] * 17, 1), harness.add([3] * 12, 1)
     assert harness.step().ignored == (too_long.request_id,)
     assert too_long.seqs[0].status is SequenceStatus.FINISHED_IGNORED
@@ -134,7 +134,7 @@ def test_a_running_sequence_that_cannot_grow_because_of_pins_ends_with_what_it_h
     harness = Harness(num_blocks=6, max_num_batched_tokens=32)
     harness.add([1] * 8, 1)
     harness.run()
-    harness.blocks.pin([1] * 8)
+    harness.blocks.pins.pin([1] * 8)
     group = harness.add([2] * 12, 20)
     while not group.is_finished:
         harness.step()
@@ -144,7 +144,7 @@ def test_a_running_sequence_that_cannot_grow_because_of_pins_ends_with_what_it_h
         "stopped after 5 tokens: 17 tokens and one more do not fit into the 6 blocks of the KV cache, of which 2 are "
         "pinned"
     )
-    assert not harness.scheduler.has_unfinished
+    assert not harness.requests
 
 
 def test_a_parked_sample_for_which_pins_leave_no_room_ends_with_what_it_has():
@@ -156,13 +156,13 @@ def test_a_parked_sample_for_which_pins_leave_no_room_ends_with_what_it_has():
     (parked,) = [seq for seq in group.seqs if not seq.status.is_finished]
     assert parked.status is SequenceStatus.WAITING
     for seq in finished:
-        harness.blocks.pin(seq.token_ids[:24])
+        harness.blocks.pins.pin(seq.token_ids[:24])
     for _ in range(3):
         harness.step()
     assert parked.status is SequenceStatus.FINISHED_LENGTH_CAPPED
     assert group.is_finished
     assert "of which 9 are pinned" in group.error
-    assert not harness.scheduler.has_unfinished
+    assert not harness.requests
 
 
 # Keys
@@ -207,7 +207,7 @@ def test_a_prefix_is_pinned_under_its_key(key):
     manager = make_manager(20, pinned_fraction=0.5)
     run(manager, 0, PREFIX, ContentKey(cache_salt="else"))
     run(manager, 1, PREFIX, key)
-    pinned = manager.pins.block_ids[manager.pin(PREFIX, key).pin_id]
+    pinned = manager.pins.block_ids[manager.pins.pin(PREFIX, key).pin_id]
     assert pinned == manager.block_tables(1)[0].tolist()
 
 
@@ -221,7 +221,7 @@ def missed(manager, seq_id: int, tokens: list[int], key: ContentKey = NO_KEY) ->
     return {reason: n - before[reason] for reason, n in manager.stats.num_missed_tokens.items() if n > before[reason]}
 
 
-def test_nobody_has_sent_it_before():
+def test_a_prefix_that_was_never_sent_before():
     manager = make_manager(12)
     run(manager, 0, [1] * 8)
     assert missed(manager, 1, [1] * 8 + [2] * 6) == {MissReason.NEVER_SEEN: 5}
@@ -246,7 +246,7 @@ def test_it_is_computed_again_after_an_eviction_and_no_longer_counts_as_evicted(
 
 
 def test_the_memory_of_what_was_evicted_has_an_end(monkeypatch):
-    monkeypatch.setattr("quire.kv.prefix_cache.MAX_EVICTED_HASHES", 2)
+    monkeypatch.setattr("quire.kv.prefix_cache.tracker.MAX_EVICTED_HASHES", 2)
     manager = make_manager(3)
     for seq_id, token_id in enumerate((1, 2)):
         run(manager, seq_id, [token_id] * 12)
@@ -277,14 +277,14 @@ def test_it_is_there_under_another_key_as_long_as_one_of_them_is_left():
 
 @pytest.mark.essential
 @pytest.mark.parametrize(("theirs", "mine"), [("", "mine"), ("theirs", "mine"), ("theirs", "")])
-def test_nobody_learns_what_is_there_under_another_salt(theirs, mine):
+def test_a_client_cannot_learn_what_is_cached_under_another_salt(theirs, mine):
     """The reasons are counted in metrics: they would tell whether somebody else has sent these tokens."""
     manager = make_manager(12)
     run(manager, 0, [1] * 8, ContentKey(cache_salt=theirs))
     assert missed(manager, 1, [1] * 13, ContentKey(cache_salt=mine)) == {MissReason.NEVER_SEEN: 12}
 
 
-def test_somebody_is_computing_it():
+def test_another_request_is_computing_it():
     manager = make_manager(12)
     manager.advance()
     manager.allocate(manager.look_up(0, [1] * 12))

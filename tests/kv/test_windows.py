@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from quire.config.kv_cache import MAX_BLOCKS_PER_SEQ
 from quire.kv.block_space_manager import AllocStatus
-from quire.kv.content_hash import NO_KEY
+from quire.kv.prefix_cache.content_hash import NO_KEY
 
 from .managers import compute, do_step, end, make_config, make_manager, run
 

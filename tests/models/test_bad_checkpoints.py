@@ -118,7 +118,7 @@ def test_devices_are_no_files_of_a_checkpoint(folder: Path, name: str) -> None:
     """One gives bytes without end, and says that it has none."""
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to("/dev/zero")
-    with pytest.raises(CheckpointError, match=rf"{name} is no file"):
+    with pytest.raises(CheckpointError, match=rf"{name} is not a regular file"):
         load(folder)
 
 
@@ -134,7 +134,7 @@ def test_a_file_that_cannot_be_read_says_why(folder: Path, tmp_path: Path) -> No
 # --- config.json
 
 
-def test_a_config_of_a_size_that_none_has_is_not_read(folder: Path) -> None:
+def test_a_config_file_that_is_too_large_is_not_read(folder: Path) -> None:
     with (folder / "config.json").open("r+b") as file:
         file.truncate(16 * 1024**2 + 1)
     with pytest.raises(CheckpointError, match=r"config\.json has 16,777,217 bytes: at most 16,777,216 are allowed"):
@@ -157,7 +157,7 @@ def test_missing_key_is_named(folder: Path, key: str) -> None:
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, "16", True, [], 10**30])
 @pytest.mark.parametrize("key", ["vocab_size", "num_hidden_layers", "max_position_embeddings", "num_key_value_heads"])
-def test_sizes_that_are_none(folder: Path, key: str, value: Any) -> None:
+def test_invalid_sizes(folder: Path, key: str, value: Any) -> None:
     write(folder, FIELDS | {key: value}, weights())
     with pytest.raises(CheckpointError, match=key):
         load(folder)
@@ -325,8 +325,14 @@ def test_missing_shard_is_named(folder: Path, name: str) -> None:
 
 def test_tensor_that_its_shard_lacks_is_named(folder: Path) -> None:
     write_index(folder, dict.fromkeys([*SHAPES, "model.gone.weight"], "model-00001-of-00001.safetensors"))
-    with pytest.raises(CheckpointError, match=r"lacks what.*model\.gone\.weight"):
+    with pytest.raises(CheckpointError, match=r"lacks tensors.*model\.gone\.weight"):
         load(folder)
+
+
+def test_only_the_tensors_that_the_index_names_are_taken(folder: Path) -> None:
+    names = [name for name in SHAPES if name != "model.norm.weight"]
+    write_index(folder, dict.fromkeys(names, "model-00001-of-00001.safetensors"))
+    assert list(open_checkpoint(folder).tensors) == names
 
 
 @pytest.mark.parametrize("weight_map", [None, [], {}, "x"])
@@ -362,8 +368,11 @@ def entry(dtype: Any = "F32", shape: Any = (2,), start: Any = 0, end: Any = 8) -
         (b"[" * 100_000, b"", "not valid JSON"),
         ([1], b"", "JSON list"),
         ({"a": 1}, b"", "not an object"),
-        ({"a": entry(dtype="F33")}, bytes(8), "dtype 'F33'"),
-        ({"a": entry(shape=[-1])}, bytes(8), "malformed"),
+        ({"a": entry(dtype="F33")}, bytes(8), "tensor 'a' has dtype 'F33'"),
+        ({"a": entry(shape=[-1])}, bytes(8), r"has shape \[-1\] and data_offsets \[0, 8\]: malformed"),
+        ({"a": entry(shape=[0, 2**62])}, bytes(8), "malformed"),
+        ({"a": entry(shape=[0, 2**62 - 1])}, bytes(8), "needs 0 bytes"),
+        ({"a": entry(shape=[1] * 65)}, bytes(8), "malformed"),
         ({"a": entry(shape=[2.0])}, bytes(8), "malformed"),
         ({"a": entry(start=8, end=0)}, bytes(8), "malformed"),
         ({"a": entry(start=None)}, bytes(8), "malformed"),
@@ -371,8 +380,9 @@ def entry(dtype: Any = "F32", shape: Any = (2,), start: Any = 0, end: Any = 8) -
         ({"a": entry(shape=[2**40, 2**40])}, bytes(8), "needs"),
         ({"a": entry()}, bytes(7), "truncated: its header promises"),
         ({"a": entry()}, bytes(9), "1 bytes after its last tensor"),
-        ({"a": entry(), "b": entry(start=4, end=12)}, bytes(12), "overlaps"),
-        ({"a": entry(), "b": entry(start=12, end=20)}, bytes(20), "hole"),
+        ({"a": entry(), "b": entry(start=4, end=12)}, bytes(12), "tensor 'b' overlaps 'a':"),
+        ({"a": entry(), "b": entry(start=12, end=20)}, bytes(20), "tensor 'b' leaves a hole after 'a':"),
+        ({"a": entry(start=1, end=9)}, bytes(9), "tensor 'a' leaves a hole after 'the header':"),
         ({"a": entry(shape=[2**61] * 100_000)}, bytes(8), "malformed"),
         ({"a" * 100_000: entry(dtype="F" * 100_000)}, bytes(8), "has dtype"),
         ({"a": entry(shape="9" * 100_000)}, bytes(8), "malformed"),
@@ -389,9 +399,15 @@ def test_lying_header(tmp_path: Path, header: Any, data: bytes, message: str) ->
     assert len(str(caught.value)) < 500 + len(str(path))
 
 
-@pytest.mark.parametrize("length", [2**63, 10**9, 100])
-def test_header_longer_than_the_file(tmp_path: Path, length: int) -> None:
-    path = raw_file(tmp_path / "model.safetensors", {"a": entry()}, bytes(8), length)
+def test_tensors_may_be_listed_in_another_order_than_they_lie_in_the_file(tmp_path: Path) -> None:
+    entries = {"b": entry(start=8, end=16), "empty": entry(shape=[0], start=8, end=8), "a": entry(shape=[1] * 63 + [2])}
+    assert list(read_header(raw_file(tmp_path / "model.safetensors", entries, bytes(16)))) == ["a", "empty", "b"]
+
+
+@pytest.mark.parametrize("excess", [2**63, 10**9, 100, 1])
+def test_header_longer_than_the_file(tmp_path: Path, excess: int) -> None:
+    text = json.dumps({"a": entry()}).encode()
+    path = raw_file(tmp_path / "model.safetensors", text, bytes(8), len(text) + 8 + excess)
     with pytest.raises(CheckpointError, match="truncated, or not a safetensors file"):
         read_header(path)
 
@@ -426,6 +442,22 @@ def test_reader_agrees_with_safetensors(folder: Path) -> None:
         with reading(checkpoint, name) as mapped:
             assert torch.equal(mapped, tensor)
         assert torch.equal(mapped, tensor)
+
+
+def test_some_rows_of_a_tensor_are_read(tmp_path: Path) -> None:
+    values = torch.arange(12, dtype=torch.float32).reshape(4, 3)
+    entries = {"before": entry("U8", [5], 0, 5), "a": entry("F32", [4, 3], 5, 53)}
+    raw_file(tmp_path / "model.safetensors", entries, bytes(5) + values.numpy().tobytes())
+    checkpoint = open_checkpoint(tmp_path)
+    for first, end in ((0, 4), (0, 1), (1, 3), (3, 4), (2, 2)):
+        with checkpoint.reading("a", (first, end)) as data:
+            assert bytes(data) == values[first:end].numpy().tobytes()
+
+
+def test_tensors_without_elements_are_read_where_a_file_has_no_data(tmp_path: Path) -> None:
+    raw_file(tmp_path / "model.safetensors", {"a": entry("F32", [0, 4], 0, 0)}, b"")
+    with reading(open_checkpoint(tmp_path), "a") as tensor:
+        assert tensor.shape == (0, 4)
 
 
 def test_unaligned_tensor(tmp_path: Path) -> None:

@@ -170,8 +170,8 @@ def test_a_search_is_a_request_of_the_engine_like_any_other():
             engine.add_request(str(i), prompt, params)
         done = {}
         while engine.has_unfinished_requests():
-            if running := engine.scheduler.running:
-                engine.scheduler.preempt(running[engine.scheduler.num_steps % len(running)])
+            if running := engine.requests.running:
+                engine.scheduler.preemptor.preempt(running[engine.scheduler.num_steps % len(running)])
             for output in engine.step():
                 assert output.finished or output.request_id == "1"
                 done[output.request_id] = output
@@ -187,7 +187,7 @@ def test_a_search_is_a_request_of_the_engine_like_any_other():
         assert done["0"].metrics.finished_time is not None
 
 
-def test_an_aborted_search_tells_how_far_it_came():
+def test_an_aborted_search_returns_its_best_beams_so_far():
     engine = LLM(dtype="float32", max_model_len=96).engine
     engine.add_request("a", TEXTS[0], BeamSearchParams(3, 20, ignore_eos=True))
     for _ in range(5):

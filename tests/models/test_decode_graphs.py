@@ -16,7 +16,7 @@ from quire.config.kv_layout import kv_cache_config
 from quire.config.model import ModelConfig
 from quire.models.weights.loader import load_model
 from quire.runner.cache_engine import CacheEngine
-from quire.runner.decode_graphs import MAX_ROWS, DecodeGraphs
+from quire.runner.decode_graphs import MAX_ROWS, DecodeGraphs, is_small_decode_step
 from quire.runner.model_runner import build_tensors
 from tests.kernels.isas import needs_native
 from tests.models.test_against_transformers import VARIANTS
@@ -93,14 +93,14 @@ def test_quantized_weights_can_be_replayed(quantization: str | None) -> None:
 
 
 @needs_native
-def test_what_is_no_decode_step_is_left_alone() -> None:
+def test_only_decode_steps_are_recorded() -> None:
     table = (np.zeros(1, np.int32),)
     one, two = (ScheduledSequence(0, tokens, 0, table, DRAWN) for tokens in ((7,), (7, 8)))
-    assert DecodeGraphs.can_replay([one] * MAX_ROWS)
-    assert not DecodeGraphs.can_replay([one] * (MAX_ROWS + 1))
-    assert not DecodeGraphs.can_replay([one, two])
-    assert not DecodeGraphs.can_replay([ScheduledSequence(0, (7,), 0, table, DrawnRows((GREEDY, GREEDY), 0))])
-    assert not DecodeGraphs.can_replay([ScheduledSequence(0, (7,), 0, table)])
+    assert is_small_decode_step([one] * MAX_ROWS)
+    assert not is_small_decode_step([one] * (MAX_ROWS + 1))
+    assert not is_small_decode_step([one, two])
+    assert not is_small_decode_step([ScheduledSequence(0, (7,), 0, table, DrawnRows((GREEDY, GREEDY), 0))])
+    assert not is_small_decode_step([ScheduledSequence(0, (7,), 0, table)])
 
 
 @needs_native

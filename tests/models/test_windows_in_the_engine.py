@@ -85,4 +85,4 @@ def test_a_context_of_full_layers_alone_would_not_fit(checkpoint):
     assert 75 // 4 * 4 == 72
     prompt = [5 + 3 * i % 400 for i in range(120)]
     assert run(llm, [prompt], 30)[0] == [oracle_tokens(oracle, prompt, 30)]
-    assert llm.engine.scheduler.num_preemptions == 0
+    assert llm.engine.scheduler.preemptor.num_preemptions == 0

@@ -24,6 +24,7 @@ from tests.kernels.isas import ISAS, using
 from tests.sampling.plain import Mask, changed, probabilities, sequence
 
 VOCAB = 45
+CPU = kernels.backend_for("cpu")
 GREEDY = Draw(0.0, 0, 1.0, b"")
 KEPT: list[NamedProcessor] = []
 
@@ -87,7 +88,7 @@ def test_a_row_in_a_batch_is_what_it_is_alone(isa, seed, num_seqs, mode):
     logits = torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
     before = logits.clone()
     with using(isa):
-        drawn = Sampler(mode).sample(logits, sequences)
+        drawn = Sampler(CPU, mode).sample(logits, sequences)
         token_ids, logprobs = drawn.token_ids, drawn.logprobs
     assert torch.equal(logits, before)
     row = 0
@@ -95,7 +96,7 @@ def test_a_row_in_a_batch_is_what_it_is_alone(isa, seed, num_seqs, mode):
         for draw in s.drawn.draws:
             alone = replace(s, drawn=replace(s.drawn, draws=(draw,)))
             with using(ISAS[seed % len(ISAS)], 1):
-                own_drawn = Sampler(mode).sample(logits[row : row + 1], [alone])
+                own_drawn = Sampler(CPU, mode).sample(logits[row : row + 1], [alone])
                 tokens, own = own_drawn.token_ids, own_drawn.logprobs
             assert tokens == token_ids[row : row + 1]
             assert (0 in own) == (row in logprobs) == (draw.logprobs is not None)
@@ -140,9 +141,9 @@ def test_a_row_that_cannot_be_made_ready_fails_alone(caplog):
         sequence(draw, [1, 2], mask=mask, seq_id=i) for i, (draw, mask) in enumerate(zip(draws, masks, strict=True))
     ]
     logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(0))
-    expected = Sampler().sample(logits, sequences)
+    expected = Sampler(CPU).sample(logits, sequences)
     with inject(Fault("sampler.row", subject=2, error="OverflowError")):
-        result = Sampler().sample(logits, sequences)
+        result = Sampler(CPU).sample(logits, sequences)
     assert result.errors == {2: "its token could not be drawn: OverflowError"}
     for row in (0, 1, 3, 4):
         assert result.token_ids[row] == expected.token_ids[row]
@@ -155,7 +156,7 @@ class TestBans:
 
     def token(self, prompt, output=(), mask=None, **changes) -> int:
         s = sequence(replace(GREEDY, **changes), prompt, output, mask=mask)
-        return Sampler().sample(torch.zeros(1, VOCAB), [s]).token_ids[0]
+        return Sampler(CPU).sample(torch.zeros(1, VOCAB), [s]).token_ids[0]
 
     def test_bad_words_end_in_the_output_only(self):
         words = ((0,), (7, 8, 1), (9, 2))
@@ -177,7 +178,7 @@ class TestBans:
         assert self.token([5], mask=Mask([3, 44]), min_tokens=5, stop_token_ids=(3, 44)) == 3
 
     def test_draws_that_change_from_step_to_step(self):
-        sampler, logits = Sampler(), torch.zeros(1, VOCAB)
+        sampler, logits = Sampler(CPU), torch.zeros(1, VOCAB)
         for banned in (((0,),), ((1,),), ((0,), (1,)), ()):
             s = sequence(replace(GREEDY, bad_words=banned), [5])
             expected = next(i for i in range(VOCAB) if (i,) not in banned)
@@ -203,7 +204,7 @@ class TestProcessors:
         logits = torch.arange(45.0)[None].clone()
         s = sequence(draw, [4, 5], [6, 7])
         before = logits.clone()
-        assert Sampler().sample(logits, [s]).token_ids == (44,)
+        assert Sampler(CPU).sample(logits, [s]).token_ids == (44,)
         assert torch.equal(logits, before)
         ((output, masked),) = seen
         assert output == [6, 7]
@@ -211,7 +212,7 @@ class TestProcessors:
 
     def test_they_cannot_allow_what_the_grammar_forbids(self):
         draw = replace(GREEDY, processors=named(lambda _, x: torch.zeros_like(x)))
-        assert Sampler().sample(torch.zeros(1, VOCAB), [sequence(draw, [1], mask=Mask([9]))]).token_ids == (9,)
+        assert Sampler(CPU).sample(torch.zeros(1, VOCAB), [sequence(draw, [1], mask=Mask([9]))]).token_ids == (9,)
 
     @pytest.mark.parametrize(
         ("processor", "message"),
@@ -223,9 +224,9 @@ class TestProcessors:
             (lambda _, x: x.fill_(-torch.inf), "<lambda> failed: .*left no token that could be drawn"),
         ],
     )
-    def test_what_fails_is_told_of_its_row_alone(self, processor, message):
+    def test_a_failure_is_reported_for_its_row_only(self, processor, message):
         failing = sequence(replace(GREEDY, processors=named(processor)), [1])
-        drawn = Sampler().sample(torch.arange(2.0 * VOCAB).view(2, VOCAB), [failing, sequence(GREEDY, [1])])
+        drawn = Sampler(CPU).sample(torch.arange(2.0 * VOCAB).view(2, VOCAB), [failing, sequence(GREEDY, [1])])
         assert list(drawn.errors) == [0]
         assert re.search(message, drawn.errors[0])
         assert drawn.token_ids[1] == VOCAB - 1
@@ -233,13 +234,13 @@ class TestProcessors:
     def test_a_name_without_a_processor_fails_in_its_row_alone(self):
         unknown = replace(GREEDY, processors=(NamedProcessor(lambda _, x: x).name,))  # its object is gone already
         sequences = [sequence(unknown, [1]), sequence(GREEDY, [1])]
-        drawn = Sampler().sample(torch.arange(2.0 * VOCAB).view(2, VOCAB), sequences)
+        drawn = Sampler(CPU).sample(torch.arange(2.0 * VOCAB).view(2, VOCAB), sequences)
         assert drawn.errors.keys() == {0}
         assert "unknown in the process that draws" in drawn.errors[0]
 
     def test_what_was_empty_before_is_not_their_fault(self):
         draw = replace(GREEDY, processors=named(lambda _, x: x), min_tokens=3, stop_token_ids=(9,))
-        drawn = Sampler().sample(torch.zeros(1, VOCAB), [sequence(draw, [1], mask=Mask([9]))])
+        drawn = Sampler(CPU).sample(torch.zeros(1, VOCAB), [sequence(draw, [1], mask=Mask([9]))])
         assert (drawn.token_ids, drawn.errors) == ((9,), {})
 
     def test_others_are_not_touched(self):
@@ -249,7 +250,7 @@ class TestProcessors:
             sequence(replace(GREEDY, logprobs=1), [1]),
         ]
         logits = torch.arange(45.0).repeat(3, 1)
-        drawn = Sampler("processed_logits").sample(logits, s)
+        drawn = Sampler(CPU, "processed_logits").sample(logits, s)
         token_ids, logprobs = drawn.token_ids, drawn.logprobs
         assert token_ids == (44, 0, 44)
         assert [logprobs[row].logprobs[0, 0] for row in (1, 2)] == [0.0, 44.0]
@@ -260,7 +261,7 @@ class TestLogprobs:
 
     def logprobs(self, mode: str, **changes) -> TokenLogprobs:
         s = sequence(replace(GREEDY, logprobs=3, **changes), [0])
-        return Sampler(mode).sample(self.logits, [s]).logprobs[0]
+        return Sampler(CPU, mode).sample(self.logits, [s]).logprobs[0]
 
     def test_raw_ones_are_of_the_models_own_logits(self):
         result = self.logprobs("raw_logprobs", logit_bias=((5, 100.0),))
@@ -284,13 +285,13 @@ class TestLogprobs:
 
     def test_more_than_the_vocabulary_has_are_all(self):
         s = sequence(replace(GREEDY, logprobs=99), [0])
-        assert Sampler().sample(self.logits, [s]).logprobs[0].token_ids.shape == (1, 7)
+        assert Sampler(CPU).sample(self.logits, [s]).logprobs[0].token_ids.shape == (1, 7)
 
     def test_more_rows_than_are_taken_at_once(self):
         sequences = [sequence(replace(GREEDY, logprobs=i % 2), [0], seq_id=i) for i in range(200)]
         logits = torch.randn(200, VOCAB, generator=torch.Generator().manual_seed(3))
-        logprobs = Sampler("processed_logprobs").sample(logits, sequences).logprobs
+        logprobs = Sampler(CPU, "processed_logprobs").sample(logits, sequences).logprobs
         assert sorted(logprobs) == list(range(200))
         for row in (0, 63, 64, 199):
-            alone = Sampler("processed_logprobs").sample(logits[row : row + 1], [sequences[row]]).logprobs[0]
+            alone = Sampler(CPU, "processed_logprobs").sample(logits[row : row + 1], [sequences[row]]).logprobs[0]
             assert bits(alone) == bits(logprobs[row])

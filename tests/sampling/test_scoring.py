@@ -14,7 +14,7 @@ from quire.config.model import ModelConfig
 from quire.models.base import CausalLM
 from quire.models.weights.loader import load_model
 from quire.runner.cache_engine import CacheEngine
-from quire.runner.decode_graphs import DecodeGraphs
+from quire.runner.decode_graphs import is_small_decode_step
 from quire.runner.model_runner import ModelRunner
 from tests.kernels.isas import needs_native
 
@@ -121,8 +121,8 @@ def test_a_decode_step_is_recorded_unless_it_scores(model):
     wanting = replace(GREEDY, logprobs=4, logit_bias=((5, 1.0),))
     plain = ScheduledSequence(0, (7,), 0, table, DrawnRows((wanting,), 1))
     scoring = ScheduledSequence(0, (7,), 0, table, DrawnRows((wanting,), 1), ScoredRows(0, (9,), 4))
-    assert DecodeGraphs.can_replay([plain])
-    assert not DecodeGraphs.can_replay([plain, scoring])
+    assert is_small_decode_step([plain])
+    assert not is_small_decode_step([plain, scoring])
     runner = make_runner(model)
     replayed = [runner.run(Batch(0, (plain,))) for _ in range(3)]
     called = runner.run(Batch(0, (scoring,)))

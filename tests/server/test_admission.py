@@ -84,7 +84,7 @@ def test_retry_after_follows_the_pace(admission, clock):
     assert 7 <= gate.enter("a").retry_after_s < MAX_RETRY_AFTER_S
 
 
-def test_a_tenant_runs_only_so_many_at_once(admission):
+def test_a_tenant_runs_a_limited_number_at_once(admission):
     gate = admission(max_concurrent_per_tenant=2)
     assert [gate.enter("a"), gate.enter("a"), gate.enter("b")] == [None, None, None]
     assert gate.enter("a").reason == "too_many_at_once"

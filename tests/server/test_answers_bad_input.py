@@ -83,7 +83,7 @@ def test_any_items_and_blocks(server: Server, items: list[dict[str, Any]]) -> No
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/v1/messages/count_tokens"])
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"null", b'{"input": "\\ud800"}', b'{"input": "\xff"}'])
-def test_what_is_no_body(server: Server, path: str, raw: bytes) -> None:
+def test_invalid_bodies(server: Server, path: str, raw: bytes) -> None:
     assert server.post(path, raw).status == 400
 
 

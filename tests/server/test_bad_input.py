@@ -312,7 +312,7 @@ def test_the_same_request_id_twice_at_once(reciting):
 
 def test_a_model_without_a_chat_template_says_so():
     server = saying()
-    server.state.llm.tokenizer._chat_templates = {}
+    server.state.llm.tokenizer.chat_templates = {}
     answer = server.post(CHAT, {"messages": USER})
     assert answer.status == 400
     assert "has no chat template" in answer.error["message"]

@@ -150,7 +150,7 @@ def _same_ids(message, expected):
             call["id"] = str(i)
 
 
-def test_reasoning_and_calls_are_told_apart():
+def test_reasoning_and_calls_are_distinguished():
     reply = "<think>Ask.</think>\n" + CALL
     server = saying(reply, tool_format=TOOL_FORMATS["hermes"], reasoning_format=REASONING_FORMATS["think"])
     (choice,) = server.post(PATH, HELLO | {"tools": [WEATHER]}).json["choices"]

@@ -38,7 +38,7 @@ def test_a_completion_has_openai_s_shape(reciting):
     assert 0 <= body["timings"]["queue_s"] <= body["timings"]["total_s"]
 
 
-def test_cached_tokens_are_told(tiny, tiny_llm):
+def test_cached_tokens_are_reported(tiny, tiny_llm):
     prompt = list(range(300, 340))
     for expected in (0, 39):
         usage = tiny.post(PATH, {"prompt": prompt, "cache_salt": "told", **GREEDY}).json["usage"]
@@ -132,7 +132,7 @@ def test_every_chunk_has_the_usage_so_far_if_wanted(reciting):
     assert counts[-1] == counts[-2] > 5
 
 
-def test_without_stream_options_there_is_no_usage_but_timings_end_the_stream(reciting):
+def test_without_stream_options_a_stream_ends_with_timings_and_no_usage(reciting):
     chunks = reciting.post(PATH, {"prompt": ["a", "b"], "max_tokens": 64, "stream": True}).events
     assert all("usage" not in chunk for chunk in chunks)
     assert [i for i, chunk in enumerate(chunks) if "timings" in chunk] == [len(chunks) - 1]

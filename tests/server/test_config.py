@@ -104,7 +104,7 @@ def test_a_wrong_argument_is_refused_by_name(given, message, monkeypatch):
         "a: !!timestamp x", "a: !!bool x", "a: 2001-99-99", "[" * 3000,
     ],
 )  # fmt: skip
-def test_a_file_that_is_no_list_of_names_is_refused(tmp_path, text):
+def test_a_file_other_than_a_list_of_names_is_refused(tmp_path, text):
     path = tmp_path / "quire.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"quire\.yaml"):

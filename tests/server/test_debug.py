@@ -120,7 +120,7 @@ def test_a_watcher_who_was_too_slow_begins_anew() -> None:
     asyncio.run(watch())
 
 
-def test_there_is_room_for_so_many_watchers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_watchers_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(debug, "MAX_WATCHERS", 1)
     app = app_over(WatchedLLM([b"{}"], [b"{}"]))
 

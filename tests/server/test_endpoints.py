@@ -118,7 +118,7 @@ def test_health_and_readiness(reciting):
         assert (answer.status, answer.json) == (503, {"status": "it was ended by signal 9"})
 
 
-def test_who_comes_while_there_is_no_engine_is_told_when_to_come_again(reciting, monkeypatch):
+def test_requests_while_there_is_no_engine_get_a_retry_time(reciting, monkeypatch):
     async def refuse(*args, **kwargs):
         raise EngineDeadError("it was ended by signal 9", retry_after_s=3)
         yield

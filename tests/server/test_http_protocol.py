@@ -149,7 +149,7 @@ def test_a_request_without_a_host_ends_the_connection():
     assert b"HTTP/1.1 200" not in answer
 
 
-def test_a_large_body_is_no_head():
+def test_a_large_body_does_not_count_as_the_head():
     body = b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 9000\r\n\r\n" + b"x" * 9000
     assert talk(body).startswith(b"HTTP/1.1 200")
     assert talk(body + get()).count(b"HTTP/1.1 200") >= 1
@@ -157,7 +157,7 @@ def test_a_large_body_is_no_head():
 
 
 @pytest.mark.parametrize("text", [b"\x16\x03\x01\x02\x00\x01\x00", b"CONNECT a:1 HTTP/1.1\r\n\r\n", get(b"a: \x00")])
-def test_what_is_no_http_is_400(text):
+def test_malformed_http_is_400(text):
     answer = talk(text, until_closed=True)
     assert answer.startswith(b"HTTP/1.1 400")
     assert b'{"error": {"message": ' in answer
@@ -178,7 +178,7 @@ def test_trailers_are_no_headers():
 
 
 @pytest.mark.parametrize("start", [b"0\r\n", b"5;", b"0\r\na: ", b"2\r\nhi\r\n0\r\n"])
-def test_what_goes_on_and_on_and_is_no_body_is_refused(start):
+def test_endless_data_after_the_body_is_refused(start):
     answer = talk(
         CHUNKED + start, *[b"a:x\r\n" * 20 if start.endswith(b"0\r\n") else b"x" * 100] * 50, until_closed=True
     )
@@ -200,7 +200,7 @@ def test_another_protocol_that_is_offered_is_not_taken(protocol):
         assert answer.endswith(b"GET / headers host body ")
 
 
-def test_of_many_requests_at_once_few_are_taken_in():
+def test_of_many_requests_at_once_few_are_added():
     async def main():
         protocol, transport = connection(app)
         for _ in range(200):

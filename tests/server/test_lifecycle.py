@@ -138,7 +138,7 @@ def test_while_draining_one_may_still_look_and_then_no_more():
     run(main())
 
 
-def test_what_does_not_end_in_time_is_aborted_and_told():
+def test_what_does_not_end_in_time_is_aborted_and_reported():
     async def main():
         gate, stream, whole, view = gate_of(), Endless(begins=True), Endless(), Endless(begins=True)
         sent, seen = Sent(), Sent()
@@ -162,7 +162,7 @@ def test_what_does_not_end_in_time_is_aborted_and_told():
     run(main())
 
 
-def test_a_second_signal_ends_the_waiting_and_the_requests_are_told():
+def test_a_second_signal_ends_the_waiting_and_requests_get_an_error():
     async def main():
         gate, stream, whole, sent = gate_of(drain_timeout_s=600), Endless(begins=True), Endless(), Sent()
         running = [
@@ -214,7 +214,7 @@ def test_until_the_model_is_there_the_answer_is_503(path, expected):
     run(main())
 
 
-def test_admission_is_asked_for_the_key_or_else_the_address_and_told_the_tokens():
+def test_admission_gets_the_key_or_else_the_address_and_the_tokens():
     async def app(scope, receive, send):
         scope["served"] = True
         scope["quire"].num_prompt_tokens, scope["quire"].num_generated_tokens = 50, 20

@@ -136,7 +136,7 @@ def test_tokens_are_counted_as_they_are_used(fields: dict[str, Any]) -> None:
     assert counted == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
 
 
-def test_a_prompt_in_the_cache_is_told_apart() -> None:
+def test_a_prompt_in_the_cache_is_distinguished() -> None:
     server = saying()
     asked = {"role": "user", "content": "word " * 40}
     first, second = (answer(server, asked)["usage"] for _ in range(2))
@@ -162,7 +162,7 @@ def test_a_prompt_in_the_cache_is_told_apart() -> None:
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_is_wrong_is_told_in_anthropics_shape(fields: dict[str, Any], word: str, stream: bool) -> None:
+def test_errors_have_anthropics_shape(fields: dict[str, Any], word: str, stream: bool) -> None:
     found = ask(saying(), stream=stream, **fields)
     assert found.status == 400, found.body
     assert found.json["type"] == "error"

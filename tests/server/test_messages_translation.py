@@ -18,8 +18,8 @@ from quire.server.api.chat.events import (
 )
 from quire.server.api.chat.protocol import ChatCompletionRequest
 from quire.server.api.messages.input import chat_request
-from quire.server.api.messages.protocol import Message, MessagesRequest
-from quire.server.api.messages.stream import Event, MessageBuilder, fold
+from quire.server.api.messages.protocol import Message, MessagesRequest, ToolUseBlock
+from quire.server.api.messages.stream import Event, MessageBuilder
 from quire.server.http.errors import ApiError
 
 USE = {"type": "tool_use", "id": "t1", "name": "forecast", "input": {"place": "Rome"}}
@@ -135,10 +135,32 @@ def test_fields_take_the_names_of_chat(fields: dict[str, Any], expected: dict[st
     assert {name: value for name, value in found.items() if name not in ("messages", "model")} == expected
 
 
-def stream(events: Iterable[ChatEvent]) -> list[Event]:
+def stream(events: Iterable[ChatEvent]) -> tuple[list[Event], Message]:
+    """The events sent, and the whole message. Checks that a client that adds up the events gets the same message."""
     builder = MessageBuilder("msg_1", "m")
     sent = [event for chat_event in events for event in builder.feed(chat_event)]
-    return sent + builder.finish()
+    sent += builder.finish()
+    assert sent[0]["message"].content == []
+    texts = dict.fromkeys((event["index"] for event in sent if event["type"] == "content_block_start"), "")
+    for event in sent:
+        if event["type"] == "content_block_delta":
+            delta = event["delta"]
+            texts[event["index"]] += delta[{"input_json_delta": "partial_json"}.get(delta["type"], delta["type"][:-6])]
+    assert [text_of(block) for block in builder.message.content] == [text or None for text in texts.values()]
+    end = sent[-2]
+    assert end["delta"] == {
+        "stop_reason": builder.message.stop_reason, "stop_sequence": builder.message.stop_sequence,
+    }  # fmt: skip
+    assert end["usage"] == builder.message.usage
+    return sent, builder.message
+
+
+def text_of(block: Any) -> str | None:
+    """The text of a block as its deltas give it; None where there are no deltas."""
+    if isinstance(block, ToolUseBlock):
+        invalid = block.input.get("invalid_json")
+        return invalid or (msgspec.json.encode(block.input).decode() if block.input else None)
+    return getattr(block, "text", None) or getattr(block, "thinking", None)
 
 
 def kinds(events: Iterable[Event]) -> list[str]:
@@ -146,14 +168,14 @@ def kinds(events: Iterable[Event]) -> list[str]:
 
 
 def whole(*events: ChatEvent, reason: Any = "stop", stop: str | int | None = None) -> Message:
-    return fold(stream([*events, ChoiceFinished(0, reason, stop), UsageEvent(10, 5, 4)]))
+    return stream([*events, ChoiceFinished(0, reason, stop), UsageEvent(10, 5, 4)])[1]
 
 
 def test_the_events_of_an_answer_come_in_order() -> None:
-    events = stream([
+    events, message = stream([
         UsageEvent(10, 1, 4), ReasoningDelta(0, "hm"), ContentDelta(0, "He"), ContentDelta(0, "llo"),
         ToolCallDelta(0, 0, "t1", "f", ""), ToolCallDelta(0, 0, None, None, '{"a":1}'),
-        ToolCallDelta(0, 1, "t2", "g", "{}"), ChoiceFinished(0, "tool_calls", None), UsageEvent(10, 5, 4),
+        ToolCallDelta(0, 1, "t2", "g", '{"b":[]}'), ChoiceFinished(0, "tool_calls", None), UsageEvent(10, 5, 4),
     ])  # fmt: skip
     assert kinds(events) == [
         "message_start",
@@ -166,19 +188,18 @@ def test_the_events_of_an_answer_come_in_order() -> None:
     usage = events[0]["message"].usage
     assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (6, 4, 1)
     assert [e["index"] for e in events if e["type"] == "content_block_start"] == [0, 1, 2, 3]
-    message = fold(events)
     assert [msgspec.to_builtins(block) for block in message.content] == [
         {"type": "thinking", "thinking": "hm", "signature": ""},
         {"type": "text", "text": "Hello"},
         {"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1}},
-        {"type": "tool_use", "id": "t2", "name": "g", "input": {}},
+        {"type": "tool_use", "id": "t2", "name": "g", "input": {"b": []}},
     ]
     assert message.stop_reason == "tool_use"
     assert message.usage.output_tokens == 5
 
 
 def test_why_it_ended() -> None:
-    call = ToolCallDelta(0, 0, "t1", "f", "{}")
+    call = ToolCallDelta(0, 0, "t1", "f", '{"a":1}')
     assert whole().stop_reason == "end_turn"
     assert whole(reason="length").stop_reason == "max_tokens"
     assert whole(stop=7).stop_reason == "end_turn"
@@ -206,7 +227,7 @@ def test_arguments_that_are_no_object_are_not_taken_for_none(arguments: str) -> 
     )
 )
 def test_every_block_begins_ends_and_is_apart(chat: list[ChatEvent]) -> None:
-    events = stream([*chat, ChoiceFinished(0, "stop", None), UsageEvent(3, 2, 1)])
+    events, message = stream([*chat, ChoiceFinished(0, "stop", None), UsageEvent(3, 2, 1)])
     opened: int | None = None
     num_blocks = 0
     for event in events[1:-2]:
@@ -223,4 +244,4 @@ def test_every_block_begins_ends_and_is_apart(chat: list[ChatEvent]) -> None:
     assert opened is None
     assert (kinds(events)[0], *kinds(events)[-2:]) == ("message_start", "message_delta", "message_stop")
     said = "".join(each.text for each in chat if isinstance(each, ContentDelta))
-    assert "".join(block.text for block in fold(events).content if hasattr(block, "text")) == said
+    assert "".join(block.text for block in message.content if hasattr(block, "text")) == said

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire.common.outputs import EngineStats, RequestMetrics
 from quire.common.params import SamplingParams
 from quire.config.cache import CacheConfig
-from quire.kv.stats import PrefixCacheStats
+from quire.kv.prefix_cache.stats import PrefixCacheStats
 from quire.server.http.state import RequestContext
 from quire.server.operations.metrics import Histogram, Metrics
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from quire.common.outputs import EngineStats
-from quire.kv.stats import PrefixCacheStats
+from quire.kv.prefix_cache.stats import PrefixCacheStats
 from quire.server.config import ServerArgs
 from quire.server.http.auth import ApiKeys
 from quire.server.operations.lifecycle import DrainGate
@@ -165,7 +165,7 @@ def test_a_refusal_reads_no_body_and_has_the_shape_of_its_path(operated, path):
         assert refused.json == {"error": refused.error | {"code": "requests_per_minute", "param": None}}
 
 
-def test_a_method_that_a_path_has_not_is_told_all_that_it_has(operated):
+def test_a_wrong_method_is_answered_with_those_that_the_path_has(operated):
     answer = operated().post("/v1/responses/resp_1", {})
     assert (answer.status, answer.headers["allow"]) == (405, "DELETE, GET, HEAD")
 

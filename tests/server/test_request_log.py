@@ -76,7 +76,7 @@ def answering(status: int = 200, tenant: str = "alice", listener: EngineListener
     return NamedRoute(app, "/v1/completions")
 
 
-def test_a_record_gathers_what_engine_and_answer_tell():
+def test_a_record_contains_what_engine_and_answer_report():
     record = observe(answering(listener=EngineListener()))
     assert (record.method, record.route, record.status) == ("POST", "/v1/completions", 200)
     assert (record.request_id, record.engine_tenant, record.finish_reason) == ("req-1", "alice/carol", "length")
@@ -86,7 +86,7 @@ def test_a_record_gathers_what_engine_and_answer_tell():
     assert record.body is None
 
 
-def test_a_client_that_leaves_and_a_path_that_is_none():
+def test_a_client_that_disconnects_and_an_unknown_path():
     async def gone(scope, receive, send):
         pass
 

@@ -160,7 +160,7 @@ def test_a_chain_that_bites_its_tail_ends(open_store: Open) -> None:
         asyncio.run(store.chain("a", "a", 10**6))
 
 
-def test_the_file_survives_a_restart_and_is_readable_for_nobody_else(tmp_path: Path, open_store: Open) -> None:
+def test_the_file_survives_a_restart_and_is_readable_by_its_owner_only(tmp_path: Path, open_store: Open) -> None:
     path = tmp_path / "responses.db"
     store = ResponseStore(path, max_responses=100, max_bytes=1000, fail=fail)
     asyncio.run(store.add("a", row("done")))
@@ -257,7 +257,7 @@ def test_a_path_that_cannot_be_opened_is_refused(tmp_path: Path, open_store: Ope
         open_store(tmp_path / name)
 
 
-def test_a_full_disk_is_told_and_nothing_is_half_written(tmp_path: Path, open_store: Open) -> None:
+def test_a_full_disk_is_reported_and_nothing_is_partly_written(tmp_path: Path, open_store: Open) -> None:
     store = open_store(tmp_path / "responses.db", max_bytes=10**7)
     asyncio.run(store.add("a", row("before", running=True)))
     limit_pages(store, 12)

@@ -200,7 +200,7 @@ def test_answers_are_as_described(say: Say) -> None:
 
 
 @pytest.mark.parametrize("query", ["limit=0", "limit=101", "limit=x", "after=nobody", "limit=-1"])
-def test_a_page_that_is_none_is_refused(say: Say, query: str) -> None:
+def test_an_invalid_page_is_refused(say: Say, query: str) -> None:
     server = say()
     answer = server.get(f"{URL}/{create(server)['id']}/input_items?{query}")
     assert (answer.status, answer.error["param"]) == (400, query.partition("=")[0])
@@ -306,7 +306,7 @@ def test_unknown_fields_are_named(say: Say) -> None:
     assert "frobnicate" in answer.headers["x-quire-warning"]
 
 
-def test_a_request_id_of_the_client_is_no_id_of_a_response(say: Say) -> None:
+def test_a_clients_request_id_is_not_the_id_of_the_response(say: Say) -> None:
     server = say()
     mine = create(server)
     other = server.post(URL, {"input": "Hi"}, headers={"x-request-id": mine["id"]}).json
@@ -476,7 +476,7 @@ def fail_writes(server: Server) -> None:
     store._thread.submit(store._connection.execute, "PRAGMA query_only = ON").result()
 
 
-def test_a_store_that_fails_before_is_told_by_the_status(say: Say) -> None:
+def test_a_store_that_fails_early_is_reported_by_the_status(say: Say) -> None:
     server = say()
     fail_writes(server)
     answer = server.post(URL, {"input": "Hi"})
@@ -520,7 +520,7 @@ def test_a_client_that_goes_away_while_its_response_is_stored_cancels_it(say: Sa
     asyncio.run(play())
 
 
-def test_the_oldest_responses_give_way(say: Say) -> None:
+def test_the_oldest_responses_are_removed(say: Say) -> None:
     server = say(args=ServerArgs(response_store_max=2))
     ids = [create(server)["id"] for _ in range(3)]
     assert [server.get(f"{URL}/{name}").status for name in ids] == [404, 200, 200]

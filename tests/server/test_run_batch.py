@@ -147,7 +147,7 @@ def test_a_custom_id_that_was_there_already_is_refused_also_after_an_interruptio
     assert [row["error"] and row["error"]["code"] for row in batch.rows] == [None, None, "duplicate_custom_id", None]
 
 
-def test_a_refusal_of_the_server_is_told_as_it_is(batch):
+def test_a_refusal_of_the_server_is_shown_unchanged(batch):
     batch.write(line(0, status=400))
     assert batch.run() == (1, 1)
     assert batch.rows[0]["error"] is None

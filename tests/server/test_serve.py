@@ -244,13 +244,13 @@ def test_a_signal_while_the_model_loads_ends_it_well():
         assert server.stop() == 0
 
 
-def test_a_wrong_model_is_told_in_one_line():
+def test_a_wrong_model_is_reported_in_one_line():
     with serving("/nowhere/at/all", "--port", "0") as server:
         assert server.process.wait(WAIT_S) == 2
         server.wait_for("quire: .*/nowhere/at/all")
 
 
-def test_a_file_that_is_no_response_store_is_told_in_one_line(tmp_path):
+def test_a_file_other_than_a_response_store_is_reported_in_one_line(tmp_path):
     (tmp_path / "notes.txt").write_text("not a database " * 100)
     with serving("--port", "0", "--response-store", str(tmp_path / "notes.txt")) as server:
         assert server.process.wait(WAIT_S) == 2
@@ -279,7 +279,7 @@ def test_a_port_or_socket_that_is_taken_is_refused(tmp_path):
         pass
 
 
-def test_certificates_that_are_none_are_refused(tmp_path):
+def test_invalid_certificates_are_refused(tmp_path):
     for text in (None, "not a certificate"):
         path = tmp_path / "cert.pem"
         if text is not None:

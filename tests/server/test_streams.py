@@ -201,7 +201,7 @@ def _hold_until(server, opens):
     llm.generate, server.app = held, watching
 
 
-def test_what_the_engine_aborts_is_told():
+def test_what_the_engine_aborts_is_reported():
     llm, executor = scripted_llm()
     server = serve(llm.engine, executor)
 

@@ -78,7 +78,7 @@ def test_an_error_is_marked_and_a_long_value_cut(spans):
 
 
 @pytest.mark.parametrize("endpoint", ["localhost:4318", "ftp://x", "", "http://"])
-def test_an_endpoint_that_is_no_url_is_refused(endpoint):
+def test_an_endpoint_other_than_a_url_is_refused(endpoint):
     with pytest.raises(ConfigError, match="otlp_endpoint"):
         Tracer(endpoint, "tiny")
 

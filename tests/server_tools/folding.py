@@ -3,13 +3,8 @@
 from dataclasses import dataclass, field
 from itertools import count, pairwise
 
-from quire.server.api.tools import (
-    OutputParser,
-    ParsedContent,
-    ParsedReasoning,
-    ParsedToolCall,
-    make_parser,
-)
+from quire.server.api.chat.events import ContentDelta, ReasoningDelta, ToolCallDelta
+from quire.server.api.tools import OutputParser
 
 
 @dataclass
@@ -24,17 +19,17 @@ class Answer:
 def parse(pieces, **formats) -> Answer:
     """The folded answer; checks the promises about each piece."""
     numbers = count()
-    parser = make_parser(new_id=lambda: f"call_{next(numbers)}", **formats)
+    parser = OutputParser(new_id=lambda: f"call_{next(numbers)}", **formats)
     return fold(parser, pieces)
 
 
 def fold(parser: OutputParser, pieces) -> Answer:
     answer = Answer()
     for parsed in [*(p for piece in pieces for p in parser.feed(piece)), *parser.finish()]:
-        if isinstance(parsed, ParsedContent):
+        if isinstance(parsed, ContentDelta):
             assert parsed.text
             answer.content += parsed.text
-        elif isinstance(parsed, ParsedReasoning):
+        elif isinstance(parsed, ReasoningDelta):
             assert parsed.text
             assert not answer.content
             answer.reasoning += parsed.text
@@ -43,7 +38,7 @@ def fold(parser: OutputParser, pieces) -> Answer:
     return answer
 
 
-def _fold_call(answer: Answer, piece: ParsedToolCall) -> None:
+def _fold_call(answer: Answer, piece: ToolCallDelta) -> None:
     if piece.id is not None:
         assert piece.tool_index == len(answer.calls)
         answer.calls.append((piece.name, piece.arguments))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.server.api.tools import REASONING_FORMATS, TOOL_FORMATS, ForcedTools, make_parser
+from quire.server.api.tools import REASONING_FORMATS, TOOL_FORMATS, ForcedTools, OutputParser
 
 from .folding import cut, parse
 
@@ -167,7 +167,7 @@ def _num_calls(text, chosen, whole):
         nonlocal num_calls
         num_calls += 1
 
-    parser = make_parser(**chosen)
+    parser = OutputParser(**chosen)
     sys.setprofile(count)
     try:
         for piece in [text] if whole else text:
@@ -182,7 +182,7 @@ def _num_calls(text, chosen, whole):
 @pytest.mark.parametrize("opening", ["", "<think>", '<tool_call>{"name": "f", "arguments": {"a": "'])
 def test_only_a_few_characters_wait(opening, unit):
     """So what is kept to be looked at again is short, however long the text."""
-    parser = make_parser(reasoning=REASONING_FORMATS["think"], tools=TOOL_FORMATS["hermes"], new_id=lambda: "")
+    parser = OutputParser(reasoning=REASONING_FORMATS["think"], tools=TOOL_FORMATS["hermes"], new_id=lambda: "")
     parser.feed(opening)
     num_waiting = 0
     for char in unit * 400:

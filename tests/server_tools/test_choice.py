@@ -2,10 +2,12 @@
 
 import json
 
+import msgspec
 import pytest
 from jsonschema import Draft202012Validator
 
 from quire.common.errors import InvalidParamsError
+from quire.server.api.chat.protocol import ChatCompletionRequest, FunctionDefinition, Tool
 from quire.server.api.tools import ForcedTools, check_tools, forced_tools, tool_choice_structure
 from quire.text.grammar.source import library_grammar
 
@@ -16,6 +18,13 @@ def tool(name="f", **function):
 
 def named(name="f"):
     return {"type": "function", "function": {"name": name}}
+
+
+def request(tools, choice=None):
+    """The tools and the choice as the body of a request gives them. Raises msgspec.ValidationError."""
+    body = {"messages": [], "tools": tools, "tool_choice": choice}
+    decoded = msgspec.convert(body, ChatCompletionRequest)
+    return decoded.tools, decoded.tool_choice
 
 
 def nested(depth):
@@ -45,33 +54,47 @@ TREE = {
     ],
 )
 def test_tools_that_can_be_served_are_taken(tools, choice):
-    check_tools(tools, choice)
+    check_tools(*request(tools, choice))
 
 
 @pytest.mark.parametrize(
     ("tools", "choice", "message"),
     [
-        ({}, None, "tools must be a list of functions, not an object"),
-        ("f", None, "tools must be a list"),
-        ([tool(), 3], None, r"tools\[1\] must be an object, not a number"),
-        ([{"type": "function"}], None, r"tools\[0\].function is missing"),
-        ([{"type": "web_search", "function": {"name": "f"}}], None, r"tools\[0\].type='web_search': only 'function'"),
-        ([tool(), tool(None)], None, r"tools\[1\].function.name must be a string, not null"),
+        ({}, None, r"Expected `array \| null`, got `object` - at `\$.tools`"),
+        ("f", None, r"Expected `array \| null`, got `str` - at `\$.tools`"),
+        ([tool(), 3], None, r"Expected `object`, got `int` - at `\$.tools\[1\]`"),
+        ([{"type": "function"}], None, r"missing required field `function` - at `\$.tools\[0\]`"),
+        ([{"type": "web_search", "function": {"name": "f"}}], None, r"Invalid enum value 'web_search' - at .*type"),
+        ([tool(), tool(None)], None, r"Expected `str`, got `null` - at `\$.tools\[1\].function.name`"),
+        ([tool(description=1)], None, r"Expected `str \| null`, got `int` - at `\$.tools\[0\].function.description`"),
+        ([tool(parameters=[])], None, r"Expected `object \| null`, got `array` - at .*function.parameters`"),
+        ([tool()], "Auto", "Invalid enum value 'Auto' - at `\\$.tool_choice`"),
+        ([tool()], 1, r"got `int` - at `\$.tool_choice`"),
+        ([tool()], {"type": "function"}, r"missing required field `function` - at `\$.tool_choice`"),
+        ([tool()], {"type": "allowed_tools"}, r"Invalid enum value 'allowed_tools' - at `\$.tool_choice.type`"),
+    ],
+)
+def test_tools_of_wrong_types_are_refused_when_they_are_decoded(tools, choice, message):
+    with pytest.raises(msgspec.ValidationError, match=message):
+        request(tools, choice)
+
+
+def test_text_that_is_not_unicode_is_refused_when_it_is_decoded():
+    with pytest.raises(msgspec.DecodeError):
+        msgspec.json.decode(json.dumps({"tools": [tool(description="\ud800")]}))
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "message"),
+    [
         ([tool("a b")], None, r"tools\[0\].function.name='a b': must be 1 to 128 letters"),
         ([tool("f\n")], None, r"tools\[0\].function.name"),
         ([tool("x" * 129)], None, r"tools\[0\].function.name"),
         ([tool(), tool("g"), tool()], None, r"tools\[2\].function.name: 'f' is already the name of tools\[0\]"),
-        ([tool(description=1)], None, r"tools\[0\].function.description must be a string"),
-        ([tool(parameters=[])], None, r"tools\[0\].function.parameters must be an object, not a list"),
         ([tool(parameters={"type": "string"})], None, r"parameters.type='string': must be 'object'"),
         ([tool(parameters=nested(40))], None, r"tools\[0\].function is nested too deeply"),
         ([tool(f"f{i}") for i in range(129)], None, "tools has 129 functions: at most 128"),
         ([tool(description="x" * 200_000)], None, "tools has 200,.* bytes as JSON: at most 196,608"),
-        ([tool(description="\ud800")], None, "tools cannot be encoded as JSON"),
-        ([tool()], "Auto", "tool_choice='Auto': must be none, auto, required"),
-        ([tool()], 1, "tool_choice must be an object, not a number"),
-        ([tool()], {"type": "function"}, "tool_choice.function is missing"),
-        ([tool()], {"type": "allowed_tools"}, "tool_choice.type='allowed_tools': only 'function'"),
         ([tool("search")], named("serch"), "tool_choice.function.name='serch' is not one of the tools, did you mean"),
         (None, "required", "tool_choice='required', but tools is empty"),
         (None, named(), "tool_choice.function.name='f' is not one of the tools"),
@@ -79,7 +102,7 @@ def test_tools_that_can_be_served_are_taken(tools, choice):
 )
 def test_wrong_tools_are_refused_by_their_place(tools, choice, message):
     with pytest.raises(InvalidParamsError, match=message):
-        check_tools(tools, choice)
+        check_tools(*request(tools, choice))
 
 
 def test_what_is_too_deep_for_recursion_is_refused_too():
@@ -87,22 +110,23 @@ def test_what_is_too_deep_for_recursion_is_refused_too():
     for _ in range(100_000):
         schema = {"not": schema}
     with pytest.raises(InvalidParamsError, match="nested too deeply"):
-        check_tools([tool(parameters=schema)])
+        check_tools([Tool(function=FunctionDefinition(name="f", parameters=schema))])
     while schema:  # taken apart one by one: freeing it at once would recurse
         schema = schema["not"]
 
 
 @pytest.mark.parametrize("choice", [None, "auto", "none"])
 def test_a_free_choice_forces_nothing(choice):
-    assert tool_choice_structure([tool()], choice) is forced_tools([tool()], choice) is None
+    given = request([tool()], choice)
+    assert tool_choice_structure(*given) is forced_tools(*given) is None
 
 
 def test_a_named_function_forces_its_arguments():
     tools = [tool("g"), tool("tree", parameters=TREE)]
-    assert forced_tools(tools, named("tree")) == ForcedTools("tree")
-    structure = tool_choice_structure(tools, named("tree"))
+    assert forced_tools(*request(tools, named("tree"))) == ForcedTools("tree")
+    structure = tool_choice_structure(*request(tools, named("tree")))
     assert structure.json == TREE
-    assert tool_choice_structure(tools, named("g")).json == {"type": "object"}
+    assert tool_choice_structure(*request(tools, named("g"))).json == {"type": "object"}
 
 
 CALL = {"name": "tree", "parameters": {"value": 1, "left": {"value": 2}}}
@@ -124,15 +148,15 @@ CALL = {"name": "tree", "parameters": {"value": 1, "left": {"value": 2}}}
     ],
 )
 def test_required_forces_calls_of_the_tools(output, parallel, is_right, accepts):
-    tools = [tool("tree", parameters=TREE), tool("g")]
-    assert forced_tools(tools, "required") == ForcedTools()
-    structure = tool_choice_structure(tools, "required", parallel)
+    given = request([tool("tree", parameters=TREE), tool("g")], "required")
+    assert forced_tools(*given) == ForcedTools()
+    structure = tool_choice_structure(*given, parallel)
     assert Draft202012Validator(structure.json).is_valid(output) == is_right
     assert accepts(library_grammar(structure), json.dumps(output)) == is_right
 
 
 def test_forced_json_has_no_room_for_endless_space(accepts):
-    grammar = library_grammar(tool_choice_structure([tool()], named()))
+    grammar = library_grammar(tool_choice_structure(*request([tool()], named())))
     assert accepts(grammar, '{"a": 1}')
     assert accepts(grammar, '{"a":1}')
     assert not accepts(grammar, '{"a":  1}')

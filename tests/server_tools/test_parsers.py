@@ -5,16 +5,15 @@ import re
 import pytest
 
 from quire.common.errors import ConfigError
+from quire.server.api.chat.events import ContentDelta, ToolCallDelta
 from quire.server.api.tools import (
     REASONING_FORMATS,
     TOOL_FORMATS,
     ForcedTools,
-    ParsedContent,
-    ParsedToolCall,
+    OutputParser,
     ReasoningFormat,
     choose_reasoning_format,
     choose_tool_format,
-    make_parser,
     new_call_id,
     shows_special_tokens,
 )
@@ -92,7 +91,7 @@ def test_calls_are_found_between_the_content(tools, text, content, calls):
         (MISTRAL, "[TOOL_CALLS]f[1]"),
     ],
 )
-def test_what_is_no_call_is_content_to_the_last_character(tools, text):
+def test_text_other_than_a_call_is_content_to_the_last_character(tools, text):
     answer = parse([text], tools=tools)
     assert (answer.content, answer.calls) == (text, [])
 
@@ -135,18 +134,18 @@ def test_what_follows_broken_calls_is_still_found():
 
 
 def test_arguments_come_as_they_are_written():
-    parser = make_parser(tools=HERMES, new_id=lambda: "call_0")
-    assert parser.feed('Hi <tool_call>{"name": "f", "arguments": ') == [ParsedContent("Hi")]
-    assert parser.feed('{"city": "Pa') == [ParsedToolCall(0, "call_0", "f", '{"city": "Pa')]
-    assert parser.feed("ris") == [ParsedToolCall(0, None, None, "ris")]
-    assert parser.feed('"}') == [ParsedToolCall(0, None, None, '"}')]
+    parser = OutputParser(tools=HERMES, new_id=lambda: "call_0")
+    assert parser.feed('Hi <tool_call>{"name": "f", "arguments": ') == [ContentDelta(0, "Hi")]
+    assert parser.feed('{"city": "Pa') == [ToolCallDelta(0, 0, "call_0", "f", '{"city": "Pa')]
+    assert parser.feed("ris") == [ToolCallDelta(0, 0, None, None, "ris")]
+    assert parser.feed('"}') == [ToolCallDelta(0, 0, None, None, '"}')]
     assert parser.feed("}</tool_call>") == parser.finish() == []
 
 
 def test_content_waits_only_while_it_could_be_a_tag():
-    parser = make_parser(tools=HERMES)
-    assert parser.feed("a <tool") == [ParsedContent("a")]
-    assert parser.feed("s") == [ParsedContent(" <tools")]
+    parser = OutputParser(tools=HERMES)
+    assert parser.feed("a <tool") == [ContentDelta(0, "a")]
+    assert parser.feed("s") == [ContentDelta(0, " <tools")]
 
 
 def test_calls_beyond_the_limit_are_left_out():
@@ -173,7 +172,7 @@ def test_calls_beyond_the_limit_are_left_out():
         (REASONING_FORMATS["mistral"], "[THINK]Hm.[/THINK]Yes.", "Hm.", "Yes."),
     ],
 )
-def test_reasoning_is_told_from_the_answer(reasoning, text, thought, content):
+def test_reasoning_is_separated_from_the_answer(reasoning, text, thought, content):
     answer = parse([text], reasoning=reasoning)
     assert (answer.reasoning, answer.content) == (thought, content)
 
@@ -203,8 +202,8 @@ def test_forced_calls_are_the_whole_output(name, text, content, calls):
 
 
 def test_without_formats_all_text_is_content_at_once():
-    parser = make_parser()
-    assert parser.feed(" <tool_call>\n") == [ParsedContent(" <tool_call>\n")]
+    parser = OutputParser()
+    assert parser.feed(" <tool_call>\n") == [ContentDelta(0, " <tool_call>\n")]
     assert parser.feed("") == parser.finish() == []
 
 
@@ -226,7 +225,7 @@ def test_ids_are_long_and_new():
         (None, None),
     ],
 )
-def test_the_template_tells_the_tool_format(template, name):
+def test_the_template_decides_the_tool_format(template, name):
     chosen = choose_tool_format("auto", template)
     assert (chosen and chosen.name) == name
 

@@ -43,7 +43,7 @@ def simulate(trace, **options):
     simulator.run(trace)
     simulator.blocks.check_integrity()
     assert simulator.blocks.num_used_blocks == 0
-    assert not simulator.scheduler.has_unfinished
+    assert not simulator.scheduler.requests
     return report(simulator)
 
 

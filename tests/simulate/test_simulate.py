@@ -158,7 +158,7 @@ def test_beams_share_more_than_samples_and_more_churn_shares_more():
     assert savings(beam_width=4, churn=BeamChurn(0.0)) == pytest.approx(samples, abs=1e-3)
 
 
-def test_tenants_are_told_apart():
+def test_tenants_are_distinguished():
     figures = simulate(tenants_trace(0, 200), seqs=20)
     tenants = figures["tenants"]
     assert list(tenants) == ["flood", "steady-1", "steady-2"]

@@ -116,7 +116,7 @@ def test_ids_without_a_token_stand_for_nothing() -> None:
     assert tokenizer.decode([*ids, tokenizer.vocab_size, tokenizer.vocab_size + 50]) == "padded"
 
 
-def test_text_that_is_no_unicode_is_a_wrong_request() -> None:
+def test_text_that_is_not_unicode_is_an_invalid_request() -> None:
     with pytest.raises(InvalidPromptError, match="not valid Unicode"):
         Tokenizer.from_path(EMBEDDED).encode("half a pair: \ud83d")
 
@@ -167,7 +167,7 @@ def test_what_the_library_cannot_take_is_refused(folder: Path, config: dict[str,
 def test_devices_are_no_files_of_a_tokenizer(folder: Path, name: str) -> None:
     (folder / name).unlink()
     (folder / name).symlink_to("/dev/zero")
-    with pytest.raises(TokenizerError, match=f"{name} is no file"):
+    with pytest.raises(TokenizerError, match=f"{name} is not a regular file"):
         Tokenizer.from_path(folder)
 
 

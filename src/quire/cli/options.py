@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 DEFAULT_MAX_TOKENS = 512
 
 _SAMPLING: tuple[tuple[str, type, str, str], ...] = (
+    ("temperature", float, "T", "0 takes the likeliest token; larger is more random (default: the checkpoint's, or 0)"),
     ("top_k", int, "K", "sample among the K likeliest tokens"),
     ("top_p", float, "P", "sample among the likeliest tokens whose probabilities add up to P"),
     ("min_p", float, "P", "sample among the tokens at least P times as likely as the likeliest"),
@@ -71,19 +72,8 @@ def load_llm(options: argparse.Namespace) -> LLM:
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that say how tokens are sampled."""
     group = parser.add_argument_group("sampling")
-    group.add_argument(
-        "--max-tokens",
-        type=int,
-        default=DEFAULT_MAX_TOKENS,
-        metavar="N",
-        help=f"largest number of tokens to generate (default: {DEFAULT_MAX_TOKENS})",
-    )
-    group.add_argument(
-        "--temperature",
-        type=float,
-        metavar="T",
-        help="0 always takes the likeliest token; larger is more random (default: the checkpoint's, or 0)",
-    )
+    text = f"largest number of tokens to generate (default: {DEFAULT_MAX_TOKENS})"
+    group.add_argument("--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, metavar="N", help=text)
     for name, kind, metavar, text in _SAMPLING:
         group.add_argument("--" + name.replace("_", "-"), type=kind, metavar=metavar, help=text)
     group.add_argument(
@@ -113,7 +103,7 @@ def sampling_params(options: argparse.Namespace, llm: LLM) -> SamplingParams:
     if not config.get("do_sample") and config.get("temperature") is None:
         changes["temperature"] = 0.0
     names = [name for name, *_ in _SAMPLING] + [name for name, _ in _SAMPLES]
-    for name in ("temperature", "stop", "bad_words", *names):
+    for name in ("stop", "bad_words", *names):
         value = getattr(options, name, None)
         if value is not None:
             changes[name] = value

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,44 +29,34 @@ _SYNTHETIC = ("requests", "shape", "requests_per_s", "n", "beam_width")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     trace = parser.add_argument_group("trace")
-    trace.add_argument(
-        "--trace", type=Path, metavar="FILE", help="replay this JSONL file; without it, a synthetic trace"
-    )
-    trace.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the synthetic trace (default: 0)")
-    trace.add_argument("--shape", metavar="NAME", help="mixed, alpaca, sharegpt, chat or tenants (default: mixed)")
-    trace.add_argument(
-        "--requests", type=int, metavar="N", help="number of requests (default: 1000; for chat 32 users with 8 turns)"
-    )
-    trace.add_argument(
-        "--requests-per-s", type=float, metavar="R", help="arrivals per second; for chat, of users (default: 5)"
-    )
-    trace.add_argument("--n", type=int, metavar="N", help="parallel samples of each request (default: 1)")
-    trace.add_argument("--beam-width", type=int, metavar="K", help="beams of each request (default: 1)")
+    _add(trace, "--trace", Path, "FILE", "replay this JSONL file; without it, a synthetic trace")
+    _add(trace, "--seed", int, "S", "seed of the synthetic trace", 0)
+    _add(trace, "--shape", str, "NAME", "mixed, alpaca, sharegpt, chat or tenants (default: mixed)")
+    _add(trace, "--requests", int, "N", "number of requests (default: 1000; for chat 32 users with 8 turns)")
+    _add(trace, "--requests-per-s", float, "R", "arrivals per second; for chat, of users (default: 5)")
+    _add(trace, "--n", int, "N", "parallel samples of each request (default: 1)")
+    _add(trace, "--beam-width", int, "K", "beams of each request (default: 1)")
     limits = parser.add_argument_group("limits")
-    for flag, default, text in (
-        ("--num-blocks", 4096, "KV cache blocks"),
-        ("--num-host-blocks", 0, "blocks of host memory for swapped-out requests"),
-        ("--block-size", 16, "token slots per block"),
-        ("--max-num-seqs", 256, "largest number of sequences that run at once"),
-        ("--max-num-batched-tokens", 2048, "largest number of tokens computed in one step"),
-    ):
-        limits.add_argument(flag, type=int, default=default, metavar="N", help=f"{text} (default: {default})")
-    limits.add_argument("--preemption-mode", metavar="MODE", help="swap or recompute (default: the cheaper one)")
-    limits.add_argument(
-        "--policy", default="fcfs", metavar="NAME", help="fcfs, priority, fair or prefix (default: fcfs)"
-    )
-    limits.add_argument(
-        "--tenant-weights",
-        type=tenant_weights,
-        default={},
-        metavar="A=2,B=1",
-        help="policy fair: shares of tenants (default: 1 each)",
-    )
-    limits.add_argument("--target-step-ms", type=float, metavar="MS", help="shorten prefill chunks to this step time")
+    _add(limits, "--num-blocks", int, "N", "KV cache blocks", 4096)
+    _add(limits, "--num-host-blocks", int, "N", "blocks of host memory for swapped-out requests", 0)
+    _add(limits, "--block-size", int, "N", "token slots per block", 16)
+    _add(limits, "--max-num-seqs", int, "N", "largest number of sequences that run at once", 256)
+    _add(limits, "--max-num-batched-tokens", int, "N", "largest number of tokens computed in one step", 2048)
+    _add(limits, "--preemption-mode", str, "MODE", "swap or recompute (default: the cheaper one)")
+    _add(limits, "--policy", str, "NAME", "fcfs, priority, fair or prefix", "fcfs")
+    _add(limits, "--tenant-weights", tenant_weights, "A=2,B=1", "policy fair: shares of tenants (default: 1 each)")
+    _add(limits, "--target-step-ms", float, "MS", "shorten prefill chunks to this step time")
     limits.add_argument("--no-prefix-caching", action="store_true", help="never reuse a prefix")
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON object")
-    output.add_argument("--plot", type=Path, metavar="FILE", help="plot blocks, queues and hit rate as .png or .svg")
+    _add(output, "--plot", Path, "FILE", "plot blocks, queues and hit rate as .png or .svg")
+
+
+def _add(
+    group: argparse._ArgumentGroup, flag: str, kind: Callable[[str], Any], metavar: str, text: str, default: Any = None
+) -> None:
+    shown = "" if default is None else f" (default: {default})"
+    group.add_argument(flag, type=kind, default=default, metavar=metavar, help=text + shown)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -116,7 +106,7 @@ def _simulator(options: argparse.Namespace) -> Simulator:
         options.max_num_batched_tokens,
         options.preemption_mode,
         policy=options.policy,
-        tenant_weights=options.tenant_weights,
+        tenant_weights=options.tenant_weights or {},
         target_step_ms=options.target_step_ms,
     )
     return Simulator(cache, limits, enable_prefix_caching=not options.no_prefix_caching)

@@ -153,7 +153,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
     block_tables: tuple[BlockIds, ...]
     """One for each KV cache group; they cover `end` tokens."""
     drawn: DrawnRows | None = None
-    """None where tokens are left to compute after these, or where nothing is drawn."""
+    """None if more tokens must be computed after these, or if no token is drawn."""
     scored: ScoredRows | None = None
     pooled: PooledRows | None = None
 

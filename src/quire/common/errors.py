@@ -19,8 +19,11 @@ Each message says what was given, what is allowed, and what to do about it.
 """
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
+
+_Choice = TypeVar("_Choice", bound=str)
 
 
 class QuireError(Exception):
@@ -104,6 +107,14 @@ def nearest_name(name: str, allowed: Iterable[str]) -> str:
     """Return `, did you mean 'x'?` for the allowed name closest to `name`, or an empty string if none is close."""
     matches = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.6)
     return f", did you mean {matches[0]!r}?" if matches else ""
+
+
+def check_choice(name: str, value: object, allowed: Sequence[_Choice]) -> _Choice:
+    """Return the allowed value that equals `value`. Raises ConfigError with the nearest one if there is none."""
+    for choice in allowed:
+        if choice == value:
+            return choice
+    raise ConfigError(f"{name}={value!r}{nearest_name(str(value), allowed)} (allowed: {', '.join(allowed)})")
 
 
 def error_named(kind: str, message: str) -> QuireError:

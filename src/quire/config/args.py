@@ -5,17 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
-from quire.common.errors import ConfigError, nearest_name
+from quire.common.errors import ConfigError, check_choice, nearest_name
 from quire.common.params import LOGPROBS_MODES, LogprobsMode
 from quire.config.cache import CacheConfig
 from quire.config.model import ModelConfig
 from quire.config.parallel import ParallelConfig, parse_cpu_list
 from quire.config.scheduler import SchedulerConfig
 from quire.config.sizes import parse_bytes
-
-_Choice = TypeVar("_Choice", bound=str)
 
 
 def arg(default: Any, doc: str) -> Any:
@@ -112,6 +110,8 @@ class EngineArgs:
         )
         if self.kv_cache_memory is not None and self.num_gpu_blocks_override is not None:
             raise ConfigError("kv_cache_memory and num_gpu_blocks_override both set the cache's size: give one")
+        if self.max_logprobs < -1:
+            raise ConfigError(f"max_logprobs={self.max_logprobs}: must be 0 or more, or -1 for any number")
         return EngineConfig(
             model=dataclasses.replace(
                 model,
@@ -146,18 +146,13 @@ class EngineArgs:
                 cpus=() if self.cpu_list is None else parse_cpu_list(self.cpu_list),
             ),
             seed=self.seed,
-            max_logprobs=self._checked_max_logprobs(),
-            logprobs_mode=_choice("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES),
+            max_logprobs=self.max_logprobs,
+            logprobs_mode=check_choice("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES),
         )
 
     def _uses_generation_config(self) -> bool:
         """Whether sampling defaults come from the checkpoint; `vllm` is vLLM's word for `none`."""
-        return _choice("generation_config", self.generation_config, ("auto", "none", "vllm")) == "auto"
-
-    def _checked_max_logprobs(self) -> int:
-        if self.max_logprobs < -1:
-            raise ConfigError(f"max_logprobs={self.max_logprobs}: must be 0 or more, or -1 for any number")
-        return self.max_logprobs
+        return check_choice("generation_config", self.generation_config, ("auto", "none", "vllm")) == "auto"
 
     def _swap_bytes(self) -> int:
         if not 0 <= self.swap_space < 2**33:  # 2**63 bytes
@@ -180,13 +175,6 @@ class EngineArgs:
                 f"max_model_len={length} is longer than the checkpoint's {model.max_context_len} positions"
             )
         return length
-
-
-def _choice(name: str, value: str, allowed: tuple[_Choice, ...]) -> _Choice:
-    for choice in allowed:
-        if choice == value:
-            return choice
-    raise ConfigError(f"{name}={value!r}{nearest_name(value, allowed)} (allowed: {', '.join(allowed)})")
 
 
 def check_types(args: Any) -> None:

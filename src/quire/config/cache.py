@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from quire.common.errors import ConfigError, nearest_name
+from quire.common.errors import ConfigError, check_choice
 
 KV_CACHE_DTYPES = ("auto", "int8")
 
@@ -30,11 +30,7 @@ class CacheConfig:
     """Type of stored keys and values, one of KV_CACHE_DTYPES; `auto` is the model's dtype."""
 
     def __post_init__(self) -> None:
-        if self.dtype not in KV_CACHE_DTYPES:
-            raise ConfigError(
-                f"kv_cache_dtype={self.dtype!r}{nearest_name(self.dtype, KV_CACHE_DTYPES)} "
-                f"(allowed: {', '.join(KV_CACHE_DTYPES)})"
-            )
+        check_choice("kv_cache_dtype", self.dtype, KV_CACHE_DTYPES)
         if not 1 <= self.block_size <= 1024:
             raise ConfigError(f"block_size={self.block_size}: must be from 1 to 1024 tokens")
         if not 0 < self.memory_utilization <= 1:

@@ -1,4 +1,4 @@
-"""A checkpoint's JSON files, read with suspicion: typed getters whose errors name the file and the key."""
+"""A checkpoint's JSON files, which are not trusted: typed getters whose errors name the file and the key."""
 
 import json
 import stat
@@ -24,7 +24,7 @@ class HFConfig(Mapping[str, Any]):
     def __init__(self, values: Mapping[str, Any], source: str) -> None:
         self._values = dict(values)
         self.source = source
-        """file the values came from, for messages"""
+        """The file that the values came from, for error messages."""
 
     @classmethod
     def read(cls, path: Path) -> "HFConfig":
@@ -108,17 +108,18 @@ class HFConfig(Mapping[str, Any]):
 
 
 def check_file(path: Path, max_bytes: int) -> None:
-    """Raise CheckpointError for what is no file, such as a device that gives bytes without end, or has too many bytes;
-    OSError if there is nothing."""
+    """Raise CheckpointError if this is too large or not a regular file (a device may return bytes without end), and
+    OSError if it does not exist."""
     info = path.stat()
     if not stat.S_ISREG(info.st_mode):
-        raise CheckpointError(f"{path} is no file")
+        raise CheckpointError(f"{path} is not a regular file")
     if info.st_size > max_bytes:
         raise CheckpointError(f"{path} has {info.st_size:,} bytes: at most {max_bytes:,} are allowed")
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`. Raises CheckpointError if the file is absent, huge, malformed or no object."""
+    """Return the JSON object in `path`. Raises CheckpointError if the file is missing, too large or malformed, or if it
+    contains something other than an object."""
     try:
         check_file(path, _MAX_JSON_BYTES)
         values = json.loads(path.read_bytes())

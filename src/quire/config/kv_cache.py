@@ -1,4 +1,4 @@
-"""What the KV cache of one model looks like: per layer (spec), per set of layers (group), in all (config)."""
+"""The layout of a model's KV cache: of a layer (spec), of layers that share block tables (group), of all (config)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from quire.common.errors import ConfigError
 
 MAX_BLOCKS_PER_SEQ = 2**26
-"""longer than any sequence"""
+"""Largest number of blocks of a sequence; no sequence has as many."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _BLOCK_ALIGNMENT = 8  # bytes: elements of any dtype start at a multiple of their size in every block
 
 
 class KVCacheSpec(ABC):
-    """What one layer keeps of a sequence. Layers of equal spec can share a block table.
+    """The state that one layer keeps for a sequence. Layers of equal spec can share a block table.
 
     A new kind is a subclass, and a manager of its groups in `quire.kv.managers`. A layer that keeps nothing has blocks
     of 0 bytes and holds none; a state of constant size is one block of that size.
@@ -46,7 +46,7 @@ class AttentionSpec(KVCacheSpec):
     num_kv_heads: int
     head_dim: int
     dtype: str
-    """`float32`, `bfloat16`, or `int8` with a float32 scale for each key and each value of a head"""
+    """`float32`, `bfloat16`, or `int8` with a float32 scale for each key and each value of a head."""
 
     @property
     def bytes_per_token(self) -> int:
@@ -81,7 +81,7 @@ class SlidingWindowSpec(AttentionSpec):
     sliding_window: int
 
     def max_blocks(self, num_tokens: int, block_size: int, max_chunk: int | None) -> int:
-        """What the window and a chunk cover, up to one block at either end, and one that is freed a little later."""
+        """The blocks of the window and of a chunk, a partly used block at either end, and one that is freed later."""
         num_blocks = -(-num_tokens // block_size)
         if max_chunk is None:
             return num_blocks
@@ -97,7 +97,7 @@ def attention_spec(num_kv_heads: int, head_dim: int, dtype: str, sliding_window:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheGroup:
-    """Layers of equal spec that share one block table. They lie in a block one after another, in this order."""
+    """Layers of equal spec that share one block table. A block contains their parts in this order."""
 
     layer_ids: tuple[int, ...]
     spec: KVCacheSpec
@@ -112,16 +112,16 @@ class KVCacheConfig:
     """The memory to allocate: `num_blocks` blocks of `block_bytes` bytes, shared by all groups.
 
     A block belongs to one group at a time, whose layers divide its bytes among themselves. Groups may use different
-    numbers of bytes; a block has room for the largest.
+    numbers of bytes; a block is as large as the largest of them.
     """
 
     block_size: int
     num_blocks: int
     groups: tuple[KVCacheGroup, ...]
     num_host_blocks: int = 0
-    """blocks of the host tier, for swapped-out requests and spilled content"""
+    """Number of blocks of the host tier, for swapped-out requests and spilled blocks."""
     max_chunk: int | None = None
-    """tokens of one sequence computed in one step, at most; bounds what a group with a window holds at once"""
+    """Largest number of tokens of one sequence in a step. It limits the blocks that a group with a window uses."""
 
     @property
     def block_bytes(self) -> int:

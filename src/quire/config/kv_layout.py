@@ -1,4 +1,4 @@
-"""From what each attention layer needs to the tensors, groups and number of blocks of the whole cache."""
+"""Derives the groups and the number of blocks of the whole KV cache from the needs of each attention layer."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ from quire.config.sizes import format_bytes
 def group_layers(specs: Sequence[KVCacheSpec], block_size: int) -> tuple[KVCacheGroup, ...]:
     """Split layers into groups of equal spec that use nearly equal numbers of bytes of a block.
 
-    That number is what all layers of one spec use together, where that is least, or one layer alone if that is more. So
-    a model of 12 full and 12
-    sliding-window layers gets two groups of 12 layers; one of 4 full and 20 sliding-window layers gets six groups of
-    4; one of 12 layers and 12 others of twice the bytes gets a group of 12 and two groups of 6.
+    That number is the smallest total of the layers of one spec, but not less than the bytes of any single layer. So a
+    model of 12 full and 12 sliding-window layers gets two groups of 12 layers; one of 4 full and 20 sliding-window
+    layers gets six groups of 4; one of 12 layers and 12 others of twice the bytes gets a group of 12 and two groups
+    of 6.
     """
     by_spec: dict[KVCacheSpec, list[int]] = {}
     for layer_id, spec in enumerate(specs):

@@ -25,7 +25,7 @@ def machine_memory(root: Path = Path("/")) -> MachineMemory:
         lines = (root / "proc/meminfo").read_text().splitlines()
     except OSError:
         return _physical_memory()
-    info = {name: int(rest.split()[0]) * 1024 for name, rest in (line.split(":", 1) for line in lines)}
+    info = {name: int(rest.split()[0]) * 1024 for name, rest in (line.split(":") for line in lines)}
     limit, available = info["MemTotal"], info.get("MemAvailable", info["MemFree"])
     for folder, names in _control_groups(root):
         group_limit = _read_int(folder / names[0])
@@ -53,7 +53,7 @@ def _control_groups(root: Path) -> list[tuple[Path, tuple[str, str]]]:
         folder = top / path.lstrip("/")
         while True:
             found.append((folder, v1 if controllers else v2))
-            if folder == top or top not in folder.parents:
+            if folder == top:
                 break
             folder = folder.parent
     return found

@@ -6,59 +6,60 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.common.errors import CheckpointError, ConfigError, UnsupportedModelError, nearest_name
+from quire.common.errors import CheckpointError, ConfigError, UnsupportedModelError, check_choice, nearest_name
 from quire.common.log import logger
 from quire.config.checkpoint.formats import FORMATS, find_format
 from quire.config.hf_config import HFConfig, read_json_object
 from quire.config.quantization import check_quantization, read_quantization
 
 EMBEDDED_CHECKPOINTS = ("quire-tiny", "quire-draft")
-"""names of the checkpoints inside this package"""
+"""Names of the checkpoints inside this package."""
 
 _EMBEDDED_ROOT = Path(__file__).parents[1] / "models" / "embedded"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _CONFIG_FILES = ("*.json", "*.jinja")
 TOKENIZER_FILES = (*_CONFIG_FILES, "*.model", "*.txt")
 _NOT_OURS = ("*/*", "consolidated*", "*.bin.index.json")
-"""subfolders (other formats, original weights), and second copies of the weights under other names"""
+"""Files that are not downloaded: subfolders (other formats, original weights), and copies of the weights under other
+names."""
 
 _HALF = ("float16", "half", "fp16")
 _DTYPES = dict.fromkeys(("float32", "float", "fp32"), "float32")
 _DTYPES |= dict.fromkeys(("bfloat16", "bf16", *_HALF), "bfloat16")
-"""as asked for -> what is computed in; kernels know no float16"""
+"""Maps the dtypes that may be given to those of the computation; the kernels do not support float16."""
 _STORED_DTYPES = {"float32": "float32", "float16": "float16", "bfloat16": "bfloat16", "float64": "float32"}
 _MAX_LAYERS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A checkpoint, found and read, but for its weights. Made by `resolve`."""
+    """A checkpoint whose files were found and read, except for its weights. Made by `resolve`."""
 
     model: str
-    """name as given"""
+    """The name that was given."""
     path: Path
     tokenizer_path: Path
     hf_config: HFConfig
     generation_config: Mapping[str, Any]
-    """empty if the checkpoint has none"""
+    """The contents of generation_config.json; empty if the checkpoint has no such file."""
     architecture: str
     dtype: str
-    """what weights, activations and the KV cache are kept in: `float32` or `bfloat16`"""
+    """The dtype of weights, activations and KV cache: `float32` or `bfloat16`."""
     quantization: str | None
-    """What matrices are kept in, for instance `int4`. None: in `dtype`."""
+    """The format of the matrices, such as `int4`; None for `dtype`."""
     quant_method: str | None
     """The tool that quantized the checkpoint's weights, as its `quantization_config` names it. None: they are not
     quantized, and `quantization` happens while they are loaded."""
     checkpoint_dtype: str
-    """what the file holds: `float32`, `bfloat16` or `float16`"""
+    """The dtype of the weights in the files: `float32`, `bfloat16` or `float16`."""
     vocab_size: int
     max_position_embeddings: int
     max_context_len: int
-    """the longest max_model_len that can be asked for: max_position_embeddings, or what rope scaling stretches it to"""
+    """The largest max_model_len that may be given: max_position_embeddings, or more with rope scaling."""
     max_model_len: int
-    """longest prompt + output in tokens; max_position_embeddings until the engine replaces it"""
+    """Largest length of prompt and output together, in tokens; max_position_embeddings until the engine replaces it."""
     eos_token_ids: frozenset[int]
-    """generation_config's, else config's, else none"""
+    """Those of generation_config.json, or else of config.json; may be empty."""
 
     @classmethod
     def resolve(
@@ -75,11 +76,11 @@ class ModelConfig:
 
         `model` is None or `quire-tiny` / `quire-draft` (inside this package), a folder (the network is never touched),
         or a hub id `org/name`, which is downloaded: JSON, tokenizer and safetensors files, never pickles. `tokenizer`
-        is the same, for the tokenizer files alone. Raises ConfigError for a dtype or quantization that is none,
-        UnsupportedModelError for a checkpoint that something else quantized, CheckpointError for everything else that
-        is missing or wrong.
+        is the same, for the tokenizer files alone. Raises ConfigError for an unknown dtype or quantization,
+        UnsupportedModelError for a checkpoint that another tool quantized, and CheckpointError for a checkpoint that is
+        missing or malformed.
         """
-        _check_dtype(dtype)
+        check_choice("dtype", dtype, ("auto", *_DTYPES))
         check_quantization(quantization)
         name = EMBEDDED_CHECKPOINTS[0] if model is None else str(model)
         path = _find(name, (*TOKENIZER_FILES, *_weight_patterns()), revision, download_dir)
@@ -191,7 +192,7 @@ def _architecture(hf: HFConfig) -> str:
 
 
 def _check_layers(hf: HFConfig) -> None:
-    """Sizes every decoder has, checked before anything is built from them."""
+    """Check the sizes that every decoder has, before anything is built from them."""
     for key in ("hidden_size", "num_attention_heads"):
         hf.size(key)
     num_layers = hf.size("num_hidden_layers")
@@ -208,7 +209,7 @@ def _max_context_len(hf: HFConfig, max_positions: int) -> int:
 
 
 def _checkpoint_dtype(hf: HFConfig, path: Path) -> str:
-    """What config.json says, under either of its names; else what the first weight is stored as."""
+    """Return the dtype that config.json states, under either of its names; otherwise that of the first weight."""
     stated = hf.text("dtype", hf.text("torch_dtype", "")).removeprefix("torch.")
     if not stated:
         format = find_format(path)
@@ -217,12 +218,6 @@ def _checkpoint_dtype(hf: HFConfig, path: Path) -> str:
     if stated not in ("float32", "bfloat16", "float16"):
         raise CheckpointError(f"{hf.source}: 'dtype' is {stated!r}, but must be float32, bfloat16 or float16")
     return stated
-
-
-def _check_dtype(dtype: str) -> None:
-    if dtype != "auto" and dtype not in _DTYPES:
-        allowed = ("auto", *_DTYPES)
-        raise ConfigError(f"dtype={dtype!r}{nearest_name(str(dtype), allowed)} (allowed: {', '.join(allowed)})")
 
 
 def _compute_dtype(asked: str, checkpoint_dtype: str, name: str) -> str:

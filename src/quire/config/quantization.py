@@ -1,4 +1,4 @@
-"""What config.json says about quantized weights, and what the `quantization` argument may be."""
+"""The quantization of weights: the argument `quantization`, and the statement of config.json."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ QUANTIZED_VERSION = 1
 
 
 def check_quantization(quantization: str | None) -> None:
-    """Raise ConfigError unless weights can be quantized to that while they are loaded."""
+    """Raise ConfigError unless weights can be quantized to this format while they are loaded."""
     if quantization is not None and quantization not in QUANTIZATIONS:
         raise ConfigError(
             f"quantization={quantization!r}{nearest_name(quantization, QUANTIZATIONS)} "
@@ -22,7 +22,7 @@ def check_quantization(quantization: str | None) -> None:
 
 
 def read_quantization(hf: HFConfig) -> tuple[str | None, str | None]:
-    """The `quant_method` of a checkpoint's weights and the name of what it made of them; two None for plain weights.
+    """Return the `quant_method` of a checkpoint's weights and the name of their format; None twice for plain weights.
 
     Raises UnsupportedModelError if no row of METHODS reads them.
     """

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from quire.common.errors import ConfigError, nearest_name
+from quire.common.errors import ConfigError, check_choice
 
 POLICIES = ("fcfs", "priority", "fair", "prefix")
 _MIN, _MAX = 1e-6, 1e6
@@ -34,9 +34,7 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         if self.preemption_mode not in (None, "swap", "recompute"):
             raise ConfigError(f"preemption_mode={self.preemption_mode!r}: must be 'swap', 'recompute' or None")
-        if self.policy not in POLICIES:
-            nearest = nearest_name(self.policy, POLICIES)
-            raise ConfigError(f"scheduling_policy={self.policy!r}{nearest} (allowed: {', '.join(POLICIES)})")
+        check_choice("scheduling_policy", self.policy, POLICIES)
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")

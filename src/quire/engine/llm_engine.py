@@ -23,7 +23,7 @@ from quire.engine.scheduling.scheduler import Scheduler
 from quire.engine.step.commit import Committer
 from quire.engine.step.containment import MAX_CONSECUTIVE_FAILURES, FailureIsolator
 from quire.kv.block_space_manager import BlockSpaceManager
-from quire.kv.pins import PinnedPrefix
+from quire.kv.prefix_cache.pins import PinnedPrefix
 from quire.runner.executor import Executor, make_executor
 from quire.runner.memory_plan import MemoryPlan, plan_memory
 from quire.text.grammar.compiler import GrammarCompiler
@@ -58,7 +58,8 @@ class LLMEngine:
         )
         block_copy_s = plan.kv_cache.block_bytes / _COPY_BYTES_PER_S
         self.scheduler = Scheduler(config.scheduler, self.blocks, block_copy_s=block_copy_s)
-        self.committer = Committer(self.scheduler, max_model_len=config.model.max_model_len)
+        self.requests = self.scheduler.requests
+        self.committer = Committer(self.requests, max_model_len=config.model.max_model_len)
         self.inputs = InputProcessor(config, tokenizer)
         self.grammars = GrammarQueue(GrammarCompiler(tokenizer, config.model.vocab_size, config.model.eos_token_ids))
         self._groups: dict[str, SequenceGroup] = {}
@@ -91,7 +92,7 @@ class LLMEngine:
         queues nothing, if it can never run."""
         self._check_request_id(request_id)
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
-        seq_id = self.scheduler.new_seq_id()
+        seq_id = self.requests.new_seq_id()
         with failures_named(request_id, "when it was added"):
             group = new_group(self.inputs, self.inputs.request(request_id, prompt, params, arrival_time), seq_id)
             if progress is not None:
@@ -103,7 +104,7 @@ class LLMEngine:
         they are scored; None scores the context itself. Raises a RequestError, and queues nothing, if it can never
         run."""
         self._check_request_id(request_id)
-        seq_id = self.scheduler.new_seq_id()
+        seq_id = self.requests.new_seq_id()
         with failures_named(request_id, "when it was added"):
             request = self.inputs.scoring_request(request_id, context, continuation, time.monotonic())
             self._add(new_scoring_group(request, seq_id))
@@ -113,7 +114,7 @@ class LLMEngine:
             raise RequestError(f"request id {request_id!r} is in use by an unfinished request; choose another")
 
     def _add(self, group: SequenceGroup) -> None:
-        (self.scheduler if group.params.structured_outputs is None else self.grammars).add(group)
+        (self.requests if group.params.structured_outputs is None else self.grammars).add(group)
         self._groups[group.request_id] = group
 
     def step(self) -> list[RequestOutput]:
@@ -156,7 +157,7 @@ class LLMEngine:
             return result
         except BaseException:
             with self._accounting():
-                self.scheduler.revert(batch.step)
+                self.requests.revert(batch.step)
             raise
 
     def _commit(self, batch: Batch, result: StepResult) -> None:
@@ -195,12 +196,12 @@ class LLMEngine:
             raise self._broken
         logger.warning("a step failed, and is tried again", exc_info=error)
         if self._is_planning:
-            culprit, when = self.scheduler.planning_group, "when it was planned"
+            culprit, when = self.requests.planning_group, "when it was planned"
             self._revert_plan(None if culprit is not None else error)
             self._isolator.failed([])
         else:
             sequences, self._batch = () if self._batch is None else self._batch.sequences, None
-            owners = [owner for s in sequences if (owner := self.scheduler.owner(s.seq_id)) is not None]
+            owners = [owner for s in sequences if (owner := self.requests.owners.get(s.seq_id)) is not None]
             groups = list(dict.fromkeys([group for group, _ in owners]))
             culprit, when = self._isolator.failed(groups), "when it was executed"
         if culprit is not None:
@@ -217,7 +218,7 @@ class LLMEngine:
         with self._accounting():
             if error is not None:
                 raise error
-            self.scheduler.revert()
+            self.requests.revert()
 
     @contextmanager
     def _accounting(self) -> Iterator[None]:
@@ -235,7 +236,7 @@ class LLMEngine:
         logger.error("%s", group.error, exc_info=error)
         with self._accounting():
             self._abort(group)
-            self.scheduler.check_integrity()
+            self.requests.check_integrity()
 
     def fail_request(self, group: SequenceGroup, when: str, error: Exception) -> None:
         """End a request whose output a caller of `advance` could not make. Raises EngineBrokenError."""
@@ -253,23 +254,23 @@ class LLMEngine:
     def _abort(self, group: SequenceGroup) -> None:
         is_queued = self._broken is None and not self.grammars.remove(group)
         if is_queued and not group.is_finished:  # otherwise it ended in a failed step, and has not been returned yet
-            self.scheduler.remove(group)
+            self.requests.remove(group)
         for seq in group.unfinished_seqs:
             seq.finish(SequenceStatus.FINISHED_ABORTED)
 
     def check_pin(self, prompt: Prompt) -> None:
         """Raise a RequestError if the prompt is wrong, or larger than what may still be pinned."""
         _, token_ids, key = self.inputs.prompt(prompt)
-        self.blocks.check_pin(token_ids, key)
+        self.blocks.pins.check(token_ids, key)
 
     def pin_prefix(self, prompt: Prompt) -> PinnedPrefix:
         """Keep what the cache holds of a prompt until `unpin_prefix`; computes nothing. Raises RequestError."""
         _, token_ids, key = self.inputs.prompt(prompt)
-        return self.blocks.pin(token_ids, key)
+        return self.blocks.pins.pin(token_ids, key)
 
     def unpin_prefix(self, pin: PinnedPrefix) -> None:
         """Allow a pinned prefix to be evicted like any other. Raises RequestError if it is not pinned."""
-        self.blocks.unpin(pin.pin_id)
+        self.blocks.pins.unpin(pin.pin_id)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do."""
@@ -282,16 +283,16 @@ class LLMEngine:
     def stats(self) -> EngineStats:
         """The engine now."""
         return EngineStats(
-            num_running=len(self.scheduler.running),
-            num_waiting=self.scheduler.num_waiting + len(self.grammars),
-            num_swapped=len(self.scheduler.swapped),
+            num_running=len(self.requests.running),
+            num_waiting=self.requests.num_waiting + len(self.grammars),
+            num_swapped=len(self.requests.swapped),
             num_blocks=self.blocks.pool.num_blocks,
             num_used_blocks=self.blocks.num_used_blocks,
             num_cached_blocks=self.blocks.pool.num_cached_blocks,
             num_steps=self.scheduler.num_steps,
             num_prompt_tokens=self.committer.num_prompt_tokens,
             num_generated_tokens=self.committer.num_generated_tokens,
-            num_preemptions=self.scheduler.num_preemptions,
+            num_preemptions=self.scheduler.preemptor.num_preemptions,
             num_swapped_blocks=self.scheduler.num_swapped_blocks,
             num_prefix_queried_tokens=self.blocks.stats.num_queried_tokens,
             num_prefix_hit_tokens=self.blocks.stats.num_hit_tokens,
@@ -301,9 +302,9 @@ class LLMEngine:
 
     def _admit_compiled(self) -> None:
         """Queue requests whose grammars are compiled; with nothing else to do, wait for one briefly."""
-        if not self.scheduler.has_unfinished:
+        if not self.requests:
             self.grammars.wait(_GRAMMAR_WAIT_S)
-        self.grammars.admit(self.scheduler)
+        self.grammars.admit(self.requests)
 
     def _output(self, group: SequenceGroup) -> RequestOutput | None:
         """The output that a request's caller receives now; a finished request is forgotten."""

@@ -26,7 +26,6 @@ from quire.common.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
     CompletionOutput,
-    EngineStats,
     RequestOutput,
     TokenScores,
 )
@@ -34,7 +33,7 @@ from quire.common.params import BeamSearchParams, SamplingParams
 from quire.config.args import EngineArgs
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.requests.input_processor import Prompt
-from quire.kv.pins import PinnedPrefix
+from quire.kv.prefix_cache.pins import PinnedPrefix
 from quire.text.tokenizer.tokenizer import Tokenizer
 
 Conversation: TypeAlias = Sequence[Mapping[str, Any]]
@@ -240,7 +239,7 @@ class LLM:
         """
         outputs: list[RequestOutput | None] = [None] * len(prompts)
         places: dict[str, int] = {}
-        with _Progress(self.engine, len(prompts), use_tqdm) as progress:
+        with _progress(self.engine, len(prompts), use_tqdm) as show_progress:
             try:
                 for i, prompt in enumerate(prompts):
                     request_id = next(self._request_ids)
@@ -251,14 +250,14 @@ class LLM:
                         if alone:
                             raise
                         outputs[i] = _rejected(request_id, prompt, error)
-                        progress.update([outputs[i]])
+                        show_progress(1)
                 while places:
                     with interrupt_deferred():
                         changed = self.engine.step()
                     finished = [output for output in changed if output.request_id in places]
                     for output in finished:
                         outputs[places.pop(output.request_id)] = output
-                    progress.update(finished)
+                    show_progress(len(finished))
             except BaseException:
                 for request_id in places:
                     self.engine.abort_request(request_id)
@@ -273,30 +272,23 @@ class LLM:
         return done
 
 
-class _Progress:
-    """A progress bar of finished requests, with tokens per second."""
+@contextmanager
+def _progress(engine: LLMEngine, total: int, shown: bool) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar of finished requests, with tokens per second. Call the function with the number of requests
+    that have finished since the last call."""
+    start = engine.stats()
+    with tqdm(total=total, desc="Generating", unit="prompt", dynamic_ncols=True, disable=not shown) as bar:
 
-    def __init__(self, engine: LLMEngine, total: int, shown: bool) -> None:
-        self._engine = engine
-        self._bar = tqdm(total=total, desc="Generating", unit="prompt", dynamic_ncols=True, disable=not shown)
-        self._start = engine.stats()
+        def update(num_finished: int) -> None:
+            if not bar.disable:
+                elapsed, now = max(bar.format_dict["elapsed"], 1e-9), engine.stats()
+                input_rate = (now.num_prompt_tokens - start.num_prompt_tokens) / elapsed
+                output_rate = (now.num_generated_tokens - start.num_generated_tokens) / elapsed
+                rates = f"input {input_rate:.0f} tokens/s, output {output_rate:.0f} tokens/s"
+                bar.set_postfix_str(rates, refresh=False)
+                bar.update(num_finished)
 
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
-    def update(self, finished: Sequence[RequestOutput | None]) -> None:
-        """Add `finished` to the bar, and show the rates so far."""
-        if not self._bar.disable:
-            elapsed = max(self._bar.format_dict["elapsed"], 1e-9)
-            now: EngineStats = self._engine.stats()
-            input_rate = (now.num_prompt_tokens - self._start.num_prompt_tokens) / elapsed
-            output_rate = (now.num_generated_tokens - self._start.num_generated_tokens) / elapsed
-            rates = f"input {input_rate:.0f} tokens/s, output {output_rate:.0f} tokens/s"
-            self._bar.set_postfix_str(rates, refresh=False)
-            self._bar.update(len(finished))
+        yield update
 
 
 @contextmanager
@@ -331,9 +323,15 @@ def _request_ids() -> Iterator[str]:
 
 def _listed(prompts: Any) -> tuple[list[Any], bool]:
     """Return the prompts as a list, and whether a single prompt was given."""
-    if isinstance(prompts, str | Mapping) or _is_token_ids(prompts):
+    if isinstance(prompts, str | Mapping):
         return [prompts], True
-    return _as_list(prompts), False
+    if not isinstance(prompts, Sequence):
+        raise InvalidPromptError(
+            f"prompts must be a prompt (text, token ids or a dict) or a list of prompts, not {type(prompts).__name__}"
+        )
+    if prompts and all(isinstance(item, int) for item in prompts):  # the token ids of one prompt
+        return [prompts], True
+    return list(prompts), False
 
 
 def _token_scores(output: RequestOutput) -> TokenScores:
@@ -350,24 +348,11 @@ def _token_scores(output: RequestOutput) -> TokenScores:
     )
 
 
-def _is_token_ids(prompts: Any) -> bool:
-    """Return whether a list is one prompt given as token ids."""
-    return isinstance(prompts, Sequence) and len(prompts) > 0 and all(isinstance(item, int) for item in prompts)
-
-
 def _is_conversation(messages: Any) -> bool:
     """Return whether these are the messages of one conversation, valid or not, rather than a list of conversations."""
     if isinstance(messages, str) or not isinstance(messages, Sequence):
         return True
     return not messages or isinstance(messages[0], Mapping)
-
-
-def _as_list(prompts: Any) -> list[Any]:
-    if not isinstance(prompts, Sequence):
-        raise InvalidPromptError(
-            f"prompts must be a prompt (text, token ids or a dict) or a list of prompts, not {type(prompts).__name__}"
-        )
-    return list(prompts)
 
 
 def _rejected(request_id: str, prompt: Any, error: QuireError) -> RequestOutput:

@@ -8,16 +8,16 @@ from quire.common.batch import BlockIds, SlotCopy, Transfer
 from quire.common.faults import fault_point
 from quire.config.kv_cache import KVCacheConfig
 from quire.kv.block_table import BlockTable
-from quire.kv.content_hash import NO_KEY, ContentKey
-from quire.kv.hit_lengths import HitLengths
 from quire.kv.managers import make_managers
-from quire.kv.pins import PinnedPrefix, Pins
 from quire.kv.place import DEVICE, HOST, Place
-from quire.kv.prefix_lookup import PrefixHit
-from quire.kv.prefix_sharing import PrefixSharing
+from quire.kv.prefix_cache.content_hash import NO_KEY, ContentKey
+from quire.kv.prefix_cache.hit_lengths import HitLengths
+from quire.kv.prefix_cache.lookup import PrefixHit
+from quire.kv.prefix_cache.pins import Pins
+from quire.kv.prefix_cache.sharing import PrefixSharing
+from quire.kv.prefix_cache.stats import PrefixCacheStats
 from quire.kv.sequence_blocks import SequenceBlocks
 from quire.kv.slot_copies import SlotCopies
-from quire.kv.stats import PrefixCacheStats
 from quire.kv.tiers import Tiers
 
 
@@ -30,11 +30,11 @@ class AllocStatus(Enum):
 
 
 class BlockSpaceManager:
-    """Gives sequences blocks, shares them, takes them back. Knows token ids and counts, no tensors.
+    """Gives sequences blocks, shares them and frees them. It knows token ids and numbers, no tensors.
 
     Who mutates: the scheduler through `allocate`, `append`, `swap_out`, `swap_in`, `free` and `forget`; commit through
-    `publish`, `fork` and `settle`. Verbs come in pairs: a question, which changes nothing, and the act, which may only
-    follow a yes.
+    `publish`, `fork` and `settle`. Many methods come in pairs: a question, such as `can_append`, changes nothing, and
+    the action, `append`, may only follow a positive answer.
     """
 
     def __init__(
@@ -55,13 +55,12 @@ class BlockSpaceManager:
         self._token_groups = [group for group, manager in enumerate(self.managers) if manager.holds_tokens]
         self._sequences: dict[int, SequenceBlocks] = {}
         hit_lengths = HitLengths()
-        caching = enable_prefix_caching and bool(self._token_groups)
-        self.tiers = Tiers(config, caching=caching, stats=self.stats, on_change=hit_lengths.changed)
+        self.tiers = Tiers(config, self.stats, hit_lengths.changed)
         self.pool = self.tiers.pools[DEVICE]
         self._copies = SlotCopies(self.pool)
         self._open_steps: set[int] = set()  # planned, and neither settled nor reverted
         self.prefixes: PrefixSharing | None = None
-        if caching:
+        if enable_prefix_caching and self._token_groups:
             self.prefixes = PrefixSharing(config, self.managers, self.tiers, hit_lengths, self.stats, self._join)
         self.pins = Pins(config, int(pinned_fraction * config.num_blocks), self.prefixes)
 
@@ -72,7 +71,7 @@ class BlockSpaceManager:
     ) -> PrefixHit:
         """The longest prefix in the cache, within the first `max_tokens` tokens and without the last token of all: its
         logits choose the next one."""
-        max_tokens = len(token_ids) - 1 if max_tokens is None else min(max_tokens, len(token_ids) - 1)
+        max_tokens = _max_tokens(token_ids, max_tokens)
         if self.prefixes is None:
             places: tuple[list[Place], ...] = ([],) * self.num_groups
             return PrefixHit(seq_id, token_ids, max_tokens, first=(0,) * self.num_groups, places=places)
@@ -82,13 +81,13 @@ class BlockSpaceManager:
         self, seq_id: int, token_ids: Sequence[int], key: ContentKey = NO_KEY, max_tokens: int | None = None
     ) -> int:
         """The tokens in whole blocks that `look_up` finds; O(1) while nothing that this depends on has changed."""
-        max_tokens = len(token_ids) - 1 if max_tokens is None else min(max_tokens, len(token_ids) - 1)
         if self.prefixes is None:
             return 0
+        max_tokens = _max_tokens(token_ids, max_tokens)
         return self.prefixes.num_blocks(seq_id, token_ids, key, max_tokens) * self.block_size
 
     def can_allocate(self, hit: PrefixHit) -> AllocStatus:
-        """Whether the sequence has room for all its tokens, besides a reserve for those that run."""
+        """Whether there are blocks for all its tokens, besides a reserve for the running sequences."""
         held = [block_id for block_id in hit.device_blocks if self.pool.ref_counts[block_id] > 0]
         needed = self.config.blocks_to_hold(len(hit.token_ids))
         pinned_by_others = self.pins.num_blocks - sum(block_id in self.pins for block_id in held)
@@ -109,7 +108,7 @@ class BlockSpaceManager:
             return 0
         for places in hit.places:
             for tier, block_id in places:  # before anything else is given out: that could take it
-                self.tiers.caches[tier].acquire(block_id)
+                self.tiers.pools[tier].acquire(block_id)
         self.prefixes.cache.tracker.count_hits(hit.device_blocks)
         tables = [
             BlockTable([self.tiers.bring(place) for place in places], first)
@@ -122,7 +121,7 @@ class BlockSpaceManager:
 
     @property
     def _reserve(self) -> int:
-        """Blocks left to those that run, if any does."""
+        """Number of blocks that are left to the running sequences, if there are any."""
         return self.watermark_blocks if any(blocks.tier == DEVICE for blocks in self._sequences.values()) else 0
 
     def __contains__(self, seq_id: int) -> bool:
@@ -138,7 +137,7 @@ class BlockSpaceManager:
     def _copy_tail(self, hit: PrefixHit, blocks: SequenceBlocks, prefixes: PrefixSharing) -> int:
         """Copy the longest run of tokens that a block behind the prefix begins with; returns its length.
 
-        Every group must have such a block, and the pool a block to spare for each copy and each source nobody holds.
+        Each group must have such a block, and the pool a spare block for each copy and for each source without holders.
         """
         sources = prefixes.find_tails(hit)
         missing = self.config.blocks_to_hold(len(hit.token_ids)) - sum(len(table.ids()) for table in blocks.tables)
@@ -225,7 +224,7 @@ class BlockSpaceManager:
                 self.pool.free(block_id)
 
     def publish_tail(self, seq_id: int, token_ids: Sequence[int], num_computed_tokens: int) -> None:
-        """Let others copy out of the last, partly full block, as far as it is computed."""
+        """Let others copy the computed part of the last, partly full block."""
         blocks = self._sequences[seq_id]
         is_computed = num_computed_tokens > blocks.num_full * self.block_size and seq_id not in self._copies
         if self.prefixes is not None and is_computed:  # copies are left where a step has failed
@@ -307,24 +306,10 @@ class BlockSpaceManager:
         self._copies.revert(step)
         self.tiers.revert(step)
 
-    # Pinned prefixes
-
-    def check_pin(self, token_ids: Sequence[int], key: ContentKey = NO_KEY) -> None:
-        """Raise RequestError if pinning these tokens would take more blocks than are allowed to be pinned."""
-        self.pins.check(token_ids, key)
-
-    def pin(self, token_ids: Sequence[int], key: ContentKey = NO_KEY) -> PinnedPrefix:
-        """Keep what the device tier has of these tokens until `unpin`. Raises RequestError if that is too much."""
-        return self.pins.pin(token_ids, key)
-
-    def unpin(self, pin_id: int) -> None:
-        """Let a pinned prefix go; it stays cached like any other. Raises RequestError for an unknown pin."""
-        self.pins.unpin(pin_id)
-
     # The end
 
     def free(self, seq_id: int) -> None:
-        """Take the sequence's blocks back; its hashes stay, for when it comes again."""
+        """Free the sequence's blocks. Its hashes stay until `forget`, since it may start again."""
         blocks = self._sequences.pop(seq_id)
         self._copies.drop(seq_id)
         self._withdraw(seq_id, blocks)
@@ -334,17 +319,17 @@ class BlockSpaceManager:
                 pool.free(block_id)
 
     def _withdraw(self, seq_id: int, blocks: SequenceBlocks) -> None:
-        """The sequence computes none of the blocks that it announced."""
+        """Withdraw the announcement of the blocks that the sequence was to compute."""
         if self.prefixes is not None:
             self.prefixes.withdraw(seq_id, blocks, blocks.num_full, blocks.num_announced)
 
     def forget(self, seq_id: int) -> None:
-        """The sequence will not come again."""
+        """Forget a sequence that has ended."""
         if self.prefixes is not None:
             self.prefixes.forget(seq_id)
 
     def advance(self) -> None:
-        """A step begins: blocks released from here on count as used later than those before."""
+        """Begin a step: blocks that are freed from now on count as used later than those before."""
         self.step += 1
         self._open_steps.add(self.step)
         self.tiers.advance(self.step)
@@ -380,3 +365,7 @@ class BlockSpaceManager:
             assert entries + others == counts, f"counts {counts} differ from the holders' {dict(entries)}"
         if self.prefixes is not None:
             self.prefixes.check_integrity(self._sequences)
+
+
+def _max_tokens(token_ids: Sequence[int], max_tokens: int | None) -> int:
+    return len(token_ids) - 1 if max_tokens is None else min(max_tokens, len(token_ids) - 1)

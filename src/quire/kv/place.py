@@ -3,9 +3,9 @@
 from typing import NamedTuple
 
 DEVICE = 0
-"""the tier whose blocks the model reads and writes"""
+"""The tier whose blocks the model reads and writes."""
 HOST = 1
-"""the tier of the main memory's spare blocks, next to the device"""
+"""The tier of blocks in the host's memory, which is the nearest to the device."""
 
 
 class Place(NamedTuple):

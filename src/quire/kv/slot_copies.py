@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from quire.common.batch import SlotCopy
-from quire.kv.allocator import BlockAllocator
+from quire.kv.block_pool import BlockPool
 
 _CopiesBySequence = dict[int, list[SlotCopy]]
 
@@ -16,7 +16,7 @@ class SlotCopies:
     another step if it is reverted.
     """
 
-    def __init__(self, pool: BlockAllocator) -> None:
+    def __init__(self, pool: BlockPool) -> None:
         self.sources: Counter[int] = Counter()
         """By block, the number of copies that read it."""
         self._pool = pool

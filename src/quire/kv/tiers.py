@@ -1,18 +1,17 @@
 """The pools of blocks, from the device outward, and the transfers between them."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from quire.common.batch import Transfer
 from quire.config.kv_cache import KVCacheConfig
-from quire.kv.allocator import BlockAllocator, NaiveBlockAllocator
+from quire.kv.block_pool import BlockPool
 from quire.kv.block_table import BlockTable
-from quire.kv.content_hash import BlockHash
 from quire.kv.place import DEVICE, Place
-from quire.kv.prefix_cache import BlockContent, EvictedHashes, PrefixCachingBlockAllocator
-from quire.kv.stats import PrefixCacheStats
+from quire.kv.prefix_cache.stats import PrefixCacheStats
+from quire.kv.prefix_cache.tracker import BlockContent, EvictedHashes, OnChange
 
 
 @dataclass(slots=True)
@@ -35,27 +34,15 @@ class Tiers:
     cached block that is evicted from one tier is kept in the next one while there is room.
     """
 
-    def __init__(
-        self,
-        config: KVCacheConfig,
-        *,
-        caching: bool,
-        stats: PrefixCacheStats,
-        on_change: Callable[[int, BlockHash], None],
-    ) -> None:
-        self.caches: list[PrefixCachingBlockAllocator] = []
-        """By tier, its pool; empty without prefix caching."""
-        sizes = (config.num_blocks, config.num_host_blocks)
-        if caching:
-            self.caches = [
-                PrefixCachingBlockAllocator(size, len(config.groups), partial(self._evicted, tier), on_change, tier)
-                for tier, size in enumerate(sizes)
-            ]
-        self.pools: Sequence[BlockAllocator] = self.caches or [NaiveBlockAllocator(size) for size in sizes]
+    def __init__(self, config: KVCacheConfig, stats: PrefixCacheStats, on_change: OnChange) -> None:
+        self.pools = [
+            BlockPool(size, len(config.groups), partial(self._evicted, tier), on_change, tier)
+            for tier, size in enumerate((config.num_blocks, config.num_host_blocks))
+        ]
         """By tier, from the device outward."""
         self.evicted = EvictedHashes()
         self.journal: list[tuple[str, int]] | None = None
-        """("evicted" or "spilled", block of the device tier), in order, while a view reads and empties it."""
+        """("evicted" or "spilled", block of the device tier), in order, while a view is open; the view empties it."""
         self._stats = stats
         self._planned = _StepTransfers()
         self._in_flight: dict[int, _StepTransfers] = {}  # by step
@@ -109,8 +96,8 @@ class Tiers:
         planned, self._planned = self._planned, _StepTransfers()
         for transfers in (self._in_flight.pop(step, _StepTransfers()), planned):
             for tier, block_id in transfers.spilled:
-                self._lost(self.caches[tier].tracker[block_id])
-                self.caches[tier].forget(block_id)
+                self._lost(self.pools[tier].tracker[block_id])
+                self.pools[tier].forget(block_id)
             self._release(transfers)
 
     def _release(self, transfers: _StepTransfers) -> None:
@@ -119,8 +106,8 @@ class Tiers:
 
     def advance(self, step: int) -> None:
         """Blocks released from here on count as used in this step."""
-        for cache in self.caches:
-            cache.step = step
+        for pool in self.pools:
+            pool.step = step
 
     def holds(self, tier: int) -> Counter[int]:
         """The blocks of a tier that transfers hold, and how often."""
@@ -129,8 +116,8 @@ class Tiers:
 
     def _evicted(self, tier: int, block_id: int, content: BlockContent) -> None:
         """A cached block of this tier is about to be given out: keep its content in the next tier, if there is room."""
-        if content.block_hash is not None and tier + 1 < len(self.caches):
-            further = self.caches[tier + 1]
+        if content.block_hash is not None and tier + 1 < len(self.pools):
+            further = self.pools[tier + 1]
             known = further.tracker.find(content.group, content.block_hash, content.tokens)
             if known is not None:
                 further.acquire(known.block_id)  # it counts as used now
@@ -140,13 +127,13 @@ class Tiers:
                 self._spill(Place(tier, block_id), content)
                 return
         self._note("evicted", Place(tier, block_id))
-        others = [cache.tracker for other, cache in enumerate(self.caches) if other != tier]
+        others = [pool.tracker for other, pool in enumerate(self.pools) if other != tier]
         block_hash, tokens = content.block_hash, content.tokens
         if block_hash is None or all(other.find(content.group, block_hash, tokens) is None for other in others):
             self._lost(content)
 
     def _spill(self, source: Place, content: BlockContent) -> None:
-        further = self.caches[source.tier + 1]
+        further = self.pools[source.tier + 1]
         target = Place(source.tier + 1, further.allocate())
         further.tracker.add(target.block_id, content)
         self._copy(source, target)

@@ -39,6 +39,7 @@ class DecodeGraphs:
         max_blocks: int,
         workspace: kernels.Workspace,
     ) -> None:
+        self._backend = kernels.backend_of(kv[0].k)
         self._model = model
         self._kv = kv
         self._block_size = block_size
@@ -54,14 +55,9 @@ class DecodeGraphs:
         self._known_tables: list[list[BlockIds | None]] = [[None] * MAX_ROWS for _ in range(num_groups)]
         self._recorded: dict[tuple[int, int], _Recorded] = {}
 
-    @staticmethod
-    def can_replay(sequences: Sequence[ScheduledSequence]) -> bool:
-        """Whether these make a decode step, and one that is small enough."""
-        return (
-            len(sequences) <= MAX_ROWS
-            and all(map(_only_draws, sequences))
-            and sum([len(s.token_ids) for s in sequences]) <= MAX_ROWS
-        )
+    def can_replay(self, sequences: Sequence[ScheduledSequence]) -> bool:
+        """Whether the backend can record steps, and this is a decode step that is small enough."""
+        return self._backend.can_record and is_small_decode_step(sequences)
 
     def logits(self, sequences: Sequence[ScheduledSequence]) -> Tensor:
         """[num_rows, vocab] float32, valid until the next step."""
@@ -92,7 +88,7 @@ class DecodeGraphs:
 
     def _record(self, num_seqs: int, num_rows: int) -> _Recorded:
         """Run the step, and keep what it ran."""
-        graph = kernels.backend_of(self._kv[0].k).graph()
+        graph = self._backend.graph()
         with self._workspace.recording(), graph.record():
             hidden = self._model(self._tensors(num_seqs, num_rows), self._kv)  # [num_rows, hidden]
             logits = self._model.compute_logits(hidden)
@@ -113,6 +109,16 @@ class DecodeGraphs:
             ),
             logit_rows=first(self._rows, num_rows),
         )
+
+
+def is_small_decode_step(sequences: Sequence[ScheduledSequence]) -> bool:
+    """Whether a step of these sequences only draws tokens, from each of its rows, of which there are at most
+    MAX_ROWS."""
+    return (
+        len(sequences) <= MAX_ROWS
+        and all(map(_only_draws, sequences))
+        and sum([len(s.token_ids) for s in sequences]) <= MAX_ROWS
+    )
 
 
 def _only_draws(s: ScheduledSequence) -> bool:

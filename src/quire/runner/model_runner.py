@@ -14,8 +14,7 @@ from quire.models.base import CausalLM
 from quire.models.layers.batch_tensors import BatchTensors, GroupTensors, LayerKVCache
 from quire.runner.decode_graphs import DecodeGraphs
 from quire.runner.row_layout import RowLayout, row_layout
-from quire.runner.sampling.sampler import Sampler
-from quire.runner.sampling.scoring import score
+from quire.runner.sampling.sampler import Sampler, score
 
 
 class ModelRunner:
@@ -32,12 +31,10 @@ class ModelRunner:
         self.model = model
         self.kv = kv
         self.block_size = block_size
-        backend, max_blocks = kernels.backend_of(kv[0].k), -(-max_model_len // block_size)
+        backend = kernels.backend_of(kv[0].k)
         self._workspace = backend.workspace()
-        self._graphs: DecodeGraphs | None = None
-        if backend.can_record:
-            self._graphs = DecodeGraphs(model, kv, block_size, max_blocks, self._workspace)
-        self._sampler = Sampler(logprobs_mode)
+        self._graphs = DecodeGraphs(model, kv, block_size, -(-max_model_len // block_size), self._workspace)
+        self._sampler = Sampler(backend, logprobs_mode)
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> StepResult:
@@ -46,7 +43,7 @@ class ModelRunner:
         if not sequences:
             return StepResult(())
         with self._workspace:
-            if self._graphs is not None and self._graphs.can_replay(sequences):
+            if self._graphs.can_replay(sequences):
                 return self._sampler.sample(self._graphs.logits(sequences), sequences)
             return self._call(sequences)
 
@@ -63,9 +60,9 @@ class ModelRunner:
         first_rows = tensors.query_start.tolist()
         scored = score(sequences, first_rows, compute_logits)
         pooled = pool(sequences, first_rows, hidden)
-        if not len(tensors.logit_rows):
-            return StepResult((), scored=scored, pooled=pooled)
-        drawn = self._sampler.sample(compute_logits(tensors.logit_rows), sequences)
+        drawn = StepResult(())
+        if len(tensors.logit_rows):
+            drawn = self._sampler.sample(compute_logits(tensors.logit_rows), sequences)
         return replace(drawn, scored=scored, pooled=pooled) if scored or pooled else drawn
 
 

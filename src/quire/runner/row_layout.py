@@ -36,8 +36,9 @@ def row_layout(sequences: Sequence[ScheduledSequence]) -> RowLayout:
     """The layout of one step's sequences."""
     token_ids = [s.token_ids for s in sequences]
     lens = [len(ids) for ids in token_ids]
-    query_start = np.array([0, *accumulate(lens)])
-    positions, sequence_of = np.array([s.start for s in sequences]), np.arange(len(sequences))
+    query_start = np.array([0, *accumulate(lens)], np.int64)
+    positions = np.array([s.start for s in sequences], np.int64)
+    sequence_of = np.arange(len(sequences))
     seq_lens = positions + lens
     num_rows = sum(lens)
     if num_rows > len(sequences):  # else each has one row

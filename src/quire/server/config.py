@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from quire.common.errors import ConfigError, nearest_name
+from quire.common.errors import ConfigError, check_choice, nearest_name
 from quire.config.args import EngineArgs, arg, check_types
 from quire.config.sizes import parse_bytes
 
@@ -92,9 +92,8 @@ class ServerArgs:
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name, allowed in (("log_format", LOG_FORMATS), ("tool_parser", TOOL_PARSERS)):
-            if (value := getattr(self, name)) not in allowed:
-                raise ConfigError(f"{name}={value!r}{nearest_name(value, allowed)} (allowed: {', '.join(allowed)})")
+        check_choice("log_format", self.log_format, LOG_FORMATS)
+        check_choice("tool_parser", self.tool_parser, TOOL_PARSERS)
         for name, least in _AT_LEAST.items():
             if (value := getattr(self, name)) is not None and not least <= value < float("inf"):
                 raise ConfigError(f"{name}={value}: must be at least {least}")
@@ -185,7 +184,7 @@ def _read_config_file(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         values = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
-    except Exception as error:  # where a value is not of its tag's type, PyYAML lets through whatever that raises
+    except Exception as error:  # PyYAML raises any exception for a value that does not fit its tag
         raise ConfigError(f"the configuration file {str(path)!r} cannot be read: {error}") from error
     values = {} if values is None else values
     if not isinstance(values, dict):

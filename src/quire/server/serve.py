@@ -130,12 +130,13 @@ class _Service:
         state = ServerState(llm=llm, args=args, model_names=names)
         responses.stored_responses(state)  # a store that cannot be opened stops the server before its first request
         gate = DrainGate(
-            request_timeout_s=args.request_timeout_s,
-            drain_timeout_s=args.drain_timeout_s,
-            on_idle=give_back_memory,
+            request_timeout_s=args.request_timeout_s, drain_timeout_s=args.drain_timeout_s, on_idle=give_back_memory
         )
-        with _tracer(args, names[0]) as tracer:
-            self._loading_app.app = build_app(state, gate, self._keys, [tracer] if tracer is not None else [])
+        with contextlib.ExitStack() as stack:
+            tracers = [] if args.otlp_endpoint is None else [Tracer(args.otlp_endpoint, names[0])]
+            for tracer in tracers:
+                stack.callback(tracer.shutdown)
+            self._loading_app.app = build_app(state, gate, self._keys, tracers)
             gc.collect()
             gc.freeze()  # as in the engine process
             logger.info(
@@ -204,18 +205,6 @@ def build_app(
         )
     logs = [log_request] if args.log_requests else []
     return Observer(app, [metrics.on_http_response, *logs, *sinks], keep_bodies=args.log_prompts)
-
-
-@contextlib.contextmanager
-def _tracer(args: ServerArgs, model_name: str) -> Iterator[Tracer | None]:
-    if args.otlp_endpoint is None:
-        yield None
-        return
-    tracer = Tracer(args.otlp_endpoint, model_name)
-    try:
-        yield tracer
-    finally:
-        tracer.shutdown()
 
 
 def _uvicorn_config(app: ASGIApp, args: ServerArgs) -> uvicorn.Config:

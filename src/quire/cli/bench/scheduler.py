@@ -33,13 +33,13 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         config = kv_cache_config([spec], 16, num_blocks=num_seqs * (_PROMPT_LEN + _NUM_STEPS) // 8)
         blocks = BlockSpaceManager(config, enable_prefix_caching=True)
         scheduler = Scheduler(SchedulerConfig(num_seqs, num_seqs * _PROMPT_LEN), blocks)
-        committer = Committer(scheduler, max_model_len=2**20)
+        committer = Committer(scheduler.requests, max_model_len=2**20)
         prompts = [rng.choices(range(_VOCAB), k=_PROMPT_LEN) for _ in range(num_seqs)]
         prompts += [rng.choices(range(_VOCAB), k=4) for _ in range(num_waiting)]
         start, params = clock(), greedy(_NUM_STEPS)
         for prompt in prompts:
-            seq = Sequence(scheduler.new_seq_id(), prompt, (Draw(0.0, 0, 1.0, b""),), SampleOutput(params))
-            scheduler.add(SequenceGroup(OutputBuilder(str(seq.seq_id), prompt, params, 0.0), seq))
+            seq = Sequence(scheduler.requests.new_seq_id(), prompt, (Draw(0.0, 0, 1.0, b""),), SampleOutput(params))
+            scheduler.requests.add(SequenceGroup(OutputBuilder(str(seq.seq_id), prompt, params, 0.0), seq))
         times = {"add": [(clock() - start) / len(prompts)], "schedule": [], "commit": []}
         for _ in range(_NUM_STEPS - 1):
             start = clock()

@@ -6,11 +6,6 @@ from quire.common.params.sampling import OUTPUT_KINDS, OutputKind, SamplingParam
 from quire.common.params.structured_outputs import StructuredOutputsParams
 
 __all__ = [
-    "LOGPROBS_MODES",
-    "OUTPUT_KINDS",
-    "BeamSearchParams",
-    "LogprobsMode",
-    "OutputKind",
-    "SamplingParams",
+    "LOGPROBS_MODES", "OUTPUT_KINDS", "BeamSearchParams", "LogprobsMode", "OutputKind", "SamplingParams",
     "StructuredOutputsParams",
-]
+]  # fmt: skip

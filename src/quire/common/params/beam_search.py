@@ -12,6 +12,11 @@ from quire.common.params.structured_outputs import StructuredOutputsParams
 EarlyStopping = bool | Literal["never"]
 MAX_BEAMS = 256
 MAX_LENGTH_PENALTY = 10.0
+_SAME = (
+    "temperature", "max_tokens", "stop_token_ids", "ignore_eos", "structured_outputs", "skip_special_tokens",
+    "detokenize", "priority", "tenant",
+)  # fmt: skip
+"""Fields with the same name and meaning in SamplingParams."""
 
 
 class BeamSearchParams(msgspec.Struct, frozen=True):
@@ -69,16 +74,5 @@ class BeamSearchParams(msgspec.Struct, frozen=True):
 
     def sampling_params(self) -> SamplingParams:
         """Return the request as the parts of the engine that know no beams see it: `beam_width` samples."""
-        return SamplingParams(
-            n=self.beam_width,
-            temperature=self.temperature,
-            max_tokens=self.max_tokens,
-            stop_token_ids=self.stop_token_ids,
-            ignore_eos=self.ignore_eos,
-            structured_outputs=self.structured_outputs,
-            skip_special_tokens=self.skip_special_tokens,
-            detokenize=self.detokenize,
-            output_kind="final_only",
-            priority=self.priority,
-            tenant=self.tenant,
-        )
+        same = {name: getattr(self, name) for name in _SAME}
+        return SamplingParams(n=self.beam_width, output_kind="final_only", **same)

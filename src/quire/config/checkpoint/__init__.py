@@ -1,1 +1,1 @@
-"""What a checkpoint folder holds: which tensors, where, and their bytes. No torch."""
+"""The tensors in a checkpoint folder: their names, places and bytes. This package does not import torch."""

@@ -1,4 +1,4 @@
-"""Safetensors folders: one file, or several and an index. Every header is checked before anything in it is believed.
+"""Safetensors folders: one file, or several and an index. A header is checked before anything in it is used.
 
 A file is 8 bytes of little-endian header length, a JSON header `{name: {dtype, shape, data_offsets}}` of that length,
 and the data, without holes or overlaps. Format: https://github.com/huggingface/safetensors
@@ -22,7 +22,7 @@ DTYPES = {"BOOL": ("bool", 1), "U8": ("uint8", 1), "I8": ("int8", 1), "U16": ("u
 DTYPES |= {"F8_E4M3": ("float8_e4m3fn", 1), "F8_E5M2": ("float8_e5m2", 1), "F16": ("float16", 2)}
 DTYPES |= {"BF16": ("bfloat16", 2), "U32": ("uint32", 4), "I32": ("int32", 4), "F32": ("float32", 4)}
 DTYPES |= {"U64": ("uint64", 8), "I64": ("int64", 8), "F64": ("float64", 8)}
-"""The dtypes as the format spells them: torch's name, and the bytes of an element."""
+"""For each dtype by its name in the format: its name in torch, and the bytes of an element."""
 
 _MAX_HEADER_BYTES = 100_000_000
 _MAX_DIMENSIONS = 64
@@ -35,13 +35,13 @@ def open_safetensors(folder: Path) -> MappedCheckpoint:
         header = read_header(path)
         missing = sorted(set(names or ()) - header.keys())
         if missing:
-            raise CheckpointError(f"{path} lacks what {INDEX_FILE} promises of it: {', '.join(missing)}")
+            raise CheckpointError(f"{path} lacks tensors that {INDEX_FILE} assigns to it: {', '.join(missing)}")
         tensors |= header if names is None else {name: header[name] for name in names}
     return MappedCheckpoint(tensors)
 
 
 def read_header(path: Path) -> dict[str, MappedTensor]:
-    """All tensors of `path` by name, in file order. Raises CheckpointError saying what is wrong with the file."""
+    """Return all tensors of `path` by name, in the order of the file. Raises CheckpointError for a malformed file."""
     try:
         file_bytes = path.stat().st_size
         with path.open("rb") as file:
@@ -115,7 +115,7 @@ def _check_layout(path: Path, tensors: list[MappedTensor], data_start: int, file
         if tensor.offset != end:
             what = "overlaps" if tensor.offset < end else "leaves a hole after"
             names = f"{reprlib.repr(tensor.name)} {what} {reprlib.repr(before)}"
-            raise CheckpointError(f"{path}: tensor {names}: the header lies about offsets")
+            raise CheckpointError(f"{path}: tensor {names}: the offsets in its header are wrong")
         end, before = tensor.offset + tensor.num_bytes, tensor.name
     if end > file_bytes:
         raise CheckpointError(

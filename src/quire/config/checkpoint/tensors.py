@@ -10,7 +10,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What is known of a tensor before it is read. Elements follow each other row by row."""
+    """Facts about a tensor that are known before it is read. Its elements are stored row by row."""
 
     name: str
     dtype: str
@@ -64,13 +64,12 @@ class MappedCheckpoint:
         mapping = self._mapping(info.path)
         yield memoryview(mapping)[start:end]
         whole_pages = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-        if end > whole_pages and hasattr(mmap, "MADV_DONTNEED"):
+        if end > whole_pages:
             mapping.madvise(mmap.MADV_DONTNEED, whole_pages, end - whole_pages)
 
     def _mapping(self, path: Path) -> mmap.mmap:
         if path not in self._maps:
             with path.open("rb") as file:
                 self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            if hasattr(mmap, "MADV_WILLNEED"):  # read ahead in large pieces while the first weights are packed
-                self._maps[path].madvise(mmap.MADV_WILLNEED)
+            self._maps[path].madvise(mmap.MADV_WILLNEED)  # read ahead in large pieces, while the first are packed
         return self._maps[path]

@@ -1,1 +1,1 @@
-"""The engine in a process of its own, and the messages it exchanges with the API process."""
+"""The engine in a process of its own, and the messages that it exchanges with the API process."""

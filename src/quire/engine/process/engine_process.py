@@ -1,8 +1,9 @@
-"""The engine process: an LLMEngine between two ends of a socket.
+"""The engine process: an LLMEngine that serves one client over a socket.
 
 Started as `python -m quire.engine.process.engine_process DESCRIPTOR`.
 
-It serves one client, whose socket it inherits, and ends when that is closed. The main thread steps; another one reads.
+The process inherits the client's socket and ends when the socket is closed. The main thread runs the engine's steps;
+another thread reads messages, and a third one sends heartbeats.
 """
 
 from __future__ import annotations
@@ -16,12 +17,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, BinaryIO, Protocol, TypeAlias
+from typing import TYPE_CHECKING, BinaryIO, TypeAlias
 
 import msgspec
 
 from quire.common import liveness
-from quire.common.batch import TokenLogprobs
 from quire.common.errors import QuireError, RequestFailedError
 from quire.common.faults import fault_point, fault_write
 from quire.common.log import logger, set_up_logging
@@ -29,25 +29,8 @@ from quire.common.memory import IDLE_S, give_back_memory
 from quire.common.outputs import CompletionOutput, EngineStats, FinishReason
 from quire.common.params import BeamSearchParams, SamplingParams
 from quire.config.args import EngineArgs
+from quire.engine.process import messages
 from quire.engine.process.heartbeat import Pulse, beat
-from quire.engine.process.messages import (
-    Abort,
-    AddRequest,
-    AddScoring,
-    CacheFrame,
-    ProtocolError,
-    Ready,
-    RequestDelta,
-    Rows,
-    SequenceDelta,
-    SetCacheView,
-    Start,
-    StartFailed,
-    StepDone,
-    ToEngine,
-    read_frame,
-    to_frame,
-)
 from quire.engine.requests.output import SampleOutput
 from quire.engine.requests.sequence import SequenceGroup
 from quire.engine.view.cache_view import MIN_INTERVAL_S, CacheView
@@ -56,57 +39,41 @@ if TYPE_CHECKING:
     from quire.engine.llm_engine import LLMEngine
 
 _EXIT_GRACE_S = 0.5
-"""left to the step that runs when the client goes"""
+"""Time in which the running step may finish after the client has closed its socket."""
 
 _MESSAGES_S = 0.01
-"""to take messages in before a step; one that comes with a thousand bad words takes as long"""
+"""Time for processing messages before a step. A single request with a thousand bad words takes this long."""
 
 _FAILED = RequestFailedError.__name__
 
-Inbox: TypeAlias = "SimpleQueue[ToEngine | None]"
-"""messages as they come; None is the end"""
-
-
-class CacheFrames(Protocol):
-    """The cache view of one engine."""
-
-    def frame(self, now: float) -> bytes | None:
-        """What the watchers are told next, `now` in seconds of time.monotonic(); None: nothing, for the time being."""
-        ...
-
-    def restart(self) -> None:
-        """The next frame is a whole one."""
-        ...
-
-    def close(self) -> None:
-        """Nobody watches any more."""
-        ...
+Inbox: TypeAlias = "SimpleQueue[messages.ToEngine | None]"
+"""Messages in the order in which they arrive. None means that there will be no more."""
 
 
 class EngineProcess:
-    """The main loop around an engine: take messages, step, tell what has changed, in one frame."""
+    """The main loop around an engine: process messages, run a step, and send what has changed in one frame."""
 
     def __init__(
         self,
         engine: LLMEngine,
         inbox: Inbox,
         send: Callable[[bytes], object],
-        make_cache_view: Callable[[LLMEngine], CacheFrames] = CacheView,
+        make_cache_view: Callable[[LLMEngine], CacheView] = CacheView,
         pulse: Pulse | None = None,
     ) -> None:
-        """`pulse` is kept up to date."""
+        """`pulse` is updated in each turn of the loop, for the thread that sends heartbeats."""
         self.engine = engine
         self._pulse = pulse or Pulse()
         self._inbox = inbox
         self._send = send
         self._make_cache_view = make_cache_view
-        self._cache_view: CacheFrames | None = None
+        self._cache_view: CacheView | None = None
         self._keys: dict[str, int] = {}
-        self._told: EngineStats | None = None
+        self._last_stats: EngineStats | None = None
 
     def run(self) -> None:
-        """Until the client has gone. A request that fails in a step ends alone."""
-        self._send(to_frame(Ready(self.engine.model_config.max_model_len, self.engine.stats())))
+        """Serve until the client closes its socket. A request that fails in a step ends alone."""
+        self._send(messages.to_frame(messages.Ready(self.engine.model_config.max_model_len, self.engine.stats())))
         while True:
             deltas = []
             self._pulse.num_turns += 1
@@ -116,11 +83,14 @@ class EngineProcess:
                 deltas += self._handle(message)
             if self.engine.has_unfinished_requests():
                 deltas += self._step()
-            self._tell(deltas)
+            self._send_changes(deltas)
 
-    def _messages(self) -> Iterator[ToEngine | None]:
-        """All that wait, or as many as do not keep the requests that run waiting; the next one, however long it takes,
-        while there is nothing to step. Watchers of the cache are told of the last step even so."""
+    def _messages(self) -> Iterator[messages.ToEngine | None]:
+        """Yield the messages that have arrived. If there is nothing to step, wait for the first one.
+
+        While requests run, this stops after _MESSAGES_S, so that they do not wait. While the cache is watched, it stops
+        waiting after MIN_INTERVAL_S, so that the changes of the last step are sent.
+        """
         end_s = time.monotonic() + _MESSAGES_S
         try:
             self._pulse.is_busy = self.engine.has_unfinished_requests()
@@ -135,9 +105,9 @@ class EngineProcess:
         except Empty:
             return
 
-    def _next_message(self) -> ToEngine | None:
-        """However long it takes, but that memory is given back after a moment. Raises Empty where watchers of the cache
-        wait to be told of the last step."""
+    def _next_message(self) -> messages.ToEngine | None:
+        """Wait for the next message; after IDLE_S, return free memory to the system first. While the cache is watched,
+        raises Empty after MIN_INTERVAL_S."""
         if self._cache_view is not None:
             return self._inbox.get(timeout=MIN_INTERVAL_S)
         try:
@@ -146,14 +116,14 @@ class EngineProcess:
             give_back_memory()
             return self._inbox.get()
 
-    def _handle(self, message: ToEngine) -> list[RequestDelta]:
+    def _handle(self, message: messages.ToEngine) -> list[messages.RequestDelta]:
         match message:
-            case AddRequest() | AddScoring():
+            case messages.AddRequest() | messages.AddScoring():
                 return self._add(message)
-            case Abort():
+            case messages.Abort():
                 self._keys.pop(message.request_id, None)
                 self.engine.abort_request(message.request_id)
-            case SetCacheView():
+            case messages.SetCacheView():
                 self._watch(message.on)
         return []
 
@@ -166,11 +136,11 @@ class EngineProcess:
             self._cache_view.close()
             self._cache_view = None
 
-    def _add(self, message: AddRequest | AddScoring) -> list[RequestDelta]:
-        """Queue a request; if the engine refuses it after all, that is its end."""
+    def _add(self, message: messages.AddRequest | messages.AddScoring) -> list[messages.RequestDelta]:
+        """Queue a request. If the engine rejects it, the returned delta ends it."""
         try:
             fault_point("engine.take", message.request_id)
-            if isinstance(message, AddRequest):
+            if isinstance(message, messages.AddRequest):
                 prompt = {"prompt_token_ids": message.token_ids, "cache_salt": message.cache_salt}
                 kind: type[BeamSearchParams | SamplingParams]
                 kind = BeamSearchParams if message.is_beam_search else SamplingParams
@@ -179,20 +149,19 @@ class EngineProcess:
                     message.request_id, prompt, params, arrival_time=message.arrival_time, progress=message.progress
                 )
             else:
-                context = {
-                    "prompt_token_ids": message.token_ids[: message.first],
-                    "cache_salt": message.cache_salt,
-                }
+                context = {"prompt_token_ids": message.token_ids[: message.first], "cache_salt": message.cache_salt}
                 self.engine.add_scoring_request(message.request_id, context, message.token_ids[message.first :])
         except Exception as error:
             logger.exception("request %s was refused by the engine", message.request_id)
-            ignored = SequenceDelta(0, [], "ignored")
-            return [RequestDelta(message.key, [ignored], True, error=str(error), error_kind=type(error).__name__)]
+            ignored = messages.SequenceDelta(0, [], "ignored")
+            return [
+                messages.RequestDelta(message.key, [ignored], True, error=str(error), error_kind=type(error).__name__)
+            ]
         self._keys[message.request_id] = message.key
         return []
 
-    def _step(self) -> list[RequestDelta]:
-        """Raises EngineBrokenError, which ends the process: nothing but a new one helps."""
+    def _step(self) -> list[messages.RequestDelta]:
+        """Run a step. Raises EngineBrokenError, which ends the process: only a new engine can continue."""
         deltas = []
         for group in self.engine.advance():
             key = self._keys.pop(group.request_id) if group.is_finished else self._keys[group.request_id]
@@ -203,80 +172,80 @@ class EngineProcess:
             except Exception as error:
                 self._keys.pop(group.request_id, None)
                 self.engine.fail_request(group, "when its output was made", error)
-                deltas.append(RequestDelta(key, [], True, error=group.error, error_kind=_FAILED))
+                deltas.append(messages.RequestDelta(key, [], True, error=group.error, error_kind=_FAILED))
         return deltas
 
-    def _tell(self, deltas: list[RequestDelta]) -> None:
-        """One frame for the step, if anything has changed; and one for those who watch the cache."""
+    def _send_changes(self, deltas: list[messages.RequestDelta]) -> None:
+        """Send a frame for the step if anything has changed, and one for the watchers of the cache."""
         stats = self.engine.stats()
-        if deltas or stats != self._told:
-            self._told = stats
+        if deltas or stats != self._last_stats:
+            self._last_stats = stats
             for frame in self._frames(deltas, stats):
                 self._send(frame)
         if self._cache_view is not None and (payload := self._cache_view.frame(time.monotonic())) is not None:
-            self._send(to_frame(CacheFrame(payload)))
+            self._send(messages.to_frame(messages.CacheFrame(payload)))
 
-    def _frames(self, deltas: list[RequestDelta], stats: EngineStats) -> Iterator[bytes]:
-        """One frame; where that is too large, one for each request. What is too large even so ends its request."""
+    def _frames(self, deltas: list[messages.RequestDelta], stats: EngineStats) -> Iterator[bytes]:
+        """Yield one frame with all deltas or, if that would be too large, one for each request. A request whose delta
+        alone is too large is aborted."""
         try:
-            yield to_frame(StepDone(deltas, stats))
+            yield messages.to_frame(messages.StepDone(deltas, stats))
             return
-        except ProtocolError as error:
+        except messages.ProtocolError as error:
             reason = f"the log-probabilities are too many to be sent: {error}; ask for fewer"
         for delta in deltas:
             try:
-                frame = to_frame(StepDone([delta], stats))
-            except ProtocolError:
+                frame = messages.to_frame(messages.StepDone([delta], stats))
+            except messages.ProtocolError:
                 for request_id in [request_id for request_id, key in self._keys.items() if key == delta.key]:
-                    self._handle(Abort(request_id))
-                end = RequestDelta(delta.key, [SequenceDelta(0, [], "abort")], True, error=reason)
-                frame = to_frame(StepDone([end], stats))
+                    self._handle(messages.Abort(request_id))
+                end = messages.RequestDelta(delta.key, [messages.SequenceDelta(0, [], "abort")], True, error=reason)
+                frame = messages.to_frame(messages.StepDone([end], stats))
             yield frame
 
 
-def to_delta(key: int, group: SequenceGroup) -> RequestDelta:
-    """What is new of a request since the last delta. A beam search has one delta, at its end, with its outputs."""
+def to_delta(key: int, group: SequenceGroup) -> messages.RequestDelta:
+    """Return what a request has added since its last delta. A beam search has a single delta, with its outputs."""
     if group.search is not None:
         sequences = [
-            SequenceDelta(beam.index, beam.token_ids, *_reasons(beam), cumulative_logprob=beam.cumulative_logprob)
+            messages.SequenceDelta(
+                beam.index, beam.token_ids, *_reasons(beam), cumulative_logprob=beam.cumulative_logprob
+            )
             for beam in group.search.outputs(group.seqs)
         ]
     else:
         sequences = [_sequence_delta(seq.output) for seq in group.seqs if not seq.output.has_emitted_end]
     scores = group.outputs.scores
-    return RequestDelta(
+    return messages.RequestDelta(
         key,
         sequences,
         group.is_finished,
         group.num_cached_tokens,
         group.metrics,
-        None if scores is None else _packed(scores.rows.take()),
+        None if scores is None else messages.Rows.pack(scores.rows.take()),
         group.error,
         _FAILED if group.has_failed else None,
     )
 
 
-def _sequence_delta(sample: SampleOutput) -> SequenceDelta:
+def _sequence_delta(sample: SampleOutput) -> messages.SequenceDelta:
     start, _ = sample.num_emitted
     sample.num_emitted, sample.has_emitted_end = (len(sample.token_ids), 0), sample.finish_reason is not None
-    rows = None if sample.logprobs is None else _packed(sample.logprobs.take())
-    return SequenceDelta(sample.index, sample.token_ids[start:], *_reasons(sample), rows)
+    rows = None if sample.logprobs is None else messages.Rows.pack(sample.logprobs.take())
+    return messages.SequenceDelta(sample.index, sample.token_ids[start:], *_reasons(sample), rows)
 
 
 def _reasons(output: SampleOutput | CompletionOutput) -> tuple[FinishReason | None, int | None]:
-    """Return why it ended. Stop strings are found in the API process, where text is made."""
+    """Return why the output ended. Stop strings are not among the reasons: the API process, which makes text, finds
+    them."""
     return output.finish_reason, output.stop_reason if isinstance(output.stop_reason, int) else None
 
 
-def _packed(logprobs: TokenLogprobs | None) -> Rows | None:
-    return None if logprobs is None else Rows.pack(logprobs)
-
-
 def read_messages(stream: BinaryIO, inbox: Inbox) -> None:
-    """Fill the inbox until the client has gone or sends nonsense."""
-    decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+    """Put messages into the inbox until the socket is closed or a message is malformed."""
+    decoder: msgspec.msgpack.Decoder[messages.ToEngine] = msgspec.msgpack.Decoder(messages.ToEngine)
     try:
-        while (frame := read_frame(stream)) is not None:
+        while (frame := messages.read_frame(stream)) is not None:
             message = decoder.decode(frame)
             fault_point("engine.receive", type(message).__name__)
             inbox.put(message)
@@ -286,14 +255,14 @@ def read_messages(stream: BinaryIO, inbox: Inbox) -> None:
 
 
 def _read_to_the_end(stream: BinaryIO, inbox: Inbox) -> None:
-    """As read_messages; then the process ends, with its step if that is soon over, for nobody wants the outcome."""
+    """Read messages to their end, and then end the process. The running step gets _EXIT_GRACE_S to finish."""
     read_messages(stream, inbox)
     time.sleep(_EXIT_GRACE_S)
     os._exit(0)
 
 
 def _beat_to_the_end(send: Callable[[bytes], None], pulse: Pulse) -> None:
-    """As beat; then the process ends: what was sent may be a part of a frame, and the rest would be nonsense."""
+    """Send heartbeats. End the process if that fails, since nothing can be read after a part of a frame."""
     try:
         beat(send, pulse)
     except Exception:
@@ -302,8 +271,8 @@ def _beat_to_the_end(send: Callable[[bytes], None], pulse: Pulse) -> None:
 
 
 def main(descriptor: int) -> None:
-    """Serve the client whose socket this is. The first message says what engine to make."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the client, which may want to finish its requests
+    """Serve the client whose socket has this file descriptor. Its first message has the engine's arguments."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the client handles them, and may finish its requests first
         signal.signal(number, signal.SIG_IGN)
     liveness.end_with_parent()
     client = socket.socket(fileno=descriptor)
@@ -322,22 +291,22 @@ def main(descriptor: int) -> None:
     pulse = Pulse()
     threading.Thread(target=_beat_to_the_end, args=(send, pulse), daemon=True).start()
     start = inbox.get()
-    if not isinstance(start, Start):
+    if not isinstance(start, messages.Start):
         return
     if start.log_format is not None:
         set_up_logging(start.log_format)
-    from quire.engine.llm_engine import LLMEngine  # with torch, which takes seconds: heartbeats come first
+    from quire.engine.llm_engine import LLMEngine  # imports torch, which takes seconds, so heartbeats start before
 
     try:
         engine = LLMEngine.from_args(EngineArgs.from_kwargs(**start.args))
     except Exception as error:
         if not isinstance(error, QuireError):
             logger.exception("the engine could not be made")
-        send(to_frame(StartFailed(type(error).__name__, str(error))))
+        send(messages.to_frame(messages.StartFailed(type(error).__name__, str(error))))
         return
     engine.grammars.prepare()
     gc.collect()
-    gc.freeze()  # what is there stays: to look through it again and again would hold up a step for a tenth of a second
+    gc.freeze()  # these objects live as long as the engine; examining them would delay a step by a tenth of a second
     EngineProcess(engine, inbox, send, pulse=pulse).run()
 
 

@@ -1,7 +1,7 @@
-"""How the engine process shows that it is alive: once a second, from a thread of its own, it tells how far it is.
+"""Heartbeats: once a second, a thread of the engine process reports the progress of the step loop.
 
-What counts is progress, not time: turns of the step loop and kernel calls, so that a step of thousands of tokens may
-take as long as it does. Where one kernel alone takes seconds, the processor time it uses counts.
+Progress is counted in turns of the step loop and in kernel calls, so that a step of thousands of tokens may take any
+time without seeming to hang. While a single kernel runs for seconds, the processor time that it uses is progress too.
 """
 
 import time
@@ -13,16 +13,18 @@ from quire.engine.process.messages import Heartbeat, to_frame
 
 HEARTBEAT_S = 1.0
 _MIN_CPU_S = 0.02
-"""of a heartbeat's time: a kernel that has used less waits for something, on the busiest machine too"""
+"""Processor time between two heartbeats. A kernel that has used less is waiting for something, even on a busy machine.
+"""
 
 
 @dataclass(slots=True)
 class Pulse:
-    """What the step loop says of itself."""
+    """The state of the step loop, which the loop writes and the heartbeats report."""
 
     is_busy: bool = False
-    """it does not wait for messages"""
+    """Whether the loop has something to do; False while it waits for messages."""
     num_turns: int = 0
+    """Number of turns of the loop so far."""
 
 
 def beat(send: Callable[[bytes], object], pulse: Pulse, wait: Callable[[float], object] = time.sleep) -> None:

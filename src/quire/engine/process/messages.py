@@ -1,7 +1,7 @@
-"""What the API process and the engine process tell each other: msgpack of tagged structs, each in a frame.
+"""The messages between the API process and the engine process: tagged structs in msgpack, each in a frame.
 
-A frame is its length, 4 bytes little-endian, and so many bytes. The length is checked before anything is allocated.
-Tokens travel, texts do not: text is made, and stop strings are found, in the API process.
+A frame is the length of its content (4 bytes, little-endian), then the content. The length is checked before memory is
+allocated. Messages contain tokens and never text, because the API process makes text and finds stop strings.
 """
 
 from __future__ import annotations
@@ -19,46 +19,46 @@ LENGTH_BYTES = 4
 
 
 class ProtocolError(ConnectionError):
-    """The other process sent what it must not."""
+    """The other process sent something that violates the protocol."""
 
 
 class Start(msgspec.Struct, tag=True):
-    """The first message: what engine to make."""
+    """The first message: the arguments with which to make the engine."""
 
     args: dict[str, Any]
-    """the fields of EngineArgs"""
+    """The fields of EngineArgs."""
     log_format: str | None = None
-    """see `set_up_logging`"""
+    """Format of the log, as in `set_up_logging`; None to leave logging as it is."""
 
 
 class Progress(msgspec.Struct):
-    """How far a request came in an engine that has died, for another engine to continue it."""
+    """The progress of a request in an engine that has died, from which another engine continues it."""
 
     metrics: RequestMetrics
     num_cached_tokens: int
     token_ids: list[int] = []
-    """The output tokens of a single sample. Empty for several samples, which begin again."""
+    """The output tokens of a single sample. Empty for several samples, which start again from the prompt."""
 
 
 class AddRequest(msgspec.Struct, tag=True, omit_defaults=True):
-    """Queue a request, which was found right."""
+    """Queue a request, which the API process has checked."""
 
     key: int
-    """names it in what comes back; never used twice"""
+    """Identifies the request in messages from the engine; never used twice."""
     request_id: str
     token_ids: list[int]
     cache_salt: str
     arrival_time: float
-    """seconds of time.monotonic(), a clock that all processes of a machine share"""
+    """Seconds of time.monotonic(), a clock that all processes of a machine share."""
     is_beam_search: bool
     params: msgspec.Raw
-    """SamplingParams or BeamSearchParams; decoded where an error is this request's alone"""
+    """SamplingParams or BeamSearchParams, encoded on their own, so that an error in them ends only this request."""
     progress: Progress | None = None
-    """How far it came in an engine before this one."""
+    """Progress in an earlier engine that died; None for a new request."""
 
 
 class AddScoring(msgspec.Struct, tag=True):
-    """Queue a request to score its tokens from `first` on."""
+    """Queue a request that scores its tokens from index `first` on."""
 
     key: int
     request_id: str
@@ -68,13 +68,13 @@ class AddScoring(msgspec.Struct, tag=True):
 
 
 class Abort(msgspec.Struct, tag=True):
-    """End a request, if it still runs; nothing comes back."""
+    """Abort a request if it still runs. The engine sends no answer."""
 
     request_id: str
 
 
 class SetCacheView(msgspec.Struct, tag=True):
-    """Begin the cache view anew, its next frame being a whole one, or end it."""
+    """Start or stop the cache view. If it runs already, its next frame is a whole snapshot again."""
 
     on: bool
 
@@ -90,8 +90,10 @@ class Rows(msgspec.Struct, array_like=True, gc=False):
     ranks: bytes
 
     @classmethod
-    def pack(cls, logprobs: TokenLogprobs) -> Rows:
-        """The arrays as bytes."""
+    def pack(cls, logprobs: TokenLogprobs | None) -> Rows | None:
+        """Convert the arrays to bytes; None stays None."""
+        if logprobs is None:
+            return None
         return cls(
             logprobs.token_ids.astype("<i4").tobytes(),
             logprobs.logprobs.astype("<f4").tobytes(),
@@ -99,7 +101,7 @@ class Rows(msgspec.Struct, array_like=True, gc=False):
         )
 
     def unpack(self) -> TokenLogprobs:
-        """The bytes as arrays."""
+        """Convert the bytes to arrays."""
         ranks = np.frombuffer(self.ranks, "<i4")
         shape = len(ranks), -1
         token_ids, logprobs = np.frombuffer(self.token_ids, "<i4"), np.frombuffer(self.logprobs, "<f4")
@@ -107,7 +109,7 @@ class Rows(msgspec.Struct, array_like=True, gc=False):
 
 
 class SequenceDelta(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """What is new of one sequence; of a beam search's output, all."""
+    """What a sequence has added since the last delta, or a whole output of a beam search."""
 
     index: int
     token_ids: list[int]
@@ -115,11 +117,11 @@ class SequenceDelta(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fals
     stop_reason: int | None = None
     logprobs: Rows | None = None
     cumulative_logprob: float | None = None
-    """of a beam search's output"""
+    """Sum of the log-probabilities of a beam search's output; None for other outputs."""
 
 
 class RequestDelta(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """What is new of one request."""
+    """What a request has added since the last delta."""
 
     key: int
     sequences: list[SequenceDelta]
@@ -127,45 +129,47 @@ class RequestDelta(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
     prompt_logprobs: Rows | None = None
-    """of the prompt's tokens that were scored since the last time"""
+    """Log-probabilities of the prompt tokens that were scored since the last delta."""
     error: str | None = None
+    """Why the request failed; None if it did not."""
     error_kind: str | None = None
-    """name of the exception with which the engine refused the request; None if it took it"""
+    """Name of the exception with which the engine rejected the request, or in which it failed; None if there was none.
+    """
 
 
 class Ready(msgspec.Struct, tag=True):
-    """The engine waits for requests."""
+    """The engine is ready for requests."""
 
     max_model_len: int
     stats: EngineStats
 
 
 class Heartbeat(msgspec.Struct, tag=True):
-    """Sent once a second from the process's first moments on."""
+    """A sign of life, sent once a second as soon as the process has started."""
 
     progress: int
-    """something else than the last time if the step has got on meanwhile"""
+    """Grows with the work done; equal in two heartbeats if no progress was made between them."""
     is_busy: bool
-    """it ought to get on"""
+    """Whether the engine has something to do, so that progress is expected."""
 
 
 class StartFailed(msgspec.Struct, tag=True):
-    """There will be no engine."""
+    """The engine could not be made, and the process ends."""
 
     kind: str
-    """name of the exception"""
+    """Name of the exception."""
     message: str
 
 
 class StepDone(msgspec.Struct, tag=True):
-    """What a step changed, or messages did while there was nothing to step."""
+    """The changes made by a step, or by messages while there was nothing to step."""
 
     deltas: list[RequestDelta]
     stats: EngineStats
 
 
 class CacheFrame(msgspec.Struct, tag=True):
-    """The next frame of the cache view."""
+    """A frame of the cache view."""
 
     payload: bytes
 
@@ -176,8 +180,8 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def to_frame(message: ToEngine | ToClient) -> bytes:
-    """A message as it travels. Raises ProtocolError for one that is too large; what msgspec raises for what cannot be
-    written, such as an integer of more than 64 bits."""
+    """Encode a message as a frame. Raises ProtocolError if it is too large, and msgspec's errors if it cannot be
+    encoded, for example because of an integer of more than 64 bits."""
     frame = bytearray(LENGTH_BYTES)
     _encoder.encode_into(message, frame, LENGTH_BYTES)
     num_bytes = len(frame) - LENGTH_BYTES
@@ -188,7 +192,7 @@ def to_frame(message: ToEngine | ToClient) -> bytes:
 
 
 def frame_len(head: bytes) -> int:
-    """The number of bytes that follow these four. Raises ProtocolError if there are too many."""
+    """Return the length of a frame's content from its first four bytes. Raises ProtocolError if it is too large."""
     num_bytes = int.from_bytes(head, "little")
     if num_bytes > MAX_FRAME_BYTES:
         raise ProtocolError(f"a frame of {num_bytes:,} bytes: at most {MAX_FRAME_BYTES:,} are allowed")
@@ -196,7 +200,7 @@ def frame_len(head: bytes) -> int:
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:
-    """The next frame's content; None at the end, also where it comes in the middle of a frame."""
+    """Return the content of the next frame; None at the end of the stream, even within a frame."""
     head = stream.read(LENGTH_BYTES)
     if len(head) < LENGTH_BYTES:
         return None

@@ -1,9 +1,9 @@
-"""Beam search: the sequences of a request that are likeliest together, followed side by side. No torch here.
+"""Beam search: the likeliest outputs of a request are searched for side by side. This module does not import torch.
 
-The beams of a request are its sequences. Each holds back what may follow it until all have found out; then the search
-chooses among the candidates of all, and a beam goes on, is forked, or ends. A beam that holds has no token to compute,
-so the scheduler leaves it alone: which beams run in the same step does not matter. Prefixes are never computed twice,
-unless memory is so short that a beam had to give its blocks away.
+The beams of a request are its sequences. Each keeps the candidates for its next token until all beams have theirs; then
+the search chooses among the candidates of all, and a beam continues, is forked, or ends. A beam with candidates has no
+token to compute, so the scheduler does not run it: the beams need not run in the same step. No prefix is computed
+twice, unless a beam was preempted.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 class BeamSelector(Protocol):
-    """Decides how the beams of one request go on. Commit alone calls `select`, which changes it."""
+    """Decides how the beams of one request continue. Commit alone calls `select`, which changes it."""
 
     def select(self, beams: list[Sequence]) -> list[tuple[int, int]]:
-        """The next beams, from what all of these hold: (place of the parent, its next token). Empty: the end."""
+        """Return the next beams, from the candidates of these: (index of parent, next token). Empty: the end."""
         ...
 
     def outputs(self, beams: list[Sequence]) -> list[CompletionOutput]:
-        """What the request's caller is told at its end, from what the search has found and the beams it has left."""
+        """Return the outputs for the caller at the end: those that the search has found, then the beams left."""
         ...
 
 
@@ -43,7 +43,7 @@ class _Hypothesis:
     """An output that has ended."""
 
     score: float
-    """the sum of its log-probabilities over length ** length_penalty"""
+    """The sum of its log-probabilities, divided by length ** length_penalty."""
     cum_logprob: float
     token_ids: list[int]
     finish_reason: FinishReason | None
@@ -53,9 +53,10 @@ class _Hypothesis:
 class BeamSearch:
     """The search of one request, as transformers defines it.
 
-    Of all ways in which the beams can go on by one token, `num_candidates` are looked at, the likeliest first, and of
-    equals the earlier beam's and the smaller token id. Those that end an output compete with the outputs found before,
-    if they are among the first `beam_width`; the first `beam_width` of the others are the next beams.
+    Of all continuations of the beams by one token, the `num_candidates` likeliest are examined in order; of equally
+    likely ones, that of the earlier beam and then the smaller token id comes first. Those that end an output compete
+    with the outputs found before, if they are among the first `beam_width`; the first `beam_width` of the others are
+    the next beams.
     """
 
     def __init__(self, params: BeamSearchParams, model: ModelConfig, max_num_seqs: int) -> None:
@@ -80,11 +81,11 @@ class BeamSearch:
                 f"candidates in a step, and this model has only {model.vocab_size} tokens: search less wide"
             )
         self._max_model_len = model.max_model_len
-        self._cum_logprobs = [0.0]  # of the beams, in their order
-        self._finished: list[_Hypothesis] = []  # the best `beam_width`, best first
+        self._cum_logprobs = [0.0]  # Of the beams, in their order.
+        self._finished: list[_Hypothesis] = []  # The best `beam_width`, best first.
 
     def start(self, seq: Sequence) -> None:
-        """Take over a request's first sequence: what it draws with, and its text, which is made at the end."""
+        """Prepare a request's first sequence: set its draws, and take its detokenizer: text is made at the end."""
         self._detokenizer, seq.output.detokenizer = seq.output.detokenizer, None
         self.max_tokens = min(self.max_tokens, self._max_model_len - seq.num_tokens)
         temperature = self.params.temperature if self.params.temperature != 1 else 0.0
@@ -97,7 +98,7 @@ class BeamSearch:
         seq.draw_with((draw,) * self.params.beam_width)
 
     def select(self, beams: list[Sequence]) -> list[tuple[int, int]]:
-        """One step of the search. Empty once no beam can come among the best any more, as early_stopping says."""
+        """One step of the search. Empty once no beam can become one of the best, according to early_stopping."""
         held = [beam.beam_candidates for beam in beams if beam.beam_candidates is not None]
         token_ids = np.concatenate([candidates.token_ids[0, 1:] for candidates in held])
         cum_logprobs = np.concatenate(
@@ -142,7 +143,7 @@ class BeamSearch:
         del self._finished[self.params.beam_width :]
 
     def _is_over(self, length: int) -> bool:
-        """Whether outputs that could still be found are taken to be no better than those there are."""
+        """Whether outputs that could still be found count as no better than those found already."""
         if len(self._finished) < self.params.beam_width:
             return False
         if self.params.early_stopping is True:
@@ -152,7 +153,7 @@ class BeamSearch:
         return self._score(self._cum_logprobs[0], length) <= self._finished[-1].score
 
     def outputs(self, beams: list[Sequence]) -> list[CompletionOutput]:
-        """The `n` best. A search that was cut short has its beams, as far as they are, behind what has ended."""
+        """The `n` best. If the search was cut short, its unfinished beams follow the finished outputs."""
         hypotheses = self._finished + [
             _Hypothesis(0.0, cum_logprob, list(beam.output.token_ids), beam.output.finish_reason)
             for beam, cum_logprob in zip(beams, self._cum_logprobs, strict=False)

@@ -13,7 +13,7 @@ from quire.common.batch import Draw
 from quire.common.errors import failure
 from quire.common.log import logger
 from quire.engine.requests.sequence import Sequence, SequenceGroup, SequenceStatus
-from quire.engine.scheduling.scheduler import Scheduler
+from quire.engine.scheduling.unfinished import UnfinishedRequests
 from quire.text.grammar.compiler import Compilation, GrammarCompiler
 
 COMPILE_LIMIT_S = 20.0
@@ -114,8 +114,8 @@ class GrammarQueue:
         """Wait until a compilation has ended, at most `timeout_s`."""
         wait_for([compilation.future for compilation in self._waiting.values()], timeout_s, FIRST_COMPLETED)
 
-    def admit(self, scheduler: Scheduler) -> None:
-        """Add the requests whose grammars are ready to the scheduler."""
+    def admit(self, requests: UnfinishedRequests) -> None:
+        """Add the requests whose grammars are ready to those that the scheduler knows."""
         if self._held:
             self._begin()
         for group, compilation in list(self._waiting.items()):
@@ -128,7 +128,7 @@ class GrammarQueue:
             self._discard(group)
             (seq,) = group.seqs
             if group.error is None and self._start(group, seq, compilation):
-                scheduler.add(group)
+                requests.add(group)
                 continue
             if not seq.status.is_finished:
                 seq.finish(SequenceStatus.FINISHED_IGNORED)

@@ -1,4 +1,4 @@
-"""What callers give, checked and resolved: prompts to token ids, params to draws."""
+"""Checks what callers pass: makes token ids of prompts, and draws of parameters."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from quire.config.args import EngineConfig
 from quire.engine.requests.beam_search import BeamSearch
 from quire.engine.requests.logprobs import LogprobRows, PromptScores
 from quire.engine.requests.output import OutputBuilder, SampleOutput
-from quire.kv.content_hash import ContentKey
+from quire.kv.prefix_cache.content_hash import ContentKey
 from quire.runner.sampling.random import random_key, uniform_bits
 from quire.text.tokenizer.detokenizer import IncrementalDetokenizer
 from quire.text.tokenizer.tokenizer import Tokenizer
 
 Prompt: TypeAlias = str | SequenceOf[int] | Mapping[str, object]
-"""text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`; in a dict also `cache_salt`"""
+"""Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`; a dict may also contain `cache_salt`."""
 
 
 _USUAL_CHARS = 8
-"""of a token; a text with more than so many for each token of the context is looked at in pieces first"""
+"""Characters of a token, as a rule. A text with more for each token of the context is first encoded in pieces."""
 _PIECE_CHARS = 64 * 1024
 _BORDER_TOKENS = 16
-"""that a piece may have more than it has within the text"""
+"""Number of tokens that a piece may have more by itself than within the text."""
 _SCORING = SamplingParams(detokenize=False, output_kind="final_only")
 
 
@@ -47,7 +47,7 @@ class CheckedRequest:
 
 
 class InputProcessor:
-    """Makes requests out of prompts and params, or raises a RequestError. Knows one model and its tokenizer."""
+    """Makes requests of prompts and parameters, for one model and its tokenizer, or raises a RequestError."""
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer) -> None:
         self.config = config
@@ -91,7 +91,7 @@ class InputProcessor:
     # Prompts
 
     def prompt(self, prompt: Prompt, params: SamplingParams | None = None) -> tuple[str | None, list[int], ContentKey]:
-        """(text if it was given, token ids, what else the cached content depends on)"""
+        """Return the text if it was given, the token ids, and what else the cached content depends on."""
         text, token_ids, cache_salt = self._parse_prompt(prompt)
         if token_ids is None:
             assert text is not None
@@ -111,15 +111,15 @@ class InputProcessor:
         return text, token_ids, ContentKey(cache_salt=cache_salt)
 
     def encode(self, text: str, add_special_tokens: bool = True, *, cuts: bool = False) -> list[int]:
-        """Token ids of a text; where the request `cuts` its beginning off, perhaps only those of its end. Raises
+        """Return the token ids of a text, or possibly of its end only if the request `cuts` its beginning off. Raises
         PromptTooLongError for a text that cannot fit."""
         if len(text) > self.model.max_model_len:
             text = self._readable(text, cuts)
         return self.tokenizer.encode(text, add_special_tokens)
 
     def _readable(self, text: str, cuts: bool) -> str:
-        """The text, or as much of its end as is read. It takes a hundred bytes for each character to make tokens of it,
-        so with many characters that is first done piece by piece, until there are too many."""
+        """Return the text, or the part of its end that is used. Encoding takes a hundred bytes of memory for each
+        character, so a long text is first encoded piece by piece, until there are too many tokens."""
         limit, num_tokens = self.model.max_model_len, 0
         most = limit * self.tokenizer.max_token_len
         if len(text) > most and not cuts:
@@ -142,11 +142,12 @@ class InputProcessor:
         return text
 
     def continuation(self, context: Prompt, continuation: Prompt | None) -> tuple[list[int], int, ContentKey]:
-        """(token ids of both, place of the first to be scored, what else the cached content depends on).
+        """Return the token ids of both, the index of the first that is scored, and what else the cached content depends
+        on.
 
-        Two texts are encoded as one, and what is scored begins with the first token that the context alone would not
-        have: every character of the continuation counts, however tokens lie across the border. Without a continuation
-        all of the context is scored but its first token.
+        Two texts are encoded as one, and the first token that differs from those of the context alone is the first that
+        is scored. So each character of the continuation counts, also where a token lies across the border. Without a
+        continuation all tokens of the context are scored except the first.
         """
         text, token_ids, cache_salt = self._parse_prompt(context)
         more_text, more_token_ids, _ = (None, None, "") if continuation is None else self._parse_prompt(continuation)
@@ -174,7 +175,7 @@ class InputProcessor:
         return token_ids, first, ContentKey(cache_salt=cache_salt)
 
     def _parse_prompt(self, prompt: Prompt) -> tuple[str | None, list[int] | None, str]:
-        """(text, token ids, salt): one of the first two given by the caller, or both."""
+        """Return (text, token ids, salt). The caller passed one of the first two, or both; the other is None."""
         cache_salt: Any = ""
         if isinstance(prompt, Mapping):
             unknown = prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}
@@ -222,7 +223,7 @@ class InputProcessor:
     # Params
 
     def check_params(self, params: SamplingParams) -> None:
-        """What only this model and this engine can refuse."""
+        """Check what depends on this model and this engine. Raises InvalidParamsError."""
         max_num_seqs = self.config.scheduler.max_num_seqs
         if params.num_samples > max_num_seqs:
             name = "best_of" if params.ranks_samples else "n"
@@ -233,7 +234,7 @@ class InputProcessor:
             self._num_logprobs(name, getattr(params, name))
         if params.ranks_samples and self.config.logprobs_mode.endswith("logits"):
             raise InvalidParamsError(
-                f"best_of={params.best_of} ranks samples by their log-probabilities, and this engine tells logits "
+                f"best_of={params.best_of} ranks samples by their log-probabilities, and this engine returns logits "
                 f"(logprobs_mode={self.config.logprobs_mode})"
             )
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
@@ -242,7 +243,7 @@ class InputProcessor:
             self._check_something_is_left(set(params.allowed_token_ids), self._draw(params))
 
     def _num_logprobs(self, name: str, wanted: int | None) -> int:
-        """How many of the likeliest tokens are told."""
+        """Return how many of the likeliest tokens are returned."""
         limit, vocab_size = self.config.max_logprobs, self.model.vocab_size
         num = vocab_size if wanted == ALL_LOGPROBS else wanted or 0
         if limit != ALL_LOGPROBS and num > limit:
@@ -257,7 +258,7 @@ class InputProcessor:
             raise InvalidParamsError(f"{name} has {largest}: this model's token ids end at {self.model.vocab_size - 1}")
 
     def _check_something_is_left(self, allowed: set[int], draw: Draw) -> None:
-        """Some token can be drawn at every step, whatever came before it."""
+        """Check that some token can be drawn after any history."""
         if not allowed - {word[-1] for word in draw.bad_words}:
             raise InvalidParamsError("bad_words may leave none of allowed_token_ids: allow more, or ban fewer")
         if not allowed - {word[-1] for word in draw.bad_words} - set(draw.stop_token_ids):
@@ -266,19 +267,19 @@ class InputProcessor:
             )
 
     def draws(self, params: SamplingParams, processors: tuple[str, ...] = ()) -> tuple[Draw, ...]:
-        """One for each sample, with the request's own seed or the one of its place by arrival. `processors` are the
-        names of its logits processors."""
+        """Return one draw for each sample, with the request's seed or one that depends on its place by arrival.
+        `processors` are the names of its logits processors."""
         seed = self.seed(self._num_requests) if params.seed is None else params.seed
         self._num_requests += 1
         draw = replace(self._draw(params), processors=processors)
         return tuple(replace(draw, random_key=random_key(seed, i), index=i) for i in range(params.num_samples))
 
     def seed(self, place: int) -> int:
-        """Drawn from the engine's seed for the request that comes in this place, scoring ones not counted."""
+        """Return the seed of the request at this place by arrival. Scoring requests are not counted."""
         return uniform_bits(random_key(self.config.seed, 0), place)
 
     def _draw(self, params: SamplingParams) -> Draw:
-        """What all samples have in common."""
+        """Return the part of the draws that all samples have in common."""
         logprobs = None if params.logprobs is None else self._num_logprobs("logprobs", params.logprobs)
         return Draw(
             temperature=0.0 if params.is_greedy else params.temperature,
@@ -298,11 +299,11 @@ class InputProcessor:
         )
 
     def _stop_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        """Those that min_tokens holds back: end-of-sequence tokens also with ignore_eos, as in vLLM."""
+        """Return the tokens that min_tokens delays: as in vLLM, end-of-sequence tokens too with ignore_eos."""
         return tuple(sorted(self.model.eos_token_ids | set(params.stop_token_ids or ())))
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """As vLLM does: each word at the beginning of a text and, if that is another token, behind a space."""
+        """As in vLLM: the tokens of each word at the beginning of a text and, if they differ, after a space."""
         found: dict[tuple[int, ...], None] = {}
         for word in params.bad_words or ():
             plain, spaced = (
@@ -332,8 +333,8 @@ class InputProcessor:
 
 
 def recommended_params(generation_config: Mapping[str, Any]) -> SamplingParams:
-    """What a generation_config.json says, over SamplingParams' own defaults. Raises CheckpointError for one that says
-    what cannot be."""
+    """Return the parameters that a generation_config.json recommends, with SamplingParams' defaults for the others.
+    Raises CheckpointError for invalid values."""
     names = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
     names["max_new_tokens"] = "max_tokens"
     given = {name: value for key, name in names.items() if (value := generation_config.get(key)) is not None}

@@ -1,4 +1,4 @@
-"""Log-probabilities on their way from the executor to the caller. No torch here."""
+"""Log-probabilities on their way from the executor to the caller. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from quire.common.batch import ScoredRows, TokenLogprobs
 from quire.common.outputs import Logprob
 
 DecodeToken = Callable[[int], str]
-"""one token's text alone"""
+"""Returns the text of one token by itself."""
 
 
 class LogprobRows:
-    """A row for each of a run of tokens. Grows in commit; as dicts they are made once, when they are asked for."""
+    """One row for each token of a sequence. Commit adds rows; dicts are made of them once, when they are needed."""
 
     __slots__ = ("_decode", "_keeps", "_made", "_num_taken", "_waiting", "total")
 
     def __init__(self, decode: DecodeToken | None, *, keeps: bool = True) -> None:
-        """Without `decode` no text is told, without `keeps` only the total is kept."""
+        """Without `decode` the dicts contain no text; without `keeps` only the total is kept."""
         self._decode = decode
         self._keeps = keeps
         self._waiting: list[tuple[TokenLogprobs, int]] = []
         self._made: list[dict[int, Logprob]] = []
         self._num_taken = 0
         self.total = 0.0
-        """sum over the tokens"""
+        """The sum over the tokens."""
 
     def __len__(self) -> int:
         return self._num_taken + len(self._made) + len(self._waiting)
 
     def extend(self, logprobs: TokenLogprobs) -> None:
-        """The next tokens' rows."""
+        """Add the rows of the next tokens."""
         for row, logprob in enumerate(logprobs.logprobs[:, 0].tolist()):
             self.total += logprob
             if self._keeps:
                 self._waiting.append((logprobs, row))
 
     def to_dicts(self, start: int = 0) -> list[dict[int, Logprob]] | None:
-        """Those from `start` on, by token id; None if they are not kept."""
+        """Return the rows from `start` on, each by token id; None if they are not kept."""
         self.make(len(self._waiting))
         return self._made[start:] if self._keeps else None
 
@@ -50,8 +50,8 @@ class LogprobRows:
         return len(self._waiting) > 0
 
     def take(self) -> TokenLogprobs | None:
-        """Those that came since the last time, to be made dicts of elsewhere, and not kept here; None if there are
-        none."""
+        """Return the rows added since the last call, and do not keep them, since dicts are made of them elsewhere. None
+        if there are none."""
         if not self._waiting:
             return None
         waiting, self._waiting = self._waiting, []
@@ -63,13 +63,13 @@ class LogprobRows:
         )
 
     def fork(self) -> LogprobRows:
-        """One with the same past that goes on by itself."""
+        """Return a copy that continues by itself."""
         other = LogprobRows(self._decode, keeps=self._keeps)
         other._waiting, other._made, other.total = list(self._waiting), list(self._made), self.total
         return other
 
     def _to_dict(self, logprobs: TokenLogprobs, row: int) -> dict[int, Logprob]:
-        """The token itself comes first, with its own rank; the likeliest after it are in order."""
+        """The token itself comes first, with its rank; the likeliest tokens follow in order."""
         made: dict[int, Logprob] = {}
         pairs = zip(logprobs.token_ids[row].tolist(), logprobs.logprobs[row].tolist(), strict=True)
         for place, (token_id, logprob) in enumerate(pairs):
@@ -80,16 +80,16 @@ class LogprobRows:
 
 
 class PromptScores:
-    """Tokens given beforehand whose log-probabilities are wanted: each is predicted by the prompt token before it.
+    """Known tokens whose log-probabilities are wanted. The prompt token before each one predicts it.
 
-    Filled in order as the prompt is computed. What is scored stays so when the blocks are taken away, and is not scored
-    again. Hidden states are not cached, so of what is still to be scored nothing may be taken from the prefix cache.
+    They are scored in order as the prompt is computed, and not again after a preemption. Hidden states are not cached,
+    so tokens that predict one that is not scored yet may not come from the prefix cache.
     """
 
     __slots__ = ("first", "num_top", "rows", "token_ids")
 
     def __init__(self, first: int, token_ids: list[int], num_top: int, decode: DecodeToken | None) -> None:
-        """`first`: position of the first of `token_ids`, at least 1. `num_top`: of the likeliest, so many besides."""
+        """`first`: position of the first of `token_ids`, at least 1. `num_top`: likeliest tokens beside each."""
         self.first = first
         self.token_ids = token_ids
         self.num_top = num_top
@@ -97,20 +97,20 @@ class PromptScores:
 
     @property
     def is_done(self) -> bool:
-        """All are scored."""
+        """Whether all tokens are scored."""
         return len(self.rows) == len(self.token_ids)
 
     @property
     def max_cached_tokens(self) -> int | None:
-        """So many prompt tokens, at most, need not be computed; None for any number."""
+        """The most prompt tokens that may come from the prefix cache; None for any number."""
         return None if self.is_done else self.first + len(self.rows) - 1
 
     def due(self, start: int, end: int) -> ScoredRows | None:
-        """Those not scored yet that the tokens from position `start` to `end` predict."""
+        """Return the tokens not scored yet that the tokens from position `start` to `end` predict."""
         num_scored = len(self.rows)
         token_ids = tuple(self.token_ids[num_scored : max(0, end - self.first + 1)])
         return ScoredRows(self.first + num_scored - 1 - start, token_ids, self.num_top) if token_ids else None
 
     def to_dicts(self) -> list[dict[int, Logprob] | None]:
-        """By position, as far as they are scored; None before the first."""
+        """Return the scored tokens by position; None for the positions before the first."""
         return [*[None] * self.first, *(self.rows.to_dicts() or ())]

@@ -1,7 +1,7 @@
-"""The output side of a request: what its samples have produced, and what of it the caller receives. No torch here.
+"""The output side of a request: what its samples have produced, and what of it the caller receives.
 
 The engine has these objects for each request, and the API process has its own, which follow the engine's token by
-token. They know nothing of blocks, queues or steps.
+token. They know nothing of blocks, queues or steps. This module does not import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The life of a request inside the engine. No torch here."""
+"""A request inside the engine, and its sequences. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from quire.common.batch import DrawnRows
 from quire.common.outputs import FinishReason
-from quire.kv.content_hash import NO_KEY, ContentKey
+from quire.kv.prefix_cache.content_hash import NO_KEY, ContentKey
 
 if TYPE_CHECKING:
     from quire.common.batch import Draw, TokenIds, TokenLogprobs
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class SequenceStatus(Enum):
-    """Where a sequence stands; the finished ones are final."""
+    """Where a sequence is. The FINISHED ones are final."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -36,9 +36,9 @@ class SequenceStatus(Enum):
     def __init__(self, label: str) -> None:
         # Attributes, since they are read for every sequence in every step.
         self.finish_reason: FinishReason | None = next((r for r in get_args(FinishReason) if r == label), None)
-        """as outputs name it; None while unfinished"""
+        """The name that outputs use; None while unfinished."""
         self.is_finished = self.finish_reason is not None
-        """no more tokens will come"""
+        """Whether no more tokens will come."""
 
 
 class SequenceStage(Enum):
@@ -88,7 +88,7 @@ class Sequence:
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_computed_tokens = 0
         self.num_served_tokens = 0
-        """the most that were ever computed: its tenant's account"""
+        """The most tokens that were ever computed, for which its tenant has been charged."""
         self.status = SequenceStatus.WAITING
         self.output = output
         self.draw_with(draws)
@@ -100,7 +100,7 @@ class Sequence:
         self.scores = scores
         """Log-probabilities of its prompt tokens, where they are wanted."""
         self.grammar: GrammarState | None = None
-        """what its tokens have to be; None: anything"""
+        """The grammar that its tokens must follow; None for any tokens."""
         self.beam_candidates: TokenLogprobs | None = None
         """What may follow a beam, while other beams of its request have yet to be computed."""
 
@@ -113,7 +113,7 @@ class Sequence:
         """What the scheduler asks of the sequence's last row where that depends on no other tokens."""
 
     def fork(self, seq_id: int, draw: Draw) -> Sequence:
-        """A sequence that has the same past and goes on with a draw of its own."""
+        """Return a sequence with the same history that continues with another draw."""
         other = Sequence(seq_id, self.token_ids, (), self.output.fork(draw.index))
         other.num_prompt_tokens = self.num_prompt_tokens
         other.draw_with((draw,))
@@ -145,28 +145,33 @@ class Sequence:
         return self._history[:num_tokens]
 
     @property
+    def max_cached_tokens(self) -> int | None:
+        """The most tokens that may come from the prefix cache, since those behind them are scored; None: any number."""
+        return None if self.scores is None else self.scores.max_cached_tokens
+
+    @property
     def num_tokens(self) -> int:
-        """Prompt and output."""
+        """The number of tokens of prompt and output."""
         return len(self.token_ids)
 
     @property
     def num_output_tokens(self) -> int:
-        """Generated so far."""
+        """The number of tokens generated so far."""
         return len(self.output.token_ids)
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """What is left to run before the next token can be drawn."""
+        """The number of tokens to run before the next one can be drawn."""
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
     def stage(self) -> SequenceStage:
-        """Whether it is still catching up with its own tokens."""
+        """DECODE if only the newest token is to be computed, PREFILL otherwise."""
         return SequenceStage.DECODE if self.num_uncomputed_tokens == 1 else SequenceStage.PREFILL
 
 
 class SequenceGroup:
-    """A request inside the engine: the sequences that grow out of one prompt."""
+    """A request inside the engine: the sequences that continue one prompt."""
 
     __slots__ = (
         "content_key",
@@ -195,7 +200,7 @@ class SequenceGroup:
         self.metrics = outputs.metrics
         self.seqs = [seq]
         self.order = seq.seq_id
-        """its place by arrival: sequence ids are given out one after another"""
+        """The request's place by arrival, since sequence ids ascend."""
         self.tenant = outputs.params.tenant
         self.content_key = content_key
         self.search = search
@@ -225,31 +230,31 @@ class SequenceGroup:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens whose keys and values came from the prefix cache."""
+        """The number of prompt tokens whose keys and values came from the prefix cache."""
         return self.outputs.num_cached_tokens
 
     @property
     def unfinished_seqs(self) -> list[Sequence]:
-        """Those that still want tokens."""
+        """The sequences that have not finished."""
         return [seq for seq in self.seqs if not seq.status.is_finished]
 
     def seqs_in(self, status: SequenceStatus) -> list[Sequence]:
-        """Those of one status."""
+        """The sequences with this status."""
         return [seq for seq in self.seqs if seq.status is status]
 
     @property
     def num_wanted_seqs(self) -> int:
-        """Sequences it runs with, now or once its prompt is computed."""
+        """The number of sequences that it runs with, now or once its prompt is computed."""
         return sum(len(seq.draws) or 1 for seq in self.unfinished_seqs)
 
     @property
     def is_finished(self) -> bool:
-        """All its sequences are."""
+        """Whether all its sequences have finished."""
         return all(seq.status.is_finished for seq in self.seqs)
 
     @property
     def has_failed(self) -> bool:
-        """It ended because something failed in its own work; `error` says so."""
+        """Whether it ended because its own work failed; `error` gives the reason."""
         return self.error is not None and any(seq.status is SequenceStatus.FINISHED_ABORTED for seq in self.seqs)
 
     def to_output(self) -> RequestOutput | None:

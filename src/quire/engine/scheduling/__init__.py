@@ -1,1 +1,1 @@
-"""Which requests run in the next step, and with how many tokens. No torch here."""
+"""Which requests run in the next step, and with how many tokens. These modules do not import torch."""

@@ -1,7 +1,7 @@
-"""Who starts next, and who gives way when blocks run out. No torch here.
+"""Which request starts next, and which is preempted first when blocks run out. This module does not import torch.
 
 A policy owns the queue of the requests that do not run: new, preempted for recomputation, or swapped out. The scheduler
-alone mutates it: `add` and `remove` as requests come and go, `charge` from commit, `forget` when one has left for good.
+alone changes it: `add` and `remove` as requests come and go, `charge` from commit, `forget` when one has ended.
 """
 
 import heapq
@@ -15,17 +15,17 @@ from typing import ClassVar
 from quire.config.scheduler import SchedulerConfig
 from quire.engine.requests.sequence import SequenceGroup, SequenceStatus
 
-_LOOK_AHEAD = 256  # candidates of one pass, at most: what a pass costs does not grow with the queue
-_PREFIX_WINDOW = 64  # of those, how many are looked up in the prefix cache
+_LOOK_AHEAD = 256  # Largest number of candidates in a step, so that its cost does not grow with the queue.
+_PREFIX_WINDOW = 64  # Number of these that are looked up in the prefix cache.
 _MAX_IDLE_TENANTS = 1024
 
 
 class SchedulingPolicy(ABC):
-    """Owns the requests that do not run. To write another: an order, a rank, a name in
-    SchedulerConfig's POLICIES and in `make_policy`."""
+    """Owns the requests that do not run. A new policy needs an order, a rank, and a name in SchedulerConfig's POLICIES
+    and in `make_policy`."""
 
     counts_tokens: ClassVar[bool] = False
-    """whether `charge` does anything"""
+    """Whether `charge` does anything."""
 
     @abstractmethod
     def add(self, group: SequenceGroup) -> None:
@@ -33,7 +33,7 @@ class SchedulingPolicy(ABC):
 
     @abstractmethod
     def remove(self, group: SequenceGroup) -> None:
-        """It was started, swapped in or aborted; KeyError if it is not queued."""
+        """Remove a request that starts, is swapped in or is aborted. Raises KeyError if it is not queued."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -43,25 +43,25 @@ class SchedulingPolicy(ABC):
 
     @abstractmethod
     def queued(self, limit: int) -> list[SequenceGroup]:
-        """So many of those that wait, at most, for somebody to look at; by arrival, tenant by tenant."""
+        """At most `limit` of the queued requests, for the live view: by arrival, or tenant by tenant."""
 
     @abstractmethod
     def candidates(self, now_s: float) -> Iterator[SequenceGroup]:
-        """The next `_LOOK_AHEAD` to start, in order, each once. Those yielded may be removed while iterating."""
+        """Yield the next `_LOOK_AHEAD` requests to start, in order, each once. They may be removed while iterating."""
 
     @abstractmethod
     def rank(self, group: SequenceGroup) -> float:
-        """Victims are the running requests with the largest rank; equal ones are told apart elsewhere."""
+        """Running requests with the largest rank are preempted first; among equal ranks the preemptor chooses."""
 
     def charge(self, group: SequenceGroup, num_tokens: int) -> None:  # noqa: B027
-        """So many tokens were computed for a request not yet forgotten."""
+        """Count `num_tokens` tokens that were computed for a request not yet forgotten."""
 
     def forget(self, group: SequenceGroup) -> None:  # noqa: B027
-        """It has left for good and is not queued; once for every request ever added."""
+        """Forget a request that has ended and is not queued. Called once for each request that was ever added."""
 
 
 class FirstComeFirstServed(SchedulingPolicy):
-    """By rank, which is the same for all here, then by arrival. A request's rank must not change while it is queued."""
+    """Orders requests by rank, which is the same for all here, then by arrival. A queued request's rank is fixed."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[float, int, SequenceGroup]] = []  # sorted; orders are unique, groups not compared
@@ -95,10 +95,10 @@ class FirstComeFirstServed(SchedulingPolicy):
 
 
 class AgingPriority(FirstComeFirstServed):
-    """Smallest `params.priority` first, where `aging_s` seconds of waiting count as one level.
+    """Starts the smallest `params.priority` first, where `aging_s` seconds of waiting count as one level.
 
-    All age alike, so the order never changes: `arrival_time + priority * aging_s`. Nothing starves: a request is
-    overtaken only by those that arrive within `aging_s` times the levels between them.
+    All requests age alike, so their order never changes: it is that of `arrival_time + priority * aging_s`. No request
+    starves: a later one overtakes it only by arriving within `aging_s` times the number of levels between them.
     """
 
     def __init__(self, aging_s: float) -> None:
@@ -110,9 +110,10 @@ class AgingPriority(FirstComeFirstServed):
 
 
 class LongestPrefixFirst(FirstComeFirstServed):
-    """Of the `_PREFIX_WINDOW` oldest, the longest prefix hit first (Zheng et al. 2024, SGLang), with a bounded delay.
+    """Starts, of the `_PREFIX_WINDOW` oldest requests, the one with the longest prefix hit (Zheng et al. 2024, SGLang).
 
-    Those that have waited longer than `max_delay_s` go before, by arrival. What is swapped out counts as a full hit.
+    The delay is bounded: requests that have waited longer than `max_delay_s` come first, by arrival. A request that is
+    swapped out counts as a full hit.
     """
 
     def __init__(self, max_delay_s: float, cached_tokens: Callable[[SequenceGroup], int]) -> None:
@@ -144,34 +145,35 @@ class _Tenant:
         self.name = name
         self.weight = weight
         self.counter = 0.0
-        self.since = 0  # the request that made it queued: unique, and so the oldest wins among equal counters
+        self.since = 0  # Order of the request that put it in the queue: unique, so the oldest wins of equal counters.
         self.queue = FirstComeFirstServed()
-        self.live: set[int] = set()  # `order` of its requests, queued or running
+        self.live: set[int] = set()  # `order` of each of its requests, queued or running.
 
     @property
     def entry(self) -> tuple[float, int, "_Tenant"]:
-        """Sorts by counter; tenants themselves are never compared."""
+        """A sort key: by counter. Tenants themselves are never compared."""
         return self.counter, self.since, self
 
 
 class FairShare(SchedulingPolicy):
-    """The tenant with the least tokens computed over its weight first; by arrival within a tenant.
+    """Serves the tenant with the fewest computed tokens relative to its weight; within a tenant, by arrival.
 
-    The Virtual Token Counter (Sheng et al. 2024, Fairness in Serving Large Language Models, OSDI). A tenant that had
-    nothing queued returns with its counter lifted to the floor: the least counter among the queued tenants or, where
-    there are none, that of the last one that was. So neither idleness nor a light load earns credit. The floor never
-    sinks, hence an idle tenant at or below it need not be remembered. Of those above, the `_MAX_IDLE_TENANTS` with the
-    largest counters are kept: beyond that the smallest debts are forgiven. Memory: those and the requests alive.
+    This is the Virtual Token Counter (Sheng et al. 2024, Fairness in Serving Large Language Models, OSDI). When a
+    tenant without queued requests queues one, its counter is raised to the floor: the smallest counter of the queued
+    tenants or, if there are none, the counter of the tenant that was queued last. So neither idleness nor a light load
+    earns credit. The floor never falls, so an idle tenant at or below it need not be remembered. Of the idle tenants
+    above it, the `_MAX_IDLE_TENANTS` with the largest counters are kept, and the others start again at the floor. So
+    memory is bounded by that number and the unfinished requests.
     """
 
     counts_tokens = True
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._weights = dict(weights)
-        self._tenants: dict[str, _Tenant] = {}  # with requests alive, or idle and in debt
-        self._queued: list[tuple[float, int, _Tenant]] = []  # sorted entries of those with queued requests
-        self._idle: list[tuple[float, int, _Tenant]] = []  # sorted entries of those with none alive
-        self._last = _Tenant("", 1.0)  # that was queued
+        self._tenants: dict[str, _Tenant] = {}  # Those with unfinished requests, and idle ones above the floor.
+        self._queued: list[tuple[float, int, _Tenant]] = []  # Sorted entries of the tenants with queued requests.
+        self._idle: list[tuple[float, int, _Tenant]] = []  # Sorted entries of the tenants without unfinished requests.
+        self._last = _Tenant("", 1.0)  # The tenant that was queued last.
         self._num_queued = 0
 
     def add(self, group: SequenceGroup) -> None:
@@ -210,7 +212,7 @@ class FairShare(SchedulingPolicy):
         return groups
 
     def candidates(self, now_s: float) -> Iterator[SequenceGroup]:
-        """Charges what was started on the way, for this pass only, so that one tenant does not get all of it."""
+        """Requests that start meanwhile are charged within this iteration, so that no tenant gets the whole step."""
         heap = self._queued[:_LOOK_AHEAD]  # sorted, hence a heap
         heads: dict[str, Iterator[SequenceGroup]] = {}
         num_left = _LOOK_AHEAD
@@ -261,7 +263,7 @@ def _discard(entries: list[tuple[float, int, _Tenant]], tenant: _Tenant) -> None
 
 
 def make_policy(config: SchedulerConfig, cached_tokens: Callable[[SequenceGroup], int]) -> SchedulingPolicy:
-    """The policy that `config.policy` names; `cached_tokens` says what of a waiting request the prefix cache holds."""
+    """The policy that `config.policy` names; `cached_tokens` returns how many tokens of a queued request are cached."""
     match config.policy:
         case "priority":
             return AgingPriority(config.priority_aging_s)

@@ -1,38 +1,46 @@
-"""What taking a request's blocks away costs, and by which way it costs less."""
+"""Preemption: which running requests give up their blocks when blocks run out, and in which way."""
 
 import math
 from collections.abc import Sequence as SequenceOf
+from collections.abc import Set
 from dataclasses import dataclass
 
 from quire.config.scheduler import SchedulerConfig
-from quire.engine.requests.sequence import SequenceGroup, SequenceStatus
+from quire.engine.requests.sequence import Sequence, SequenceGroup, SequenceStatus
 from quire.engine.scheduling.step_time import StepTimeModel
-from quire.kv.block_space_manager import BlockSpaceManager
+from quire.engine.scheduling.unfinished import UnfinishedRequests
 
 MAX_CANDIDATES = 8
-"""of the requests that may give way, so many, the newest, are compared"""
+"""Largest number of requests, the newest of those that may be preempted, whose costs are compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preemption:
-    """One request's blocks taken away, by the cheaper way that is allowed and possible."""
+    """A way to preempt one request: the cheapest of those that are allowed and possible."""
 
     group: SequenceGroup
     by_swap: bool
     cost_s: float
-    """estimated, until the request is where it was before"""
+    """Estimated time until the request is where it was before."""
     num_freed_blocks: int
 
 
-class PreemptionCost:
-    """Compares computing tokens again, at the measured pace, with copying blocks to the host tier and back."""
+class Preemptor:
+    """Takes the blocks of running requests, which continue later where they were.
+
+    The blocks are swapped to the host tier, or they are freed and their tokens computed again. The way that costs less
+    is taken: the time of computing is known from the measured speed, that of copying from `block_copy_s`.
+    """
 
     def __init__(
-        self, config: SchedulerConfig, blocks: BlockSpaceManager, step_time: StepTimeModel, block_copy_s: float
+        self, config: SchedulerConfig, requests: UnfinishedRequests, step_time: StepTimeModel, block_copy_s: float
     ) -> None:
-        """`block_copy_s`: of one block, one way."""
+        """`block_copy_s`: seconds to copy one block in one direction."""
+        self.num_preemptions = 0
+        self.num_preemptions_by_swap = 0
         self._mode = config.preemption_mode
-        self._blocks = blocks
+        self._requests = requests
+        self._blocks = requests.blocks
         self._step_time = step_time
         self._block_copy_s = block_copy_s
 
@@ -53,3 +61,52 @@ class PreemptionCost:
         """Of these, oldest first, the one that costs least for each block it frees; the newest of equals."""
         estimates = [self.estimate(group) for group in groups[-MAX_CANDIDATES:]]
         return min(reversed(estimates), key=lambda e: e.cost_s / e.num_freed_blocks if e.num_freed_blocks else math.inf)
+
+    def preempt(self, group: SequenceGroup) -> None:
+        """Preempt a running request that is in no batch in flight."""
+        assert group not in self._requests.busy(), f"request {group.request_id!r} is in a batch that is in flight"
+        self._carry_out(self.estimate(group))
+
+    def preempt_behind(self, index: int, busy: Set[SequenceGroup]) -> bool:
+        """Preempt one of the requests behind place `index` of those that run, the last ones in the policy's order
+        first; none of those that are `busy`. Returns False if none of them has blocks."""
+        behind = [
+            group
+            for group in self._requests.running[index + 1 :]
+            if group.seqs_in(SequenceStatus.RUNNING) and group not in busy
+        ]
+        if behind:
+            rank = self._requests.policy.rank
+            worst = max(rank(group) for group in behind)
+            self._carry_out(self.cheapest([group for group in behind if rank(group) == worst]))
+        return bool(behind)
+
+    def _carry_out(self, preemption: Preemption) -> None:
+        """Take the request's device blocks and queue it."""
+        requests, group = self._requests, preemption.group
+        planning_group, requests.planning_group = requests.planning_group, group
+        group.metrics.num_preemptions += 1
+        self.num_preemptions += 1
+        self.num_preemptions_by_swap += preemption.by_swap
+        requests.note("swapped out" if preemption.by_swap else "preempted", group)
+        seqs = group.seqs_in(SequenceStatus.RUNNING)
+        for seq in seqs:
+            self._blocks.publish_tail(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
+        if preemption.by_swap:
+            self._blocks.swap_out([seq.seq_id for seq in seqs])
+            for seq in seqs:
+                seq.status = SequenceStatus.SWAPPED
+                requests.planned.unsettled.append((group, seq))
+            requests.swapped.add(group)
+        else:
+            for seq in seqs:
+                requests.reset(seq)
+        requests.queue(group)
+        requests.planning_group = planning_group
+
+    def pause(self, group: SequenceGroup, seq: Sequence) -> None:
+        """Preempt one sequence of a request in favour of its others; it starts again when there are blocks."""
+        self.num_preemptions += 1
+        self._requests.note("preempted", group)
+        self._blocks.publish_tail(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
+        self._requests.reset(seq)

@@ -15,8 +15,8 @@ class StepPlan:
     """The part of the token budget that sequences with more than one token to compute may have."""
     num_seqs: int = 0
     """Sequences that run, or will once their prompts are computed."""
-    scheduled: list[tuple[Sequence, int]] = field(default_factory=list)
-    """Each scheduled sequence with its number of tokens, drafts not counted."""
+    scheduled: list[tuple[SequenceGroup, Sequence, int]] = field(default_factory=list)
+    """Each scheduled sequence with its request and its number of tokens, drafts not counted."""
     drafts: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """By sequence id, the drafts that are verified behind its tokens."""
     only: Set[SequenceGroup] | None = None
@@ -25,6 +25,10 @@ class StepPlan:
     """Requests in a batch that is in flight: they are neither scheduled nor preempted."""
     preempted: bool = False
     """A request was preempted in this step, so no other starts."""
+
+    def allows(self, group: SequenceGroup) -> bool:
+        """Whether the request may run in this step."""
+        return (self.only is None or group in self.only) and group not in self.busy
 
     def chunk(self, seq: Sequence) -> int:
         """How many tokens the sequence may compute."""
@@ -35,9 +39,9 @@ class StepPlan:
         """Whether `num_wanted` more sequences are too many, or no tokens are left for them."""
         return self.token_budget <= 0 or self.prefill_budget <= 0 or self.num_seqs + num_wanted > max_num_seqs
 
-    def add(self, seq: Sequence, num_tokens: int) -> None:
+    def add(self, group: SequenceGroup, seq: Sequence, num_tokens: int) -> None:
         """Schedule the sequence's next tokens."""
-        self.scheduled.append((seq, num_tokens))
+        self.scheduled.append((group, seq, num_tokens))
         self.token_budget -= num_tokens
         if num_tokens > 1 or len(seq.token_ids) - seq.num_computed_tokens > 1:
             self.prefill_budget -= num_tokens

@@ -1,21 +1,22 @@
-"""How long a step of so many tokens takes, learned from the steps that ran. No torch here."""
+"""How long a step takes for its number of tokens, learned from earlier steps. This module does not import torch."""
 
-_CLIP = 3.0  # a step counts as at most this many times its prediction
-_NUM_TRUSTED = 8  # steps before predictions may clip
-_MIN_SLOPE = 1e-4  # of the mean seconds per token
-_MIN_S = 1e-9  # a clock may be too coarse to see the step
-_MAX_TOKENS = 2**31  # no step is larger, and beyond 2**53 floats no longer tell token counts apart
+_CLIP = 3.0  # A step counts as at most this many times its prediction.
+_NUM_TRUSTED = 8  # Steps that are counted before predictions limit others.
+_MIN_SLOPE = 1e-4  # Smallest slope, as a share of the mean seconds per token.
+_MIN_S = 1e-9  # Shortest step: a clock may be too coarse to measure it.
+_MAX_TOKENS = 2**31  # No step is larger. Floats represent each whole number only up to 2**53.
 
 
 class StepTimeModel:
     """Seconds of a step as a line over its number of tokens, fitted while it runs.
 
-    Least squares in which each new step fades the older ones by `decay`, so the line follows a machine that changes;
-    0.98 remembers about 50 steps. The line goes through the faded means. Its slope is the most likely one given the
-    steps and the expectation that time is proportional to tokens, give or take as much again: where all steps have
-    the same number of tokens or noise hides the slope, that expectation is what remains. It is above zero, and never
-    so steep that no tokens would take less than no time. A step stretched by something else counts as at most three
-    times its prediction. Constant memory and time.
+    The fit is by least squares, where each new step multiplies the weights of the older ones by `decay`, so that the
+    line follows a machine whose speed changes; with 0.98 about 50 steps count. The line goes through the weighted
+    means. Its slope is the most likely one given the steps and the prior expectation that time is proportional to
+    tokens, with a standard deviation as large as the expected slope. If all steps have the same number of tokens, or
+    noise hides the slope, the expectation remains. The slope is positive, and small enough that the line predicts no
+    negative time for a step without tokens. A step that something else prolonged counts as at most three times its
+    prediction. Memory and time are constant.
     """
 
     def __init__(self, decay: float = 0.98) -> None:
@@ -25,13 +26,13 @@ class StepTimeModel:
         self._weight = 0.0
         self._mean_tokens = 0.0
         self._mean_s = 0.0
-        self._tokens_tokens = 0.0  # faded sums of products of deviations from the means
+        self._tokens_tokens = 0.0  # Weighted sums of products of deviations from the means.
         self._tokens_s = 0.0
         self._s_s = 0.0
         self._slope = 0.0
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """A step of `num_tokens` took so long. One without tokens says nothing about the line and is left out."""
+        """Learn that a step of `num_tokens` took `seconds`. A step without tokens is ignored."""
         if num_tokens < 1:
             return
         seconds = max(seconds, _MIN_S)
@@ -51,13 +52,14 @@ class StepTimeModel:
         self._slope = self._fit()
 
     def predict(self, num_tokens: int) -> float:
-        """Seconds of a step of `num_tokens`; 0 while nothing is known."""
+        """Return the expected seconds of a step of `num_tokens`; 0 before the first step."""
         return self.fixed_seconds + self._slope * num_tokens
 
     def max_tokens(self, target_s: float) -> int | None:
-        """The most tokens whose step stays within `target_s`; 0 if none does, None while nothing is known.
+        """Return the most tokens whose step takes at most `target_s`; 0 if there are none, None before the first step.
 
-        At most twice as many as any step had so far: small steps may cost the same whatever they hold, large ones not.
+        The result is at most twice the largest step so far, since the times of small steps may say little about large
+        ones.
         """
         if not self._num_steps:
             return None
@@ -66,19 +68,19 @@ class StepTimeModel:
 
     @property
     def seconds_per_token(self) -> float:
-        """What one more token costs; 0 while nothing is known, else above."""
+        """The time of one more token; 0 before the first step, then positive."""
         return self._slope
 
     @property
     def fixed_seconds(self) -> float:
-        """What a step costs whatever it holds; never negative."""
+        """The time of a step apart from its tokens; never negative."""
         return max(0.0, self._mean_s - self._slope * self._mean_tokens)
 
     def _fit(self) -> float:
-        """Mode of the slope under a normal prior around the mean seconds per token, as wide as it is large."""
+        """Return the mode of the slope under a normal prior, with the mean seconds per token as mean and deviation."""
         prior = self._mean_s / self._mean_tokens
         explained = self._tokens_s**2 / self._tokens_tokens if self._tokens_tokens else 0.0
-        noise = max(0.0, self._s_s - explained) / self._weight  # variance of a step around the line
+        noise = max(0.0, self._s_s - explained) / self._weight  # Variance of a step around the line.
         pull = noise / prior**2
         evidence = self._tokens_tokens + pull
         slope = (self._tokens_s + pull * prior) / evidence if evidence else prior

@@ -9,27 +9,27 @@ from quire.common.errors import failure
 from quire.common.faults import fault_point
 from quire.common.log import logger
 from quire.engine.requests.sequence import Sequence, SequenceGroup, SequenceStatus
-from quire.engine.scheduling.scheduler import Scheduler
+from quire.engine.scheduling.unfinished import UnfinishedRequests
 from quire.engine.step.advance_beams import advance_beams
 from quire.text.grammar.state import GrammarState
 
 Drafter = Callable[[SequenceGroup, Sequence], SequenceOf[int]]
-"""proposes tokens that may follow a sequence's newest; wrong ones cost time and change nothing"""
+"""Proposes tokens that may follow a sequence's newest. Wrong ones cost time and change no output."""
 
 
 class Committer:
-    """Publishes computed blocks, forks samples, appends tokens, decides which sequences have finished."""
+    """Publishes computed blocks, forks samples, appends tokens, and decides which sequences have finished."""
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        requests: UnfinishedRequests,
         *,
         max_model_len: int,
         clock: Callable[[], float] = time.monotonic,
         draft: Drafter | None = None,
     ) -> None:
         """`draft` proposes the tokens that the next step verifies."""
-        self.scheduler = scheduler
+        self.requests = requests
         self.max_model_len = max_model_len
         self.clock = clock
         self.draft = draft
@@ -42,9 +42,9 @@ class Committer:
         An error in a request's own work ends that request. Any other exception means that the internal accounting is
         inconsistent.
         """
-        blocks, policy = self.scheduler.blocks, self.scheduler.policy
-        self.scheduler.settle(batch.step)
-        find_owner, publish, counts_tokens = self.scheduler.owner, blocks.publish, policy.counts_tokens
+        self.requests.settle(batch.step)
+        find_owner, publish, policy = self.requests.owners.get, self.requests.blocks.publish, self.requests.policy
+        counts_tokens = policy.counts_tokens
         changed: list[SequenceGroup] = []
         first = 0  # index of the sequence's first drawn token in the result
         for place, scheduled in enumerate(batch.sequences):
@@ -56,7 +56,7 @@ class Committer:
             if owner is None:  # aborted while the step ran
                 continue
             group, seq = owner
-            end, token_ids = scheduled.end, seq.token_ids
+            end, token_ids = scheduled.start + len(scheduled.token_ids), seq.token_ids
             if drawn is not None and drawn.num_rows > 1:
                 accepted = _accepted_drafts(scheduled, result.token_ids[draws.start : draws.stop])
                 end += len(accepted) - scheduled.num_drafts
@@ -95,15 +95,15 @@ class Committer:
         elif group.search is not None:
             seq.beam_candidates = result.logprobs[draws[0]]
             self.num_generated_tokens += 1
-            advance_beams(self.scheduler, group)
+            advance_beams(self.requests, group)
             if group.is_finished:
                 group.metrics.finished_time = self.clock()
         elif len(draws) > 1 and seq.num_computed_tokens == seq.num_prompt_tokens:
             for sample, draw in zip(group.seqs, draws, strict=True):
                 self._append(group, sample, result, draw)
         else:
-            for draw in draws[:-1]:  # what was drawn behind these depends on them, so nothing may come between
-                self._append(group, seq, result, draw, jumps=False)
+            for draw in draws[:-1] if len(draws) > 1 else ():
+                self._append(group, seq, result, draw, jumps=False)  # later draws depend on it: nothing comes between
                 if seq.status.is_finished:
                     return True
             self._append(group, seq, result, draws[-1])
@@ -114,9 +114,9 @@ class Committer:
     def _fork_samples(self, group: SequenceGroup, seq: Sequence) -> None:
         """The prompt is computed: from here on each sample is a sequence of its own."""
         self._note_prompt(group, seq)
-        self.scheduler.blocks.publish_tail(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
+        self.requests.blocks.publish_tail(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
         if group.search is None:  # beams are forked where they diverge
-            group.seqs += [self.scheduler.fork(group, seq, draw) for draw in seq.draws[1:]]
+            group.seqs += [self.requests.fork(group, seq, draw) for draw in seq.draws[1:]]
         if len(seq.draws) > 1:
             seq.draw_with(seq.draws[:1])
 
@@ -126,12 +126,12 @@ class Committer:
         group.error = reason
         group.metrics.finished_time = self.clock()
         unfinished = group.unfinished_seqs
-        self.scheduler.remove(group)
+        self.requests.remove(group)
         for seq in unfinished:
             seq.finish(SequenceStatus.FINISHED_ABORTED)
         if error is not None:
             logger.error("%s", reason, exc_info=error)
-            self.scheduler.check_integrity()
+            self.requests.check_integrity()
 
     def _note_prompt(self, group: SequenceGroup, seq: Sequence) -> None:
         if group.metrics.first_token_time is None:
@@ -175,17 +175,11 @@ class Committer:
     def _add(self, group: SequenceGroup, seq: Sequence, token_id: int) -> None:
         self.num_generated_tokens += 1
         seq.token_ids.append(token_id)
-        status = SequenceStatus.FINISHED_STOPPED if seq.output.append(token_id) else self._limit_reached(group, seq)
-        if status is not None:
-            self._finish(group, seq, status)
-
-    def _limit_reached(self, group: SequenceGroup, seq: Sequence) -> SequenceStatus | None:
-        if seq.grammar is not None and seq.grammar.is_finished:
-            return SequenceStatus.FINISHED_STOPPED
         num_tokens = len(seq.token_ids)
-        if num_tokens - seq.num_prompt_tokens == group.params.max_tokens or num_tokens >= self.max_model_len:
-            return SequenceStatus.FINISHED_LENGTH_CAPPED
-        return None
+        if seq.output.append(token_id) or (seq.grammar is not None and seq.grammar.is_finished):
+            self._finish(group, seq, SequenceStatus.FINISHED_STOPPED)
+        elif num_tokens - seq.num_prompt_tokens == group.params.max_tokens or num_tokens >= self.max_model_len:
+            self._finish(group, seq, SequenceStatus.FINISHED_LENGTH_CAPPED)
 
     def _num_left(self, group: SequenceGroup, seq: Sequence) -> int:
         """How many more tokens the sequence may have."""
@@ -198,7 +192,7 @@ class Committer:
         seq.num_computed_tokens = min(seq.num_computed_tokens, len(seq.token_ids))  # drafts behind a stop are dropped
         if group.is_finished:
             group.metrics.finished_time = self.clock()
-        self.scheduler.finish(group, seq)
+        self.requests.finish(group, seq)
 
 
 def _accepted_drafts(scheduled: ScheduledSequence, drawn: tuple[int, ...]) -> list[int]:

@@ -1,8 +1,8 @@
-"""The engine's cache and queues for somebody to watch, as snapshots and differences. No torch here.
+"""The live view of the engine's cache and queues, as snapshots and differences. This module does not import torch.
 
-While nobody watches there is no view, and nothing is noted. While somebody does, a frame is made at most every 100 ms,
-and less often where making it takes more than COST_SHARE of the time. Counts and tables are compared whole, in arrays;
-what blocks hold is read only where the allocators have noted a change.
+A view exists only while there are watchers; otherwise no changes are recorded. A frame is made at most every 100 ms,
+and less often if making one takes more than COST_SHARE of the time. Reference counts and block tables are compared as
+whole arrays; the contents of blocks are read only where the prefix cache has recorded a change.
 """
 
 from __future__ import annotations
@@ -17,37 +17,26 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.engine.requests.sequence import SequenceGroup, SequenceStage
-from quire.engine.view.cache_frame import (
-    CACHED,
-    FREE,
-    OWNED,
-    PINNED,
-    BlockColumns,
-    CacheEvent,
-    CacheSetup,
-    CacheUpdate,
-    RequestRow,
-)
+from quire.engine.view import cache_frame
 
 if TYPE_CHECKING:
     from quire.engine.requests.grammar_queue import GrammarQueue
     from quire.engine.scheduling.scheduler import Scheduler
     from quire.engine.step.commit import Committer
-    from quire.kv.allocator import BlockAllocator
+    from quire.kv.block_pool import BlockPool
     from quire.kv.block_space_manager import BlockSpaceManager
-    from quire.kv.prefix_cache import BlockTracker
 
 MIN_INTERVAL_S = 0.1
 MAX_INTERVAL_S = 1.0
 COST_SHARE = 0.008
-"""of the time between two frames that making one may take, up to MAX_INTERVAL_S"""
+"""Share of the time between two frames that making one may take, if they are at most MAX_INTERVAL_S apart."""
 MAX_BLOCKS = 3072
-"""told in one frame; the others follow in the next ones"""
+"""Largest number of blocks in one frame; the others follow in the next frames."""
 MAX_QUEUED = 256
-"""requests told of those that wait, and of those swapped out"""
+"""Largest number of waiting requests, and of swapped-out requests, in one frame."""
 MAX_EVENTS = 256
 MAX_LISTED_BLOCKS = 32
-_HASH_BYTES = 6  # what JavaScript can count exactly
+_HASH_BYTES = 6  # JavaScript represents integers of this size exactly
 _PIN_KEY = 0x1E3779B97F4A7C15
 
 IntArray = npt.NDArray[np.int64]
@@ -56,7 +45,7 @@ _PREFILL, _DECODE = SequenceStage.PREFILL.value, SequenceStage.DECODE.value
 
 
 class Watched(Protocol):
-    """What a view reads of an engine."""
+    """The parts of an engine that a view reads."""
 
     scheduler: Scheduler
     blocks: BlockSpaceManager
@@ -65,40 +54,37 @@ class Watched(Protocol):
 
 
 class CacheView:
-    """Tells one watcher what has changed. An engine has one view at a time, and its thread alone calls it."""
+    """Makes frames of what has changed. An engine has one view at a time, which only the engine's thread may call."""
 
     def __init__(self, engine: Watched, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin to watch: the next frame is a snapshot. `clock` measures what a frame costs."""
+        """Record changes from now on; the first frame is a snapshot. `clock` measures the time that a frame takes."""
         self._scheduler, self._blocks = engine.scheduler, engine.blocks
         self._committer, self._grammars = engine.committer, engine.grammars
         self._clock = clock
         self._due_s = -1e9
         self._number = 0
-        self._rows: dict[int, RequestRow] = {}
+        self._rows: dict[int, cache_frame.RequestRow] = {}
         self._counters: dict[str, int] = {}
-        pools = self._blocks.tiers.pools
-        trackers: list[BlockTracker | None] = [cache.tracker for cache in self._blocks.tiers.caches]
-        trackers = trackers or [None] * len(pools)
-        self._tiers = [_Tier(pool, tracker) for pool, tracker in zip(pools, trackers, strict=True)]
-        self._scheduler.journal, self._blocks.tiers.journal = [], []
+        self._tiers = [_Tier(pool) for pool in self._blocks.tiers.pools]
+        self._scheduler.requests.journal, self._blocks.tiers.journal = [], []
 
     def restart(self) -> None:
-        """Somebody else watches too: the next frame is a snapshot again. It keeps its distance from the last one, so
-        that watchers who come and go cost no more than one who stays."""
+        """Make the next frame a snapshot again, for a further watcher. The time between frames stays the same, so that
+        many short watches cost no more than one long one."""
         self._number, self._rows, self._counters = 0, {}, {}
         for tier in self._tiers:
             tier.restart()
 
     def close(self) -> None:
-        """Stop: the engine notes nothing any more."""
-        self._scheduler.journal = self._blocks.tiers.journal = None
+        """Stop the recording of changes in the engine."""
+        self._scheduler.requests.journal = self._blocks.tiers.journal = None
         for tier in self._tiers:
             tier.close()
 
     def frame(self, now: float) -> bytes | None:
-        """What has changed, as JSON of a CacheUpdate; None if nothing has, or if it is too early after the last one.
+        """Return the changes as JSON of a CacheUpdate; None if there are none, or if it is too early for a frame.
 
-        To be called after each step, and while the engine is idle every MIN_INTERVAL_S, with the engine's time.
+        Call this after each step, and every MIN_INTERVAL_S while the engine is idle, with the engine's time.
         """
         if now < self._due_s:
             return None
@@ -109,14 +95,14 @@ class CacheView:
         self._due_s = now + min(max(MIN_INTERVAL_S, cost_s / COST_SHARE), MAX_INTERVAL_S)
         return data
 
-    def _frame(self, now: float) -> CacheUpdate | None:
-        holds = _Holds(self._scheduler, self._blocks)
+    def _frame(self, now: float) -> cache_frame.CacheUpdate | None:
+        tables = _BlockTables(self._scheduler, self._blocks)
         pinned = [block_id for block_ids in self._blocks.pins.block_ids.values() for block_id in block_ids]
         device, host = [
-            tier.changes(holds.entries(number), pins) if tier.num_blocks else None
+            tier.changes(tables.entries(number), pins) if tier.num_blocks else None
             for number, (tier, pins) in enumerate(zip(self._tiers, (pinned, []), strict=True))
         ]
-        rows = self._request_rows(holds.num_blocks)
+        rows = self._request_rows(tables.num_blocks)
         changed = [row for order, row in rows.items() if self._rows.get(order) != row]
         gone = [order for order in self._rows if order not in rows]
         counters = self._read_counters()
@@ -126,23 +112,25 @@ class CacheView:
             return None
         self._rows, self._counters = rows, counters
         setup = self._setup() if self._number == 0 else None
-        frame = CacheUpdate(self._number, now, setup, device, host, changed, gone, news, events, num_unlisted)
+        frame = cache_frame.CacheUpdate(
+            self._number, now, setup, device, host, changed, gone, news, events, num_unlisted
+        )
         self._number += 1
         return frame
 
-    def _setup(self) -> CacheSetup:
+    def _setup(self) -> cache_frame.CacheSetup:
         config = self._blocks.config
         max_num_seqs = self._scheduler.config.max_num_seqs
-        return CacheSetup(
+        return cache_frame.CacheSetup(
             config.block_size, config.num_blocks, config.num_host_blocks, len(config.groups), max_num_seqs
         )
 
-    def _request_rows(self, num_blocks: dict[int, int]) -> dict[int, RequestRow]:
-        scheduler = self._scheduler
-        swapped = sorted(scheduler.swapped, key=lambda group: group.order)[:MAX_QUEUED]
-        waiting = [group for group in scheduler.policy.queued(MAX_QUEUED) if group not in scheduler.swapped]
+    def _request_rows(self, num_blocks: dict[int, int]) -> dict[int, cache_frame.RequestRow]:
+        requests = self._scheduler.requests
+        swapped = sorted(requests.swapped, key=lambda group: group.order)[:MAX_QUEUED]
+        waiting = [group for group in requests.policy.queued(MAX_QUEUED) if group not in requests.swapped]
         queues = {
-            "running": (None, scheduler.running),
+            "running": (None, requests.running),
             "swapped": (None, swapped),
             "waiting": (None, waiting),
             "grammar": ("waiting", self._grammars.queued(MAX_QUEUED)),
@@ -156,30 +144,31 @@ class CacheView:
     def _read_counters(self) -> dict[str, int]:
         scheduler, blocks = self._scheduler, self._blocks
         return {
-            "running": len(scheduler.running),
-            "waiting": scheduler.num_waiting + len(self._grammars),
-            "swapped": len(scheduler.swapped),
+            "running": len(scheduler.requests.running),
+            "waiting": scheduler.requests.num_waiting + len(self._grammars),
+            "swapped": len(scheduler.requests.swapped),
             "used_blocks": blocks.num_used_blocks,
             "pinned_blocks": blocks.pins.num_blocks,
             "steps": scheduler.num_steps,
             "prompt_tokens": self._committer.num_prompt_tokens,
             "generated_tokens": self._committer.num_generated_tokens,
-            "preemptions": scheduler.num_preemptions,
-            "preemptions_by_swap": scheduler.num_preemptions_by_swap,
+            "preemptions": scheduler.preemptor.num_preemptions,
+            "preemptions_by_swap": scheduler.preemptor.num_preemptions_by_swap,
             "swapped_blocks": scheduler.num_swapped_blocks,
             **{f"prefix_{name}": count for name, count in blocks.stats.to_dict().items()},
         }
 
-    def _take_events(self) -> tuple[list[CacheEvent], int]:
-        """What the journals hold, equal ones counted together, in the order in which they first happened."""
-        events: dict[tuple[str, str], CacheEvent] = {}
-        for kind, group in _taken(self._scheduler.journal):
-            event = events.setdefault((kind, group.request_id), CacheEvent(kind, 0, group.request_id))
+    def _take_events(self) -> tuple[list[cache_frame.CacheEvent], int]:
+        """Return the journals' events in the order in which they first happened, equal ones counted together, and the
+        number of events left out."""
+        events: dict[tuple[str, str], cache_frame.CacheEvent] = {}
+        for kind, group in _taken(self._scheduler.requests.journal):
+            event = events.setdefault((kind, group.request_id), cache_frame.CacheEvent(kind, 0, group.request_id))
             event.count += 1
             if kind == "finished":
-                _tell_end(event, group)
+                _add_times(event, group)
         for kind, block_id in _taken(self._blocks.tiers.journal):
-            event = events.setdefault((kind, ""), CacheEvent(kind, 0, block_ids=[]))
+            event = events.setdefault((kind, ""), cache_frame.CacheEvent(kind, 0, block_ids=[]))
             event.count += 1
             if len(event.block_ids) < MAX_LISTED_BLOCKS:
                 event.block_ids.append(block_id)
@@ -193,7 +182,7 @@ def _taken(journal: list[T] | None) -> list[T]:
     return taken
 
 
-def _row(group: SequenceGroup, queue: str, stage: str | None, num_blocks: int) -> RequestRow:
+def _row(group: SequenceGroup, queue: str, stage: str | None, num_blocks: int) -> cache_frame.RequestRow:
     seqs, first = group.seqs, group.seqs[0]
     furthest, num_seqs = first, max(len(seqs), len(first.draws))
     num_generated = len(first.token_ids) - first.num_prompt_tokens
@@ -201,7 +190,7 @@ def _row(group: SequenceGroup, queue: str, stage: str | None, num_blocks: int) -
         furthest = max(seqs, key=lambda seq: seq.num_computed_tokens)
         num_generated = sum([seq.num_output_tokens for seq in seqs])
     params = group.params
-    return RequestRow(
+    return cache_frame.RequestRow(
         group.order,
         group.request_id,
         queue,
@@ -219,7 +208,8 @@ def _row(group: SequenceGroup, queue: str, stage: str | None, num_blocks: int) -
     )
 
 
-def _tell_end(event: CacheEvent, group: SequenceGroup) -> None:
+def _add_times(event: cache_frame.CacheEvent, group: SequenceGroup) -> None:
+    """Add the reason and the times of a finished request to its event."""
     event.reason = group.seqs[0].status.value
     metrics = group.metrics
     arrival_s, first_s, end_s = metrics.arrival_time, metrics.first_token_time, metrics.finished_time
@@ -235,7 +225,8 @@ def _tell_end(event: CacheEvent, group: SequenceGroup) -> None:
 
 
 _Table: TypeAlias = tuple[npt.NDArray[np.int32], int, int, int, int]
-"""its blocks; the index of the first one; tokens computed; its request, and the key of that"""
+"""The block ids of a table, the index of the first one, the number of tokens computed, and the order and the key of the
+request."""
 
 
 class _Entries:
@@ -248,24 +239,24 @@ class _Entries:
         self.ids = np.concatenate(arrays) if arrays else np.zeros(0, np.int32)
         starts = np.cumsum(lengths) - lengths
         self.index = np.arange(len(self.ids)) - (starts - first).repeat(lengths)
-        """which of its table's blocks each is"""
+        """Index of each entry in its block table."""
         self.filled = np.minimum(np.maximum(computed.repeat(lengths) - self.index * block_size, 0), block_size)
-        """tokens computed in it"""
+        """Number of tokens computed in each entry's block."""
         self.keys = keys.repeat(lengths)
-        """stands for the request: sums of keys tell sets of requests apart"""
+        """A random-looking number for each entry's request; different sets of requests have different sums of keys."""
         self.orders = orders.repeat(lengths)
 
 
-class _Holds:
-    """Who holds which blocks now."""
+class _BlockTables:
+    """The block tables of all sequences at this moment."""
 
     def __init__(self, scheduler: Scheduler, blocks: BlockSpaceManager) -> None:
         self.num_blocks: dict[int, int] = {}
-        """by request"""
+        """Number of table entries of each request, by its order."""
         self._block_size = blocks.block_size
         self._tables: list[list[_Table]] = [[] for _ in blocks.tiers.pools]  # by tier
         for seq_id, tier, tables in blocks.holdings():
-            owner = scheduler.owner(seq_id)
+            owner = scheduler.requests.owners.get(seq_id)
             assert owner is not None, f"sequence {seq_id} has blocks and is not known"
             order, num_computed, count = owner[0].order, owner[1].num_computed_tokens, 0
             key = hash((order,))
@@ -278,36 +269,32 @@ class _Holds:
             self.num_blocks[order] = self.num_blocks.get(order, 0) + count
 
     def entries(self, tier: int) -> _Entries:
-        """All table entries of one tier."""
+        """Return all table entries of one tier."""
         return _Entries(self._tables[tier], self._block_size)
 
 
 class _Tier:
-    """The blocks of one pool, as the frames so far have told them."""
+    """The blocks of one pool in the state that the frames so far have described."""
 
-    def __init__(self, pool: BlockAllocator, tracker: BlockTracker | None) -> None:
+    def __init__(self, pool: BlockPool) -> None:
         self.num_blocks = size = pool.num_blocks
-        self._pool, self._tracker = pool, tracker
-        self._refs, self._filled, self._tokens, self._depths, self._hits, self._hashes, self._parents = np.zeros(
-            (7, size), np.int64
-        )
-        self._owners = np.zeros(size, np.int64)
+        self._pool, self._tracker = pool, pool.tracker
+        self._refs, self._filled, self._owners = np.zeros((3, size), np.int64)
+        self._tokens, self._depths, self._hits, self._hashes, self._parents = np.zeros((5, size), np.int64)
         self._pending = np.zeros(size, np.bool_)
-        """changed and not told yet"""
-        if tracker is not None:
-            tracker.touched = set(tracker.block_ids())
+        """Whether each block has changed since it was last in a frame."""
+        self._tracker.touched = set(self._tracker.block_ids())
 
     def restart(self) -> None:
-        """All that is known and not free is to be told again."""
+        """Mark all blocks that are not free as changed."""
         self._pending |= (self._refs > 0) | (self._tokens > 0)
 
     def close(self) -> None:
-        """Stop having changes noted."""
-        if self._tracker is not None:
-            self._tracker.touched = None
+        """Stop the recording of changes."""
+        self._tracker.touched = None
 
-    def changes(self, entries: _Entries, pinned: list[int]) -> BlockColumns | None:
-        """The blocks that have changed, MAX_BLOCKS at most; None if there are none."""
+    def changes(self, entries: _Entries, pinned: list[int]) -> cache_frame.BlockColumns | None:
+        """Return the blocks that have changed, at most MAX_BLOCKS of them; None if there are none."""
         self._read_contents()
         refs = np.array(self._pool.ref_counts, np.int64)
         filled, owners = np.zeros_like(self._filled), np.zeros_like(self._owners)
@@ -322,16 +309,15 @@ class _Tier:
         return self._columns(ids, entries, pinned) if len(ids) else None
 
     def _read_contents(self) -> None:
-        """What the allocator has noted as changed, MAX_BLOCKS at most."""
-        tracker = self._tracker
-        if tracker is None or not tracker.touched:
+        """Read the contents that have changed, of at most MAX_BLOCKS blocks."""
+        touched = self._tracker.touched
+        if not touched:
             return
-        touched = tracker.touched
         num_read = min(MAX_BLOCKS, len(touched))
         ids = [touched.pop() for _ in repeat(None, num_read)]
         rows = []
         for block_id in ids:
-            content = tracker.get(block_id)
+            content = self._tracker.get(block_id)
             if content is None:
                 rows.append((0, 0, 0, 0, 0))
             else:
@@ -342,13 +328,13 @@ class _Tier:
         self._tokens[ids], self._depths[ids], self._hits[ids], self._hashes[ids], self._parents[ids] = columns
         self._pending[ids] = True
 
-    def _columns(self, ids: IntArray, entries: _Entries, pinned: list[int]) -> BlockColumns:
+    def _columns(self, ids: IntArray, entries: _Entries, pinned: list[int]) -> cache_frame.BlockColumns:
         refs, tokens = self._refs[ids], self._tokens[ids]
-        states = np.where(refs > 0, OWNED, np.where(tokens > 0, CACHED, FREE))
+        states = np.where(refs > 0, cache_frame.OWNED, np.where(tokens > 0, cache_frame.CACHED, cache_frame.FREE))
         if pinned:
-            states[np.isin(ids, pinned)] = PINNED
-        is_known = states != FREE
-        return BlockColumns(
+            states[np.isin(ids, pinned)] = cache_frame.PINNED
+        is_known = states != cache_frame.FREE
+        return cache_frame.BlockColumns(
             ids.tolist(),
             states.tolist(),
             refs.tolist(),
@@ -361,10 +347,10 @@ class _Tier:
         )
 
     def _owners_of(self, ids: IntArray, entries: _Entries) -> list[list[int]]:
-        """The requests that hold each of these blocks."""
-        is_told = np.zeros(self.num_blocks, np.bool_)
-        is_told[ids] = True
-        places = np.flatnonzero(is_told[entries.ids])
+        """Return the requests that use each of these blocks."""
+        is_listed = np.zeros(self.num_blocks, np.bool_)
+        is_listed[ids] = True
+        places = np.flatnonzero(is_listed[entries.ids])
         owners: dict[int, set[int]] = {}
         for block_id, order in zip(entries.ids[places].tolist(), entries.orders[places].tolist(), strict=True):
             owners.setdefault(block_id, set()).add(order)
@@ -372,5 +358,5 @@ class _Tier:
 
 
 def _short(block_hash: bytes, group: int) -> int:
-    """A hash's beginning; equal content of two KV cache groups has two names."""
+    """Return the first bytes of a hash as a number; equal contents of two KV cache groups have different numbers."""
     return int.from_bytes(block_hash[:_HASH_BYTES], "little") ^ group

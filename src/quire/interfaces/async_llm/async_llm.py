@@ -67,11 +67,8 @@ class AsyncLLM:
         """
         config = await asyncio.to_thread(args.resolve)
         engine = Supervisor(args, hang_timeout_s)
-        ready, tokenizer = await asyncio.gather(
-            engine.start(),
-            asyncio.to_thread(_read_tokenizer, config.model.tokenizer_path),
-            return_exceptions=True,
-        )
+        reading = asyncio.to_thread(_read_tokenizer, config.model.tokenizer_path)
+        ready, tokenizer = await asyncio.gather(engine.start(), reading, return_exceptions=True)
         if isinstance(ready, BaseException):
             raise ready
         if isinstance(tokenizer, BaseException):
@@ -130,28 +127,12 @@ class AsyncLLM:
         """Return the token ids of a text. Raises PromptTooLongError if no prompt can be as long."""
         return await _in_thread(text, lambda: self._inputs.encode(text, add_special_tokens))
 
-    def chat_prompt(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template: str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """Return the prompt of a conversation, with `prompt` and `prompt_token_ids`, as `generate` takes it.
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **template_arguments: Any) -> dict[str, Any]:
+        """Return a conversation's prompt as `generate` takes it; for arguments see Tokenizer.apply_chat_template.
 
         Raises TokenizerError or RequestError. A long conversation takes a while; this method may run in a thread.
         """
-        text = self.tokenizer.apply_chat_template(
-            messages,
-            chat_template=chat_template,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            **(chat_template_kwargs or {}),
-        )
+        text = self.tokenizer.apply_chat_template(messages, **template_arguments)
         return {"prompt": text, "prompt_token_ids": self._inputs.encode(text, add_special_tokens=False)}
 
     async def abort(self, request_id: str) -> None:

@@ -18,19 +18,7 @@ from quire.common.errors import EngineDeadError, error_named
 from quire.common.faults import fault_point, fault_write
 from quire.common.log import logger
 from quire.config.args import EngineArgs
-from quire.engine.process.messages import (
-    LENGTH_BYTES,
-    CacheFrame,
-    Heartbeat,
-    Ready,
-    Start,
-    StartFailed,
-    StepDone,
-    ToClient,
-    ToEngine,
-    frame_len,
-    to_frame,
-)
+from quire.engine.process import messages
 
 _EXIT_LIMIT_S = 5.0
 """An engine process ends when its socket is closed. After this time it is killed."""
@@ -56,11 +44,11 @@ class EngineClient:
         hang_timeout_s: float | None,
     ) -> None:
         self.pid = process.pid
-        self.ready: Ready | None = None
+        self.ready: messages.Ready | None = None
         self._process = process
         self._reader = reader
         self._writer = writer
-        self._decoder: msgspec.msgpack.Decoder[ToClient] = msgspec.msgpack.Decoder(ToClient)
+        self._decoder: msgspec.msgpack.Decoder[messages.ToClient] = msgspec.msgpack.Decoder(messages.ToClient)
         self._is_heard = self._is_alive = False
         """Since the last tick of the watch: whether a message was received; whether one of them showed progress."""
         self._progress: int | None = None
@@ -85,11 +73,11 @@ class EngineClient:
                 raise
         client = cls(process, reader, writer, hang_timeout_s)
         try:
-            client.send(Start(dataclasses.asdict(args), log.chosen_format))
+            client.send(messages.Start(dataclasses.asdict(args), log.chosen_format))
             message = await client._receive()
-            if isinstance(message, StartFailed):
+            if isinstance(message, messages.StartFailed):
                 raise error_named(message.kind, message.message)
-            if not isinstance(message, Ready):
+            if not isinstance(message, messages.Ready):
                 raise EngineDeadError(f"the engine did not start: {await client.end()}")
             client.ready = message
         except BaseException:
@@ -97,13 +85,13 @@ class EngineClient:
             raise
         return client
 
-    async def read(self, *readers: Callable[[StepDone | CacheFrame], None]) -> None:
+    async def read(self, *readers: Callable[[messages.StepDone | messages.CacheFrame], None]) -> None:
         """Pass every message to the readers until the connection ends.
 
         A message that a reader cannot process ends the connection too: another engine then generates its tokens again,
         so that no request misses a token.
         """
-        while isinstance(message := await self._receive(), StepDone | CacheFrame):
+        while isinstance(message := await self._receive(), messages.StepDone | messages.CacheFrame):
             try:
                 for reader in readers:
                     reader(message)
@@ -111,15 +99,15 @@ class EngineClient:
                 logger.exception("a message from the engine could not be processed")
                 return
 
-    async def _receive(self) -> ToClient | None:
+    async def _receive(self) -> messages.ToClient | None:
         """Return the next message other than a heartbeat; None if the connection has ended or the data is malformed."""
         try:
             while True:
-                num_bytes = frame_len(await self._reader.readexactly(LENGTH_BYTES))
+                num_bytes = messages.frame_len(await self._reader.readexactly(messages.LENGTH_BYTES))
                 message = self._decoder.decode(await self._reader.readexactly(num_bytes))
                 fault_point("api.receive", type(message).__name__)
                 self._is_heard = True
-                if not isinstance(message, Heartbeat):
+                if not isinstance(message, messages.Heartbeat):
                     self._is_alive = True
                     return message
                 self._is_alive |= not message.is_busy or message.progress != self._progress
@@ -143,12 +131,12 @@ class EngineClient:
                 self._process.kill()
                 return
 
-    def send(self, message: ToEngine) -> None:
+    def send(self, message: messages.ToEngine) -> None:
         """Queue a message to be sent; see `drain`. Raises the errors of `to_frame`, and then sends nothing.
 
         If the message cannot be written, the connection is closed, which ends the engine process.
         """
-        frame = to_frame(message)
+        frame = messages.to_frame(message)
         try:
             fault_write("api.send", self._writer.write, frame)
         except Exception:

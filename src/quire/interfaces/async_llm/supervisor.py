@@ -28,19 +28,15 @@ class Supervised(Protocol):
 
     def on_message(self, message: StepDone | CacheFrame) -> None:
         """The engine has sent a message."""
-        ...
 
     def on_death(self, error: EngineDeadError) -> None:
         """The engine has ended; another one is being started."""
-        ...
 
     def on_restart(self, ready: Ready) -> None:
         """Another engine is ready, which has received none of the earlier messages."""
-        ...
 
     def on_loss(self, error: EngineDeadError) -> None:
         """No engine is expected soon."""
-        ...
 
 
 class Supervisor:

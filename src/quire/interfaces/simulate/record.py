@@ -88,16 +88,16 @@ class Record:
         if scheduler.num_steps % self.steps_per_moment:
             return
         empty: dict[int, int] = {}  # by block: forks share a partly full block until one of them writes
-        for seq in (seq for group in scheduler.running for seq in group.seqs_in(SequenceStatus.RUNNING)):
+        for seq in (seq for group in scheduler.requests.running for seq in group.seqs_in(SequenceStatus.RUNNING)):
             num_empty = -seq.num_computed_tokens % blocks.block_size
             if num_empty:
                 empty |= {int(table[-1]): num_empty for table in blocks.block_tables(seq.seq_id)}
         self.moments.append(
             Moment(
                 time_s,
-                num_running=len(scheduler.running),
-                num_waiting=scheduler.num_waiting,
-                num_swapped=len(scheduler.swapped),
+                num_running=len(scheduler.requests.running),
+                num_waiting=scheduler.requests.num_waiting,
+                num_swapped=len(scheduler.requests.swapped),
                 num_used_blocks=blocks.num_used_blocks,
                 num_cached_blocks=blocks.pool.num_cached_blocks,
                 num_table_entries=int(np.frombuffer(blocks.pool.ref_counts, np.int64).sum()),

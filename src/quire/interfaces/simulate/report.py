@@ -20,7 +20,7 @@ def report(simulator: Simulator) -> dict[str, Any]:
     """
     record, blocks, scheduler = simulator.record, simulator.blocks, simulator.scheduler
     num_tokens, stats = simulator.committer.num_generated_tokens, blocks.stats
-    by_swap = scheduler.num_preemptions_by_swap
+    by_swap = scheduler.preemptor.num_preemptions_by_swap
     return {
         "requests": len(record.total_s),
         "ignored": record.num_ignored,
@@ -35,7 +35,7 @@ def report(simulator: Simulator) -> dict[str, Any]:
         "prefix_tokens": stats.to_dict(),
         "possible_hit_tokens": record.num_possible_hit_tokens,
         "hit_of_possible": _share(record.num_hit_tokens, record.num_possible_hit_tokens),
-        "preemptions": {"recompute": scheduler.num_preemptions - by_swap, "swap": by_swap},
+        "preemptions": {"recompute": scheduler.preemptor.num_preemptions - by_swap, "swap": by_swap},
         "swapped_out_blocks": record.num_swapped_out_blocks,
         "swapped_in_blocks": record.num_swapped_in_blocks,
         **_memory(record.moments, blocks.block_size),

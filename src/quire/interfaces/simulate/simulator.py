@@ -40,7 +40,8 @@ class Simulator:
         self.scheduler = Scheduler(
             scheduler, self.blocks, clock=lambda: self.now_s, block_copy_s=self.cost.swapped_block_s
         )
-        self.committer = Committer(self.scheduler, max_model_len=kv_cache.max_tokens, clock=lambda: self.now_s)
+        self.requests = self.scheduler.requests
+        self.committer = Committer(self.requests, max_model_len=kv_cache.max_tokens, clock=lambda: self.now_s)
         self.model = FakeModel(lambda seq_id: self._owner(seq_id)[1].token_ids)
         self.churn = churn or BeamChurn()
         self.record = Record()
@@ -56,7 +57,7 @@ class Simulator:
         while True:
             for submitted_s, index, request in self.arrivals.due(self.now_s):
                 self._submit(submitted_s, index, request)
-            if self.scheduler.has_unfinished:
+            if self.requests:
                 self.step()
             elif self.arrivals.next_s is None:
                 return self.record
@@ -93,7 +94,7 @@ class Simulator:
         search, draws = None, _DRAWS
         if request.beam_width > 1:
             search, draws = ChurningBeams(self.churn, index, request.beam_width, request.output_len), _BEAM_DRAWS
-        seq = Sequence(self.scheduler.new_seq_id(), prompt, draws[: params.n], SampleOutput(params))
+        seq = Sequence(self.requests.new_seq_id(), prompt, draws[: params.n], SampleOutput(params))
         group = SequenceGroup(OutputBuilder(str(index), prompt, params, submitted_s), seq, search=search)
         self._requests[group.request_id] = (request, group)
         if params.n > self.scheduler.config.max_num_seqs:
@@ -101,10 +102,10 @@ class Simulator:
             return
         self._new[group.request_id] = len(history)
         self._backlog[request.tenant] += 1
-        self.scheduler.add(group)
+        self.requests.add(group)
 
     def _owner(self, seq_id: int) -> tuple[SequenceGroup, Sequence]:
-        owner = self.scheduler.owner(seq_id)
+        owner = self.requests.owners.get(seq_id)
         assert owner is not None, f"sequence {seq_id} is scheduled but gone"
         return owner
 

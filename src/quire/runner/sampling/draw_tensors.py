@@ -70,7 +70,7 @@ class DrawTensors:
         self.draws = draws
         self.vocab = vocab
         self.logprob_rows = _rows_by_wish(draws)
-        """(number of likeliest tokens wanted, the draw's logprobs_mode) -> the rows [count] int64 that want this"""
+        """By number of likeliest tokens and the draw's logprobs_mode, the rows [count] int64 that want these."""
         self.processed_rows = [row for row, draw in enumerate(draws) if draw.processors]
         self._cuts = (
             torch.tensor([d.temperature for d in draws], dtype=torch.float64),

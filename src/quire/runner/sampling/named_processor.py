@@ -1,4 +1,4 @@
-"""Logits processors by name: a Batch is a plain value and cannot carry functions. No torch here."""
+"""Logits processors by name, since a Batch is a plain value and cannot carry functions. Does not import torch."""
 
 from __future__ import annotations
 

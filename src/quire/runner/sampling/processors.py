@@ -16,10 +16,10 @@ from quire.runner.sampling.named_processor import NamedProcessor
 def run_processors(
     logits: Tensor, draws: DrawTensors, sequences: Sequence[ScheduledSequence]
 ) -> tuple[Tensor, dict[int, str]]:
-    """logits [num_rows, vocab] of the draws of `sequences` -> a copy in which the rows that have processors are
-    changed, and by row what a processor raised or did wrong.
+    """Return a copy of the logits [num_rows, vocab] of the draws of `sequences`, in which the rows with processors are
+    changed, and by row the message of a processor's error.
 
-    A processor sees its row as mask and bad words leave it. What it allows again stays forbidden.
+    Mask and bad words are applied before a processor sees its row. Tokens that they forbid stay forbidden.
     """
     errors: dict[int, str] = {}
     changed = kernels.backend_of(logits).empty(logits.shape, torch.float32)

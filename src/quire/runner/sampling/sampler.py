@@ -1,12 +1,14 @@
-"""From logits to tokens and their log-probabilities."""
+"""From logits to tokens and log-probabilities: of tokens that are drawn, and of known tokens that are scored."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quire import kernels
-from quire.common.batch import ScheduledSequence, StepResult, TokenLogprobs
+from quire.common.batch import ScheduledSequence, ScoredRows, StepResult, TokenLogprobs
 from quire.common.faults import fault_point
 from quire.common.params import LogprobsMode
 from quire.kernels import SamplingTensors
@@ -14,17 +16,17 @@ from quire.runner.sampling.draw_tensors import DrawTensors, draws_of
 from quire.runner.sampling.processors import run_processors
 
 MAX_LOGITS_ROWS = 64
-"""rows of [rows, vocab] that are made at once beside the logits of the draws"""
+"""Largest number of rows of [rows, vocab] that are computed at a time, beside the logits of the draws."""
 
 
 class Sampler:
     """Draws the tokens of a step. Keeps the tensors of the latest draws, which the next step usually has too."""
 
-    def __init__(self, logprobs_mode: LogprobsMode = "raw_logprobs") -> None:
+    def __init__(self, backend: kernels.Backend, logprobs_mode: LogprobsMode = "raw_logprobs") -> None:
         self._mode = logprobs_mode
         self._draws = DrawTensors((), 1)
-        # Not the model's: that may give away the logits of a decode graph.
-        self._workspace = kernels.backend_for("cpu").workspace()
+        # Not the model's workspace: that one may reuse the memory of a decode graph's logits.
+        self._workspace = backend.workspace()
 
     def sample(self, logits: Tensor, sequences: Sequence[ScheduledSequence]) -> StepResult:
         """The token of each draw, for logits [num_draws, vocab] float32, and log-probabilities where draws want them.
@@ -47,24 +49,68 @@ class Sampler:
     def _logprobs(
         self, logits: Tensor, changed: Tensor, how: SamplingTensors, token_ids: Tensor
     ) -> dict[int, TokenLogprobs]:
-        results = {}
-        for (num_top, own_mode), all_rows in self._draws.logprob_rows.items():
+        results: dict[int, TokenLogprobs] = {}
+        for (num_top, own_mode), rows in self._draws.logprob_rows.items():
             mode = own_mode or self._mode
-            for rows in torch.split(all_rows, MAX_LOGITS_ROWS):
-                source, at = logits, rows
-                if mode.startswith("processed"):
-                    source, at = kernels.processed_logits(changed, how, rows), torch.arange(len(rows))
-                result = top_logprobs(source, at, token_ids[rows], num_top, mode.endswith("logprobs"))
-                for i, row in enumerate(rows.tolist()):
-                    part = slice(i, i + 1)
-                    results[row] = TokenLogprobs(result.token_ids[part], result.logprobs[part], result.ranks[part])
+
+            def read(some: Tensor, is_processed: bool = mode.startswith("processed")) -> tuple[Tensor, Tensor]:
+                if not is_processed:
+                    return logits, some
+                return kernels.processed_logits(changed, how, some), torch.arange(len(some))
+
+            found = _top_logprobs(rows, token_ids[rows], num_top, read, mode.endswith("logprobs"))
+            results.update(zip(rows.tolist(), _split(found, [1] * len(rows)), strict=True))
         return results
 
 
-def top_logprobs(
-    logits: Tensor, rows: Tensor, token_ids: Tensor, num_top: int, normalized: bool = True
+def score(
+    sequences: Sequence[ScheduledSequence], first_rows: Sequence[int], compute_logits: Callable[[Tensor], Tensor]
+) -> dict[int, TokenLogprobs]:
+    """By index in `sequences`, where tokens are scored: one row for each, raw log-probabilities in any mode.
+
+    `first_rows`: where each sequence's tokens begin among all of the step; `compute_logits` turns such rows [count]
+    int64 into logits [count, vocab] float32. Rows of several sequences are scored together; a row's bits do not depend
+    on the others.
+    """
+    wanted: dict[int, list[tuple[int, ScoredRows]]] = {}
+    for place, s in enumerate(sequences):
+        if s.scored is not None:
+            wanted.setdefault(s.scored.num_top, []).append((place, s.scored))
+    results: dict[int, TokenLogprobs] = {}
+    for num_top, group in wanted.items():
+        fault_point("scoring.rows")
+        spans = [(first_rows[place] + scored.row, len(scored.token_ids)) for place, scored in group]
+        rows = torch.from_numpy(np.concatenate([np.arange(first, first + count) for first, count in spans]))
+        token_ids = torch.tensor([token_id for _, scored in group for token_id in scored.token_ids])
+        found = _top_logprobs(rows, token_ids, num_top, lambda some: (compute_logits(some), torch.arange(len(some))))
+        parts = _split(found, [count for _, count in spans])
+        results.update(zip([place for place, _ in group], parts, strict=True))
+    return results
+
+
+def _top_logprobs(
+    rows: Tensor,
+    token_ids: Tensor,
+    num_top: int,
+    read: Callable[[Tensor], tuple[Tensor, Tensor]],
+    normalized: bool = True,
 ) -> TokenLogprobs:
-    """One row for each of `rows` [count] int64 of the logits, with its token in token_ids [count]."""
-    num_top = min(num_top, logits.shape[1])
-    ids, logprobs, ranks = kernels.top_logprobs(logits, token_ids, num_top, rows=rows, normalized=normalized)
-    return TokenLogprobs(ids.numpy(), logprobs.numpy(), ranks.numpy())
+    """One row for each of `rows` [count] int64, with its token in token_ids [count].
+
+    `read` is called with a bounded number of them at a time, and returns logits [any, vocab] float32 with the indices
+    of these rows in it.
+    """
+    parts = []
+    for some, tokens in zip(torch.split(rows, MAX_LOGITS_ROWS), torch.split(token_ids, MAX_LOGITS_ROWS), strict=True):
+        logits, at = read(some)
+        top = min(num_top, logits.shape[1])
+        parts.append(
+            [part.numpy() for part in kernels.top_logprobs(logits, tokens, top, rows=at, normalized=normalized)]
+        )
+    return TokenLogprobs(*(np.concatenate(values) for values in zip(*parts, strict=True)))
+
+
+def _split(logprobs: TokenLogprobs, counts: Sequence[int]) -> list[TokenLogprobs]:
+    """The first `counts[0]` rows, the next `counts[1]`, and so on."""
+    parts = [slice(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True)]
+    return [TokenLogprobs(logprobs.token_ids[p], logprobs.logprobs[p], logprobs.ranks[p]) for p in parts]

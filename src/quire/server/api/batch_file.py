@@ -1,8 +1,8 @@
 """Batch files in the format of OpenAI's Batch API, processed by the server's own application.
 
-Answers are written to a partial file beside the output as they come, in any order, each behind its place in the input.
-What is in it is done, whatever happens: a later run goes on from there. In the end it is put in order, and the output
-appears complete.
+Results are written to a partial file beside the output as soon as they are made, in any order, each after the index of
+its line. A run that was interrupted can be continued from this file. When all lines are done, the results are sorted
+and the output file is created.
 """
 
 from __future__ import annotations

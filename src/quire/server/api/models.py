@@ -1,4 +1,4 @@
-"""/v1/models: what is served, and under which names."""
+"""/v1/models: the model that is served, under each of its names."""
 
 from __future__ import annotations
 
@@ -28,18 +28,6 @@ def _card(state: ServerState, name: str) -> ModelCard:
 
 
 ENDPOINTS = (
-    Endpoint(
-        path="/v1/models",
-        method="GET",
-        handler=list_models,
-        summary="List the models that are served",
-        response=ModelList,
-    ),
-    Endpoint(
-        path="/v1/models/{model:path}",
-        method="GET",
-        handler=retrieve_model,
-        summary="Describe a model that is served",
-        response=ModelCard,
-    ),
+    Endpoint("/v1/models", "GET", list_models, "List the models that are served", response=ModelList),
+    Endpoint("/v1/models/{model:path}", "GET", retrieve_model, "Describe a model that is served", response=ModelCard),
 )

@@ -82,12 +82,8 @@ class Authentication:
         """Call the endpoint if the key is valid. Raises ApiError (401)."""
         names = [name for key in _given_keys(scope) if (name := self._keys.name_of(key)) is not None]
         if not names:
-            raise ApiError(
-                401,
-                "this server requires an API key: send `Authorization: Bearer KEY` or `x-api-key: KEY`",
-                code="invalid_api_key",
-                headers={"www-authenticate": "Bearer"},
-            )
+            message = "this server requires an API key: send `Authorization: Bearer KEY` or `x-api-key: KEY`"
+            raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
         context_of(scope).tenant = names[0]
         await self._app(scope, receive, send)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -18,7 +18,7 @@ Handler: TypeAlias = Callable[[Request], Awaitable[ASGIApp]]
 """Returns the response to a request. May raise ApiError, RequestError or any other exception."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Endpoint:
     """One endpoint."""
 
@@ -27,6 +27,7 @@ class Endpoint:
     method: Literal["GET", "POST", "DELETE"]
     handler: Handler
     summary: str
+    _: KW_ONLY
     request: type[msgspec.Struct] | None = None
     """Type of the request body."""
     response: Any = None

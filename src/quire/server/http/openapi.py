@@ -45,9 +45,7 @@ def endpoint(rows: Sequence[Endpoint]) -> Endpoint:
     async def openapi(request: Request) -> ASGIApp:
         return Response(described(), media_type="application/json")
 
-    own = Endpoint(
-        path="/openapi.json", method="GET", handler=openapi, summary="Describe the endpoints", response=dict[str, Any]
-    )
+    own = Endpoint("/openapi.json", "GET", openapi, "Describe the endpoints", response=dict[str, Any])
     return own
 
 

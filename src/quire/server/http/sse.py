@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any, Final, TypeVar
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from contextlib import aclosing
+from typing import Any, TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
@@ -26,7 +28,6 @@ _HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # proxies must not buffer events
 )
-_END: Final = None
 
 
 def frame(data: bytes, event: str | None = None) -> bytes:
@@ -35,30 +36,49 @@ def frame(data: bytes, event: str | None = None) -> bytes:
     return head + b"data: " + data + b"\n\n"
 
 
+def event_frame(event: Mapping[str, Any]) -> bytes:
+    """One event as JSON, named by its `type`."""
+    return frame(msgspec.json.encode(event), event["type"])
+
+
+async def framed(events: AsyncGenerator[T, None], to_frame: Callable[[T], bytes], end: bytes = b"") -> Events:
+    """The frames of `events`, then `end`. Closing the generator closes `events`."""
+    async with aclosing(events):
+        async for event in events:
+            yield to_frame(event)
+    if end:
+        yield end
+
+
+async def read_all(events: AsyncGenerator[object, None]) -> None:
+    """Read `events` to their end, for a response that is not streamed, and close them."""
+    async with aclosing(events):
+        async for _ in events:
+            pass
+
+
 def openai_error(error: ApiError) -> bytes:
     """The last events of a failed stream."""
     return frame(error.to_json("")) + DONE
 
 
 async def event_stream(
-    request: Request,
-    events: Events,
-    *,
-    error_event: Callable[[ApiError], bytes],
-    keep_alive: bytes = KEEP_ALIVE,
+    request: Request, events: Events, *, error_event: Callable[[ApiError], bytes], keep_alive: bytes = KEEP_ALIVE
 ) -> EventStream:
-    """The response that sends `events`, which are already framed.
+    """Return the response that sends `events`, which are already framed.
 
-    What they raise within PEEK_S, before the first of them, is raised here; later it becomes the last event, made by
-    `error_event`. They are closed when the answer ends, however it does, and when the client goes before it begins.
+    An exception that they raise within PEEK_S, before the first event, is raised here; a later one becomes the last
+    event, made by `error_event`. The events are closed when the response ends for any reason, and when the client
+    disconnects before it begins.
     """
     context = context_of(request)
-    peeked = _Peeked(events, lambda error: error_event(context.api_error(error)))
+    keep_alive_s = state_of(request).args.keep_alive_s
+    stream = EventStream(events, lambda error: error_event(context.api_error(error)), keep_alive, keep_alive_s)
     try:
-        await unless_disconnected(request, peeked.peek())
+        await unless_disconnected(request, stream.peek())
     except Exception as error:
         raise context.api_error(error) from error
-    return EventStream(peeked, keep_alive, state_of(request).args.keep_alive_s)
+    return stream
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -74,13 +94,29 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) ->
 
 
 class EventStream:
-    """A streamed response, as an ASGI application."""
+    """A streamed response, as an ASGI application. Its first event can be awaited before the status is sent."""
 
-    def __init__(self, events: _Peeked, keep_alive: bytes, keep_alive_s: float) -> None:
+    def __init__(
+        self, events: Events, to_event: Callable[[Exception], bytes], keep_alive: bytes, keep_alive_s: float
+    ) -> None:
+        """`to_event` makes the last event of an exception that `events` raises."""
         self._events = events
+        self._to_event = to_event
+        self._first: asyncio.Task[bytes | None] | None = None
         self._keep_alive = keep_alive
         self._keep_alive_s = keep_alive_s
         self._last_sent_s = 0.0
+
+    async def peek(self) -> None:
+        """Wait up to PEEK_S for the first event. If it raises, close the events and raise the same exception."""
+        self._first = asyncio.create_task(self._next())
+        try:
+            await asyncio.wait({self._first}, timeout=PEEK_S)
+            if self._first.done():
+                self._first.result()
+        except BaseException:
+            await self._close()
+            raise
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all events, until the client disconnects."""
@@ -98,15 +134,33 @@ class EventStream:
                 pump.result()
         finally:
             await _cancel(*tasks)
-            await self._events.aclose()
+            await self._close()
+
+    async def _close(self) -> None:
+        """Close the events, also if reading has not begun."""
+        if self._first is not None:
+            await _cancel(self._first)
+        await self._events.aclose()
 
     async def _pump(self, send: Send) -> None:
         """Send events. It waits for a client that reads slowly; the engine's interface merges outputs meanwhile."""
         clock = asyncio.get_running_loop().time
-        async for event in self._events:
+        async for event in self._all():
             self._last_sent_s = clock()
             await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _all(self) -> Events:
+        try:
+            event = await (self._next() if self._first is None else self._first)
+            while event is not None:
+                yield event
+                event = await self._next()
+        except Exception as error:
+            yield self._to_event(error)
+
+    async def _next(self) -> bytes | None:
+        return await anext(self._events, None)
 
     async def _keep_alives(self, send: Send) -> None:
         """Send a comment whenever nothing was sent for a while, so that proxies keep the connection open."""
@@ -119,52 +173,6 @@ class EventStream:
             else:
                 self._last_sent_s = clock()
                 await send({"type": "http.response.body", "body": self._keep_alive, "more_body": True})
-
-
-class _Peeked:
-    """Events whose first can be awaited in advance. A later exception becomes the last event."""
-
-    def __init__(self, events: Events, to_event: Callable[[Exception], bytes]) -> None:
-        self._events = events
-        self._to_event = to_event
-        self._first: asyncio.Task[bytes | None] | None = None
-        self._has_failed = False
-
-    async def peek(self) -> None:
-        """Wait up to PEEK_S for the first event. If it raises, close the events and raise the same exception."""
-        self._first = asyncio.create_task(self._next())
-        try:
-            await asyncio.wait({self._first}, timeout=PEEK_S)
-            if self._first.done():
-                self._first.result()
-        except BaseException:
-            await self.aclose()
-            raise
-
-    def __aiter__(self) -> _Peeked:
-        return self
-
-    async def __anext__(self) -> bytes:
-        first, self._first = self._first, None
-        if self._has_failed:
-            raise StopAsyncIteration
-        try:
-            event = await (self._next() if first is None else first)
-        except Exception as error:
-            self._has_failed = True
-            return self._to_event(error)
-        if event is _END:
-            raise StopAsyncIteration
-        return event
-
-    async def aclose(self) -> None:
-        """Close the events, also if reading has not begun."""
-        if self._first is not None:
-            await _cancel(self._first)
-        await self._events.aclose()
-
-    async def _next(self) -> bytes | None:
-        return await anext(self._events, _END)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -68,12 +68,8 @@ class ServerState:
         """The model name for the response. Raises ApiError (404) for a model that is not served."""
         if name is None or name in self.model_names:
             return name or self.model_names[0]
-        raise ApiError(
-            404,
-            f"the model {name[:200]!r} is not served here; available: {', '.join(self.model_names)}",
-            param="model",
-            code="model_not_found",
-        )
+        message = f"the model {name[:200]!r} is not served here; available: {', '.join(self.model_names)}"
+        raise ApiError(404, message, param="model", code="model_not_found")
 
 
 @dataclass(kw_only=True, slots=True)

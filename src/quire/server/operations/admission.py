@@ -31,7 +31,7 @@ class Refusal:
 
 
 class Bucket:
-    """A token bucket that holds one minute's units. Its level may become negative: that debt is waited off first."""
+    """A token bucket that holds one minute's units. Its level may become negative; it must then refill first."""
 
     __slots__ = ("_level", "_per_minute", "_time")
 
@@ -61,7 +61,7 @@ class Bucket:
 
 
 class _Tenant:
-    """What one tenant runs now and has used lately."""
+    """A tenant's running requests and its recent use."""
 
     __slots__ = ("num_running", "requests", "tokens")
 
@@ -71,7 +71,7 @@ class _Tenant:
         self.tokens = Bucket(args.tokens_per_minute, now) if args.tokens_per_minute else None
 
     def is_idle(self, now: float) -> bool:
-        """Whether a new object would say the same: nothing runs and all buckets are full."""
+        """Whether nothing runs and all buckets are full, so that this object can be replaced by a new one."""
         return not self.num_running and all(b is None or b.is_full(now) for b in (self.requests, self.tokens))
 
 
@@ -173,7 +173,7 @@ class Admission:
         return None
 
     def _queue_refusal(self) -> Refusal | None:
-        """The engine's number counts each prompt of a request, ours is never out of date. Both must be in bounds."""
+        """Check the engine's number, which counts each prompt of a request, and our own, which is never out of date."""
         args, num_waiting = self._args, self._num_waiting()
         max_running = self._max_num_seqs + args.max_waiting
         if self.num_running < max_running and (num_waiting == 0 or num_waiting < args.max_waiting):

@@ -42,11 +42,7 @@ async def _events(state: ServerState) -> AsyncGenerator[bytes, None]:
 
 ENDPOINTS = (
     Endpoint(
-        path="/debug/cache/events",
-        method="GET",
-        handler=cache_events,
-        summary="Watch the cache and the queues",
-        chunk=CacheUpdate,
-        media_type="text/event-stream",
+        "/debug/cache/events", "GET", cache_events, "Watch the cache and the queues",
+        chunk=CacheUpdate, media_type="text/event-stream",
     ),
-)
+)  # fmt: skip

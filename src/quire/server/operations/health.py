@@ -35,10 +35,8 @@ async def load(request: Request) -> ASGIApp:
 
 
 ENDPOINTS = (
-    Endpoint(path="/health", method="GET", handler=health, summary="Is the engine up?", response=Status, kind="health"),
-    Endpoint(
-        path="/ready", method="GET", handler=ready, summary="Is the server ready?", response=Status, kind="health"
-    ),
-    Endpoint(path="/version", method="GET", handler=version, summary="Show the version", response=Version),
-    Endpoint(path="/load", method="GET", handler=load, summary="Count running requests", response=Load),
+    Endpoint("/health", "GET", health, "Is the engine up?", response=Status, kind="health"),
+    Endpoint("/ready", "GET", ready, "Is the server ready?", response=Status, kind="health"),
+    Endpoint("/version", "GET", version, "Show the version", response=Version),
+    Endpoint("/load", "GET", load, "Count running requests", response=Load),
 )

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -65,11 +66,7 @@ class DrainGate:
 
     def around(self, app: ASGIApp) -> ASGIApp:
         """`app` with this middleware around it."""
-
-        async def gated(scope: Scope, receive: Receive, send: Send) -> None:
-            await self._pass(app, scope, receive, send)
-
-        return gated
+        return partial(self._pass, app)
 
     async def drain(self) -> None:
         """Refuse new work, wait for running work up to the drain timeout, then abort it. Cancelling this call once ends

@@ -52,17 +52,25 @@ _HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
     "iteration_tokens_total": ("Tokens of a step: of completed prefills, and generated", _STEP_TOKENS),
 }
 _GAUGES: Mapping[str, tuple[str, Callable[[EngineStats], float]]] = {
-    "num_requests_running": ("Number of requests that are running", lambda s: s.num_running),
-    "num_requests_waiting": ("Number of requests in the queue", lambda s: s.num_waiting),
-    "num_requests_swapped": ("Number of requests that are swapped out", lambda s: s.num_swapped),
-    "kv_cache_usage_perc": ("Fraction of KV cache blocks in use, 0 to 1", lambda s: s.kv_cache_usage),
+    "vllm:num_requests_running": ("Number of requests that are running", lambda s: s.num_running),
+    "vllm:num_requests_waiting": ("Number of requests in the queue", lambda s: s.num_waiting),
+    "vllm:num_requests_swapped": ("Number of requests that are swapped out", lambda s: s.num_swapped),
+    "vllm:kv_cache_usage_perc": ("Fraction of KV cache blocks in use, 0 to 1", lambda s: s.kv_cache_usage),
+    "quire:kv_cache_pinned_blocks": ("KV cache blocks that are pinned", lambda s: s.num_pinned_blocks),
 }
 _COUNTERS: Mapping[str, tuple[str, Callable[[EngineStats], float]]] = {
-    "num_preemptions": ("Preempted requests", lambda s: s.num_preemptions),
-    "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache", lambda s: s.num_prefix_queried_tokens),
-    "prefix_cache_hits": ("Prompt tokens found in the prefix cache", lambda s: s.num_prefix_hit_tokens),
-    "prompt_tokens": ("Prompt tokens, including cached ones", lambda s: s.num_prompt_tokens),
-    "generation_tokens": ("Tokens generated", lambda s: s.num_generated_tokens),
+    "vllm:num_preemptions": ("Preempted requests", lambda s: s.num_preemptions),
+    "vllm:prefix_cache_queries": (
+        "Prompt tokens looked up in the prefix cache",
+        lambda s: s.num_prefix_queried_tokens,
+    ),
+    "vllm:prefix_cache_hits": ("Prompt tokens found in the prefix cache", lambda s: s.num_prefix_hit_tokens),
+    "vllm:prompt_tokens": ("Prompt tokens, including cached ones", lambda s: s.num_prompt_tokens),
+    "vllm:generation_tokens": ("Tokens generated", lambda s: s.num_generated_tokens),
+    "quire:engine_steps": ("Number of engine steps", lambda s: s.num_steps),
+    "quire:swapped_blocks": ("Blocks copied to or from the host tier", lambda s: s.num_swapped_blocks),
+    "quire:prefix_cache_evicted_tokens": ("Cached tokens evicted", lambda s: s.prefix_cache["evicted"]),
+    "quire:prefix_cache_spilled_tokens": ("Cached tokens moved to the host tier", lambda s: s.prefix_cache["spilled"]),
 }
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 
@@ -117,8 +125,8 @@ class Metrics:
         engine_pid: Callable[[], int | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """What can be called is asked at each scrape. `recoveries`: engines started after the first, and requests that
-        went on in another one; `refused`: requests turned away, by reason."""
+        """The functions are called at each scrape. `recoveries` returns the number of engines started after the first
+        and of requests continued in another engine; `refused` returns the number of refused requests by reason."""
         self._labels = {"model_name": model_name, "engine": "0"}
         self._stats = stats
         self._is_running = is_running
@@ -204,9 +212,9 @@ class Metrics:
         stats = self._stats()
         for family, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
             for name, (text, value) in table.items():
-                yield self._single(family, f"vllm:{name}", text, value(stats))
-        finished = [({"finished_reason": reason}, count) for reason, count in self._finished.items()]
-        yield self._family(CounterMetricFamily, "vllm:request_success", "Finished requests, by reason", finished)
+                yield self._single(family, name, text, value(stats))
+        text = "Finished requests, by reason"
+        yield self._split(CounterMetricFamily, "vllm:request_success", text, "finished_reason", self._finished)
         for name, (text, _) in _HISTOGRAMS.items():
             histogram = self._between_tokens if name == "time_per_output_token_seconds" else self.histograms[name]
             metric = HistogramMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
@@ -226,30 +234,11 @@ class Metrics:
             "cached": stats.num_cached_blocks,
             "free": stats.num_blocks - stats.num_used_blocks - stats.num_cached_blocks,
         }
-        yield self._gauge("quire:kv_cache_blocks", "KV cache blocks, by state", "state", blocks)
-        yield self._single(
-            GaugeMetricFamily,
-            "quire:kv_cache_pinned_blocks",
-            "KV cache blocks that are pinned",
-            stats.num_pinned_blocks,
-        )
-        counters = (
-            ("quire:engine_steps", "Number of engine steps", stats.num_steps),
-            ("quire:swapped_blocks", "Blocks copied to or from the host tier", stats.num_swapped_blocks),
-            ("quire:prefix_cache_evicted_tokens", "Cached tokens evicted", stats.prefix_cache["evicted"]),
-            (
-                "quire:prefix_cache_spilled_tokens",
-                "Cached tokens moved to the host tier",
-                stats.prefix_cache["spilled"],
-            ),
-        )
-        for name, text, value in counters:
-            yield self._single(CounterMetricFamily, name, text, value)
+        yield self._split(GaugeMetricFamily, "quire:kv_cache_blocks", "KV cache blocks, by state", "state", blocks)
         for kind, label, text in (("hit", "source", "found, by source"), ("missed", "reason", "not found, by reason")):
             found = {n.removeprefix(f"{kind}_"): v for n, v in stats.prefix_cache.items() if n.startswith(f"{kind}_")}
-            rows = [({label: name}, value) for name, value in found.items()]
-            name = f"quire:prefix_cache_{kind}_tokens"
-            yield self._family(CounterMetricFamily, name, f"Tokens looked up in the prefix cache and {text}", rows)
+            name, text = f"quire:prefix_cache_{kind}_tokens", f"Tokens looked up in the prefix cache and {text}"
+            yield self._split(CounterMetricFamily, name, text, label, found)
 
     def _collect_server(self) -> Iterator[Metric]:
         is_running = self._is_running()
@@ -262,17 +251,17 @@ class Metrics:
             yield self._single(CounterMetricFamily, f"quire:{name}", text, count)
         rows = [({"route": r, "method": m, "status": s}, count) for (r, m, s), count in self._http.items()]
         yield self._family(CounterMetricFamily, "quire:http_requests", "HTTP requests answered", rows)
-        refused = [({"reason": reason}, count) for reason, count in self._refused().items()]
-        yield self._family(
-            CounterMetricFamily, "quire:requests_refused", "Requests refused with status 429, by reason", refused
-        )
+        text = "Requests refused with status 429, by reason"
+        yield self._split(CounterMetricFamily, "quire:requests_refused", text, "reason", self._refused())
         pid = self._engine_pid()
         pids = {"server": "self"} | ({} if pid is None else {"engine": str(pid)})
         memory = {name: size for name, pid in pids.items() if (size := _resident_bytes(pid)) is not None}
-        yield self._gauge("quire:process_memory_bytes", "Resident memory, by process", "process", memory)
+        text = "Resident memory, by process"
+        yield self._split(GaugeMetricFamily, "quire:process_memory_bytes", text, "process", memory)
 
-    def _gauge(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-        return self._family(GaugeMetricFamily, name, text, [({label: key}, value) for key, value in values.items()])
+    def _split(self, kind: Any, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+        """A metric family with one row for each value of an additional label."""
+        return self._family(kind, name, text, [({label: key}, value) for key, value in values.items()])
 
     def _single(self, kind: Any, name: str, text: str, value: float) -> Metric:
         return self._family(kind, name, text, [({}, value)])
@@ -307,12 +296,7 @@ async def _get_metrics(request: Request) -> Response:
 
 
 METRICS_ENDPOINT = Endpoint(
-    path="/metrics",
-    method="GET",
-    handler=_get_metrics,
-    summary="Metrics in Prometheus' format",
-    media_type="text/plain",
-    kind="metrics",
+    "/metrics", "GET", _get_metrics, "Metrics in Prometheus' format", media_type="text/plain", kind="metrics"
 )
 
 

@@ -24,8 +24,8 @@ class Tracer:
     """
 
     def __init__(self, endpoint: str, model_name: str, exporter: SpanExporter | None = None) -> None:
-        """`endpoint`: a collector's URL for OTLP over HTTP, as http://localhost:4318. Raises ConfigError if it is none,
-        or if OpenTelemetry is not installed. `exporter` takes the spans instead, at once."""
+        """`endpoint` is a collector's URL for OTLP over HTTP, as http://localhost:4318. Raises ConfigError if it is not
+        a URL, or if OpenTelemetry is not installed. An `exporter` receives the spans instead, without delay."""
         url = urlsplit(endpoint)
         if url.scheme not in ("http", "https") or not url.netloc:
             raise ConfigError(f"otlp_endpoint={endpoint!r}: must be a URL such as http://localhost:4318")
@@ -69,7 +69,7 @@ class Tracer:
         span.end(context.start_ns + int(context.seconds * 1e9))
 
     def shutdown(self) -> None:
-        """Send what is left."""
+        """Send the remaining spans."""
         self._provider.shutdown()
 
     def _attributes(self, context: RequestContext) -> dict[str, Any]:

@@ -43,11 +43,8 @@ def _endpoints() -> tuple[Endpoint, ...]:
         media_type = _MEDIA_TYPES.get(file.name[file.name.rfind(".") :])
         if media_type is not None:
             path = "/" if file.name == "index.html" else f"/page/{file.name}"
-            handler = _handler(file.read_bytes(), media_type)
-            summary = f"Web page: {file.name}"
-            rows.append(
-                Endpoint(path=path, method="GET", handler=handler, summary=summary, media_type=media_type, kind="page")
-            )
+            handler, summary = _handler(file.read_bytes(), media_type), f"Web page: {file.name}"
+            rows.append(Endpoint(path, "GET", handler, summary, media_type=media_type, kind="page"))
     return tuple(rows)
 
 

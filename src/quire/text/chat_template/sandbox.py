@@ -20,19 +20,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from quire.text.chat_template.budget import (
-    Budget,
-    check_binary,
-    check_items,
-    check_method,
-    check_size,
-    check_width,
-    measured,
-    num_chars,
-    num_items,
-    spend,
-    text_of,
-)
+from quire.text.chat_template import budget
 
 MAX_TEMPLATE_CHARS = 128 * 1024
 """Length of a template's source. Compiling this much takes up to two seconds; the longest in use take 1 % of that."""
@@ -41,17 +29,7 @@ _FILE_NAME = "<chat template>"
 warnings.filterwarnings(
     "ignore", category=SyntaxWarning, module=_FILE_NAME
 )  # warnings about a template's code do not belong in the log
-_NO_PROMPT_NEEDS = (
-    "center",
-    "format",
-    "pprint",
-    "striptags",
-    "urlencode",
-    "urlize",
-    "wordcount",
-    "wordwrap",
-    "xmlattr",
-)
+_UNNEEDED = ("center", "format", "pprint", "striptags", "urlencode", "urlize", "wordcount", "wordwrap", "xmlattr")
 """Filters that are slow with long texts or make them much longer, and that no chat template needs."""
 _UNSAFE_METHODS = frozenset(["encode", "maketrans", "to_bytes", "translate"])
 """Methods that return huge texts, or bytes, which the budget does not measure."""
@@ -74,12 +52,12 @@ def compile_template(source: str) -> jinja2.Template:
 
 def render(template: jinja2.Template, variables: dict[str, Any]) -> str:
     """Render a template. Raises SecurityError if it exceeds the budget."""
-    with Budget():
+    with budget.Budget():
         pieces, total = [], 0
         for piece in template.generate(variables):
             pieces.append(piece)
             total += len(piece)
-            check_size(total)
+            budget.check_size(total)
         return "".join(pieces)
 
 
@@ -91,11 +69,11 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
         return not is_type and attr not in _UNSAFE_METHODS and super().is_safe_attribute(obj, attr, value)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        check_binary(operator, left, right)
-        return measured(super().call_binop(context, operator, left, right))
+        budget.check_binary(operator, left, right)
+        return budget.measured(super().call_binop(context, operator, left, right))
 
     def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
-        spend(1)
+        budget.spend(1)
         if isinstance(obj, LoopContext) and args:
             args = (_counted(context, args[0]), *args[1:])
         method = getattr(obj, "__wrapped__", obj)  # the sandbox wraps str.format
@@ -103,8 +81,8 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
         if isinstance(owner, str):
             if method.__name__ == "join" and args:
                 args = (list(args[0]),)
-            check_method(owner, method.__name__, [*args, *kwargs.values()])
-        return measured(super().call(context, obj, *args, **kwargs))
+            budget.check_method(owner, method.__name__, [*args, *kwargs.values()])
+        return budget.measured(super().call(context, obj, *args, **kwargs))
 
 
 class _GenerationTag(Extension):
@@ -151,14 +129,14 @@ def _guarded(node: Any) -> Any:
 @jinja2.pass_context  # these take the context only so that they are never run at compile time
 def _counted(_: Any, values: Iterable[Any]) -> Iterator[Any]:
     for value in values:
-        spend(1)
+        budget.spend(1)
         yield value
 
 
 @jinja2.pass_context
 def _charged(_: Any, value: Any) -> str:
-    text = text_of(value)
-    spend(printed=len(text))
+    text = budget.text_of(value)
+    budget.spend(printed=len(text))
     return text
 
 
@@ -169,36 +147,36 @@ def _concatenated(_: Any, values: list[Any]) -> str:
 
 @jinja2.pass_context
 def _measured(_: Any, value: Any) -> Any:
-    return measured(value)
+    return budget.measured(value)
 
 
 def _join(values: Iterable[Any], d: str = "", attribute: Any = None) -> str:
     if attribute is not None:
         values = (jinja2.filters.make_attrgetter(_ENVIRONMENT, attribute)(value) for value in values)
-    return _joined(map(text_of, values), str(d))
+    return _joined(map(budget.text_of, values), str(d))
 
 
 def _joined(pieces: Iterable[str], between: str = "") -> str:
     """Join texts, checking the total length before."""
     texts, total = [], 0
     for piece in pieces:
-        spend()
+        budget.spend()
         total += len(piece) + len(between)
-        check_size(total)
+        budget.check_size(total)
         texts.append(piece)
     return between.join(texts)
 
 
 def _replace(s: Any, old: str, new: str, count: int = -1) -> str:
-    text = text_of(s)
-    check_method(text, "replace", [old, new])
+    text = budget.text_of(s)
+    budget.check_method(text, "replace", [old, new])
     return text.replace(old, new, count)
 
 
 def _indent(s: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
     width = len(width) if isinstance(width, str) else width
-    check_width([width])
-    check_size(len(s) + s.count("\n") * width)
+    budget.check_width([width])
+    budget.check_size(len(s) + s.count("\n") * width)
     return jinja2.filters.do_indent(s, width, first, blank)
 
 
@@ -210,7 +188,7 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """Return plain JSON; Jinja's own filter would escape it for HTML."""
-    check_width([indent])
+    budget.check_width([indent])
     encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     return encoder.encode(value) if indent is None and separators is None else _joined(encoder.iterencode(value))
 
@@ -227,24 +205,24 @@ def _strftime_now(layout: str) -> str:
 
 def _check_texts(value: Any, others: list[Any]) -> None:
     for text in (value, *others):
-        num_chars(text)
+        budget.num_chars(text)
 
 
 def _check_short(value: Any, others: list[Any]) -> None:
-    check_items(num_chars(value))
+    budget.check_items(budget.num_chars(value))
 
 
 def _check_list(value: Any, others: list[Any]) -> None:
-    check_items(num_items(value))
+    budget.check_items(budget.num_items(value))
 
 
 def _check_narrow(value: Any, others: list[Any]) -> None:
-    check_items(num_items(value))
-    check_width(others)
+    budget.check_items(budget.num_items(value))
+    budget.check_width(others)
 
 
 def _check_numbers(value: Any, others: list[Any]) -> None:
-    check_items(num_items(value))
+    budget.check_items(budget.num_items(value))
     if any(isinstance(other, list | tuple) for other in others):
         raise SecurityError("it adds up lists")
 
@@ -273,16 +251,16 @@ def _bounded(function: Callable[..., Any], check: _Check) -> Callable[..., Any]:
 
     @wraps(function)
     def bounded(*args: Any, **kwargs: Any) -> Any:
-        spend()
+        budget.spend()
         check(args[num_own], [*args[num_own + 1 :], *kwargs.values()])
-        return measured(function(*args, **kwargs))
+        return budget.measured(function(*args, **kwargs))
 
     return bounded
 
 
 def _make_environment() -> _BoundedEnvironment:
     environment = _BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag])
-    for name in _NO_PROMPT_NEEDS:
+    for name in _UNNEEDED:
         del environment.filters[name]
     environment.filters |= {"indent": _indent, "join": _join, "replace": _replace, "tojson": _tojson}
     function: Any

@@ -23,16 +23,8 @@ class IncrementalDetokenizer:
     """
 
     __slots__ = (
-        "_include_stop",
-        "_num_free",
-        "_num_undecided",
-        "_pieces",
-        "_state",
-        "_stopped",
-        "_stops",
-        "_stream",
-        "_waiting",
-    )
+        "_include_stop", "_num_free", "_num_undecided", "_pieces", "_state", "_stopped", "_stops", "_stream", "_waiting"
+    )  # fmt: skip
 
     def __init__(
         self,

@@ -17,12 +17,13 @@ class Tokenizer:
 
     def __init__(self, files: TokenizerFiles, source: str) -> None:
         self._backend = files.backend
-        self._chat_templates = files.chat_templates
         self._token_texts: dict[int, str] = {}
         self.source = source
         """Path from which it was read, for error messages."""
         self.special_tokens: Mapping[str, str] = files.special_tokens
         """Maps roles to tokens, such as `eos_token` to `</s>`."""
+        self.chat_templates: Mapping[str, str] = files.chat_templates
+        """Maps the names of the checkpoint's chat templates to Jinja sources; the usual name is `default`."""
         self.eos_token_id = self._special_id("eos_token")
         self.bos_token_id = self._special_id("bos_token")
         self.pad_token_id = self._special_id("pad_token")
@@ -93,12 +94,7 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         """Whether the checkpoint has a chat template."""
-        return bool(self._chat_templates)
-
-    @property
-    def chat_templates(self) -> Mapping[str, str]:
-        """Maps the names of the checkpoint's chat templates to Jinja sources; the usual name is `default`."""
-        return self._chat_templates
+        return bool(self.chat_templates)
 
     def apply_chat_template(
         self,
@@ -126,7 +122,7 @@ class Tokenizer:
         )
 
     def _template(self, chosen: str | None, with_tools: bool) -> ChatTemplate:
-        known = self._chat_templates
+        known = self.chat_templates
         name = chosen or ("tool_use" if with_tools and "tool_use" in known else "default")
         if name in known:
             return compile_chat_template(known[name])

@@ -11,25 +11,8 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from quire.server.api.chat.events import (
-    ChatEvent,
-    ChoiceFinished,
-    ContentDelta,
-    PromptEvent,
-    ReasoningDelta,
-    ToolCallDelta,
-    UsageEvent,
-)
-from quire.server.api.chat.protocol import (
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatCompletionRequest,
-    ChatDelta,
-    ChatLogprobs,
-    FunctionCallDelta,
-    ToolCallChunk,
-)
+from quire.server.api.chat import events as chat
+from quire.server.api.chat import protocol as api
 from quire.server.api.chat.run import fold, run_chat
 from quire.server.api.shared.fields import Usage
 from quire.server.http import sse
@@ -42,7 +25,7 @@ async def create_chat_completion(request: Request) -> ASGIApp:
     """POST /v1/chat/completions"""
     state, context = state_of(request), context_of(request)
     context.field_names["prompt"] = "messages"
-    body = await read_struct(request, ChatCompletionRequest)
+    body = await read_struct(request, api.ChatCompletionRequest)
     context.adopt_id(body.request_id)
     context.model = model = state.check_model(body.model)
     answer_id = f"chatcmpl-{context.request_id}"
@@ -50,18 +33,13 @@ async def create_chat_completion(request: Request) -> ASGIApp:
     if body.stream:
         frames = _frames(events, body, answer_id, model)
         return await sse.event_stream(request, frames, error_event=sse.openai_error)
-    answer = await sse.unless_disconnected(request, _whole(events, answer_id, model))
+    answer = await sse.unless_disconnected(request, fold(events, id=answer_id, model=model))
     answer.service_tier = body.service_tier or UNSET
     return await choices_response(answer)
 
 
-async def _whole(events: AsyncGenerator[ChatEvent, None], answer_id: str, model: str) -> ChatCompletion:
-    async with aclosing(events):
-        return await fold(events, id=answer_id, model=model)
-
-
 async def _frames(
-    events: AsyncGenerator[ChatEvent, None], body: ChatCompletionRequest, answer_id: str, model: str
+    events: AsyncGenerator[chat.ChatEvent, None], body: api.ChatCompletionRequest, answer_id: str, model: str
 ) -> sse.Events:
     chunks = _Chunks(body, answer_id, model)
     async with aclosing(events):
@@ -74,41 +52,41 @@ async def _frames(
 class _Chunks:
     """Converts events to chunks: the role first for each choice, and the usage last if it was requested."""
 
-    def __init__(self, body: ChatCompletionRequest, answer_id: str, model: str) -> None:
+    def __init__(self, body: api.ChatCompletionRequest, answer_id: str, model: str) -> None:
         self._body = body
-        self._blank = ChatCompletionChunk(id=answer_id, created=int(time.time()), model=model, choices=[])
+        self._blank = api.ChatCompletionChunk(id=answer_id, created=int(time.time()), model=model, choices=[])
         if body.includes_usage:
             self._blank.usage = None
         self._begun: set[int] = set()
-        self._prompt = PromptEvent(None, None)
+        self._prompt = chat.PromptEvent(None, None)
 
-    def of(self, event: ChatEvent) -> list[ChatCompletionChunk]:
+    def of(self, event: chat.ChatEvent) -> list[api.ChatCompletionChunk]:
         """The chunks of one event."""
         match event:
-            case PromptEvent():
+            case chat.PromptEvent():
                 self._prompt = event
                 return []
-            case UsageEvent():
+            case chat.UsageEvent():
                 return self._usage(event)
             case _:
                 chunks = [] if event.index in self._begun else [self._first(event.index)]
                 chunk = self._chunk(_choice(event))
-                if isinstance(event, ChoiceFinished) and event.timings is not None:
+                if isinstance(event, chat.ChoiceFinished) and event.timings is not None:
                     chunk.timings = event.timings
                 return [*chunks, chunk]
 
-    def _chunk(self, *choices: ChatChunkChoice) -> ChatCompletionChunk:
+    def _chunk(self, *choices: api.ChatChunkChoice) -> api.ChatCompletionChunk:
         return msgspec.structs.replace(self._blank, choices=list(choices))
 
-    def _first(self, index: int) -> ChatCompletionChunk:
-        chunk = self._chunk(ChatChunkChoice(index, ChatDelta(role="assistant", content="")))
+    def _first(self, index: int) -> api.ChatCompletionChunk:
+        chunk = self._chunk(api.ChatChunkChoice(index, api.ChatDelta(role="assistant", content="")))
         if not self._begun:
             chunk.prompt_token_ids = UNSET if self._prompt.token_ids is None else self._prompt.token_ids
             chunk.prompt_logprobs = UNSET if self._prompt.logprobs is None else self._prompt.logprobs
         self._begun.add(index)
         return chunk
 
-    def _usage(self, event: UsageEvent) -> list[ChatCompletionChunk]:
+    def _usage(self, event: chat.UsageEvent) -> list[api.ChatCompletionChunk]:
         usage = Usage.of(event.prompt_tokens, event.completion_tokens, event.cached_tokens)
         if event.timings is None:  # the usage so far, for the following chunks
             self._blank.usage = usage
@@ -118,34 +96,28 @@ class _Chunks:
         return [msgspec.structs.replace(self._blank, usage=usage, timings=event.timings)]
 
 
-def _choice(event: ContentDelta | ReasoningDelta | ToolCallDelta | ChoiceFinished) -> ChatChunkChoice:
+def _choice(event: chat.ChoiceEvent) -> api.ChatChunkChoice:
     match event:
-        case ContentDelta(index, text, logprobs, token_ids):
-            logprobs_of = None if logprobs is None else ChatLogprobs(logprobs)
+        case chat.ContentDelta(index, text, logprobs, token_ids):
+            logprobs_of = None if logprobs is None else api.ChatLogprobs(logprobs)
             ids = UNSET if token_ids is None else token_ids
-            return ChatChunkChoice(index, ChatDelta(content=text), logprobs_of, token_ids=ids)
-        case ReasoningDelta(index, text):
-            return ChatChunkChoice(index, ChatDelta(reasoning_content=text, reasoning=text))
-        case ToolCallDelta(index, tool_index, None, _, arguments):
-            call = ToolCallChunk(tool_index, FunctionCallDelta(arguments=arguments))
-            return ChatChunkChoice(index, ChatDelta(tool_calls=[call]))
-        case ToolCallDelta(index, tool_index, call_id, name, arguments):
-            function = FunctionCallDelta(name or "", arguments)
-            call = ToolCallChunk(tool_index, function, call_id or "", "function")
-            return ChatChunkChoice(index, ChatDelta(tool_calls=[call]))
-        case ChoiceFinished(index, finish_reason, stop_reason):
-            return ChatChunkChoice(index, ChatDelta(), None, finish_reason, stop_reason)
+            return api.ChatChunkChoice(index, api.ChatDelta(content=text), logprobs_of, token_ids=ids)
+        case chat.ReasoningDelta(index, text):
+            return api.ChatChunkChoice(index, api.ChatDelta(reasoning_content=text, reasoning=text))
+        case chat.ToolCallDelta(index, tool_index, None, _, arguments):
+            call = api.ToolCallChunk(tool_index, api.FunctionCallDelta(arguments=arguments))
+            return api.ChatChunkChoice(index, api.ChatDelta(tool_calls=[call]))
+        case chat.ToolCallDelta(index, tool_index, call_id, name, arguments):
+            function = api.FunctionCallDelta(name or "", arguments)
+            call = api.ToolCallChunk(tool_index, function, call_id or "", "function")
+            return api.ChatChunkChoice(index, api.ChatDelta(tool_calls=[call]))
+        case chat.ChoiceFinished(index, finish_reason, stop_reason):
+            return api.ChatChunkChoice(index, api.ChatDelta(), None, finish_reason, stop_reason)
 
 
 ENDPOINTS = (
     Endpoint(
-        path="/v1/chat/completions",
-        method="POST",
-        handler=create_chat_completion,
-        summary="Answer a conversation",
-        request=ChatCompletionRequest,
-        response=ChatCompletion,
-        chunk=ChatCompletionChunk,
-        generates=True,
+        "/v1/chat/completions", "POST", create_chat_completion, "Answer a conversation",
+        request=api.ChatCompletionRequest, response=api.ChatCompletion, chunk=api.ChatCompletionChunk, generates=True,
     ),
-)
+)  # fmt: skip

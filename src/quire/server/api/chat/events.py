@@ -1,8 +1,8 @@
-"""What happens while a chat is answered. Streams and whole answers of every chat protocol are made of these events.
+"""The events of a chat's answer. Streams and whole responses of every chat protocol are made from them.
 
-For each choice: deltas in any order, then one ChoiceFinished. Then one UsageEvent ends the answer; with
-`continuous_usage_stats` one more comes before the deltas of each step. How text is cut into deltas depends on timing
-and means nothing.
+Each choice has deltas in any order, then one ChoiceFinished. One UsageEvent ends the answer; with
+`continuous_usage_stats`, another one precedes the deltas of each step. The division of a text into deltas depends on
+timing and has no meaning.
 """
 
 from __future__ import annotations
@@ -73,4 +73,5 @@ class UsageEvent(msgspec.Struct, frozen=True):
     """Set in the last event only."""
 
 
-ChatEvent: TypeAlias = PromptEvent | ContentDelta | ReasoningDelta | ToolCallDelta | ChoiceFinished | UsageEvent
+ChoiceEvent: TypeAlias = ContentDelta | ReasoningDelta | ToolCallDelta | ChoiceFinished
+ChatEvent: TypeAlias = PromptEvent | ChoiceEvent | UsageEvent

@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
 from msgspec.structs import replace
 
 from quire.common.outputs import CompletionOutput, RequestOutput
-from quire.server.api.chat.events import (
-    ChatEvent,
-    ChatFinishReason,
-    ChoiceFinished,
-    ContentDelta,
-    PromptEvent,
-    ReasoningDelta,
-    ToolCallDelta,
-)
+from quire.server.api.chat import events as chat
 from quire.server.api.chat.prompt import content_text
 from quire.server.api.chat.protocol import ChatCompletionRequest
 from quire.server.api.shared.fields import Timings
@@ -24,12 +13,8 @@ from quire.server.api.shared.generation import chat_logprobs, prompt_logprobs
 from quire.server.api.shared.sampling import structure
 from quire.server.api.tools import (
     OutputParser,
-    Parsed,
-    ParsedContent,
-    ParsedReasoning,
     check_tools,
     forced_tools,
-    make_parser,
     shows_special_tokens,
     tool_choice_structure,
 )
@@ -41,8 +26,7 @@ class ChatPlan:
     """How a request's tools and formats determine its grammar and the parsing of its output. Raises RequestError."""
 
     def __init__(self, state: ServerState, request: ChatCompletionRequest) -> None:
-        tools: Any = msgspec.to_builtins(request.tools)
-        choice: Any = msgspec.to_builtins(request.tool_choice)
+        tools, choice = request.tools, request.tool_choice
         check_tools(tools, choice)
         parallel = request.parallel_tool_calls is not False
         self.shows_tools = bool(tools) and choice != "none"
@@ -76,45 +60,46 @@ class ChatChoices:
         self._echoed = content_text(last.content) if request.echo and last.role == "assistant" else ""
         self._has_sent_prompt = not request.return_token_ids and request.prompt_logprobs is None
 
-    def events(self, output: RequestOutput, timings: Timings | None) -> list[ChatEvent]:
+    def events(self, output: RequestOutput, timings: Timings | None) -> list[chat.ChatEvent]:
         """The events of this output; `timings` is attached to the last one."""
-        found: list[ChatEvent] = []
+        found: list[chat.ChatEvent] = []
         if not self._has_sent_prompt:
             self._has_sent_prompt = True
             token_ids = output.prompt_token_ids if self._request.return_token_ids else None
             logprobs = prompt_logprobs(output.prompt_logprobs) if self._request.prompt_logprobs is not None else None
-            found.append(PromptEvent(token_ids, logprobs))
+            found.append(chat.PromptEvent(token_ids, logprobs))
         for delta in output.outputs:
             found += self._of_choice(delta, timings if delta is output.outputs[-1] else None)
         return found
 
-    def _of_choice(self, delta: CompletionOutput, timings: Timings | None) -> list[ChatEvent]:
+    def _of_choice(self, delta: CompletionOutput, timings: Timings | None) -> list[chat.ChatEvent]:
         index, is_first = delta.index, delta.index not in self._parsers
-        parser = self._parsers.setdefault(index, self._new_parser()) if is_first else self._parsers[index]
+        if is_first:
+            self._parsers[index] = self._new_parser(index)
+        parser = self._parsers[index]
         parsed = parser.feed(delta.text)
         if delta.finish_reason is not None:
             parsed += parser.finish()
-        found = [event for item in parsed if (event := self._event(index, item)) is not None]
+        if any(isinstance(part, chat.ToolCallDelta) for part in parsed):
+            self._callers.add(index)
+        hides_reasoning = self._request.include_reasoning is False
+        found: list[chat.ChatEvent] = [
+            p for p in parsed if not (hides_reasoning and isinstance(p, chat.ReasoningDelta))
+        ]
         if is_first and self._echoed:
-            found.insert(0, ContentDelta(index, self._echoed))
+            found.insert(0, chat.ContentDelta(index, self._echoed))
         self._attach_tokens(found, delta)
         if delta.finish_reason is not None:
-            found.append(ChoiceFinished(index, self._finish_reason(delta), delta.stop_reason, timings))
+            found.append(chat.ChoiceFinished(index, self._finish_reason(delta), delta.stop_reason, timings))
         return found
 
-    def _new_parser(self) -> OutputParser:
+    def _new_parser(self, index: int) -> OutputParser:
         plan = self._plan
-        return make_parser(reasoning=self._reasoning, tools=plan.tools, forced=plan.forced, max_calls=plan.max_calls)
+        return OutputParser(
+            index, reasoning=self._reasoning, tools=plan.tools, forced=plan.forced, max_calls=plan.max_calls
+        )
 
-    def _event(self, index: int, parsed: Parsed) -> ChatEvent | None:
-        if isinstance(parsed, ParsedContent):
-            return ContentDelta(index, parsed.text)
-        if isinstance(parsed, ParsedReasoning):
-            return None if self._request.include_reasoning is False else ReasoningDelta(index, parsed.text)
-        self._callers.add(index)
-        return ToolCallDelta(index, parsed.tool_index, parsed.id, parsed.name, parsed.arguments)
-
-    def _attach_tokens(self, found: list[ChatEvent], delta: CompletionOutput) -> None:
+    def _attach_tokens(self, found: list[chat.ChatEvent], delta: CompletionOutput) -> None:
         """Attach token ids and log-probabilities to the first content event, or to an additional empty one."""
         request = self._request
         token_ids = delta.token_ids if request.return_token_ids else None
@@ -125,12 +110,12 @@ class ChatChoices:
         if not token_ids and not logprobs:
             return
         for i, event in enumerate(found):
-            if isinstance(event, ContentDelta):
+            if isinstance(event, chat.ContentDelta):
                 found[i] = replace(event, logprobs=logprobs, token_ids=token_ids)
                 return
-        found.append(ContentDelta(delta.index, "", logprobs, token_ids))
+        found.append(chat.ContentDelta(delta.index, "", logprobs, token_ids))
 
-    def _finish_reason(self, delta: CompletionOutput) -> ChatFinishReason:
+    def _finish_reason(self, delta: CompletionOutput) -> chat.ChatFinishReason:
         """OpenAI's finish reason: `stop` for a function that the request named, since the model did not choose it."""
         if delta.finish_reason == "length":
             return "length"

@@ -10,7 +10,8 @@ from typing import Any, TypedDict
 import msgspec
 
 from quire.common.errors import InvalidPromptError
-from quire.server.api.chat.protocol import ChatMessage, ContentPart, Tool
+from quire.server.api.chat.protocol import ChatCompletionRequest, ChatMessage, ContentPart, Tool
+from quire.server.api.tokens.protocol import TokenizeRequest
 from quire.server.http.errors import invalid
 from quire.server.http.state import ServerState
 
@@ -29,44 +30,40 @@ class ChatPrompt(TypedDict):
 
 async def chat_prompt(
     state: ServerState,
+    request: ChatCompletionRequest | TokenizeRequest,
     messages: Sequence[ChatMessage],
-    *,
-    tools: Sequence[Tool] | None = None,
-    chat_template: str | None = None,
-    variables: Mapping[str, Any] | None = None,
-    add_generation_prompt: bool | None = None,
-    continue_final_message: bool | None = None,
-    add_special_tokens: bool | None = None,
+    tools: Sequence[Tool] | None,
+    variables: Mapping[str, Any],
 ) -> ChatPrompt:
-    """The prompt of a conversation. Raises ApiError or RequestError for messages, tools or a template that are wrong,
+    """The prompt of a conversation, made as the request says. `tools` are those that the template shows, `variables`
+    its other variables. Raises ApiError or RequestError for messages, tools or a template that are wrong,
     TokenizerError where there is no template."""
-    if chat_template is not None and not state.args.allow_client_chat_template:
+    if request.chat_template is not None and not state.args.allow_client_chat_template:
         raise invalid(
             "chat_template is not allowed in requests; the operator can enable allow_client_chat_template",
             "chat_template",
         )
     for name in _RESERVED:
-        if name in (variables or {}):
+        if name in variables:
             raise invalid(f"chat_template_kwargs cannot set {name!r}", "chat_template_kwargs")
 
     def render() -> str:
         return state.llm.tokenizer.apply_chat_template(
             [_plain_message(message, f"messages[{i}]") for i, message in enumerate(messages)],
             tools=msgspec.to_builtins(tools) if tools else None,
-            chat_template=chat_template,
-            add_generation_prompt=not continue_final_message
-            if add_generation_prompt is None
-            else add_generation_prompt,
-            continue_final_message=bool(continue_final_message),
-            **(variables or {}),
+            chat_template=request.chat_template,
+            add_generation_prompt=not continues if generates is None else generates,
+            continue_final_message=continues,
+            **variables,
         )
 
-    is_quick = chat_template is None and not tools and not variables and len(messages) <= _QUICK_MESSAGES
+    continues, generates = bool(request.continue_final_message), request.add_generation_prompt
+    is_quick = request.chat_template is None and not tools and not variables and len(messages) <= _QUICK_MESSAGES
     if is_quick and sum(map(_num_chars, messages)) <= _QUICK_CHARS:
         text = render()
     else:
         text = await asyncio.to_thread(render)
-    return {"prompt": text, "prompt_token_ids": await state.llm.encode(text, bool(add_special_tokens))}
+    return {"prompt": text, "prompt_token_ids": await state.llm.encode(text, bool(request.add_special_tokens))}
 
 
 def _num_chars(message: ChatMessage) -> int:

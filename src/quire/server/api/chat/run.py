@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -13,26 +13,10 @@ from msgspec.structs import replace
 from starlette.requests import Request
 
 from quire.common.params import SamplingParams
-from quire.server.api.chat.events import (
-    ChatEvent,
-    ChoiceFinished,
-    ContentDelta,
-    PromptEvent,
-    ReasoningDelta,
-    ToolCallDelta,
-    UsageEvent,
-)
+from quire.server.api.chat import events as chat
+from quire.server.api.chat import protocol as api
 from quire.server.api.chat.output import ChatChoices, ChatPlan
 from quire.server.api.chat.prompt import ChatPrompt, chat_prompt
-from quire.server.api.chat.protocol import (
-    ChatChoice,
-    ChatCompletion,
-    ChatCompletionRequest,
-    ChatLogprobs,
-    FunctionCall,
-    ResponseMessage,
-    ToolCall,
-)
 from quire.server.api.shared.fields import Timings, TokenLogprob, Usage
 from quire.server.api.shared.generation import TokenCounts, beside, generate
 from quire.server.api.shared.sampling import check_request, make_params, name_fields
@@ -41,9 +25,9 @@ from quire.server.http.state import ServerState, context_of
 
 
 async def run_chat(
-    state: ServerState, request: ChatCompletionRequest, request_id: str, http_request: Request
-) -> AsyncGenerator[ChatEvent, None]:
-    """Answer a conversation. Raises RequestError or ApiError, before the first event where the request is wrong.
+    state: ServerState, request: api.ChatCompletionRequest, request_id: str, http_request: Request
+) -> AsyncGenerator[chat.ChatEvent, None]:
+    """Answer a conversation. Raises RequestError or ApiError; for an invalid request, before the first event.
 
     Closing the generator aborts the request. `request_id` need not be unique.
     """
@@ -69,47 +53,38 @@ async def run_chat(
             counts.add(0, output)
             timings = Timings.of(output.metrics) if output.finished else None
             if request.continuous_usage and not output.finished:
-                yield UsageEvent(counts.prompt_tokens, counts.completion_tokens, counts.cached_tokens)
+                yield chat.UsageEvent(counts.prompt_tokens, counts.completion_tokens, counts.cached_tokens)
             for event in await beside(output, partial(choices.events, output, timings)):
                 yield event
-    yield UsageEvent(counts.prompt_tokens, counts.completion_tokens, counts.cached_tokens, timings)
+    yield chat.UsageEvent(counts.prompt_tokens, counts.completion_tokens, counts.cached_tokens, timings)
 
 
-async def make_prompt(state: ServerState, request: ChatCompletionRequest, plan: ChatPlan) -> ChatPrompt:
+async def make_prompt(state: ServerState, request: api.ChatCompletionRequest, plan: ChatPlan) -> ChatPrompt:
     """Text and tokens of the prompt. Raises RequestError or ApiError."""
-    return await chat_prompt(
-        state,
-        request.messages,
-        tools=request.tools if plan.shows_tools else None,
-        chat_template=request.chat_template,
-        variables=_variables(request),
-        add_generation_prompt=request.add_generation_prompt,
-        continue_final_message=request.continue_final_message,
-        add_special_tokens=request.add_special_tokens,
-    )
+    tools = request.tools if plan.shows_tools else None
+    return await chat_prompt(state, request, request.messages, tools, _variables(request))
 
 
-async def fold(
-    events: AsyncGenerator[ChatEvent, None] | AsyncIterator[ChatEvent], *, id: str, model: str
-) -> ChatCompletion:
-    """Fold the events into a whole response."""
+async def fold(events: AsyncGenerator[chat.ChatEvent, None], *, id: str, model: str) -> api.ChatCompletion:
+    """Fold the events into a whole response, and close them."""
     choices: dict[int, _Fold] = {}
-    usage, timings, prompt = UsageEvent(0, 0, 0), None, PromptEvent(None, None)
-    async for event in events:
-        match event:
-            case UsageEvent():
-                usage, timings = event, event.timings
-            case PromptEvent():
-                prompt = event
-            case _:
-                choices.setdefault(event.index, _Fold()).add(event)
-    return ChatCompletion(
+    usage, prompt = chat.UsageEvent(0, 0, 0), chat.PromptEvent(None, None)
+    async with aclosing(events):
+        async for event in events:
+            match event:
+                case chat.UsageEvent():
+                    usage = event
+                case chat.PromptEvent():
+                    prompt = event
+                case _:
+                    choices.setdefault(event.index, _Fold()).add(event)
+    return api.ChatCompletion(
         id=id,
         created=int(time.time()),
         model=model,
         choices=[choices[index].choice(index) for index in sorted(choices)],
         usage=Usage.of(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens),
-        timings=timings or UNSET,
+        timings=usage.timings or UNSET,
         prompt_token_ids=UNSET if prompt.token_ids is None else prompt.token_ids,
         prompt_logprobs=UNSET if prompt.logprobs is None else prompt.logprobs,
     )
@@ -121,58 +96,58 @@ class _Fold:
     def __init__(self) -> None:
         self._content: list[str] = []
         self._reasoning: list[str] = []
-        self._calls: dict[int, tuple[ToolCall, list[str]]] = {}
+        self._calls: dict[int, tuple[api.ToolCall, list[str]]] = {}
         self._logprobs: list[TokenLogprob] | None = None
         self._token_ids: list[int] | None = None
-        self._end: ChoiceFinished | None = None
+        self._end: chat.ChoiceFinished | None = None
 
-    def add(self, event: ContentDelta | ReasoningDelta | ToolCallDelta | ChoiceFinished) -> None:
+    def add(self, event: chat.ChoiceEvent) -> None:
         """The next event of this choice."""
         match event:
-            case ContentDelta():
+            case chat.ContentDelta():
                 self._content.append(event.text)
                 if event.logprobs is not None:
                     self._logprobs = (self._logprobs or []) + event.logprobs
                 if event.token_ids is not None:
                     self._token_ids = (self._token_ids or []) + event.token_ids
-            case ReasoningDelta():
+            case chat.ReasoningDelta():
                 self._reasoning.append(event.text)
-            case ToolCallDelta():
+            case chat.ToolCallDelta():
                 if event.tool_index not in self._calls:
-                    call = ToolCall(id=event.id or "", function=FunctionCall(name=event.name or ""))
+                    call = api.ToolCall(id=event.id or "", function=api.FunctionCall(name=event.name or ""))
                     self._calls[event.tool_index] = call, []
                 self._calls[event.tool_index][1].append(event.arguments)
-            case ChoiceFinished():
+            case chat.ChoiceFinished():
                 self._end = event
 
-    def choice(self, index: int) -> ChatChoice:
+    def choice(self, index: int) -> api.ChatChoice:
         """The whole choice."""
         content, reasoning = "".join(self._content), "".join(self._reasoning)
         for call, arguments in self._calls.values():
             call.function.arguments = "".join(arguments)
-        return ChatChoice(
+        return api.ChatChoice(
             index=index,
-            message=ResponseMessage(
+            message=api.ResponseMessage(
                 content=content or (None if self._calls else ""),
                 reasoning_content=reasoning or UNSET,
                 reasoning=reasoning or UNSET,
                 tool_calls=[call for call, _ in self._calls.values()] or UNSET,
             ),
-            logprobs=None if self._logprobs is None else ChatLogprobs(self._logprobs),
+            logprobs=None if self._logprobs is None else api.ChatLogprobs(self._logprobs),
             finish_reason=None if self._end is None else self._end.finish_reason,
             stop_reason=None if self._end is None else self._end.stop_reason,
             token_ids=UNSET if self._token_ids is None else self._token_ids,
         )
 
 
-def _variables(request: ChatCompletionRequest) -> dict[str, Any]:
+def _variables(request: api.ChatCompletionRequest) -> dict[str, Any]:
     """Variables of the chat template besides the messages."""
     named = {"reasoning_effort": request.reasoning_effort, "documents": request.documents}
     given = {name: value for name, value in named.items() if value is not None}
     return given | (request.chat_template_kwargs or {})
 
 
-def _name_fields(names: dict[str, str], request: ChatCompletionRequest) -> None:
+def _name_fields(names: dict[str, str], request: api.ChatCompletionRequest) -> None:
     """Add the names of fields as the client wrote them, in chat's terms or those of a protocol translated to chat."""
     name_fields(names, request)
     names.setdefault("prompt", "messages")
@@ -182,7 +157,7 @@ def _name_fields(names: dict[str, str], request: ChatCompletionRequest) -> None:
         names.setdefault("logprobs", "top_logprobs")
 
 
-def _num_logprobs(request: ChatCompletionRequest) -> int | None:
+def _num_logprobs(request: api.ChatCompletionRequest) -> int | None:
     if request.logprobs:
         return request.top_logprobs or 0
     if request.top_logprobs:

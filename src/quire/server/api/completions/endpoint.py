@@ -40,7 +40,8 @@ async def create_completion(request: Request) -> ASGIApp:
     answer_id = f"cmpl-{context.request_id}"
     chunks = complete(state, context, body, answer_id)
     if body.stream:
-        return await sse.event_stream(request, _frames(chunks), error_event=sse.openai_error)
+        frames = sse.framed(chunks, lambda chunk: sse.frame(msgspec.json.encode(chunk)), end=sse.DONE)
+        return await sse.event_stream(request, frames, error_event=sse.openai_error)
     return await choices_response(await sse.unless_disconnected(request, fold(chunks)))
 
 
@@ -89,13 +90,6 @@ async def fold(chunks: AsyncGenerator[Completion, None]) -> Completion:
             choices += chunk.choices
     whole.choices = sorted(choices, key=lambda choice: choice.index)
     return whole
-
-
-async def _frames(chunks: AsyncGenerator[Completion, None]) -> sse.Events:
-    async with aclosing(chunks):
-        async for chunk in chunks:
-            yield sse.frame(msgspec.json.encode(chunk))
-    yield sse.DONE
 
 
 def _check_copies(num_prompts: int, params: SamplingParams | BeamSearchParams) -> None:
@@ -234,13 +228,7 @@ class _Choices:
 
 ENDPOINTS = (
     Endpoint(
-        path="/v1/completions",
-        method="POST",
-        handler=create_completion,
-        summary="Complete prompts",
-        request=CompletionRequest,
-        response=Completion,
-        chunk=Completion,
-        generates=True,
+        "/v1/completions", "POST", create_completion, "Complete prompts",
+        request=CompletionRequest, response=Completion, chunk=Completion, generates=True,
     ),
-)
+)  # fmt: skip

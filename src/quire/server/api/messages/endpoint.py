@@ -13,13 +13,13 @@ from quire.server.api.chat.protocol import ChatCompletionRequest
 from quire.server.api.chat.run import make_prompt, run_chat
 from quire.server.api.messages.input import chat_request, prompt_request
 from quire.server.api.messages.protocol import CountTokensRequest, Message, MessagesRequest, TokenCount
-from quire.server.api.messages.stream import Event, MessageBuilder, fold
+from quire.server.api.messages.stream import Event, MessageBuilder
 from quire.server.api.responses.input import new_id
 from quire.server.api.shared.fields import StreamOptions
 from quire.server.http.bodies import read_struct
 from quire.server.http.endpoint import Endpoint, json_response
 from quire.server.http.errors import ANTHROPIC_PATH, ApiError
-from quire.server.http.sse import event_stream, frame, unless_disconnected
+from quire.server.http.sse import event_frame, event_stream, frame, framed, read_all, unless_disconnected
 from quire.server.http.state import context_of, state_of
 
 _FIELD_NAMES = {
@@ -37,11 +37,14 @@ async def create(request: Request) -> ASGIApp:
     body = await read_struct(request, MessagesRequest)
     context_of(request).model = model = state_of(request).check_model(body.model)
     chat = msgspec.convert(chat_request(body), ChatCompletionRequest)
-    events = _events(request, chat, model)
+    builder = MessageBuilder(new_id("msg"), model)
+    events = _events(request, chat, builder)
     if body.stream:  # the first event contains the number of prompt tokens
         chat.stream, chat.stream_options = True, StreamOptions(include_usage=True, continuous_usage_stats=True)
-        return await event_stream(request, _framed(events), error_event=_error_frame, keep_alive=PING)
-    return json_response(fold(await unless_disconnected(request, _read_all(events))))
+        frames = framed(events, event_frame)
+        return await event_stream(request, frames, error_event=_error_frame, keep_alive=PING)
+    await unless_disconnected(request, read_all(events))
+    return json_response(builder.message)
 
 
 async def count_tokens(request: Request) -> ASGIApp:
@@ -55,26 +58,15 @@ async def count_tokens(request: Request) -> ASGIApp:
     return json_response(TokenCount(len(prompt["prompt_token_ids"])))
 
 
-async def _events(request: Request, chat: ChatCompletionRequest, model: str) -> AsyncGenerator[Event, None]:
-    message_id = new_id("msg")
-    builder = MessageBuilder(message_id, model)
-    async with aclosing(run_chat(state_of(request), chat, message_id, request)) as chat_events:
+async def _events(
+    request: Request, chat: ChatCompletionRequest, builder: MessageBuilder
+) -> AsyncGenerator[Event, None]:
+    async with aclosing(run_chat(state_of(request), chat, builder.message.id, request)) as chat_events:
         async for chat_event in chat_events:
             for event in builder.feed(chat_event):
                 yield event
     for event in builder.finish():
         yield event
-
-
-async def _read_all(events: AsyncGenerator[Event, None]) -> list[Event]:
-    async with aclosing(events):
-        return [event async for event in events]
-
-
-async def _framed(events: AsyncGenerator[Event, None]) -> AsyncGenerator[bytes, None]:
-    async with aclosing(events):
-        async for event in events:
-            yield frame(msgspec.json.encode(event), event["type"])
 
 
 def _error_frame(error: ApiError) -> bytes:
@@ -83,11 +75,11 @@ def _error_frame(error: ApiError) -> bytes:
 
 ENDPOINTS = (
     Endpoint(
-        path="/v1/messages", method="POST", handler=create, summary="Answer a conversation, in Anthropic's protocol",
+        "/v1/messages", "POST", create, "Answer a conversation, in Anthropic's protocol",
         request=MessagesRequest, response=Message, chunk=dict[str, Any], generates=True,
     ),
     Endpoint(
-        path="/v1/messages/count_tokens", method="POST", handler=count_tokens, request=CountTokensRequest,
-        response=TokenCount, summary="Count the tokens of a conversation",
+        "/v1/messages/count_tokens", "POST", count_tokens, "Count the tokens of a conversation",
+        request=CountTokensRequest, response=TokenCount,
     ),
 )  # fmt: skip

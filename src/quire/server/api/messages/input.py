@@ -7,14 +7,14 @@ import msgspec
 
 from quire.server.api.messages import protocol as api
 from quire.server.api.responses.input import refused
-from quire.server.api.shared.extensions import fields_of
+from quire.server.api.shared.fields import fields_of
 from quire.server.http.errors import ApiError
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def chat_request(request: api.MessagesRequest) -> dict[str, Any]:
-    """Body of a chat request with the same meaning. Raises ApiError 400 for what is well-formed but not served."""
+    """Return the body of a chat request with the same meaning. Raises ApiError 400 for unsupported fields."""
     for name in ("container", "mcp_servers"):
         if getattr(request, name):
             raise refused(name, "not supported: this server runs no tools")

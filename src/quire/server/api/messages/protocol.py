@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from quire.server.api.shared.extensions import ChatExtensions
+from quire.server.api.shared.fields import ChatExtensions
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 

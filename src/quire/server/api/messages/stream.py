@@ -1,18 +1,10 @@
-"""Converts the events of a chat to those of Anthropic's stream, and those to a whole message. No I/O."""
+"""Converts the events of a chat to those of Anthropic's stream and to a whole message. No I/O."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
-from quire.server.api.chat.events import (
-    ChatEvent,
-    ChoiceFinished,
-    ContentDelta,
-    ReasoningDelta,
-    ToolCallDelta,
-    UsageEvent,
-)
+from quire.server.api.chat import events as chat
 from quire.server.api.messages.protocol import Message, MessageUsage, StopReason, TextBlock, ThinkingBlock, ToolUseBlock
 
 Event = dict[str, Any]
@@ -20,59 +12,59 @@ _STOP_REASONS: dict[str, StopReason] = {"stop": "end_turn", "length": "max_token
 
 
 class MessageBuilder:
-    """Call `feed` for each event of the chat, then `finish`: each returns the events to send.
+    """Builds `message`, which grows by each block that ends. Call `feed` for each event of the chat, then `finish`:
+    each returns the events to send.
 
     The first event contains the number of prompt tokens, so none is sent before the chat's first usage.
     """
 
     def __init__(self, message_id: str, model: str) -> None:
-        self._message = Message(id=message_id, model=model, usage=MessageUsage(0, 0))
+        self.message = Message(id=message_id, model=model, usage=MessageUsage(0, 0))
         self._started = False
-        self._num_blocks = 0
         self._open: tuple[str, int] | None = None
-        self._usage: UsageEvent | None = None
-        self._held: list[ChatEvent] = []
-        self._finish: ChoiceFinished | None = None
+        self._block: Event = {}
+        """The open block as it began."""
+        self._texts: list[str] = []
+        """The texts of its deltas."""
+        self._usage: chat.UsageEvent | None = None
+        self._pending: list[chat.ChatEvent] = []
+        self._finish: chat.ChoiceFinished | None = None
         self._called = False
 
-    def feed(self, event: ChatEvent) -> list[Event]:
+    def feed(self, event: chat.ChatEvent) -> list[Event]:
         """The stream's events for one event of the chat. None are sent before the first usage is known."""
-        if isinstance(event, UsageEvent):
+        if isinstance(event, chat.UsageEvent):
             self._usage = event
         elif self._usage is None:
-            self._held.append(event)
+            self._pending.append(event)
             return []
-        held, self._held = self._held, []
-        return self._start() + [sent for each in (*held, event) for sent in self._events_of(each)]
+        pending, self._pending = self._pending, []
+        return self._start() + [sent for each in (*pending, event) for sent in self._events_of(each)]
 
     def finish(self) -> list[Event]:
         """The chat has ended."""
-        stop_reason, stop_sequence = self._stop()
-        return [
-            *self._start(),
-            *self._close(),
-            {
-                "type": "message_delta",
-                "delta": {"stop_reason": stop_reason, "stop_sequence": stop_sequence},
-                "usage": _usage(self._usage),
-            },
-            {"type": "message_stop"},
-        ]
+        events = self._start() + self._close()
+        message = self.message
+        message.stop_reason, message.stop_sequence = self._stop()
+        message.usage = _usage(self._usage)
+        delta = {"stop_reason": message.stop_reason, "stop_sequence": message.stop_sequence}
+        end = {"type": "message_delta", "delta": delta, "usage": message.usage}
+        return [*events, end, {"type": "message_stop"}]
 
-    def _events_of(self, event: ChatEvent) -> list[Event]:
+    def _events_of(self, event: chat.ChatEvent) -> list[Event]:
         match event:
-            case ContentDelta(text=text) if text:
+            case chat.ContentDelta(text=text) if text:
                 block: Event = {"type": "text", "text": ""}
-                return self._delta(("text", 0), block, {"type": "text_delta", "text": text})
-            case ReasoningDelta(text=text) if text:
+                return self._delta(("text", 0), block, "text_delta", "text", text)
+            case chat.ReasoningDelta(text=text) if text:
                 block = {"type": "thinking", "thinking": "", "signature": ""}
-                return self._delta(("thinking", 0), block, {"type": "thinking_delta", "thinking": text})
-            case ToolCallDelta():
+                return self._delta(("thinking", 0), block, "thinking_delta", "thinking", text)
+            case chat.ToolCallDelta():
                 self._called = True
                 block = {"type": "tool_use", "id": event.id, "name": event.name, "input": {}}
-                delta = {"type": "input_json_delta", "partial_json": event.arguments}
-                return self._delta(("tool_use", event.tool_index), block, delta if event.arguments else None)
-            case ChoiceFinished():
+                key = ("tool_use", event.tool_index)
+                return self._delta(key, block, "input_json_delta", "partial_json", event.arguments)
+            case chat.ChoiceFinished():
                 self._finish = event
         return []
 
@@ -80,26 +72,28 @@ class MessageBuilder:
         if self._started:
             return []
         self._started = True
-        message = msgspec.structs.replace(self._message, usage=_usage(self._usage))
+        message = msgspec.structs.replace(self.message, usage=_usage(self._usage), content=[])
         return [{"type": "message_start", "message": message}]
 
-    def _delta(self, key: tuple[str, int], block: Event, delta: Event | None) -> list[Event]:
+    def _delta(self, key: tuple[str, int], block: Event, kind: str, field: str, text: str) -> list[Event]:
         """Continue the block of this kind and number; close another open one first."""
         events = []
         if self._open != key:
             events = self._close()
-            self._open = key
-            events.append({"type": "content_block_start", "index": self._num_blocks, "content_block": block})
-        if delta is not None:
-            events.append({"type": "content_block_delta", "index": self._num_blocks, "delta": delta})
+            self._open, self._block, self._texts = key, block, []
+            events.append({"type": "content_block_start", "index": len(self.message.content), "content_block": block})
+        if text:
+            self._texts.append(text)
+            delta = {"type": kind, field: text}
+            events.append({"type": "content_block_delta", "index": len(self.message.content), "delta": delta})
         return events
 
     def _close(self) -> list[Event]:
         if self._open is None:
             return []
         self._open = None
-        self._num_blocks += 1
-        return [{"type": "content_block_stop", "index": self._num_blocks - 1}]
+        self.message.content.append(_block(self._block, "".join(self._texts)))
+        return [{"type": "content_block_stop", "index": len(self.message.content) - 1}]
 
     def _stop(self) -> tuple[StopReason | None, str | None]:
         if self._finish is None:
@@ -110,32 +104,6 @@ class MessageBuilder:
         if reason == "end_turn" and isinstance(self._finish.stop_reason, str):
             return "stop_sequence", self._finish.stop_reason
         return reason, None
-
-
-def fold(events: Iterable[Event]) -> Message:
-    """The whole message of a stream's events."""
-    message: Message | None = None
-    texts: list[str] = []
-    block: Event = {}
-    for event in events:
-        match event["type"]:
-            case "message_start":
-                message = event["message"]
-                message.content = []
-            case "content_block_start":
-                texts, block = [], event["content_block"]
-            case "content_block_delta":
-                delta = event["delta"]
-                texts.append(delta.get("text") or delta.get("thinking") or delta.get("partial_json") or "")
-            case "content_block_stop" if message is not None:
-                message.content.append(_block(block, "".join(texts)))
-            case "message_delta" if message is not None:
-                message.stop_reason = event["delta"]["stop_reason"]
-                message.stop_sequence = event["delta"]["stop_sequence"]
-                message.usage = event["usage"]
-    if message is None:
-        raise ValueError("the stream has no message_start")
-    return message
 
 
 def _block(block: Event, text: str) -> TextBlock | ThinkingBlock | ToolUseBlock:
@@ -156,7 +124,7 @@ def _arguments(text: str) -> dict[str, Any]:
         return {"invalid_json": text}
 
 
-def _usage(usage: UsageEvent | None) -> MessageUsage:
+def _usage(usage: chat.UsageEvent | None) -> MessageUsage:
     if usage is None:
         return MessageUsage(0, 0)
     return MessageUsage(

@@ -3,32 +3,24 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response as HttpResponse
+from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from quire.server.api.chat.protocol import ChatCompletionRequest
 from quire.server.api.chat.run import run_chat
+from quire.server.api.responses import protocol as api
 from quire.server.api.responses.input import chat_request, check_request, is_response_id, new_id, own_items
-from quire.server.api.responses.protocol import (
-    DeletedResponse,
-    ItemList,
-    Reasoning,
-    Response,
-    ResponsesRequest,
-    TextConfig,
-)
-from quire.server.api.responses.run import BackgroundRun, Run, StoredResponses, event_frame, stored
+from quire.server.api.responses.run import BackgroundRun, Run, StoredResponses, stored
 from quire.server.api.responses.store import StoredResponse
 from quire.server.api.responses.stream import ResponseBuilder
 from quire.server.http.bodies import read_struct
 from quire.server.http.endpoint import Endpoint, json_response
 from quire.server.http.errors import ApiError, invalid
-from quire.server.http.sse import event_stream, frame, unless_disconnected
+from quire.server.http.sse import event_frame, event_stream, framed, read_all, unless_disconnected
 from quire.server.http.state import ServerState, context_of, state_of
 
 MAX_LISTED = 100
@@ -52,7 +44,7 @@ def stored_responses(state: ServerState) -> StoredResponses:
 async def create(request: Request) -> ASGIApp:
     """Create a response: whole, as a stream, or in the background."""
     context_of(request).field_names |= _FIELD_NAMES
-    body = await read_struct(request, ResponsesRequest)
+    body = await read_struct(request, api.ResponsesRequest)
     state, owner = state_of(request), context_of(request).tenant
     responses = stored_responses(state)
     if body.background:
@@ -64,8 +56,8 @@ async def create(request: Request) -> ASGIApp:
         context_of(request).background = background.task
         return await _stream(request, background.frames()) if body.stream else json_response(run.builder.response)
     if body.stream:
-        return await _stream(request, _framed(run))
-    await unless_disconnected(request, _read_all(run))
+        return await _stream(request, framed(run.events(), event_frame))
+    await unless_disconnected(request, read_all(run.events()))
     if run.error is not None:
         raise run.error
     return json_response(run.builder.response)
@@ -73,8 +65,7 @@ async def create(request: Request) -> ASGIApp:
 
 async def retrieve(request: Request) -> ASGIApp:
     """The current state of a response, or the rest of its stream."""
-    found = await _find(request)
-    background = _background(request, found)
+    found, background = await _find(request)
     if _choice(request, "stream", "false", "true") == "true":
         if background is None or not background.keeps_frames:
             raise invalid(
@@ -86,12 +77,11 @@ async def retrieve(request: Request) -> ASGIApp:
 
 async def cancel(request: Request) -> ASGIApp:
     """Cancel a response that runs in the background; a finished one is returned unchanged."""
-    found = await _find(request)
-    background = _background(request, found)
+    found, background = await _find(request)
     if background is not None:
         await background.cancel("cancelled")
         return json_response(background.run.builder.response)
-    if not msgspec.json.decode(found.response, type=Response).background:
+    if not msgspec.json.decode(found.response, type=api.Response).background:
         raise invalid(
             "only responses created with 'background' can be cancelled; to abort another one, close its connection"
         )
@@ -100,19 +90,18 @@ async def cancel(request: Request) -> ASGIApp:
 
 async def delete(request: Request) -> ASGIApp:
     """Delete a response, and cancel it if it runs in the background."""
-    found = await _find(request)
-    background = _background(request, found)
+    found, background = await _find(request)
     if background is not None:
         await background.cancel("cancelled")
         background.keeps_frames = False
         stored_responses(state_of(request)).forget(background)
     await stored(stored_responses(state_of(request)).store.delete(context_of(request).tenant, found.id))
-    return json_response(DeletedResponse(found.id))
+    return json_response(api.DeletedResponse(found.id))
 
 
 async def input_items(request: Request) -> ASGIApp:
     """The input items of a response, the last one first by default."""
-    found = await _find(request)
+    found, _ = await _find(request)
     items: list[dict[str, Any]] = msgspec.json.decode(found.input_items)
     if _choice(request, "order", "desc", "asc") == "desc":
         items.reverse()
@@ -127,10 +116,10 @@ async def input_items(request: Request) -> ASGIApp:
         raise invalid(f"limit={limit}: must be 1 to {MAX_LISTED}", "limit")
     page = items[:limit]
     ids = [item["id"] for item in page] or [None]
-    return json_response(ItemList(page, ids[0], ids[-1], has_more=len(items) > limit))
+    return json_response(api.ItemList(page, ids[0], ids[-1], has_more=len(items) > limit))
 
 
-async def _make_run(request: Request, body: ResponsesRequest, responses: StoredResponses, owner: str) -> Run:
+async def _make_run(request: Request, body: api.ResponsesRequest, responses: StoredResponses, owner: str) -> Run:
     state = state_of(request)
     context_of(request).model = model = state.check_model(body.model)
     check_request(body)
@@ -187,9 +176,9 @@ async def _history(
     return items
 
 
-def _new_response(state: ServerState, body: ResponsesRequest, model: str) -> Response:
+def _new_response(state: ServerState, body: api.ResponsesRequest, model: str) -> api.Response:
     defaults = state.llm.default_sampling_params()
-    return Response(
+    return api.Response(
         id=new_id("resp"),
         created_at=int(time.time()),
         model=model,
@@ -198,8 +187,8 @@ def _new_response(state: ServerState, body: ResponsesRequest, model: str) -> Res
         tools=body.tools or [],
         tool_choice=body.tool_choice or "auto",
         parallel_tool_calls=body.parallel_tool_calls is not False,
-        text=body.text or TextConfig(),
-        reasoning=body.reasoning or Reasoning(),
+        text=body.text or api.TextConfig(),
+        reasoning=body.reasoning or api.Reasoning(),
         temperature=defaults.temperature if body.temperature is None else body.temperature,
         top_p=defaults.top_p if body.top_p is None else body.top_p,
         top_logprobs=body.top_logprobs or 0,
@@ -208,48 +197,30 @@ def _new_response(state: ServerState, body: ResponsesRequest, model: str) -> Res
     )
 
 
-async def _read_all(run: Run) -> None:
-    async with aclosing(run.events()) as events:
-        async for _ in events:
-            pass
-
-
-async def _framed(run: Run) -> AsyncGenerator[bytes, None]:
-    async with aclosing(run.events()) as events:
-        async for event in events:
-            yield event_frame(event)
-
-
 async def _stream(request: Request, frames: AsyncGenerator[bytes, None]) -> ASGIApp:
     return await event_stream(request, frames, error_event=_error_frame)
 
 
 def _error_frame(error: ApiError) -> bytes:
-    event = {"type": "error", "code": error.code, "message": str(error), "param": error.param}
-    return frame(msgspec.json.encode(event), "error")
+    return event_frame({"type": "error", "code": error.code, "message": str(error), "param": error.param})
 
 
-async def _find(request: Request) -> StoredResponse:
-    """The response that the path names. Raises ApiError 404."""
-    response_id = request.path_params["response_id"]
-    found = None
+async def _find(request: Request) -> tuple[StoredResponse, BackgroundRun | None]:
+    """The response that the path names, and its run in the background if there is one. Raises ApiError 404."""
+    response_id, owner = request.path_params["response_id"], context_of(request).tenant
+    responses, found = stored_responses(state_of(request)), None
     if is_response_id(response_id):
-        store = stored_responses(state_of(request)).store
-        found = await stored(store.get(context_of(request).tenant, response_id))
+        found = await stored(responses.store.get(owner, response_id))
     if found is None:
         message = (
             f"no response {response_id[:100]!r} was found; it may have been deleted, or created with another API key"
         )
         raise ApiError(404, message, param="response_id", code="response_not_found")
-    return found
+    return found, responses.background(owner, found.id)
 
 
-def _background(request: Request, found: StoredResponse) -> BackgroundRun | None:
-    return stored_responses(state_of(request)).background(context_of(request).tenant, found.id)
-
-
-def _raw(found: StoredResponse) -> HttpResponse:
-    return HttpResponse(found.response, media_type="application/json")
+def _raw(found: StoredResponse) -> Response:
+    return Response(found.response, media_type="application/json")
 
 
 def _choice(request: Request, name: str, *allowed: str) -> str:
@@ -269,25 +240,18 @@ def _int(request: Request, name: str, default: int) -> int:
     return int(text)
 
 
+_RESPONSE = "/v1/responses/{response_id}"
 ENDPOINTS = (
     Endpoint(
-        path="/v1/responses", method="POST", handler=create, summary="Create a response",
-        request=ResponsesRequest, response=Response, chunk=dict[str, Any], generates=True,
+        "/v1/responses", "POST", create, "Create a response",
+        request=api.ResponsesRequest, response=api.Response, chunk=dict[str, Any], generates=True,
+    ),
+    Endpoint(_RESPONSE, "GET", retrieve, "Retrieve a stored response", response=api.Response, chunk=dict[str, Any]),
+    Endpoint(_RESPONSE, "DELETE", delete, "Delete a stored response", response=api.DeletedResponse),
+    Endpoint(
+        f"{_RESPONSE}/cancel", "POST", cancel, "Cancel a response that runs in the background", response=api.Response
     ),
     Endpoint(
-        path="/v1/responses/{response_id}", method="GET", handler=retrieve, summary="Retrieve a stored response",
-        response=Response, chunk=dict[str, Any],
-    ),
-    Endpoint(
-        path="/v1/responses/{response_id}", method="DELETE", handler=delete, summary="Delete a stored response",
-        response=DeletedResponse,
-    ),
-    Endpoint(
-        path="/v1/responses/{response_id}/cancel", method="POST", handler=cancel, response=Response,
-        summary="Cancel a response that runs in the background",
-    ),
-    Endpoint(
-        path="/v1/responses/{response_id}/input_items", method="GET", handler=input_items, response=ItemList,
-        summary="List the input items of a response",
+        f"{_RESPONSE}/input_items", "GET", input_items, "List the input items of a response", response=api.ItemList
     ),
 )  # fmt: skip

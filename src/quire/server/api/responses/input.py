@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from quire.server.api.responses import protocol as api
-from quire.server.api.shared.extensions import fields_of
+from quire.server.api.shared.fields import fields_of
 from quire.server.http.errors import ApiError
 
 LOGPROBS = "message.output_text.logprobs"
@@ -30,7 +30,7 @@ def is_response_id(text: str) -> bool:
 
 
 def check_request(request: api.ResponsesRequest) -> None:
-    """Raise ApiError 400 for what is well-formed but not served."""
+    """Raise ApiError 400 for fields and values that are valid but not supported."""
     for name in ("conversation", "prompt"):
         if getattr(request, name) is not None:
             raise refused(name, "not supported: send the items in 'input', or set 'previous_response_id'")

@@ -4,7 +4,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from quire.server.api.shared.extensions import ChatExtensions
+from quire.server.api.chat.protocol import FunctionDefinition
+from quire.server.api.shared.fields import ChatExtensions
 
 Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -80,14 +81,8 @@ class InputItem(msgspec.Struct):
     """For `reasoning`: used if `content` is missing."""
 
 
-class FunctionTool(msgspec.Struct, tag="function"):
+class FunctionTool(FunctionDefinition, tag="function", omit_defaults=False):
     """A function that the model may call."""
-
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    """JSON schema of the arguments"""
-    strict: bool | None = None
 
 
 class FunctionChoice(msgspec.Struct):

@@ -14,16 +14,11 @@ from quire.common.log import logger
 from quire.config.sizes import parse_bytes
 from quire.server.api.chat.events import ChatEvent
 from quire.server.api.responses.protocol import Response, ResponseError, Status
-from quire.server.api.responses.store import (
-    ChainTooLongError,
-    ResponseStore,
-    ResponseTooLargeError,
-    StoreError,
-)
+from quire.server.api.responses.store import ChainTooLongError, ResponseStore, ResponseTooLargeError, StoreError
 from quire.server.api.responses.stream import Event, ResponseBuilder
 from quire.server.config import ServerArgs
 from quire.server.http.errors import ApiError
-from quire.server.http.sse import frame
+from quire.server.http.sse import event_frame
 
 T = TypeVar("T")
 CHECK_S = 0.5
@@ -58,7 +53,7 @@ class Run:
         self._ending: tuple[Status, ResponseError | None] | None = None
 
     async def begin(self) -> None:
-        """Start the chat and store the response. Raises what is wrong with the request; then nothing is stored."""
+        """Start the chat and store the response. Raises ApiError for an invalid request, and then stores nothing."""
         self._first = asyncio.create_task(_next(self._chat))
         is_kept = False
         try:
@@ -263,11 +258,6 @@ async def stored(call: Awaitable[T]) -> T:
     except StoreError as error:
         logger.error("%s", error)
         raise ApiError(500, str(error), code="store_unavailable") from error
-
-
-def event_frame(event: Event) -> bytes:
-    """An event as it is sent."""
-    return frame(msgspec.json.encode(event), event["type"])
 
 
 def _failed_json(response: bytes, reason: str) -> bytes:

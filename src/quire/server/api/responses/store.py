@@ -1,8 +1,8 @@
 """Storage of responses for later requests: an SQLite file, which survives a restart, or memory.
 
-A response belongs to the API key (`owner`) that made it; to any other it does not exist. The store is bounded in number
-and bytes: the oldest go first. Every change is one transaction, so that after a crash a row is whole or as it was
-before. One server at a time owns the file.
+A response belongs to the API key (`owner`) that made it, and other keys cannot find it. The number and the size of
+responses are limited; the oldest ones are deleted first. Every change is one transaction, so that a crash leaves no
+partly written row. Only one server at a time can use the file.
 """
 
 import asyncio
@@ -34,6 +34,11 @@ _SCHEMA = (
     "CREATE INDEX sizes ON responses (num_bytes)",
     f"PRAGMA application_id = {APPLICATION_ID}",
     f"PRAGMA user_version = {SCHEMA_VERSION}",
+)
+_INSERT = "INSERT INTO responses VALUES (:id, :owner, :previous_id, :running, :response, :input_items, :num_bytes)"
+_UPDATE = (
+    "UPDATE responses SET running = :running, response = :response, num_bytes = :num_bytes "
+    "WHERE id = :id AND owner = :owner"
 )
 _CHAIN = """
 WITH RECURSIVE chain (depth, id) AS (
@@ -78,10 +83,11 @@ class ResponseStore:
     def __init__(
         self, path: Path | None, *, max_responses: int, max_bytes: int, fail: Callable[[bytes, str], bytes]
     ) -> None:
-        """Open or create the file; None: in memory.
+        """Open or create the file, or a store in memory for None.
 
-        `fail(response, reason)` gives the JSON of a response that ended early: those found running belong to a server
-        that is gone. Raises ConfigError if the file is not ours, of another version, damaged, in use or out of reach.
+        `fail(response, reason)` returns the JSON of a response that ended early. It is called for responses that were
+        running when an earlier server ended. Raises ConfigError if the file belongs to another program, has another
+        version, is damaged or in use, or cannot be opened.
         """
         self._max_responses, self._max_bytes = max_responses, max_bytes
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="response-store")
@@ -92,22 +98,22 @@ class ResponseStore:
             raise
 
     async def add(self, owner: str, new: StoredResponse) -> None:
-        """Write a new one, and remove the oldest until the bounds hold. Raises StoreError, ResponseTooLargeError."""
-        await self._run(_add, owner, new, self._max_responses, self._max_bytes)
+        """Write a new response, and delete the oldest beyond the limits. Raises StoreError, ResponseTooLargeError."""
+        await self._run(_write, _INSERT, owner, new, self._max_responses, self._max_bytes)
 
     async def update(self, owner: str, new: StoredResponse) -> None:
         """Update a response; has no effect if it was deleted meanwhile. Raises the same errors as `add`."""
-        await self._run(_update, owner, new, self._max_responses, self._max_bytes)
+        await self._run(_write, _UPDATE, owner, new, self._max_responses, self._max_bytes)
 
     async def get(self, owner: str, response_id: str) -> StoredResponse | None:
         """The response of that id, None if this owner has none. Raises StoreError."""
         return await self._run(_get, owner, response_id)
 
     async def chain(self, owner: str, response_id: str, max_bytes: int) -> list[StoredResponse]:
-        """The response and all that it continues, the oldest first.
+        """Return the response and all responses that it continues, the oldest first.
 
-        Raises KeyError with the id of one that is not there (never was, was deleted, or gave way to newer ones),
-        ChainTooLongError, StoreError.
+        Raises KeyError with the id of a response that does not exist, or was deleted (perhaps to make space for newer
+        ones), ChainTooLongError, StoreError.
         """
         return await self._run(_chain, owner, response_id, max_bytes)
 
@@ -209,28 +215,17 @@ class _Transaction:
                 self._connection.execute("ROLLBACK")
 
 
-def _add(connection: sqlite3.Connection, owner: str, new: StoredResponse, max_responses: int, max_bytes: int) -> None:
-    with _Transaction(connection):
-        connection.execute(
-            "INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)",
-            (new.id, owner, new.previous_id, new.running, new.response, new.input_items, _num_bytes(new)),
-        )
-        _evict(connection, new.id, max_responses, max_bytes)
-
-
-def _update(
-    connection: sqlite3.Connection, owner: str, new: StoredResponse, max_responses: int, max_bytes: int
+def _write(
+    connection: sqlite3.Connection, statement: str, owner: str, new: StoredResponse, max_responses: int, max_bytes: int
 ) -> None:
+    num_bytes = len(new.response) + len(new.input_items)
     with _Transaction(connection):
-        connection.execute(
-            "UPDATE responses SET running = ?, response = ?, num_bytes = ? WHERE id = ? AND owner = ?",
-            (new.running, new.response, _num_bytes(new), new.id, owner),
-        )
+        connection.execute(statement, {**msgspec.structs.asdict(new), "owner": owner, "num_bytes": num_bytes})
         _evict(connection, new.id, max_responses, max_bytes)
 
 
 def _evict(connection: sqlite3.Connection, kept_id: str, max_responses: int, max_bytes: int) -> None:
-    """Delete the oldest until the bounds hold; refuse if `kept_id` alone is beyond them."""
+    """Delete the oldest responses beyond the limits. Raises ResponseTooLargeError if `kept_id` alone exceeds them."""
     number, total = connection.execute("SELECT count(*), sum(num_bytes) FROM responses").fetchone()
     oldest = "SELECT id, num_bytes FROM responses WHERE id != ? ORDER BY rowid LIMIT 1"
     while number > max_responses or (number and total > max_bytes):
@@ -242,10 +237,6 @@ def _evict(connection: sqlite3.Connection, kept_id: str, max_responses: int, max
             )
         connection.execute("DELETE FROM responses WHERE id = ?", (row[0],))
         number, total = number - 1, total - row[1]
-
-
-def _num_bytes(stored: StoredResponse) -> int:
-    return len(stored.response) + len(stored.input_items)
 
 
 def _get(connection: sqlite3.Connection, owner: str, response_id: str) -> StoredResponse | None:

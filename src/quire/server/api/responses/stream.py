@@ -1,7 +1,7 @@
 """Converts the events of a chat to a response object and the events of its stream. No clock, no I/O.
 
-The order for each item of the output: `output_item.added`, for text `content_part.added`, deltas, what is done, from
-the inside out. Events are plain dicts; each is final when it is made.
+Each item of the output has these events: `output_item.added`; for text, `content_part.added`; the deltas; then the end
+of the text, of the part and of the item. Events are plain dicts, which never change once they are made.
 """
 
 from collections.abc import Callable
@@ -10,19 +10,12 @@ from typing import Any
 
 import msgspec
 
-from quire.server.api.chat.events import (
-    ChatEvent,
-    ChoiceFinished,
-    ContentDelta,
-    ReasoningDelta,
-    ToolCallDelta,
-    UsageEvent,
-)
+from quire.server.api.chat import events as chat
 from quire.server.api.responses import protocol as api
 
 Event = dict[str, Any]
 TEXT, REASONING, CALL = "output_text", "reasoning_text", "function_call_arguments"
-"""kinds of items, by the name of their deltas"""
+"""The kinds of items, named after the type of their deltas."""
 _PREFIXES = {TEXT: "msg", REASONING: "rs", CALL: "fc"}
 
 
@@ -45,16 +38,16 @@ class _Open:
 
 
 class ResponseBuilder:
-    """Builds `response`, which grows by each item that is done. Call `start`, `feed` for each event, `complete` or
-    `end`, then `last`: each gives what to send."""
+    """Builds `response`, which grows by each item that ends. Call `start`, `feed` for each event, `complete` or `end`,
+    then `last`: each returns the events to send."""
 
     def __init__(self, response: api.Response, new_id: Callable[[str], str]) -> None:
         """`new_id` makes the id of an item from a prefix."""
         self.response = response
         self._new_id = new_id
         self._open: _Open | None = None
-        self._finish: ChoiceFinished | None = None
-        self._usage: UsageEvent | None = None
+        self._finish: chat.ChoiceFinished | None = None
+        self._usage: chat.UsageEvent | None = None
         self._pending_logprobs: list[Any] = []
         self._num_events = 0
 
@@ -62,19 +55,19 @@ class ResponseBuilder:
         """The events that begin the stream."""
         return [self._response_event("created"), self._response_event("in_progress")]
 
-    def feed(self, event: ChatEvent) -> list[Event]:
+    def feed(self, event: chat.ChatEvent) -> list[Event]:
         """The stream's events for one event of the chat."""
         match event:
-            case ContentDelta(text=text, logprobs=logprobs):
+            case chat.ContentDelta(text=text, logprobs=logprobs):
                 self._pending_logprobs += logprobs or ()
                 return self._text_delta(TEXT, text) if text else []
-            case ReasoningDelta(text=text):
+            case chat.ReasoningDelta(text=text):
                 return self._text_delta(REASONING, text) if text else []
-            case ToolCallDelta():
+            case chat.ToolCallDelta():
                 return self._call_delta(event)
-            case ChoiceFinished():
+            case chat.ChoiceFinished():
                 self._finish = event
-            case UsageEvent():
+            case chat.UsageEvent():
                 self._usage = event
         return []
 
@@ -96,7 +89,7 @@ class ResponseBuilder:
         return events + self.end("completed")
 
     def end(self, status: api.Status, error: api.ResponseError | None = None) -> list[Event]:
-        """Close what is open and take this status; it may be called once more if the end itself fails."""
+        """Close the open item and set this status. It may be called again if storing the response fails."""
         events = self._close("completed" if status == "completed" else "incomplete")
         self.response.status = status
         self.response.error = error
@@ -117,7 +110,7 @@ class ResponseBuilder:
             self._pending_logprobs = []
         return [*events, self._event(f"response.{kind}.delta", opened, content_index=0, delta=text, **more)]
 
-    def _call_delta(self, delta: ToolCallDelta) -> list[Event]:
+    def _call_delta(self, delta: chat.ToolCallDelta) -> list[Event]:
         events = []
         if self._open is None or self._open.tool_index != delta.tool_index:
             call = {"tool_index": delta.tool_index, "name": delta.name or "", "call_id": delta.id or ""}
@@ -196,7 +189,7 @@ def _item(opened: _Open, status: api.ItemStatus) -> api.OutputItem:
     return api.FunctionCall(opened.id, opened.call_id, opened.name, opened.text, status)
 
 
-def _usage(usage: UsageEvent, num_reasoning_tokens: int) -> api.ResponseUsage:
+def _usage(usage: chat.UsageEvent, num_reasoning_tokens: int) -> api.ResponseUsage:
     return api.ResponseUsage(
         input_tokens=usage.prompt_tokens,
         input_tokens_details=api.InputTokensDetails(usage.cached_tokens),

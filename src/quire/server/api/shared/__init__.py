@@ -1,1 +1,1 @@
-"""The bodies of requests and answers, as structs: what is decoded, encoded and described in /openapi.json."""
+"""What several APIs share: fields of request and response bodies, sampling parameters, and outputs."""

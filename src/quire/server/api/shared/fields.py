@@ -39,10 +39,39 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     """Send the usage so far in every chunk."""
 
 
-class SamplingFields(msgspec.Struct, kw_only=True):
+class CommonSampling(msgspec.Struct, kw_only=True):
+    """Sampling parameters that requests of every protocol may have, under the names of SamplingParams."""
+
+    seed: int | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+
+
+class ChatExtensions(CommonSampling, kw_only=True):
+    """Fields that the protocol does not have; docs/sampling.md defines them."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+def fields_of(request: ChatExtensions) -> dict[str, Any]:
+    """The fields that were set, for the body of a chat request."""
+    given = {name: getattr(request, name) for name in ChatExtensions.__struct_fields__}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+class SamplingFields(CommonSampling, kw_only=True):
     """Fields for sampling and stopping: those of SamplingParams under the same names, and OpenAI's names for others.
 
-    None always means: what the checkpoint or this server takes where nothing is said.
+    None always stands for the default of the checkpoint or of this server.
     """
 
     model: str | None = None
@@ -50,27 +79,16 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     best_of: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
     max_tokens: int | None = None
-    min_tokens: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
     prompt_logprobs: int | None = None
-    logit_bias: dict[str, float] | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
-    cache_salt: str | None = None
-    priority: int | None = None
     user: str | None = None
     """The user of the request, for fair scheduling; by default the API key's name."""
 
@@ -80,7 +98,6 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     early_stopping: bool | Literal["never"] | None = None
 
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputsParams | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None

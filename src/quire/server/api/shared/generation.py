@@ -24,15 +24,12 @@ LOWEST_LOGPROB = -9999.0
 
 
 async def generate(
-    state: ServerState,
-    prompts: Sequence[Prompt],
-    params: SamplingParams | BeamSearchParams,
-    answer_id: str,
+    state: ServerState, prompts: Sequence[Prompt], params: SamplingParams | BeamSearchParams, answer_id: str
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """The outputs of all prompts as they come, with the prompt's place.
+    """Yield the outputs of all prompts as they arrive, each with the index of its prompt.
 
-    Raises RequestError for a request that is wrong, also where the engine found out late, and ApiError where it was
-    aborted. Closing the generator aborts what still runs.
+    Raises RequestError for an invalid request, even if the engine finds that only after it has started, and ApiError
+    for an aborted one. Closing the generator aborts the requests that still run.
     """
     streams = [
         state.llm.generate(prompt, params, request_id=engine_id(answer_id, place))
@@ -48,7 +45,8 @@ async def generate(
 
 
 async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """Items of all streams as they come, with their stream's place. The first that raises ends them all."""
+    """Yield the items of all streams as they arrive, each with the index of its stream. An exception in one stream ends
+    all of them."""
     if len(streams) == 1:
         async with aclosing(streams[0]) as stream:
             async for item in stream:
@@ -86,7 +84,7 @@ async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[
 
 
 async def beside(output: RequestOutput, make: Callable[[], T]) -> T:
-    """Call `make` for this output; in a thread if it has so many log-probabilities that other requests would wait."""
+    """Call `make` for this output, in a thread if it has more than _QUICK_LOGPROBS log-probabilities."""
     rows = (output.prompt_logprobs, *(choice.logprobs for choice in output.outputs))
     num_logprobs = sum(len(some) * len(some[-1] or ()) for some in rows if some)
     return make() if num_logprobs <= _QUICK_LOGPROBS else await asyncio.to_thread(make)

@@ -35,10 +35,10 @@ def make_params(
     logprobs: int | None,
     structured_outputs: StructuredOutputsParams | None,
 ) -> SamplingParams | BeamSearchParams:
-    """The params of a request, over what the checkpoint recommends.
+    """Return the parameters of a request, with the checkpoint's recommendation for those that it does not set.
 
-    `max_tokens` None: what the context has room for. `structured_outputs`: a form that something else than the fields
-    for it demands, instead of theirs. Raises RequestError or ApiError for what is wrong or cannot go together.
+    With `max_tokens` None, an output may fill the context. `structured_outputs` is the constraint on the output, which
+    may come from the request's tools. Raises RequestError or ApiError for invalid or contradicting parameters.
     """
     tenant = "/".join(filter(None, (context.tenant, request.user)))  # no client can act as another key's tenant
     if request.use_beam_search:

@@ -8,13 +8,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from quire.server.api.chat.prompt import chat_prompt
-from quire.server.api.tokens.protocol import (
-    DetokenizeRequest,
-    DetokenizeResponse,
-    TokenizeRequest,
-    TokenizeResponse,
-    TokenizerInfo,
-)
+from quire.server.api.tokens import protocol as api
 from quire.server.http.bodies import read_struct
 from quire.server.http.endpoint import Endpoint, json_response
 from quire.server.http.errors import invalid
@@ -24,14 +18,14 @@ from quire.server.http.state import ServerState, context_of, state_of
 async def tokenize(request: Request) -> ASGIApp:
     """POST /tokenize"""
     state = state_of(request)
-    body = await read_struct(request, TokenizeRequest)
+    body = await read_struct(request, api.TokenizeRequest)
     state.check_model(body.model)
     if body.prompt is None and body.messages is not None:
         context_of(request).field_names["prompt"] = "messages"
     token_ids = await _token_ids(state, body)
     tokenizer = state.llm.tokenizer
     return json_response(
-        TokenizeResponse(
+        api.TokenizeResponse(
             count=len(token_ids),
             max_model_len=state.llm.model_config.max_model_len,
             tokens=token_ids,
@@ -40,28 +34,19 @@ async def tokenize(request: Request) -> ASGIApp:
     )
 
 
-async def _token_ids(state: ServerState, body: TokenizeRequest) -> list[int]:
+async def _token_ids(state: ServerState, body: api.TokenizeRequest) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise invalid("exactly one of prompt and messages is required", "prompt")
     if body.prompt is not None:
         return await state.llm.encode(body.prompt, body.add_special_tokens is not False)
-    prompt = await chat_prompt(
-        state,
-        body.messages or [],
-        tools=body.tools,
-        chat_template=body.chat_template,
-        variables=body.chat_template_kwargs,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        add_special_tokens=body.add_special_tokens,
-    )
+    prompt = await chat_prompt(state, body, body.messages or [], body.tools, body.chat_template_kwargs or {})
     return prompt["prompt_token_ids"]
 
 
 async def detokenize(request: Request) -> ASGIApp:
     """POST /detokenize"""
     state = state_of(request)
-    body = await read_struct(request, DetokenizeRequest)
+    body = await read_struct(request, api.DetokenizeRequest)
     state.check_model(body.model)
     vocab_size = state.llm.model_config.vocab_size
     if body.tokens and (largest := max(body.tokens)) >= vocab_size:
@@ -69,7 +54,7 @@ async def detokenize(request: Request) -> ASGIApp:
             f"tokens contains {largest}, but the largest token id of this model is {vocab_size - 1}", "tokens"
         )
     text = await asyncio.to_thread(state.llm.tokenizer.decode, body.tokens, skip_special_tokens=False)
-    return json_response(DetokenizeResponse(prompt=text))
+    return json_response(api.DetokenizeResponse(prompt=text))
 
 
 async def tokenizer_info(request: Request) -> ASGIApp:
@@ -77,7 +62,7 @@ async def tokenizer_info(request: Request) -> ASGIApp:
     state = state_of(request)
     tokenizer, special = state.llm.tokenizer, state.llm.tokenizer.special_tokens
     return json_response(
-        TokenizerInfo(
+        api.TokenizerInfo(
             tokenizer_class="PreTrainedTokenizerFast",
             vocab_size=tokenizer.vocab_size,
             model_max_length=state.llm.model_config.max_model_len,
@@ -92,26 +77,12 @@ async def tokenizer_info(request: Request) -> ASGIApp:
 
 ENDPOINTS = (
     Endpoint(
-        path="/tokenize",
-        method="POST",
-        handler=tokenize,
-        summary="Tokenize a text or a conversation",
-        request=TokenizeRequest,
-        response=TokenizeResponse,
+        "/tokenize", "POST", tokenize, "Tokenize a text or a conversation",
+        request=api.TokenizeRequest, response=api.TokenizeResponse,
     ),
     Endpoint(
-        path="/detokenize",
-        method="POST",
-        handler=detokenize,
-        summary="Convert tokens to text",
-        request=DetokenizeRequest,
-        response=DetokenizeResponse,
+        "/detokenize", "POST", detokenize, "Convert tokens to text",
+        request=api.DetokenizeRequest, response=api.DetokenizeResponse,
     ),
-    Endpoint(
-        path="/tokenizer_info",
-        method="GET",
-        handler=tokenizer_info,
-        summary="Describe the tokenizer",
-        response=TokenizerInfo,
-    ),
-)
+    Endpoint("/tokenizer_info", "GET", tokenizer_info, "Describe the tokenizer", response=api.TokenizerInfo),
+)  # fmt: skip

@@ -19,10 +19,10 @@ _KEYS = {"name": "name", "arguments": "arguments", "parameters": "arguments", "i
 
 
 class CallReader:
-    """Reads calls. What it has read of something that turns out to be no call is left in `reader`'s hold.
+    """Reads calls. Text that turns out not to be a call stays in the text that `reader` holds.
 
-    A call begins as soon as its name and the `{` of its arguments are known, and from then on it is one: where its JSON
-    breaks, its arguments end, and what follows is content.
+    A call begins as soon as its name and the `{` of its arguments are known. It stays a call even if its JSON is
+    malformed: the arguments then end there, and the text that follows is content.
     """
 
     def __init__(self, reader: Reader, found: ParsedList) -> None:
@@ -34,14 +34,14 @@ class CallReader:
         yield from self.reader.run(SPACE)
 
     def arguments_of(self, name: str) -> Reading[bool]:
-        """The arguments alone, an object, of a call whose name is known."""
+        """Read the arguments, an object, of a call whose name is known. Returns whether they are complete."""
         call = _Call(self.reader, self._found)
         if not call.take_name(name):
             return False
         return (yield from scan_object(self.reader, call.take_arguments))
 
     def call(self) -> Reading[bool]:
-        """`{"name": ..., "arguments": {...}}`, or `parameters`, in any order. True if it was read to its end."""
+        """Read `{"name": ..., "arguments": {...}}`, in any order, or with `parameters`. True if it is complete."""
         reader, call = self.reader, _Call(self.reader, self._found)
         missing = dict(_KEYS)
         if not (yield from reader.match("{")):
@@ -72,7 +72,7 @@ class CallReader:
                 return False
 
     def calls(self) -> Reading[None]:
-        """`[{...}, {...}]`, an array of calls."""
+        """Read an array of calls, `[{...}, {...}]`."""
         if not (yield from self.reader.match("[")):
             return
         while True:
@@ -88,7 +88,7 @@ class CallReader:
 
 
 class _Call:
-    """One call, found when both its name and its arguments' beginning are there."""
+    """One call, which begins when both its name and the beginning of its arguments have been read."""
 
     def __init__(self, reader: Reader, found: ParsedList) -> None:
         self._reader = reader
@@ -188,7 +188,7 @@ class ReasoningFormat:
             raise ConfigError(f"the reasoning tags {self.start!r} and {self.end!r} must be different and not blank")
 
     def after(self, prompt: str) -> ReasoningFormat:
-        """The format for an answer to `prompt`, of which the last few words are enough."""
+        """Return the format of an answer to `prompt`, of which only the end matters."""
         return replace(self, is_open=prompt.rstrip().endswith(self.start))
 
 
@@ -224,7 +224,7 @@ def _tool_format_of(template: str) -> ToolFormat | None:
 
 
 def choose_reasoning_format(choice: str, chat_template: str | None) -> ReasoningFormat | None:
-    """As `choose_tool_format`; tags of one's own are written `START...END`."""
+    """Return the format as `choose_tool_format` does. Tags of another format are written `START...END`."""
     if choice == "auto":
         template = chat_template or ""
         return next((known for known in REASONING_FORMATS.values() if known.end in template), None)
@@ -241,7 +241,7 @@ def choose_reasoning_format(choice: str, chat_template: str | None) -> Reasoning
 def shows_special_tokens(
     reasoning: ReasoningFormat | None, tools: ToolFormat | None, special_token_texts: Collection[str]
 ) -> bool:
-    """Whether a tag is a special token, which must then not be left out of the text to be parsed."""
+    """Whether a tag is a special token, so that special tokens must stay in the text that is parsed."""
     tags = [tools.tag] if tools else []
     tags += [reasoning.start, reasoning.end] if reasoning else []
     return any(tag in special_token_texts for tag in tags)

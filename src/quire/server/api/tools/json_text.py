@@ -17,7 +17,7 @@ _SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-
 
 
 def read_string(reader: Reader) -> Reading[str | None]:
-    """The value of a string, or None where there is none; it may hold lone surrogates, as JSON may."""
+    """Return the value of a string, or None if there is no string. It may contain lone surrogates, as in JSON."""
     pieces: list[str] = []
     complete = yield from scan_string(reader, pieces.append)
     return str(json.loads("".join(pieces))) if complete else None

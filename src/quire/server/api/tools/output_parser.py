@@ -4,9 +4,10 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from quire.server.api.chat.events import ContentDelta
 from quire.server.api.tools.formats import CallReader, ReasoningFormat, ToolFormat
 from quire.server.api.tools.json_text import SPACE
-from quire.server.api.tools.parsed import Parsed, ParsedContent, ParsedList, merged
+from quire.server.api.tools.parsed import Parsed, ParsedList, merged
 from quire.server.api.tools.reader import Reader, Reading
 
 
@@ -23,45 +24,39 @@ def new_call_id() -> str:
     return "call_" + secrets.token_hex(12)
 
 
-def make_parser(
-    *,
-    reasoning: ReasoningFormat | None = None,
-    tools: ToolFormat | None = None,
-    forced: ForcedTools | None = None,
-    max_calls: int | None = None,
-    new_id: Callable[[], str] = new_call_id,
-) -> "OutputParser":
-    """A parser for one sample's output.
-
-    With `forced` the other formats are ignored, because the grammar excludes them. Calls beyond `max_calls` are left
-    out. Without any format all text is content, and goes through as it is.
-    """
-    return OutputParser(reasoning, tools, forced, ParsedList(new_id, max_calls))
-
-
 class OutputParser:
-    """Gives the same pieces, put together, however the text is cut. Takes any text, in linear time, and never raises.
+    """Parses the output of one choice. It accepts any text, takes linear time, and never raises an exception.
 
-    What is no well-formed call is content. Text is kept back only while it could still become a tag or a call.
+    The parts found, put together, do not depend on where the text is split. Malformed calls are content. Text is held
+    back only while it could still become a tag or a call.
     """
 
     def __init__(
         self,
-        reasoning: ReasoningFormat | None,
-        tools: ToolFormat | None,
-        forced: ForcedTools | None,
-        found: ParsedList,
+        index: int = 0,
+        *,
+        reasoning: ReasoningFormat | None = None,
+        tools: ToolFormat | None = None,
+        forced: ForcedTools | None = None,
+        max_calls: int | None = None,
+        new_id: Callable[[], str] = new_call_id,
     ) -> None:
+        """`index` is the index of the choice.
+
+        With `forced` the other formats are ignored, because the grammar excludes them. Calls beyond `max_calls` are
+        left out. Without any format all text is content, and is passed on unchanged.
+        """
+        self._index = index
         self._reader = Reader()
-        self._found = found
-        self._calls = CallReader(self._reader, found)
+        self._found = ParsedList(index, new_id, max_calls)
+        self._calls = CallReader(self._reader, self._found)
         self._is_plain = reasoning is None and tools is None and forced is None
         self._reading = self._read_forced(forced) if forced is not None else self._read(reasoning, tools)
 
     def feed(self, text: str) -> list[Parsed]:
         """Add text; returns the parts that are certain now."""
         if self._is_plain:
-            return [ParsedContent(text)] if text else []
+            return [ContentDelta(self._index, text)] if text else []
         self._reader.push(text)
         return self._go_on()
 

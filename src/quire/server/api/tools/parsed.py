@@ -1,50 +1,30 @@
-"""The parts that a parser finds in a model's output."""
+"""The parts that a parser finds in a model's output, as the events of a chat."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeAlias
 
+from msgspec.structs import replace
+
+from quire.server.api.chat.events import ContentDelta, ReasoningDelta, ToolCallDelta
+
 _WHITE_SPACE = " \t\r\n"
 
-
-@dataclass(frozen=True, slots=True)
-class ParsedContent:
-    """A piece of the answer."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedReasoning:
-    """A piece of what the model thought before it answered."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedToolCall:
-    """A piece of a call: `id` and `name` come once, with the first piece; the arguments' pieces add up to JSON text."""
-
-    tool_index: int
-    id: str | None
-    name: str | None
-    arguments: str
-
-
-Parsed: TypeAlias = ParsedContent | ParsedReasoning | ParsedToolCall
+Parsed: TypeAlias = ContentDelta | ReasoningDelta | ToolCallDelta
 
 
 class ParsedList:
-    """Gathers what is found, and decides about the white space between.
+    """Gathers the parts of one choice, and decides about the white space between them.
 
-    White space beside reasoning and beside calls belongs to their form and is left out; between a call and content
-    behind it, it is kept.
+    White space beside reasoning and beside calls belongs to their format and is left out. White space between a call
+    and the content that follows it is kept.
     """
 
-    def __init__(self, new_id: Callable[[], str], max_calls: int | None) -> None:
+    def __init__(self, index: int, new_id: Callable[[], str], max_calls: int | None) -> None:
+        """`index` is the index of the choice."""
+        self._index = index
         self._new_id = new_id
         self._max_calls = max_calls
         self._found: list[Parsed] = []
@@ -54,20 +34,20 @@ class ParsedList:
         self._is_behind_call = False
 
     def take(self) -> list[Parsed]:
-        """What was found since the last time."""
+        """Return the parts found since the last call."""
         found, self._found = self._found, []
         return found
 
     def content(self, text: str) -> None:
         """Add to the answer."""
         if text := self._content.add(text):
-            self._found.append(ParsedContent(text))
+            self._found.append(ContentDelta(self._index, text))
             self._is_behind_call = False
 
     def reasoning(self, text: str) -> None:
         """Add to the reasoning."""
         if text := self._reasoning.add(text):
-            self._found.append(ParsedReasoning(text))
+            self._found.append(ReasoningDelta(self._index, text))
 
     def reasoning_ended(self) -> None:
         """Content begins; white space before it is dropped."""
@@ -80,32 +60,31 @@ class ParsedList:
         index, self._num_calls = self._num_calls, self._num_calls + 1
         if self._max_calls is not None and index >= self._max_calls:
             return _ignore
-        self._found.append(ParsedToolCall(index, self._new_id(), name, arguments))
-        return lambda piece: self._found.append(ParsedToolCall(index, None, None, piece))
+        self._found.append(ToolCallDelta(self._index, index, self._new_id(), name, arguments))
+        return lambda piece: self._found.append(ToolCallDelta(self._index, index, None, None, piece))
 
     def end(self) -> None:
         """The output has ended."""
         if not self._is_behind_call and (text := self._content.rest()):
-            self._found.append(ParsedContent(text))
+            self._found.append(ContentDelta(self._index, text))
 
 
 def merged(found: list[Parsed]) -> list[Parsed]:
-    """The same with neighbours of one kind as one."""
+    """Join neighbours of the same kind."""
     return [_joined(list(group)) for _, group in groupby(found, _kind)]
 
 
 def _kind(parsed: Parsed) -> int | type:
-    return parsed.tool_index if isinstance(parsed, ParsedToolCall) else type(parsed)
+    return parsed.tool_index if isinstance(parsed, ToolCallDelta) else type(parsed)
 
 
 def _joined(group: list[Parsed]) -> Parsed:
     first = group[0]
     if len(group) == 1:
         return first
-    if isinstance(first, ParsedToolCall):
-        arguments = "".join(piece.arguments for piece in group if isinstance(piece, ParsedToolCall))
-        return ParsedToolCall(first.tool_index, first.id, first.name, arguments)
-    return type(first)("".join(piece.text for piece in group if not isinstance(piece, ParsedToolCall)))
+    if isinstance(first, ToolCallDelta):
+        return replace(first, arguments="".join(piece.arguments for piece in group if isinstance(piece, ToolCallDelta)))
+    return replace(first, text="".join(piece.text for piece in group if not isinstance(piece, ToolCallDelta)))
 
 
 class _Trimmer:

@@ -91,7 +91,7 @@ class Reader:
             yield
 
     def run(self, pattern: re.Pattern[str], sink: Sink | None = None) -> Reading[None]:
-        """Read as long as the pattern, one for runs of single characters, matches."""
+        """Read the characters that match the pattern, which must be one for runs of single characters."""
         while True:
             match = pattern.match(self._text, self._at)
             if match:
@@ -103,7 +103,7 @@ class Reader:
             yield
 
     def until(self, tag: str, sink: Sink) -> Reading[bool]:
-        """Read up to `tag` and it too; the text before it goes to the sink. False if the text ends before."""
+        """Read up to the end of `tag`, and pass the text before the tag to the sink. Returns False if there is none."""
         while True:
             found = self._text.find(tag, self._at)
             if found >= 0:

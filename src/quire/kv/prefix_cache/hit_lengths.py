@@ -1,6 +1,6 @@
 """How much of each waiting sequence the cache holds, without a lookup in every step."""
 
-from quire.kv.content_hash import BlockHash, HashChain
+from quire.kv.prefix_cache.content_hash import BlockHash, HashChain
 
 
 class HitLengths:

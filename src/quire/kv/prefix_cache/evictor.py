@@ -1,16 +1,17 @@
-"""Which cached block goes when room is needed."""
+"""Which cached block is evicted first."""
 
 from collections import OrderedDict
 
 
 class LRUEvictor:
-    """Least recently used first; of blocks last used in the same step the deepest first: a prefix outlives its end.
+    """Evicts the least recently used block first; of blocks last used in the same step, the deepest in its sequence.
 
-    Blocks are kept in buckets by (step of last use, depth), so that adding, removing and evicting are O(1), amortized.
+    So the beginning of a prefix is kept longer than its end. Blocks are kept in buckets by step of last use and depth,
+    so that adding, removing and evicting are O(1), amortized.
     """
 
     def __init__(self) -> None:
-        self._ages: OrderedDict[int, _SameAge] = OrderedDict()  # oldest first: steps only grow
+        self._ages: OrderedDict[int, _SameAge] = OrderedDict()  # Oldest first: steps only grow.
         self._places: dict[int, tuple[int, int]] = {}  # block_id -> (age, depth)
 
     def __len__(self) -> int:
@@ -20,7 +21,7 @@ class LRUEvictor:
         return block_id in self._places
 
     def add(self, block_id: int, age: int, depth: int) -> None:
-        """A block nobody holds any more; `age` is the step now."""
+        """Add a block that has no holder any more; `age` is the current step."""
         same_age = self._ages.get(age)
         if same_age is None:
             same_age = self._ages[age] = _SameAge()
@@ -28,14 +29,14 @@ class LRUEvictor:
         self._places[block_id] = (age, depth)
 
     def remove(self, block_id: int) -> None:
-        """The block is held again."""
+        """Remove a block that has a holder again."""
         age, depth = self._places.pop(block_id)
         self._ages[age].remove(block_id, depth)
         if not self._ages[age].num_blocks:
             del self._ages[age]
 
     def evict(self) -> int:
-        """Take out the block to go."""
+        """Remove and return the block to evict."""
         same_age = next(iter(self._ages.values()))
         block_id = same_age.deepest()
         self.remove(block_id)

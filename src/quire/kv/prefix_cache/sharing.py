@@ -1,24 +1,24 @@
-"""Sequences find what others have computed, or are computing, and publish what they compute."""
+"""How sequences find blocks that others have computed or are computing, and publish their own."""
 
 from collections.abc import Mapping, Sequence
 
 from quire.config.kv_cache import KVCacheConfig
 from quire.kv.block_table import BlockTable
-from quire.kv.content_hash import ContentKey, HashChain
-from quire.kv.hit_lengths import HitLengths
 from quire.kv.managers.base import GroupManager
 from quire.kv.place import DEVICE
-from quire.kv.prefix_cache import BlockContent
-from quire.kv.prefix_lookup import Join, PrefixHit, PrefixLookup
+from quire.kv.prefix_cache.content_hash import ContentKey, HashChain
+from quire.kv.prefix_cache.hit_lengths import HitLengths
+from quire.kv.prefix_cache.lookup import Join, PrefixHit, PrefixLookup
+from quire.kv.prefix_cache.stats import PrefixCacheStats
+from quire.kv.prefix_cache.tracker import BlockContent
 from quire.kv.sequence_blocks import SequenceBlocks
-from quire.kv.stats import PrefixCacheStats
 from quire.kv.tiers import Tiers
 
 
 class PrefixSharing:
     """Keeps the hash chain of each sequence, from its first lookup until it is forgotten, and the prefix cache's index.
 
-    The BlockSpaceManager owns it and calls it; it changes no table except to replace a block by an equal one.
+    The BlockSpaceManager owns it and calls it. It changes block tables only by replacing a block with an equal one.
     """
 
     def __init__(
@@ -30,8 +30,8 @@ class PrefixSharing:
         stats: PrefixCacheStats,
         join: Join,
     ) -> None:
-        self.cache = tiers.caches[DEVICE]
-        self.lookup = PrefixLookup(config, managers, [cache.tracker for cache in tiers.caches], tiers.evicted, join)
+        self.cache = tiers.pools[DEVICE]
+        self.lookup = PrefixLookup(config, managers, [pool.tracker for pool in tiers.pools], tiers.evicted, join)
         self.chains: dict[int, HashChain] = {}
         self._block_size = config.block_size
         self._token_groups = [group for group, manager in enumerate(managers) if manager.holds_tokens]
@@ -58,7 +58,7 @@ class PrefixSharing:
         return num_blocks
 
     def find_tails(self, hit: PrefixHit) -> list[tuple[int, int, int]]:
-        """For each group, the block that goes on like the tokens behind a prefix, as PrefixLookup.find_tails."""
+        """For each group, the block that continues like the tokens behind a prefix, as PrefixLookup.find_tails."""
         chain, start = self.chains[hit.seq_id], hit.num_blocks * self._block_size
         wanted = chain.content(start, min(start + self._block_size, hit.max_tokens), hit.token_ids)
         return self.lookup.find_tails(chain, hit.num_blocks, wanted)
@@ -130,18 +130,18 @@ class PrefixSharing:
                 del self.lookup.computing[block_hash]
 
     def fork(self, parent_id: int, child_id: int) -> None:
-        """A sequence goes on from here on its own."""
+        """Give a forked sequence a hash chain of its own."""
         self.chains[child_id] = self.chains[parent_id].fork()
 
     def forget(self, seq_id: int) -> None:
-        """The sequence will not come again."""
+        """Forget a sequence that has ended."""
         self.chains.pop(seq_id, None)
         self._hit_lengths.forget(seq_id)
 
     def check_integrity(self, sequences: Mapping[int, SequenceBlocks]) -> None:
         """Every hash is that of its tokens, and sequences announce only what they compute; or AssertionError."""
-        for cache in self._tiers.caches:
-            for content in cache.tracker.contents():
+        for pool in self._tiers.pools:
+            for content in pool.tracker.contents():
                 if content.block_hash is not None:
                     expected = self.lookup.hasher.child(content.parent, content.tokens)
                     assert content.block_hash == expected, "a cached block's hash is not that of its tokens"

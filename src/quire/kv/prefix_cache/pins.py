@@ -1,4 +1,4 @@
-"""Prefixes that stay in the cache whatever else is needed."""
+"""Pinned prefixes, which are not evicted."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,20 +6,20 @@ from dataclasses import dataclass
 
 from quire.common.errors import RequestError
 from quire.config.kv_cache import KVCacheConfig
-from quire.kv.content_hash import ContentKey, HashChain
-from quire.kv.prefix_lookup import PrefixHit, PrefixLookup
-from quire.kv.prefix_sharing import PrefixSharing
+from quire.kv.prefix_cache.content_hash import NO_KEY, ContentKey, HashChain
+from quire.kv.prefix_cache.lookup import PrefixHit, PrefixLookup
+from quire.kv.prefix_cache.sharing import PrefixSharing
 
 
 @dataclass(frozen=True, slots=True)
 class PinnedPrefix:
-    """A prefix kept resident until it is unpinned."""
+    """A prefix that stays in the cache until it is unpinned."""
 
     pin_id: int
     num_tokens: int
-    """computed and kept"""
+    """The number of its tokens that are computed and kept."""
     num_blocks: int
-    """that hold them; other pins may share some"""
+    """The number of blocks that hold them, some of which other pins may share."""
 
 
 class Pins:
@@ -29,7 +29,7 @@ class Pins:
         """Without prefix caching (None) nothing can be pinned."""
         self.max_blocks = max_blocks
         self.block_ids: dict[int, list[int]] = {}
-        """by pin, the blocks it holds"""
+        """By pin, the blocks that it holds."""
         self._counts: Counter[int] = Counter()
         self._next_id = 0
         self._config = config
@@ -37,18 +37,18 @@ class Pins:
 
     @property
     def num_blocks(self) -> int:
-        """Different blocks pinned."""
+        """The number of different blocks that are pinned."""
         return len(self._counts)
 
     def __contains__(self, block_id: int) -> bool:
         return block_id in self._counts
 
-    def check(self, token_ids: Sequence[int], key: ContentKey) -> None:
+    def check(self, token_ids: Sequence[int], key: ContentKey = NO_KEY) -> None:
         """Raise RequestError if these tokens would take more blocks than may be pinned."""
         prefixes, hit, _ = self._find(token_ids, key)
         self._check(self._num_new_blocks(token_ids, prefixes.lookup, hit))
 
-    def pin(self, token_ids: Sequence[int], key: ContentKey) -> PinnedPrefix:
+    def pin(self, token_ids: Sequence[int], key: ContentKey = NO_KEY) -> PinnedPrefix:
         """Hold what the device tier has of these tokens, the partly full block at the end too. Raises RequestError."""
         prefixes, hit, chain = self._find(token_ids, key)
         lookup = prefixes.lookup
@@ -68,7 +68,7 @@ class Pins:
         return PinnedPrefix(pin_id, start + min((n for _, _, n in tails), default=0), len(block_ids))
 
     def unpin(self, pin_id: int) -> None:
-        """Let a prefix go. Raises RequestError for an unknown pin."""
+        """Release a pinned prefix, which stays cached like any other. Raises RequestError for an unknown pin."""
         block_ids = self.block_ids.pop(pin_id, None)
         if block_ids is None or self._prefixes is None:
             raise RequestError(f"pin {pin_id} is unknown, or unpinned already")
@@ -86,7 +86,7 @@ class Pins:
         return self._prefixes, lookup.find(-1, chain, token_ids, len(token_ids)), chain
 
     def _num_new_blocks(self, token_ids: Sequence[int], lookup: PrefixLookup, hit: PrefixHit) -> int:
-        """All blocks of the prefix, once it is computed, but for those that are pinned already."""
+        """The number of blocks of the prefix, once it is computed, without those that are pinned already."""
         return lookup.num_kept(len(token_ids)) - sum(block_id in self for block_id in hit.device_blocks)
 
     def _check(self, num_new_blocks: int) -> None:

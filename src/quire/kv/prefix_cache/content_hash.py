@@ -1,4 +1,4 @@
-"""Names for what is in a block: a chain of hashes, each over its parent's and the block's own tokens."""
+"""Hashes that identify the content of blocks: each covers the parent block's hash and the block's own tokens."""
 
 import hashlib
 import secrets
@@ -9,27 +9,27 @@ from dataclasses import dataclass
 BlockHash = bytes
 
 TOKEN_BYTES = 8
-"""of one token in the bytes that are hashed and compared"""
+"""Bytes of one token where tokens are hashed and compared."""
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
-    """Tokens as they are hashed and compared."""
+    """Return tokens as they are hashed and compared."""
     return array("q", tokens).tobytes()
 
 
 @dataclass(frozen=True, slots=True)
 class ContentKey:
-    """What besides the tokens determines their keys and values, or keeps equal ones apart."""
+    """What determines keys and values besides the tokens, or keeps equal content of different callers apart."""
 
     lora_id: str = ""
-    """the adapter; empty for none"""
+    """The adapter; empty for none."""
     cache_salt: str = ""
-    """requests of different salts share nothing, so that nobody learns from timing what others asked"""
+    """Requests with different salts share no blocks, so that timing reveals nothing about other requests."""
     media: tuple[tuple[int, bytes], ...] = ()
-    """(position of its first placeholder token, hash of the item) for every image or sound, in order"""
+    """For each image or sound, in order: the position of its first placeholder token, and the hash of the item."""
 
     def root(self) -> bytes:
-        """Unambiguous bytes of all that holds from the first token on."""
+        """Return the parts that apply from the first token on, as unambiguous bytes."""
         lora_id = self.lora_id.encode()
         return len(lora_id).to_bytes(8, "little") + lora_id + self.cache_salt.encode()
 
@@ -38,31 +38,31 @@ NO_KEY = ContentKey()
 
 
 class ContentHasher:
-    """BLAKE2b (RFC 7693) under a secret key: nobody outside can make two prefixes collide, or foresee a hash."""
+    """BLAKE2b (RFC 7693) with a secret key, so that a client can neither construct a collision nor predict a hash."""
 
     def __init__(self) -> None:
         self._key = secrets.token_bytes(32)
         self._keyed = hashlib.blake2b(digest_size=16, key=self._key)
 
     def root(self, extra: bytes = b"") -> BlockHash:
-        """What the first block's parent is called; `extra` is what else than tokens changes keys and values."""
+        """Return the hash that stands for the parent of a first block; `extra` are the bytes of ContentKey.root."""
         return hashlib.blake2b(extra, digest_size=16, key=self._key, person=b"root").digest()
 
     def child(self, parent: BlockHash, tokens: bytes) -> BlockHash:
-        """The hash of a full block with these bytes behind the block called `parent`."""
+        """Return the hash of a full block with these bytes, which follows the block with the hash `parent`."""
         state = self._keyed.copy()
         state.update(parent)
         state.update(tokens)
         return state.digest()
 
     def media(self, item_hash: bytes) -> bytes:
-        """What stands for an item in place of its first placeholder token: no token, since those are not negative."""
+        """Return the bytes that replace an item's first placeholder token: a negative number, thus no token."""
         digest = hashlib.blake2b(item_hash, digest_size=TOKEN_BYTES, key=self._key, person=b"media").digest()
         return digest[:-1] + bytes([digest[-1] | 0x80])
 
 
 class HashChain:
-    """The hashes of one sequence's full blocks, each worked out once in the sequence's life: O(length) in all."""
+    """The hashes of one sequence's full blocks. Each is computed once in the sequence's life, O(length) in all."""
 
     __slots__ = ("_block_size", "_hasher", "_hashes", "_tokens", "key", "looked_up")
 
@@ -73,10 +73,10 @@ class HashChain:
         self._tokens: list[bytes] = []
         self.key = key
         self.looked_up = False
-        """whether a lookup of this sequence has been counted"""
+        """Whether a lookup of this sequence has been counted."""
 
     def extend(self, num_blocks: int, token_ids: Sequence[int]) -> None:
-        """Hash the first `num_blocks` full blocks, as far as it is not done; `token_ids` are all the sequence's."""
+        """Hash those of the first `num_blocks` full blocks that are not hashed yet. `token_ids`: the sequence's."""
         done, size = len(self._tokens), self._block_size
         if num_blocks <= done:
             return
@@ -87,19 +87,19 @@ class HashChain:
             self._hashes.append(self._hasher.child(self._hashes[-1], tokens))
 
     def parent(self, index: int) -> BlockHash:
-        """What stands before block `index`; the blocks up to it have been hashed."""
+        """Return the hash of the block before block `index`; the blocks up to it have been hashed."""
         return self._hashes[index]
 
     def block(self, index: int) -> tuple[BlockHash, bytes]:
-        """Hash and content of block `index`, which has been hashed."""
+        """Return the hash and the content of block `index`, which has been hashed."""
         return self._hashes[index + 1], self._tokens[index]
 
     def has(self, index: int, block_hash: BlockHash) -> bool:
-        """Whether block `index` has been hashed and has this hash."""
+        """Return whether block `index` has been hashed and has this hash."""
         return index < len(self._tokens) and self._hashes[index + 1] == block_hash
 
     def content(self, start: int, end: int, token_ids: Sequence[int]) -> bytes:
-        """Positions start to end as they are compared: tokens, and items of media in place of their placeholders."""
+        """Return the content from `start` to `end` as bytes: tokens, and media items in place of placeholders."""
         data = token_bytes(token_ids[start:end])
         for position, item_hash in self.key.media:
             if start <= position < end:
@@ -108,7 +108,7 @@ class HashChain:
         return data
 
     def fork(self) -> "HashChain":
-        """The chain of a sequence that goes on from here on its own."""
+        """Return an equal chain, for a fork of the sequence."""
         other = HashChain.__new__(HashChain)
         other._hasher, other._block_size, other.key, other.looked_up = self._hasher, self._block_size, self.key, True
         other._hashes, other._tokens = list(self._hashes), list(self._tokens)

@@ -6,40 +6,41 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from quire.config.kv_cache import KVCacheConfig
-from quire.kv.content_hash import BlockHash, ContentHasher, ContentKey, HashChain
 from quire.kv.managers.base import GroupManager
 from quire.kv.place import DEVICE, Place
-from quire.kv.prefix_cache import BlockTracker, EvictedHashes
-from quire.kv.stats import HitSource, MissReason
+from quire.kv.prefix_cache.content_hash import BlockHash, ContentHasher, ContentKey, HashChain
+from quire.kv.prefix_cache.stats import HitSource, MissReason
+from quire.kv.prefix_cache.tracker import BlockTracker, EvictedHashes
 
 SOURCES = (HitSource.DEVICE, HitSource.HOST)
-"""by tier, as what a hit there is counted"""
+"""By tier, the name under which a hit there is counted."""
 
 Join = Callable[[int, int, int], Place | None]
-"""(sequence, group, block index) -> the block, if it will be computed in the step being planned"""
+"""(sequence, group, block index) -> the block, if it will be computed in the step being planned."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """What a lookup found for a sequence; good until blocks are next given out or taken back."""
+    """What a lookup found for a sequence. It is valid until blocks are next allocated or freed."""
 
     seq_id: int
     token_ids: Sequence[int]
     max_tokens: int
-    """so many were looked for"""
+    """The number of tokens that were looked up."""
     num_blocks: int = 0
-    """whole blocks found"""
+    """The number of whole blocks found."""
     num_ready_blocks: int = 0
-    """of these, the ones at the beginning that are computed and in the device tier already"""
+    """The number of these, at the beginning, that are computed and in the device tier already."""
     first: tuple[int, ...] = ()
-    """by group, the first block that the group's window still needs"""
+    """By group, the first block that the group's window still needs."""
     places: tuple[list[Place], ...] = ()
-    """by group, from `first` on, where the blocks are"""
+    """By group, the places of its blocks from `first` on."""
     num_by_source: dict[HitSource, int] | None = None
     is_settled: bool = True
-    """nothing that decided its length is being computed: it stays so until content is cached, evicted or announced"""
+    """Whether its length stays valid until content is cached, evicted or announced: no block that decided it is being
+    computed."""
     is_awaited: bool = False
-    """the next block is being computed by another sequence: a step or more later there is more to be found"""
+    """Whether the next block is being computed by another sequence, so that a later lookup will find more."""
 
     @property
     def device_blocks(self) -> list[int]:
@@ -48,7 +49,7 @@ class PrefixHit:
 
     @property
     def needs_step(self) -> bool:
-        """Whether the prefix is there only once the coming step has succeeded."""
+        """Whether the prefix will be complete only after the coming step."""
         return self.num_ready_blocks < self.num_blocks
 
 
@@ -73,7 +74,7 @@ class PrefixLookup:
         self._evicted = evicted
         self._join = join
         self.computing: dict[BlockHash, int] = {}
-        """full blocks that a sequence has still to compute, by hash; kept by the manager"""
+        """By hash, the sequence that is to compute a full block. PrefixSharing keeps it up to date."""
 
     def chain(self, token_ids: Sequence[int], key: ContentKey) -> HashChain:
         """A new sequence's hash chain, with all full blocks hashed."""
@@ -203,12 +204,12 @@ class PrefixLookup:
 
 @dataclass(slots=True)
 class _Search:
-    """One lookup under way."""
+    """The state of one lookup."""
 
     chain: HashChain
     places: list[dict[int, Place]]
-    """by group and block index, what was found"""
+    """By group and block index, the places of the blocks found."""
     unready: dict[int, HitSource] = field(default_factory=dict)
-    """by block index, what is not in the device tier yet"""
+    """By block index, the sources of blocks that are not in the device tier yet."""
     is_settled: bool = True
-    """no block that was looked for is being computed"""
+    """Whether no block that was looked up is being computed."""

@@ -1,4 +1,4 @@
-"""What prefix lookups found, and why they did not find more. All in tokens."""
+"""What prefix lookups found, and why they did not find more. All numbers are tokens."""
 
 from enum import Enum
 
@@ -9,9 +9,9 @@ class MissReason(Enum):
     NEVER_SEEN = "never_seen"
     EVICTED = "evicted"
     OTHER_KEY = "other_key"
-    """the same tokens are cached under another LoRA id"""
+    """The same tokens are cached under another LoRA id."""
     NOT_COMPUTED = "not_computed"
-    """another sequence is computing them"""
+    """Another sequence is computing them."""
 
 
 class HitSource(Enum):
@@ -19,38 +19,38 @@ class HitSource(Enum):
 
     DEVICE = "device"
     HOST = "host"
-    """spilled to the host tier, and copied back"""
+    """Spilled to the host tier, and copied back."""
     JOINED = "joined"
-    """being computed by another sequence in the same step"""
+    """Computed by another sequence in the same step."""
 
 
 class PrefixCacheStats:
-    """Counters since the engine was made. A request preempted and computed again is not counted again."""
+    """Counters since the engine was created. A request that is preempted and computed again is not counted again."""
 
     def __init__(self) -> None:
         self.num_queried_tokens = 0
         self.num_block_hit_tokens = dict.fromkeys(HitSource, 0)
-        """hit in whole blocks, by where"""
+        """Tokens found in whole blocks, by source."""
         self.num_tail_hit_tokens = 0
-        """hit in part of a block, by copying its slots"""
+        """Tokens found in part of a block, whose slots were copied."""
         self.num_missed_tokens = dict.fromkeys(MissReason, 0)
         self.num_evicted_tokens = 0
-        """whose content is gone for good"""
+        """Tokens whose content was evicted and is in no tier any more."""
         self.num_spilled_tokens = 0
-        """copied to the host tier instead"""
+        """Tokens that were copied to the host tier instead of being lost."""
 
     @property
     def num_hit_tokens(self) -> int:
-        """All that did not have to be computed."""
+        """Tokens that did not have to be computed."""
         return sum(self.num_block_hit_tokens.values()) + self.num_tail_hit_tokens
 
     @property
     def hit_rate(self) -> float:
-        """Share of looked-up tokens that were found."""
+        """The share of the looked-up tokens that were found."""
         return self.num_hit_tokens / max(1, self.num_queried_tokens)
 
     def to_dict(self) -> dict[str, int]:
-        """For JSON and metrics: one flat list of names."""
+        """The counters by name, for JSON and metrics."""
         return {
             "queried": self.num_queried_tokens,
             "hit": self.num_hit_tokens,

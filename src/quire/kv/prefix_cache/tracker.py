@@ -1,59 +1,63 @@
-"""A pool that remembers what computed blocks hold, also after their last holder has left."""
+"""What the computed blocks of a pool contain, and how it is found."""
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 
-from quire.kv.allocator import BlockAllocator
-from quire.kv.content_hash import TOKEN_BYTES, BlockHash
-from quire.kv.evictor import LRUEvictor
-from quire.kv.place import DEVICE, Place
+from quire.kv.place import Place
+from quire.kv.prefix_cache.content_hash import TOKEN_BYTES, BlockHash
 
 MAX_TAIL_CANDIDATES = 64
-"""of the blocks that follow one prefix, this many, the newest, are looked through for a common run of tokens"""
+"""Largest number of blocks that follow one prefix, the newest, that are searched for a common run of tokens."""
 MAX_EVICTED_HASHES = 65536
-"""hashes kept of content that is gone, so that a miss can be explained"""
+"""Largest number of hashes that are remembered of evicted content, so that a miss can be explained."""
 
 
 @dataclass(slots=True)
 class BlockContent:
-    """What a block is known to hold."""
+    """The known content of a block."""
 
     group: int
-    """KV cache group: the same tokens have other keys and values in each"""
+    """The KV cache group, since the same tokens have other keys and values in each."""
     parent: BlockHash
     tokens: bytes
-    """its computed tokens, as HashChain.content gives them"""
+    """The computed tokens in it, in the form of HashChain.content."""
     depth: int
-    """blocks before it in its sequence"""
+    """The number of blocks before it in its sequence."""
     block_hash: BlockHash | None
-    """None for a block that is partly full: it serves as a tail only"""
+    """None for a partly full block, which can only be found as the tail of a prefix."""
     num_hits: int = 0
-    """lookups that found it"""
+    """The number of lookups that found it."""
     salt: str = ""
-    """of its content key"""
+    """The salt of its content key."""
 
     @property
     def num_tokens(self) -> int:
-        """Computed tokens in it."""
+        """The number of computed tokens in it."""
         return len(self.tokens) // TOKEN_BYTES
 
 
-class BlockTracker:
-    """Finds content by hash, and what follows a prefix by the prefix's hash. Knows nothing of holders."""
+OnChange = Callable[[int, BlockHash], None]
+"""Is called with the depth and the hash of each full block that can be found now, or no longer."""
 
-    def __init__(self, num_groups: int, on_change: Callable[[int, BlockHash], None], tier: int = DEVICE) -> None:
-        """`on_change` is called with the depth and the hash of each full block that is added or discarded."""
+
+class BlockTracker:
+    """Finds blocks by the hash of their content, and the blocks that follow a prefix by the prefix's hash.
+
+    It does not know which sequences hold a block.
+    """
+
+    def __init__(self, num_groups: int, on_change: OnChange, tier: int) -> None:
         self._on_change = on_change
         self._tier = tier
         self._contents: dict[int, BlockContent] = {}
         self._by_hash: list[dict[BlockHash, Place]] = [{} for _ in range(num_groups)]
         self._children: list[dict[BlockHash, dict[int, None]]] = [{} for _ in range(num_groups)]
         self._beginnings: dict[tuple[str, bytes], dict[BlockHash, None]] = {}
-        """first blocks of group 0: salt and tokens -> roots"""
+        """Of the first blocks of group 0: salt and tokens -> roots."""
         self.touched: set[int] | None = None
-        """blocks whose content has changed, while somebody watches; it is theirs to empty"""
+        """Blocks whose content has changed, while a live view is open; the view empties it. None without a view."""
 
     def __contains__(self, block_id: int) -> bool:
         return block_id in self._contents
@@ -62,7 +66,7 @@ class BlockTracker:
         return self._contents[block_id]
 
     def contents(self) -> Iterable[BlockContent]:
-        """All that is known, in no order."""
+        """The content of all blocks, in no particular order."""
         return self._contents.values()
 
     def block_ids(self) -> Iterable[int]:
@@ -70,11 +74,11 @@ class BlockTracker:
         return self._contents.keys()
 
     def get(self, block_id: int) -> BlockContent | None:
-        """What the block holds; None if that is not known."""
+        """The content of a block; None if it is unknown."""
         return self._contents.get(block_id)
 
     def count_hits(self, block_ids: Iterable[int]) -> None:
-        """A lookup uses these blocks; those that are still being computed do not count."""
+        """Count a lookup that found these blocks. Blocks that are still being computed have no counter."""
         for block_id in block_ids:
             content = self._contents.get(block_id)
             if content is not None:
@@ -83,7 +87,7 @@ class BlockTracker:
             self.touched.update(block_ids)
 
     def add(self, block_id: int, content: BlockContent) -> None:
-        """A block's tokens are computed, or more of them than before."""
+        """Record the content of a block whose tokens, or more of them than before, have been computed."""
         self.discard(block_id)
         self._contents[block_id] = content
         if self.touched is not None:
@@ -96,7 +100,7 @@ class BlockTracker:
                 self._beginnings.setdefault((content.salt, content.tokens), {})[content.parent] = None
 
     def discard(self, block_id: int) -> None:
-        """The block's content is no more."""
+        """Forget the content of a block."""
         content = self._contents.pop(block_id, None)
         if content is None:
             return
@@ -116,12 +120,12 @@ class BlockTracker:
                     del self._beginnings[beginning]
 
     def find(self, group: int, block_hash: BlockHash, tokens: bytes) -> Place | None:
-        """The full block of this hash, if its tokens are these indeed."""
+        """The full block with this hash, if its tokens are equal too."""
         place = self._by_hash[group].get(block_hash)
         return place if place is not None and self._contents[place[1]].tokens == tokens else None
 
     def find_tail(self, group: int, parent: BlockHash, tokens: bytes) -> tuple[int, int] | None:
-        """Of the blocks behind this prefix, the one that begins with the most of `tokens`, and how many that is."""
+        """Of the blocks that follow this prefix, the one that begins with the most of `tokens`, and their number."""
         best: tuple[int, int] | None = None
         for block_id in islice(reversed(self._children[group].get(parent, {})), MAX_TAIL_CANDIDATES):
             num_tokens = _common_tokens(self._contents[block_id].tokens, tokens)
@@ -131,7 +135,7 @@ class BlockTracker:
 
     def other_root(self, root: BlockHash, salt: str, tokens: bytes) -> BlockHash | None:
         """Another root (another content key of this salt) under which a sequence begins with the full block `tokens`.
-        What is there under other salts is nobody's business, not even as a reason why something else was not found."""
+        Content under other salts must not show, not even as the reason why something else was not found."""
         return next((other for other in reversed(self._beginnings.get((salt, tokens), {})) if other != root), None)
 
     def check_integrity(self) -> None:
@@ -148,80 +152,8 @@ class BlockTracker:
         assert beginnings == {(t, p) for t, roots in self._beginnings.items() for p in roots}, "beginnings are wrong"
 
 
-class PrefixCachingBlockAllocator(BlockAllocator):
-    """Blocks are free, owned, or cached: remembered, held by nobody, evictable."""
-
-    def __init__(
-        self,
-        num_blocks: int,
-        num_groups: int,
-        on_evict: Callable[[int, BlockContent], None],
-        on_change: Callable[[int, BlockHash], None],
-        tier: int = DEVICE,
-    ) -> None:
-        """`on_evict` is called with a block and the content that it is about to lose, `on_change` by the tracker."""
-        super().__init__(num_blocks)
-        self._free = deque(range(num_blocks))
-        self.tracker = BlockTracker(num_groups, on_change, tier)
-        self.evictor = LRUEvictor()
-        self.step = 0
-        """the time of the cache; the manager moves it on"""
-        self._on_evict = on_evict
-
-    @property
-    def num_free_blocks(self) -> int:
-        return len(self._free) + len(self.evictor)
-
-    @property
-    def num_cached_blocks(self) -> int:
-        return len(self.evictor)
-
-    def acquire(self, block_id: int) -> None:
-        """One more holder of a cached block, whether somebody holds it already or not."""
-        if self.ref_counts[block_id] == 0:
-            self.evictor.remove(block_id)
-        self.ref_counts[block_id] += 1
-
-    def forget(self, block_id: int) -> None:
-        """The block's content is not to be found any more, whoever holds it."""
-        self.tracker.discard(block_id)
-        if self.ref_counts[block_id] == 0:
-            self.evictor.remove(block_id)
-            self._free.append(block_id)
-
-    def allocate(self) -> int:
-        if self._free:
-            block_id = self._free.popleft()
-        else:
-            block_id = self.evictor.evict()
-            self._on_evict(block_id, self.tracker[block_id])
-            self.tracker.discard(block_id)
-        self.ref_counts[block_id] = 1
-        return block_id
-
-    def _release(self, block_id: int) -> None:
-        if block_id in self.tracker:
-            self.evictor.add(block_id, self.step, self.tracker[block_id].depth)
-        else:
-            self._free.append(block_id)
-
-    def check_integrity(self) -> None:
-        free = set(self._free)
-        cached = {b for b in range(self.num_blocks) if b in self.evictor}
-        owned = {b for b in range(self.num_blocks) if self.ref_counts[b] > 0}
-        assert len(free) == len(self._free), "a block is twice in the free list"
-        assert not free & owned, f"blocks both free and owned: {sorted(free & owned)}"
-        assert not cached & owned, f"blocks both evictable and owned: {sorted(cached & owned)}"
-        assert not cached & free, f"blocks both evictable and free: {sorted(cached & free)}"
-        assert len(free) + len(cached) + len(owned) == self.num_blocks, "a block is in no state"
-        assert len(cached) == len(self.evictor), "the evictor holds a block that does not exist"
-        assert all(b in self.tracker for b in cached), "an evictable block has no content"
-        assert not any(b in self.tracker for b in free), "a free block has content"
-        self.tracker.check_integrity()
-
-
 class EvictedHashes:
-    """Remembers of which content it is known that it was there once; the latest MAX_EVICTED_HASHES."""
+    """Remembers the hashes of evicted content, the latest MAX_EVICTED_HASHES of them."""
 
     def __init__(self) -> None:
         self._hashes: OrderedDict[BlockHash, None] = OrderedDict()
@@ -230,18 +162,18 @@ class EvictedHashes:
         return block_hash in self._hashes
 
     def add(self, block_hash: BlockHash) -> None:
-        """This content is gone."""
+        """Remember evicted content."""
         self._hashes[block_hash] = None
         if len(self._hashes) > MAX_EVICTED_HASHES:
             self._hashes.popitem(last=False)
 
     def discard(self, block_hash: BlockHash) -> None:
-        """It is there again."""
+        """Forget content that is cached again."""
         self._hashes.pop(block_hash, None)
 
 
 def _common_tokens(a: bytes, b: bytes) -> int:
-    """How many whole tokens two byte strings begin with in common."""
+    """The number of whole tokens that two byte strings begin with in common."""
     length = min(len(a), len(b))
     if a[:length] == b[:length]:
         return length // TOKEN_BYTES
