@@ -98,7 +98,7 @@ def _kernel_times(step: Callable[[], object]) -> dict[str, float]:
         return call
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(DecodeGraphs, "take", lambda *_: False))
+        stack.enter_context(patch.object(DecodeGraphs, "can_replay", lambda *_: False))
         for name, part in parts.items():
             stack.enter_context(patch.object(kernels, name, timing(getattr(kernels, name), part)))
         step()
