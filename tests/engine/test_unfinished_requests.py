@@ -67,6 +67,32 @@ def test_a_failed_step_resets_the_requests_that_it_was_to_bring_back_except_an_a
     harness.check_output(fine)
 
 
+def test_the_earlier_of_two_steps_in_flight_may_fail():
+    harness = Harness(num_blocks=12, max_num_batched_tokens=9)
+    groups = [harness.add([token] * 9, 3) for token in (1, 2)]
+    failing, fine = harness.scheduler.schedule(), harness.scheduler.schedule()
+    assert [len(batch.sequences) for batch in (failing, fine)] == [1, 1]
+    harness.requests.revert(failing.step)
+    harness.committer.commit(fine, harness.executor.execute(fine))
+    harness.requests.check_integrity()
+    harness.run()
+    for group in groups:
+        harness.check_output(group)
+
+
+def test_requests_that_ended_in_the_plans_of_several_failed_steps_are_reported_once():
+    harness = Harness(num_blocks=3)
+    groups, steps = [], []
+    for length in (13, 14):
+        groups.append(harness.add([1] * length))
+        harness.add([1] * 3, 2)
+        steps.append(harness.scheduler.schedule().step)
+    harness.requests.revert(steps[1])
+    harness.requests.revert(steps[0])
+    harness.requests.revert()  # the plan of the next step fails too
+    assert harness.scheduler.schedule().ignored == tuple(group.request_id for group in groups)
+
+
 def test_inconsistent_blocks_are_found():
     harness = Harness()
     harness.add([1] * 9)
