@@ -137,7 +137,9 @@ def test_what_openai_streams_is_made_of(thoughtful: Server) -> None:
     kinds = by_name(openai.types.responses.ResponseStreamEvent)
     body = {"input": "Hi", "tools": [FORECAST], "stream": True}
     for fields in ({}, {"max_output_tokens": 3}):
-        for frame in thoughtful.post("/v1/responses", body | fields).frames:
+        frames = thoughtful.post("/v1/responses", body | fields).frames
+        assert len(frames) > 5
+        for frame in frames:
             name, _, data = frame.removeprefix("event: ").partition("\ndata: ")
             kinds[name].model_validate_json(data)
     whole = thoughtful.post("/v1/responses", {"input": "Hi"}).body
@@ -196,7 +198,9 @@ def test_what_anthropic_streams_is_made_of(thoughtful: Server) -> None:
     kinds = by_name(anthropic.types.RawMessageStreamEvent)
     body = {"max_tokens": 200, "messages": [{"role": "user", "content": "Hi"}], "tools": [ANTHROPIC_FORECAST]}
     for fields in ({}, {"max_tokens": 3}):
-        for frame in thoughtful.post("/v1/messages", {**body, **fields, "stream": True}).frames:
+        frames = thoughtful.post("/v1/messages", {**body, **fields, "stream": True}).frames
+        assert len(frames) > 5
+        for frame in frames:
             name, _, data = frame.removeprefix("event: ").partition("\ndata: ")
             kinds[name].model_validate_json(data)
     anthropic.types.Message.model_validate_json(thoughtful.post("/v1/messages", body).body)

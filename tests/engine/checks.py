@@ -134,7 +134,7 @@ def check_ends() -> None:
     harness.executor.fail_next = True
     with pytest.raises(RuntimeError, match="planted"):
         harness.step()
-    assert harness.step().ignored == (group.request_id,), "the end of a request is not told"
+    assert harness.step().ignored == (group.request_id,), "the end of a request is not reported"
 
 
 def check_preemption() -> None:
@@ -142,7 +142,7 @@ def check_preemption() -> None:
     harness = Harness(num_blocks=6, max_num_batched_tokens=32)
     groups = [harness.add([i] * 6, 12) for i in range(3)]
     harness.run()
-    assert harness.scheduler.preemptor.num_preemptions > 0, "nobody was preempted"
+    assert harness.scheduler.preemptor.num_preemptions > 0, "no request was preempted"
     assert groups[0].metrics.num_preemptions == 0, "the oldest was preempted"
     assert harness.blocks.stats.num_queried_tokens == 3 * 5, "lookups of preempted requests are counted"
     for group in groups:

@@ -1,4 +1,4 @@
-"""What a watcher is told is what is there; and while nobody watches nothing is noted."""
+"""A watcher receives what the cache and the queues contain; without watchers nothing is recorded."""
 
 from types import SimpleNamespace
 
@@ -27,7 +27,7 @@ class NoGrammars:
 
 
 class Watch:
-    """A view of a harness, and what its frames have told."""
+    """A view of a harness, and what its frames contained."""
 
     def __init__(self, harness: Harness) -> None:
         parts = {"scheduler": harness.scheduler, "blocks": harness.blocks, "committer": harness.committer}
@@ -51,7 +51,7 @@ class Watch:
             pass
 
     @property
-    def told(self) -> tuple:
+    def seen(self) -> tuple:
         mirror = self.mirror
         return mirror.setup, mirror.tiers, mirror.requests, mirror.counters
 
@@ -98,21 +98,21 @@ def test_a_snapshot_and_its_differences_equal_a_new_snapshot(requests, max_block
         watch.catch_up()
         fresh = Watch(harness)
         fresh.catch_up()
-    assert watch.told == fresh.told
+    assert watch.seen == fresh.seen
     check_against_blocks(fresh, harness)
 
 
 def check_against_blocks(watch: Watch, harness: Harness) -> None:
-    """What is told is what the block manager has."""
+    """The frames contain what the block manager has."""
     for name, pool in (("device", harness.blocks.pool), ("host", harness.blocks.tiers.pools[1])):
-        told = watch.mirror.tiers[name]
-        assert {b: row["refs"] for b, row in told.items() if row["refs"]} == {
+        rows = watch.mirror.tiers[name]
+        assert {b: row["refs"] for b, row in rows.items() if row["refs"]} == {
             b: count for b, count in enumerate(pool.ref_counts) if count
         }
-        assert sum(row["states"] == CACHED for row in told.values()) + sum(
-            row["states"] >= OWNED for row in told.values()
-        ) == len(told)
-        assert {b for b, row in told.items() if row["states"] == CACHED} == set(pool.evictor._places)
+        assert sum(row["states"] == CACHED for row in rows.values()) + sum(
+            row["states"] >= OWNED for row in rows.values()
+        ) == len(rows)
+        assert {b for b, row in rows.items() if row["states"] == CACHED} == set(pool.evictor._places)
     holders: dict[tuple[int, int], set[int]] = {}
     for seq_id, tier, tables in harness.blocks.holdings():
         for table in tables:
