@@ -381,7 +381,7 @@ BUGS = {
     "a token is lost in commit": Bug(wrap(Committer, "_append", miss_the_last_token), LIVELOCK),
     "a tenant's tokens are not charged": Bug(skip(FairShare, "charge"), "out of turn"),
     "a request too long waits for ever": Bug(
-        wrap(BLOCKS, "can_allocate", promise_room_later), "the end of a request is not told"
+        wrap(BLOCKS, "can_allocate", promise_room_later), "the end of a request is not reported"
     ),
     "preempted requests are counted again": Bug(
         wrap(PrefixSharing, "_count", count_again), "preempted requests are counted"
