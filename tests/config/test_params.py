@@ -165,7 +165,7 @@ def test_only_a_temperature_very_close_to_zero_is_greedy():
     assert not SamplingParams(temperature=1e-5).is_greedy
 
 
-def test_as_many_samples_are_generated_as_the_best_are_chosen_from():
+def test_best_of_is_the_number_of_samples_that_are_generated():
     assert (SamplingParams(n=3).num_samples, SamplingParams(n=3).ranks_samples) == (3, False)
     assert (SamplingParams(n=3, best_of=5).num_samples, SamplingParams(n=3, best_of=5).ranks_samples) == (5, True)
 

@@ -16,7 +16,8 @@ from quire.server.http.state import context_of
 
 
 async def text(request: Request) -> PlainTextResponse:
-    return PlainTextResponse(f"{request.method} by {request.app.state.name}")
+    body = (await request.body()).decode()
+    return PlainTextResponse(f"{request.method} {body} by {request.app.state.name}")
 
 
 async def surplus(request: Request) -> PlainTextResponse:
@@ -55,7 +56,7 @@ def call(method: str, path: str, request_id: str = "my-id", **options: Any) -> t
     sent: list[Any] = []
 
     async def receive() -> Any:
-        return {"type": "http.request", "body": b"", "more_body": False}
+        return {"type": "http.request", "body": b"this", "more_body": False}
 
     async def send(message: Any) -> None:
         sent.append(message)
@@ -71,8 +72,8 @@ def call(method: str, path: str, request_id: str = "my-id", **options: Any) -> t
 
 
 def test_each_row_is_served_with_the_state_of_the_server():
-    assert call("GET", "/things")[::2] == (200, b"GET by the server")
-    assert call("POST", "/things")[::2] == (200, b"POST by the server")
+    assert call("GET", "/things")[::2] == (200, b"GET this by the server")
+    assert call("POST", "/things")[::2] == (200, b"POST this by the server")
 
 
 def test_the_table_is_described_at_openapi_json():
@@ -147,7 +148,7 @@ def test_each_endpoint_can_be_wrapped_with_its_row():
         wrapped.append((row.path, row.method))
         return NoPosts(app, row)
 
-    assert call("GET", "/things", wrap=wrap)[::2] == (200, b"GET by the server")
+    assert call("GET", "/things", wrap=wrap)[0] == 200
     assert wrapped == [*((row.path, row.method) for row in ROWS), ("/openapi.json", "GET")]
     status, _, body = call("POST", "/things", wrap=wrap)
     assert (status, json.loads(body)["error"]["message"]) == (403, "Make a thing: no")
@@ -167,3 +168,17 @@ def test_middleware_is_around_all_paths_and_sees_the_context_of_the_request():
     around = [Middleware(Watching, "outer"), Middleware(Watching, "inner")]
     assert call("GET", "/nothing", around=around)[0] == 404
     assert seen == [("outer", "my-id"), ("inner", "my-id")]
+
+
+def test_the_start_and_the_end_of_the_server_go_through():
+    events = [{"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}]
+    sent = []
+
+    async def receive():
+        return events.pop(0)
+
+    async def send(message):
+        sent.append(message["type"])
+
+    asyncio.run(make_app(State(), routes=ROWS)({"type": "lifespan", "state": {}}, receive, send))  # type: ignore[arg-type]
+    assert sent == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
