@@ -49,6 +49,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "grammar/test_structures.py",
         "sampling/test_scoring.py",
     ),
+    "engine/scheduling/step_plan.py": ("engine/test_step_plan.py",),
     "engine/scheduling/step_time.py": ("engine/test_step_time.py", "engine/test_step_target.py"),
     "engine/scheduling/unfinished.py": (
         *SCHEDULE,
