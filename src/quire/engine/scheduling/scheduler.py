@@ -231,9 +231,9 @@ class Scheduler:
                 continue
             requests.planning_group = group
             if plan.is_full(self.config.max_num_seqs, group.num_wanted_seqs):
-                break
+                return
             if not (self._resume(group, plan) if group in requests.swapped else self._start(group, plan)):
-                break
+                return
             requests.planning_group = None
 
     def _start(self, group: SequenceGroup, plan: StepPlan) -> bool:
