@@ -2,6 +2,7 @@
 
 from quire.engine.requests.sequence import SequenceStatus
 
+from .beams import BeamHarness
 from .fake import Harness, expected_output
 from .test_planning import lens, step_with
 
@@ -108,7 +109,63 @@ def test_no_sample_starts_again_in_a_step_in_which_a_request_is_preempted():
         harness.check_output(group)
 
 
+def test_a_sample_that_waits_for_blocks_takes_them_from_no_other_request():
+    harness = Harness(num_blocks=4)
+    samples, other = harness.add([1] * 2, 6, n=2), harness.add([2] * 9, 3)
+    harness.step()
+    harness.scheduler.preemptor.pause(samples, samples.seqs[1])
+    assert lens(harness.step()) == {samples.seqs[0].seq_id: 1, other.seqs[0].seq_id: 1}
+    assert other.metrics.num_preemptions == 0
+    harness.run()
+    for group in (samples, other):
+        harness.check_output(group)
+
+
+def test_a_beam_that_waits_for_blocks_takes_them_from_a_request_behind_and_nothing_starts_in_that_step():
+    """The other beam would wait for it without an end."""
+    harness = BeamHarness(num_blocks=5, policy="priority")
+    search, other = harness.add_beams([1] * 4, 2, 4), harness.add([2] * 9, 3, priority=1)
+    harness.step()
+    harness.scheduler.preemptor.pause(search, search.seqs[1])
+    late = harness.add([3] * 2, 1)
+    assert lens(harness.step()) == {search.seqs[0].seq_id: 1}
+    assert (search.metrics.num_preemptions, other.metrics.num_preemptions) == (0, 1)
+    assert late.seqs[0].status is WAITING
+    harness.run()
+    harness.check_beams(search)
+    for group in (other, late):
+        harness.check_output(group)
+
+
+def test_a_beam_that_waits_for_blocks_takes_them_from_one_that_waits_for_it():
+    harness = BeamHarness(num_blocks=2)
+    search = harness.add_beams([1] * 4, 2, 4)
+    for _ in range(2):
+        harness.step()
+    first, second = search.seqs
+    assert (first.status, first.num_uncomputed_tokens, second.status) == (RUNNING, 0, WAITING)
+    harness.requests.journal = journal = []
+    harness.step()
+    assert journal == [("preempted", search)]
+    assert first.status is WAITING
+    harness.run()
+    harness.check_beams(search)
+
+
 # The end
+
+
+def test_a_sample_that_can_never_start_again_ends_although_another_goes_on():
+    harness = Harness(num_blocks=12, pinned_fraction=0.9, max_num_batched_tokens=40)
+    group = harness.add([9], 40, n=2)
+    first = group.seqs[0]
+    while first.num_tokens < 29 or first.num_uncomputed_tokens != 1:
+        harness.step()
+    second = group.seqs[1]
+    assert second.status is WAITING, "it was preempted for the first"
+    harness.blocks.pins.pin(first.token_ids[:28])
+    assert lens(harness.step()) == {first.seq_id: 1}
+    assert second.status is CAPPED
 
 
 def test_a_request_that_outgrows_the_blocks_that_are_not_pinned_ends_with_a_reason():

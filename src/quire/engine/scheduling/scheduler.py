@@ -121,7 +121,7 @@ class Scheduler:
                 continue
             end = seq.num_computed_tokens + num_tokens
             count = min(len(seq.drafts), plan.token_budget, self.config.max_num_seqs - num_rows)
-            if end < len(seq.token_ids) or len(seq.draws) != 1 or count <= 0:
+            if end < len(seq.token_ids) or count <= 0:
                 continue
             self.requests.planning_group = group
             if self.blocks.can_append(seq.seq_id, seq.num_computed_tokens, end + count):
