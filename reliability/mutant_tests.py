@@ -23,7 +23,13 @@ TESTS: dict[str, tuple[str, ...]] = {
     "config/sizes.py": ("config/test_sizes_and_memory.py",),
     "engine/requests/": (*SCHEDULE, "engine/test_beam_search.py", "engine/test_logprobs.py"),
     "engine/requests/grammar_queue.py": ("grammar/test_waiting.py",),
-    "engine/requests/input_processor.py": ("engine/test_params_in_engine.py", "hostile/test_offline.py"),
+    "engine/requests/beam_search.py": ("engine/test_beam_selector.py", "engine/test_beam_search.py"),
+    "engine/requests/input_processor.py": (
+        "engine/test_input_processor.py",
+        "engine/test_params_in_engine.py",
+        "test_scoring.py",
+        "hostile/test_offline.py",
+    ),
     "engine/requests/new_group.py": (
         "engine/test_params_in_engine.py",
         "test_scoring.py",
@@ -36,6 +42,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "engine/test_params_in_engine.py",
         "async_llm/test_output_processor.py",
         "engine/test_containment.py",
+        "engine/test_failed_steps.py",
         "server/test_completions.py",
         "server/test_streams.py",
     ),

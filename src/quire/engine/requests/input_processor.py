@@ -113,9 +113,7 @@ class InputProcessor:
     def encode(self, text: str, add_special_tokens: bool = True, *, cuts: bool = False) -> list[int]:
         """Return the token ids of a text, or possibly of its end only if the request `cuts` its beginning off. Raises
         PromptTooLongError for a text that cannot fit."""
-        if len(text) > self.model.max_model_len:
-            text = self._readable(text, cuts)
-        return self.tokenizer.encode(text, add_special_tokens)
+        return self.tokenizer.encode(self._readable(text, cuts), add_special_tokens)
 
     def _readable(self, text: str, cuts: bool) -> str:
         """Return the text, or the part of its end that is used. Encoding takes a hundred bytes of memory for each
@@ -150,7 +148,7 @@ class InputProcessor:
         continuation all tokens of the context are scored except the first.
         """
         text, token_ids, cache_salt = self._parse_prompt(context)
-        more_text, more_token_ids, _ = (None, None, "") if continuation is None else self._parse_prompt(continuation)
+        more_text, more_token_ids = (None, None) if continuation is None else self._parse_prompt(continuation)[:2]
         if continuation is None:
             first, token_ids = 1, self.encode(text or "") if token_ids is None else token_ids
         elif token_ids is not None and more_token_ids is not None:
@@ -283,7 +281,7 @@ class InputProcessor:
         logprobs = None if params.logprobs is None else self._num_logprobs("logprobs", params.logprobs)
         return Draw(
             temperature=0.0 if params.is_greedy else params.temperature,
-            top_k=params.top_k if 0 < params.top_k < self.model.vocab_size else 0,
+            top_k=max(0, params.top_k) if params.top_k < self.model.vocab_size else 0,
             top_p=params.top_p,
             random_key=b"",
             min_p=params.min_p,
@@ -304,7 +302,7 @@ class InputProcessor:
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """As in vLLM: the tokens of each word at the beginning of a text and, if they differ, after a space."""
-        found: dict[tuple[int, ...], None] = {}
+        found: list[tuple[int, ...]] = []
         for word in params.bad_words or ():
             plain, spaced = (
                 tuple(self.tokenizer.encode(space + (word.lstrip() or word), add_special_tokens=False))
@@ -313,10 +311,10 @@ class InputProcessor:
             if not plain:
                 raise InvalidParamsError(f"bad_words has {word!r}, of which this model's tokenizer makes no token")
             self._check_ids("bad_words", plain)
-            found[plain] = None
+            found.append(plain)
             if len(spaced) == len(plain) and spaced[0] != plain[0]:
-                found[spaced] = None
-        return tuple(found)
+                found.append(spaced)
+        return tuple(dict.fromkeys(found))
 
     def _detokenizer(self, token_ids: list[int], params: SamplingParams) -> IncrementalDetokenizer | None:
         if not params.detokenize:
