@@ -35,6 +35,15 @@ TESTS: dict[str, tuple[str, ...]] = {
         "test_scoring.py",
         "server/test_completions.py",
     ),
+    "engine/requests/sequence.py": (
+        "engine/test_sequence.py",
+        *SCHEDULE,
+        "engine/test_beam_search.py",
+        "engine/test_logprobs.py",
+        "engine/test_failed_steps.py",
+        "engine/test_params_in_engine.py",
+        "engine/test_unfinished_requests.py",
+    ),
     "engine/requests/output.py": (
         *SCHEDULE,
         "engine/test_beam_search.py",
