@@ -31,6 +31,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "hostile/test_offline.py",
     ),
     "engine/requests/new_group.py": (
+        "engine/test_input_processor.py",
         "engine/test_params_in_engine.py",
         "test_scoring.py",
         "server/test_completions.py",

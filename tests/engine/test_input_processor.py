@@ -8,6 +8,8 @@ from quire.config.args import EngineConfig
 from quire.engine.requests import input_processor
 from quire.engine.requests.beam_search import BeamSearch
 from quire.engine.requests.input_processor import InputProcessor
+from quire.engine.requests.new_group import new_scoring_group
+from quire.kv.prefix_cache.content_hash import ContentKey
 from quire.runner.memory_plan import plan_memory
 from tests.tokenizer.made import word_piece
 
@@ -123,6 +125,13 @@ def test_a_scoring_request_knows_when_it_arrived_and_wants_no_other_tokens(input
     assert request.outputs.metrics.arrival_time == 12.5
     scores = request.outputs.scores
     assert (scores.first, scores.token_ids, scores.num_top) == (2, [7, 8], 0)
+
+
+def test_a_scoring_request_uses_only_the_prefixes_of_its_own_salt(inputs):
+    context = {"prompt_token_ids": [5, 6], "cache_salt": "salt"}
+    group = new_scoring_group(inputs.scoring_request("a", context, [7, 8], 0.0), 3)
+    assert group.content_key == ContentKey(cache_salt="salt")
+    assert (group.order, group.seqs[0].token_ids) == (3, [5, 6, 7]), "what follows the last token is not wanted"
 
 
 # Params

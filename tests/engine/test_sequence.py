@@ -1,9 +1,12 @@
 """A sequence and a request by themselves: what a fork has in common with its parent, the history, and how they end."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from quire.common.batch import Draw
+from quire.common.outputs import RequestMetrics
 from quire.common.params import SamplingParams
 from quire.engine.requests.output import OutputBuilder, SampleOutput
 from quire.engine.requests.sequence import Sequence, SequenceGroup, SequenceStatus
@@ -33,6 +36,14 @@ def test_all_tokens_of_a_new_sequence_are_to_be_computed():
     seq = make_sequence(1, 2, 3)
     assert (seq.num_tokens, seq.num_output_tokens, seq.num_uncomputed_tokens) == (3, 0, 3)
     assert seq.status is SequenceStatus.WAITING
+    assert seq.drafts == ()
+
+
+def test_the_executor_learns_how_many_tokens_are_the_prompt():
+    seq = make_sequence(1, 2, 3)
+    seq.extend([4])
+    assert (seq.drawn_rows.draws, seq.drawn_rows.num_prompt_tokens) == ((FIRST,), 3)
+    assert make_sequence(1, 2, 3, draws=()).drawn_rows is None
 
 
 def test_a_fork_continues_by_itself_from_where_its_parent_is():
@@ -75,6 +86,18 @@ def test_a_request_knows_the_sequences_that_it_will_have():
     group.seqs[1].finish(SequenceStatus.FINISHED_STOPPED)
     assert group.num_wanted_seqs == 1
     assert make_group(make_sequence(1, 2, draws=())).num_wanted_seqs == 1, "it is only scored"
+
+
+def test_a_resumed_request_emits_only_what_comes_after_the_tokens_that_were_emitted_before():
+    seq = make_sequence(1, 2, 3)
+    seq.output.detokenizer = SimpleNamespace(stable_text=lambda finished: "new text")
+    group, metrics = make_group(seq), RequestMetrics(7.0)
+    group.resume([8, 9], metrics, 3)
+    assert (seq.token_ids, seq.num_prompt_tokens, seq.num_uncomputed_tokens) == ([1, 2, 3, 8, 9], 3, 5)
+    assert (group.metrics, group.num_cached_tokens) == (metrics, 3)
+    seq.extend([10])
+    delta = seq.output.to_completion(delta=True)
+    assert (delta.token_ids, delta.text) == ([10], "new text")
 
 
 @pytest.mark.parametrize(
