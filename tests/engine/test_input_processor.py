@@ -1,5 +1,7 @@
 """What requests are made of: texts that are read in pieces, scored prompts, seeds, banned words and detokenizers."""
 
+import dataclasses
+
 import pytest
 
 from quire import BeamSearchParams, EngineArgs, SamplingParams
@@ -91,6 +93,36 @@ def test_a_text_whose_beginning_is_cut_off_is_read_from_its_end_until_the_contex
     assert in_pieces.tokenizer.num_chars == [100, 100, 100, 100, 400]
 
 
+def test_the_first_and_the_last_token_of_the_vocabulary_are_allowed_and_the_next_is_not(inputs):
+    assert inputs.prompt([0, 8191]) == (None, [0, 8191], ContentKey())
+    with pytest.raises(InvalidPromptError, match="token id 8192 is not one of this model's, 0 to 8191"):
+        inputs.prompt([0, 8192])
+    with pytest.raises(InvalidPromptError, match="the prompt is empty"):
+        inputs.prompt([])
+
+
+@pytest.mark.parametrize(
+    ("keep", "max_tokens", "num_kept"), [(1, 8, 1), (2, 8, 2), (-1, 8, 244), (-1, None, 251), (-1, 252, 1)]
+)
+def test_the_end_of_a_prompt_that_is_truncated_is_kept(inputs, keep, max_tokens, num_kept):
+    params = SamplingParams(truncate_prompt_tokens=keep, max_tokens=max_tokens)
+    _, token_ids, _ = inputs.prompt([2] * 10 + [3] * 300, params)
+    assert token_ids == [3] * num_kept
+
+
+def test_a_salt_belongs_to_the_prompt_and_is_empty_unless_it_is_given(inputs):
+    assert inputs.prompt({"prompt_token_ids": [5]})[2] == ContentKey(cache_salt="")
+    assert inputs.prompt({"prompt_token_ids": [5], "cache_salt": "salt"})[2] == ContentKey(cache_salt="salt")
+    with pytest.raises(InvalidPromptError, match=r"^cache_salt"):
+        inputs.prompt({"prompt_token_ids": [5], "cache_salt": 5})
+
+
+def test_a_request_keeps_its_id_its_text_and_when_it_arrived(inputs):
+    outputs = inputs.request("name", "ab", SamplingParams(detokenize=False), 12.5).outputs
+    assert (outputs.request_id, outputs.prompt, outputs.prompt_token_ids) == ("name", "ab", [BOS, 97, 98])
+    assert outputs.metrics.arrival_time == 12.5
+
+
 # Scoring
 
 
@@ -176,6 +208,34 @@ def test_tokens_that_end_a_bad_word_count_as_forbidden_where_min_tokens_forbids_
         inputs.check_params(
             SamplingParams(allowed_token_ids=allowed, stop_token_ids=[50], bad_words=["abc"], min_tokens=1)
         )
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"n": 5}, "^n=5: this engine runs at most max_num_seqs=4 at once"),
+        ({"n": 1, "best_of": 5}, "^best_of=5: this engine runs at most max_num_seqs=4 at once"),
+        ({"logprobs": 21}, "^logprobs=21: this engine gives at most max_logprobs=20"),
+        ({"prompt_logprobs": 21}, "^prompt_logprobs=21: this engine gives at most max_logprobs=20"),
+        ({"logprobs": -1}, "^logprobs=-1: this engine gives at most max_logprobs=20"),
+    ],
+)
+def test_what_is_more_than_the_engine_allows_is_refused_by_name(inputs, params, message):
+    inputs.check_params(SamplingParams(n=2, best_of=4, logprobs=20, prompt_logprobs=20))
+    with pytest.raises(InvalidParamsError, match=message):
+        inputs.check_params(SamplingParams(**params))
+
+
+@pytest.mark.parametrize(("max_logprobs", "allowed"), [(8191, False), (8192, True), (-1, True)])
+def test_all_log_probabilities_are_as_many_as_the_vocabulary_has_tokens(max_logprobs, allowed):
+    inputs = InputProcessor(dataclasses.replace(make_config(), max_logprobs=max_logprobs), LetterTokenizer())
+    params = SamplingParams(logprobs=-1, prompt_logprobs=-1, detokenize=False)
+    if allowed:
+        assert inputs.request("a", [5, 6], params, 0.0).outputs.scores.num_top == 8192
+        assert inputs.draws(params)[0].logprobs == 8192
+    else:
+        with pytest.raises(InvalidParamsError, match=r"^logprobs=-1"):
+            inputs.check_params(params)
 
 
 def test_a_beam_search_is_checked_against_the_limits_of_the_engine(inputs):
