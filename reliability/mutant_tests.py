@@ -24,12 +24,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "engine/requests/": (*SCHEDULE, "engine/test_beam_search.py", "engine/test_logprobs.py"),
     "engine/requests/grammar_queue.py": ("grammar/test_waiting.py",),
     "engine/requests/beam_search.py": ("engine/test_beam_selector.py", "engine/test_beam_search.py"),
-    "engine/requests/input_processor.py": (
-        "engine/test_input_processor.py",
-        "engine/test_params_in_engine.py",
-        "test_scoring.py",
-        "hostile/test_offline.py",
-    ),
+    "engine/requests/input_processor.py": ("engine/test_input_processor.py", "engine/test_params_in_engine.py"),
     "engine/requests/new_group.py": (
         "engine/test_input_processor.py",
         "engine/test_params_in_engine.py",
