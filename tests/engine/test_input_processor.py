@@ -82,7 +82,7 @@ def test_a_text_in_pieces_is_encoded_as_a_whole_if_its_pieces_fit(in_pieces):
     assert in_pieces.tokenizer.num_chars == [100, 100, 60, 260]
 
 
-def test_pieces_with_as_many_tokens_as_the_context_holds_fit_and_one_token_more_does_not(in_pieces):
+def test_pieces_that_fill_the_context_exactly_fit_and_one_token_more_does_not(in_pieces):
     assert len(in_pieces.encode("a" * 300)) == 301
     with pytest.raises(PromptTooLongError, match="300 characters and more than 252 tokens, and the context holds 251"):
         InputProcessor(make_config(251), LetterTokenizer()).encode("a" * 300)
@@ -227,7 +227,7 @@ def test_what_is_more_than_the_engine_allows_is_refused_by_name(inputs, params, 
 
 
 @pytest.mark.parametrize(("max_logprobs", "allowed"), [(8191, False), (8192, True), (-1, True)])
-def test_all_log_probabilities_are_as_many_as_the_vocabulary_has_tokens(max_logprobs, allowed):
+def test_all_log_probabilities_are_one_for_each_token_of_the_vocabulary(max_logprobs, allowed):
     inputs = InputProcessor(dataclasses.replace(make_config(), max_logprobs=max_logprobs), LetterTokenizer())
     params = SamplingParams(logprobs=-1, prompt_logprobs=-1, detokenize=False)
     if allowed:

@@ -122,7 +122,7 @@ def test_a_sample_that_waits_for_blocks_takes_them_from_no_other_request():
 
 
 def test_a_beam_that_waits_for_blocks_takes_them_from_a_request_behind_and_nothing_starts_in_that_step():
-    """The other beam would wait for it without an end."""
+    """The other beam would wait for it for ever."""
     harness = BeamHarness(num_blocks=5, policy="priority")
     search, other = harness.add_beams([1] * 4, 2, 4), harness.add([2] * 9, 3, priority=1)
     harness.step()
