@@ -101,6 +101,12 @@ def test_the_first_and_the_last_token_of_the_vocabulary_are_allowed_and_the_next
         inputs.prompt([])
 
 
+def test_a_prompt_leaves_one_token_of_the_context_to_the_output(inputs):
+    assert inputs.prompt([5] * 251)[1] == [5] * 251
+    with pytest.raises(PromptTooLongError, match="the prompt has 252 tokens, and the context holds 252, one of them"):
+        inputs.prompt([5] * 252)
+
+
 @pytest.mark.parametrize(
     ("keep", "max_tokens", "num_kept"), [(1, 8, 1), (2, 8, 2), (-1, 8, 244), (-1, None, 251), (-1, 252, 1)]
 )
@@ -196,7 +202,7 @@ def test_bad_words_have_no_special_tokens_and_the_space_before_them_does_not_cou
 
 
 def test_a_bad_word_of_tokens_that_the_model_does_not_have_is_refused(inputs):
-    with pytest.raises(InvalidParamsError, match="bad_words has 128512: this model's token ids end at 8191"):
+    with pytest.raises(InvalidParamsError, match=r"^bad_words has 128512: this model's token ids end at 8191"):
         inputs.draws(SamplingParams(bad_words=["😀"]))
 
 
@@ -236,6 +242,13 @@ def test_all_log_probabilities_are_one_for_each_token_of_the_vocabulary(max_logp
     else:
         with pytest.raises(InvalidParamsError, match=r"^logprobs=-1"):
             inputs.check_params(params)
+
+
+def test_requests_without_log_probabilities_need_no_allowance_for_them():
+    inputs = InputProcessor(dataclasses.replace(make_config(), max_logprobs=0), LetterTokenizer())
+    inputs.check_params(SamplingParams())
+    with pytest.raises(InvalidParamsError, match=r"^logprobs=1: this engine gives at most max_logprobs=0"):
+        inputs.check_params(SamplingParams(logprobs=1))
 
 
 def test_a_beam_search_is_checked_against_the_limits_of_the_engine(inputs):
