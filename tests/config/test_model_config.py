@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.common.errors import CheckpointError, ConfigError
+from quire.common.errors import CheckpointError, ConfigError, UnsupportedModelError
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig, rope_config
 
@@ -130,6 +130,34 @@ def test_a_computation_in_another_dtype_than_float16_is_logged(
     else:
         (message,) = caplog.messages
         assert message.startswith(said.format(name=tmp_path))
+
+
+# The quantization
+
+
+@pytest.mark.parametrize("stated", [None, {}])
+def test_weights_are_plain_where_no_quantization_is_stated(tmp_path: Path, stated: Any) -> None:
+    config = ModelConfig.resolve(write(tmp_path, quantization_config=stated), quantization="int4")
+    assert (config.quantization, config.quant_method) == ("int4", None)
+
+
+def test_weights_that_quire_quantized_need_no_argument(tmp_path: Path) -> None:
+    stated = {"quant_method": "quire", "format": "int8", "version": 1}
+    config = ModelConfig.resolve(write(tmp_path, quantization_config=stated))
+    assert (config.quantization, config.quant_method) == ("int8", "quire")
+
+
+@pytest.mark.parametrize(("stated", "shown"), [({"bits": 4}, ""), ({"quant_method": "a" * 100}, "a" * 80)])
+def test_a_quantization_by_another_tool_is_refused_by_name(tmp_path: Path, stated: Any, shown: str) -> None:
+    with pytest.raises(UnsupportedModelError) as caught:
+        ModelConfig.resolve(write(tmp_path, quantization_config=stated))
+    place = f"{tmp_path / 'config.json'}: quantization_config"
+    assert str(caught.value).startswith(f"{place}: the weights are quantized with the method {shown!r}; ")
+
+
+def test_a_quantization_is_an_object(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"'quantization_config' is 'int8', but must be an object"):
+        ModelConfig.resolve(write(tmp_path, quantization_config="int8"))
 
 
 # The rotary embedding
