@@ -49,8 +49,6 @@ def with_candidate(*others: Group) -> FailureIsolator:
 def test_all_run_until_two_steps_have_failed():
     isolator = FailureIsolator()
     assert isolator.to_run([A, B]) is None
-    isolator.succeeded(has_run=True)
-    assert isolator.to_run([A, B]) is None
     assert isolator.failed([A, B]) is None
     assert isolator.to_run([A, B]) is None, "the first failure may be chance"
     isolator.succeeded(has_run=True)
@@ -141,6 +139,20 @@ def test_candidates_are_tried_one_at_a_time():
     assert isolator.to_run([B, C]) == {C}
     isolator.succeeded(has_run=True)
     assert isolator.to_run([B, C]) is None
+
+
+def test_the_half_is_taken_from_either_end_in_turn():
+    isolator = with_candidate(B, C, D, E, F)
+    for _ in range(2):
+        assert isolator.failed([B, C, D, E, F]) is None
+    assert isolator.to_run(groups) == {E, F}
+    assert isolator.failed([E, F]) is None
+    assert isolator.to_run(groups) == {F}
+    assert isolator.failed([F]) is None
+    assert isolator.to_run(groups) == {B, C, D, E}
+    for _ in range(2):
+        assert isolator.failed([B, C, D, E]) is None
+    assert isolator.to_run(groups) == {B, C}
 
 
 def test_a_success_of_one_half_tries_the_other_half_before_a_candidate():
