@@ -13,6 +13,7 @@ from quire.engine.requests.sequence import Sequence, SequenceGroup, SequenceStat
 
 from .beams import BeamHarness
 from .fake import Harness, expected_output, history, next_token
+from .test_logprobs import check as check_logprobs
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]  # two blocks and one token
 WRONG = 50
@@ -196,6 +197,25 @@ def test_what_is_computed_can_be_found_at_once():
     harness.run()
     for group in harness.groups:
         harness.check_output(group)
+
+
+# Log-probabilities
+
+
+def test_each_token_has_its_log_probabilities():
+    def draft(group: SequenceGroup, seq: Sequence) -> list[int]:
+        prompt, sample = group.outputs.prompt_token_ids, seq.output.index
+        return expected_output(prompt, 6, sample=sample)[seq.num_output_tokens :][:2]
+
+    harness = Harness(num_blocks=40, max_num_batched_tokens=40, max_num_seqs=40, draft=draft)
+    groups = [harness.add([token] * 5, 6, n=token, logprobs=1) for token in (1, 2)]
+    harness.run()
+    assert harness.scheduler.num_steps == 4, "drafts are accepted"
+    for group in groups:
+        assert group.error is None
+        harness.check_output(group)
+        check_logprobs(group)
+        assert [len(sample.logprobs) for sample in group.to_output().outputs] == [6] * group.params.n
 
 
 # Drafts
