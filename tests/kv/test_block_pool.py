@@ -71,6 +71,7 @@ def owned_and_free(pool):
 
 
 def owned_and_cached(pool):
+    pool.allocate()
     pool.evictor.add(pool.allocate(), 0, 0)
 
 
@@ -88,7 +89,7 @@ def content_that_is_not_indexed(pool):
     ("damage", "message"),
     [
         (owned_and_free, r"both free and owned: \[0\]"),
-        (owned_and_cached, r"both evictable and owned: \[0\]"),
+        (owned_and_cached, r"both evictable and owned: \[1\]"),
         (free_and_cached, r"both evictable and free: \[0\]"),
         (content_that_is_not_indexed, "the index by hash and the contents disagree"),
     ],
