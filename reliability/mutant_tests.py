@@ -62,7 +62,6 @@ TESTS: dict[str, tuple[str, ...]] = {
     "engine/step/": (*SCHEDULE, "engine/test_logprobs.py", "engine/test_beam_search.py", "engine/test_failed_steps.py"),
     "engine/step/containment.py": ("engine/test_containment.py",),
     "kv/": ("kv",),
-    "kv/managers/": ("kv", *SCHEDULE),
     "runner/sampling/": ("sampling",),
     "runner/sampling/random.py": ("sampling/test_random.py",),
     "server/": ("server/test_config.py", "server/test_endpoints.py", *REQUESTS),
