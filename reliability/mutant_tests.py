@@ -87,6 +87,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "engine/test_containment.py",
         "engine/test_unfinished_requests.py",
     ),
+    "engine/step/": (*SCHEDULE, "engine/test_logprobs.py", "engine/test_beam_search.py", "engine/test_failed_steps.py"),
     "engine/step/advance_beams.py": ("engine/test_beam_search.py",),
     "engine/step/commit.py": (
         "engine/test_commit.py",
@@ -99,7 +100,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "engine/test_logprobs.py",
     ),
     "engine/step/containment.py": ("engine/test_failure_isolator.py", "engine/test_containment.py"),
-    "kv/": ("kv", *SCHEDULE),
+    "kv/": ("kv",),
     "runner/sampling/": ("sampling",),
     "runner/sampling/random.py": ("sampling/test_random.py",),
     "server/": ("server/test_config.py", "server/test_endpoints.py", *REQUESTS),
