@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from quire.common.version import __version__
+from quire.config.architectures import MODELS
 from quire.config.args import EngineArgs
-from quire.models.registry import supported_architectures
 from quire.server.config import ServerArgs
 
 ROOT = Path(__file__).parents[1]
@@ -99,7 +99,7 @@ SOURCE_SUFFIXES = {".py", ".h", ".cpp"}
 
 def test_the_readme_names_every_architecture() -> None:
     readme = read("README.md").lower()
-    families = {name.removesuffix("ForCausalLM").lower() for name in supported_architectures()}
+    families = {name.removesuffix("ForCausalLM").lower() for name in MODELS}
     assert [name for name in families if name not in readme] == []
 
 

@@ -253,6 +253,25 @@ def test_a_conversation_with_calls_goes_into_the_template():
     assert tokenizer_of(server).decode(body["prompt_token_ids"]) == "[user:?][assistant:weather(Ulm)][tool:rain]"
 
 
+@pytest.mark.parametrize("broken", ['{"name": "abc', "[1]", "none"])
+@pytest.mark.parametrize(
+    ("show", "expected"),
+    [
+        ("{{ c.function.arguments }}", "{}"),
+        ("{% for name, value in c.function.arguments.items() %}{{ name }}={{ value }}{% endfor %}", "invalid_json={}"),
+    ],
+)
+def test_a_malformed_call_in_the_history_is_rendered_as_text(broken, show, expected):
+    template = f"{{% for m in messages %}}{{% for c in m.tool_calls or [] %}}{show}{{% endfor %}}{{% endfor %}}"
+    server = saying("ok", args=ServerArgs(allow_client_chat_template=True))
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": broken}}
+    messages = [*HELLO["messages"], {"role": "assistant", "tool_calls": [call]}]
+    request = {"messages": messages, "chat_template": template, "return_token_ids": True, "max_tokens": 1}
+    answer = server.post(PATH, request)
+    assert answer.status == 200
+    assert tokenizer_of(server).decode(answer.json["prompt_token_ids"]) == expected.format(broken)
+
+
 def test_max_completion_tokens_outranks_max_tokens():
     usage = saying("one two three four").post(PATH, HELLO | {"max_tokens": 1, "max_completion_tokens": 3}).json["usage"]
     assert usage["completion_tokens"] == 3
