@@ -47,7 +47,8 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_
     disable_additional_properties: bool = False
     """If True, objects with named properties have no other properties, unless their schema allows them."""
     whitespace_pattern: str | None = None
-    """A regular expression for the whitespace between the tokens of the JSON."""
+    """A regular expression for the whitespace between the tokens of the JSON. None: a space, or a line break and up to
+    16 spaces or 4 tabs. Where it has no bound, a model can write whitespace until the output is full."""
 
     def __post_init__(self) -> None:
         given = self._given()
