@@ -1,0 +1,39 @@
+"""The parser of the command line: errors of one line, which suggest the nearest name."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import NoReturn
+
+from quire.common.errors import nearest_name
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors do not repeat the usage, which is 65 lines for some commands."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with status 2 and a line that says what is wrong."""
+        self.exit(2, f"{self.prog}: {message} (`{self.prog} --help` lists the options)\n")
+
+    def parse(self, arguments: list[str]) -> argparse.Namespace:
+        """Parse a command line. An option may have underscores instead of hyphens, as in vLLM."""
+        options, unknown = self.parse_known_args([_hyphenated(argument) for argument in arguments])
+        if unknown:
+            name = unknown[0].partition("=")[0]
+            kind = "option" if name.startswith("-") else "argument"
+            self.error(f"unknown {kind} {name!r}{nearest_name(name, self._known()) if kind == 'option' else ''}")
+        return options
+
+    def _known(self) -> Iterator[str]:
+        """All options of this parser and its commands."""
+        for action in self._actions:
+            yield from action.option_strings
+            if isinstance(action, argparse._SubParsersAction):
+                for parser in action.choices.values():
+                    yield from parser._known()
+
+
+def _hyphenated(argument: str) -> str:
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else argument
