@@ -160,3 +160,8 @@ def test_an_archive_that_lacks_the_checkpoint_is_refused(tmp_path: Path) -> None
     assert result.returncode == 1
     assert "lacks quire/models/embedded/quire-tiny/model.safetensors" in result.stdout
     assert "contains tests/test_x.py, which is outside the package" in result.stdout
+
+
+def test_the_tables_of_the_migration_page_are_those_of_the_code() -> None:
+    """If not, run `python tools/migration_tables.py`."""
+    assert subprocess.run([sys.executable, str(ROOT / "tools" / "migration_tables.py"), "--check"]).returncode == 0

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from quire.common.errors import CheckpointError, ConfigError, UnsupportedModelError
 from quire.config.architectures import MODELS
+from quire.config.args import EngineArgs
 from quire.config.checkpoint.formats import open_checkpoint
 from quire.config.checkpoint.safetensors import read_header
 from quire.config.model import ModelConfig
@@ -488,3 +489,18 @@ def test_unaligned_tensor(tmp_path: Path) -> None:
     raw_file(tmp_path / "model.safetensors", {"a": entry("U8", [1], 0, 1), "b": entry("F32", [2], 1, 9)}, data)
     with reading(open_checkpoint(tmp_path), "b") as tensor:
         assert torch.equal(tensor, values)
+
+
+def test_values_of_both_configs_can_be_replaced(folder: Path) -> None:
+    write(folder, FIELDS | {"architectures": ["Unknown"]}, weights())
+    (folder / "generation_config.json").write_text('{"temperature": 0.5, "top_k": 3}')
+    overrides = {"hf_overrides": {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 77}}
+    config = EngineArgs(model=folder, **overrides, override_generation_config={"top_k": 9, "eos_token_id": 5}).resolve()
+    assert config.model.max_model_len == 77
+    assert config.model.generation_config["top_k"] == 9
+    assert config.model.generation_config["temperature"] == 0.5
+    assert config.model.eos_token_ids == {5}
+    only = EngineArgs(model=folder, **overrides, generation_config="none", override_generation_config={"top_k": 9})
+    assert dict(only.resolve().model.generation_config) == {"top_k": 9}
+    with pytest.raises(CheckpointError, match="with overrides: 'vocab_size' is -1"):
+        ModelConfig.resolve(folder, hf_overrides=overrides["hf_overrides"] | {"vocab_size": -1})

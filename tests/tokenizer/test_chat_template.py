@@ -264,3 +264,13 @@ def test_ordinary_numbers_and_long_conversations_pass(tokenizer: Tokenizer) -> N
     assert tokenizer.apply_chat_template([{"role": "user", "content": content}], chat_template=template) == expected
     long = [{"role": "user", "content": "word " * 200}] * 2000
     assert len(tokenizer.apply_chat_template(long)) > 2_000_000
+
+
+@pytest.mark.parametrize(("given", "shown"), [("string", "one\ntwo|x"), ("openai", "[one][two]|[x]")])
+def test_the_form_of_content_can_be_chosen(tokenizer: Tokenizer, given: str, shown: str) -> None:
+    template = (
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}[{{ p.text"
+        " }}]{% endfor %}{% endif %}{{ '|' if not loop.last }}{% endfor %}"
+    )
+    messages = [{"role": "user", "content": PARTS}, {"role": "user", "content": "x"}]
+    assert tokenizer.apply_chat_template(messages, chat_template=template, content_format=given) == shown

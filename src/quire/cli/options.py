@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 from typing import TYPE_CHECKING, Any
 
 from quire.common.errors import ConfigError
@@ -141,10 +142,22 @@ def tenant_weights(value: str) -> dict[str, float]:
     return weights
 
 
+def json_object(value: str) -> dict[str, Any]:
+    """Parse a JSON object; anything else is a command-line error."""
+    try:
+        parsed = json.loads(value)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{value!r} is not JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise argparse.ArgumentTypeError(f"{value!r} is not a JSON object")
+    return parsed
+
+
 _TYPES: dict[frozenset[str], Any] = {
     frozenset(["int"]): int,
     frozenset(["float"]): float,
     frozenset(["str"]): str,
     frozenset(["int", "str"]): _int_or_text,
     frozenset(["Mapping[str, float]"]): tenant_weights,
+    frozenset(["Mapping[str, Any]"]): json_object,
 }

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from quire.common.errors import CheckpointError, ConfigError, UnsupportedModelError, check_choice, nearest_name
@@ -72,12 +73,15 @@ class ModelConfig:
         quantization: str | None = None,
         revision: str | None = None,
         download_dir: str | Path | None = None,
+        hf_overrides: Mapping[str, Any] = MappingProxyType({}),
+        override_generation_config: Mapping[str, Any] = MappingProxyType({}),
     ) -> "ModelConfig":
         """Find the checkpoint and read its config.
 
         `model` is None or `quire-tiny` / `quire-draft` (inside this package), a folder (the network is never touched),
         or a hub id `org/name`, which is downloaded: JSON, tokenizer and safetensors files, never pickles. `tokenizer`
-        is the same, for the tokenizer files alone. Raises ConfigError for an unknown dtype or quantization,
+        is the same, for the tokenizer files alone. The last two replace values of config.json and
+        generation_config.json. Raises ConfigError for an unknown dtype or quantization,
         UnsupportedModelError for a checkpoint that another tool quantized, and CheckpointError for a checkpoint that is
         missing or malformed.
         """
@@ -85,13 +89,13 @@ class ModelConfig:
         check_quantization(quantization)
         name = EMBEDDED_CHECKPOINTS[0] if model is None else str(model)
         path = _find(name, ("config.json",), revision, download_dir)
-        hf = HFConfig.read(path / "config.json")
+        hf = HFConfig.read(path / "config.json").replaced(hf_overrides)
         architecture = supported_architecture(hf)  # before gigabytes of weights that could not be used are downloaded
         if hf.get("auto_map"):
             logger.warning("%s asks for its own code (auto_map): never run, Quire's own model is used", hf.source)
         path = _find(name, (*TOKENIZER_FILES, *_weight_patterns()), revision, download_dir)
         tokenizer_path = path if tokenizer is None else _find(str(tokenizer), TOKENIZER_FILES, None, download_dir)
-        generation = _generation_config(path)
+        generation = _generation_config(path).replaced(override_generation_config)
         checkpoint_dtype = _checkpoint_dtype(hf, path)
         _check_layers(hf)
         max_positions = hf.size("max_position_embeddings")

@@ -49,7 +49,7 @@ class LLM:
     """
 
     def __init__(self, model: str | None = None, **kwargs: Any) -> None:
-        self.engine = LLMEngine.from_args(EngineArgs.from_kwargs(model=model, **kwargs))
+        self.engine = LLMEngine.from_args(EngineArgs(model=model, **kwargs))
         self._request_ids = _request_ids()
 
     @classmethod

@@ -15,6 +15,7 @@ from quire.common.params import BeamSearchParams, SamplingParams
 from quire.server.api.tools import ReasoningFormat, ToolFormat, choose_reasoning_format, choose_tool_format
 from quire.server.config import ServerArgs
 from quire.server.http.errors import ApiError, api_error
+from quire.text.chat_template.template import compile_chat_template
 
 if TYPE_CHECKING:
     from quire.interfaces.async_llm.async_llm import AsyncLLM
@@ -62,6 +63,9 @@ class ServerState:
     """Metrics, where they are collected."""
 
     def __post_init__(self) -> None:
+        if (text := self.args.chat_template_text()) is not None:
+            compile_chat_template(text)  # an invalid one stops the server
+            self.llm.tokenizer.chat_templates = {"default": text}
         templates = self.llm.tokenizer.chat_templates
         template = templates.get("tool_use") or templates.get("default")
         self.tool_format = choose_tool_format(self.args.tool_parser, template)

@@ -35,11 +35,13 @@ class ChatTemplate:
         continue_final_message: bool,
         tools: Sequence[Mapping[str, Any]] | None,
         variables: Mapping[str, Any],
+        content_format: str = "auto",
     ) -> str:
         """Return the conversation as one text, which the model continues.
 
         With `add_generation_prompt` the text ends with the beginning of the assistant's turn; with
-        `continue_final_message` it ends within the last message. Raises InvalidPromptError if messages are malformed or
+        `continue_final_message` it ends within the last message. `content_format`: see
+        Tokenizer.apply_chat_template. Raises InvalidPromptError if messages are malformed or
         the template rejects them, and TokenizerError if the template exceeds its limits.
         """
         if add_generation_prompt and continue_final_message:
@@ -53,8 +55,12 @@ class ChatTemplate:
             "tools": None if tools is None else _check_tools(tools),
             "add_generation_prompt": add_generation_prompt,
         }
+        if content_format == "openai":
+            for message in checked:
+                if isinstance(message.get("content"), str):
+                    message["content"] = [{"type": "text", "text": message["content"]}]
         with_parts = [message for message in checked if isinstance(message.get("content"), list)]
-        if with_parts and not self._reads_parts(others):
+        if with_parts and content_format != "openai" and (content_format == "string" or not self._reads_parts(others)):
             for message in with_parts:
                 message["content"] = "\n".join(part["text"] for part in message["content"])
         if continue_final_message:

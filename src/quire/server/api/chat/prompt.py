@@ -15,7 +15,15 @@ from quire.server.api.tokens.protocol import TokenizeRequest
 from quire.server.http.errors import invalid
 from quire.server.http.state import ServerState
 
-_RESERVED = ("self", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tools")
+_RESERVED = (
+    "self",
+    "messages",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tools",
+    "content_format",
+)
 _QUICK_MESSAGES = 32
 _QUICK_CHARS = 16_384
 """Shorter conversations are rendered at once, longer ones in a thread, so that the event loop is not blocked."""
@@ -60,11 +68,13 @@ async def chat_prompt(
             [_plain_message(message, f"messages[{i}]", keeps_text) for i, message in enumerate(messages)],
             tools=msgspec.to_builtins(tools) if tools else None,
             chat_template=request.chat_template,
+            content_format=state.args.chat_template_content_format,
             add_generation_prompt=not continues if generates is None else generates,
             continue_final_message=continues,
             **variables,
         )
 
+    variables = {**(state.args.default_chat_template_kwargs or {}), **variables}
     continues, generates = bool(request.continue_final_message), request.add_generation_prompt
     is_quick = request.chat_template is None and not tools and not variables and len(messages) <= _QUICK_MESSAGES
     if is_quick and sum(map(_num_chars, messages)) <= _QUICK_CHARS:
