@@ -405,3 +405,24 @@ def test_demo_shows_texts_speed_and_reuse(run: Run, loaded: dict[str, Any]) -> N
     assert re.search(r"\d+ requests, \d+ prompt tokens and \d+ generated tokens in .* s: \d+ generated tokens/s", out)
     hits, queried = map(int, re.search(r"prefix cache: (\d+) of (\d+) prompt tokens reused", out).groups())
     assert 0 < hits < queried
+
+
+def test_options_of_vllm_are_taken_where_they_make_no_difference(run: Run, loaded: dict[str, Any]) -> None:
+    arguments = ["--enforce-eager", "quire-draft", "--load-format", "auto", "--no-enable-log-requests"]
+    assert run("chat", *arguments, "--kv_offloading_size=0.5", "--speculative-config", "None")[0] == 0
+    assert loaded["kwargs"] == {
+        "enforce_eager": True, "model": "quire-draft", "load_format": "auto", "enable_log_requests": False,
+        "kv_offloading_size": 0.5, "speculative_config": None,
+    }  # fmt: skip
+    assert EngineArgs(**loaded["kwargs"]) == EngineArgs(model="quire-draft", swap_space=0.5)
+
+
+def test_options_of_vllm_that_ask_for_something_else_are_refused(run: Run) -> None:
+    status, _, err = run("serve", "--pipeline-parallel-size", "2")
+    assert (status, err) == (
+        2,
+        "quire: pipeline_parallel_size='2' is not supported: one engine process per server so far\n",
+    )
+    status, _, err = run("top", "--enforce-eager")
+    assert status == 2
+    assert "unknown option '--enforce-eager'" in err

@@ -31,10 +31,21 @@ class VllmArgument:
 
 
 @cache
+def _tables() -> dict[str, Any]:
+    return tomllib.loads(_FILE.read_text(encoding="utf-8"))
+
+
+def flags() -> list[str]:
+    """Those that have no value on the command line."""
+    found: list[str] = _tables()["flags"]
+    return found
+
+
+@cache
 def vllm_arguments(kind: Kind) -> dict[str, VllmArgument]:
     """All of one kind, by name."""
     found = {}
-    for group in tomllib.loads(_FILE.read_text(encoding="utf-8"))[kind]:
+    for group in _tables()[kind]:
         allowed = group.get("allowed", {})
         for name in (*group.get("arguments", ()), *allowed):
             values = tuple(allowed.get(name, ()))
