@@ -79,6 +79,11 @@ class LLMEngine:
         tokenizer = Tokenizer.from_path(plan.config.model.tokenizer_path)
         return cls(plan, make_executor(plan.config, plan.kv_cache), tokenizer)
 
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> LLMEngine:
+        """The same as `from_args`, under vLLM's name."""
+        return cls.from_args(args)
+
     def add_request(
         self,
         request_id: str,
@@ -271,6 +276,13 @@ class LLMEngine:
     def unpin_prefix(self, pin: PinnedPrefix) -> None:
         """Allow a pinned prefix to be evicted like any other. Raises RequestError if it is not pinned."""
         self.blocks.pins.unpin(pin.pin_id)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes, except pinned ones. Returns False, and does nothing, while requests run."""
+        if self.has_unfinished_requests():
+            return False
+        self.blocks.forget_cached()
+        return True
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do."""

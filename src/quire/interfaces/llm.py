@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from msgspec.structs import replace
@@ -48,9 +49,19 @@ class LLM:
     OutOfMemoryError if the memory does not suffice. An LLM must be used by one thread only.
     """
 
-    def __init__(self, model: str | None = None, **kwargs: Any) -> None:
-        self.engine = LLMEngine.from_args(EngineArgs(model=model, **kwargs))
+    def __init__(self, model: str | Path | None = None, **kwargs: Any) -> None:
+        self.engine = LLMEngine.from_args(EngineArgs(model=model if model is None else str(model), **kwargs))
         self._request_ids = _request_ids()
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> LLM:
+        """Make an LLM, and the engine that these arguments describe."""
+        return cls.from_engine(LLMEngine.from_args(args))
+
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """The engine, under vLLM's name."""
+        return self.engine
 
     @classmethod
     def from_engine(cls, engine: LLMEngine) -> LLM:
@@ -66,18 +77,22 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: None = None,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or a list of prompts in one batch, and return the outputs in the order of the prompts.
 
         A prompt is a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`. `sampling_params` is one
-        value for all prompts, one for each prompt, or None for the checkpoint's recommendation.
+        value for all prompts, one for each prompt, or None for the checkpoint's recommendation. `priority`, one for all
+        or one for each, replaces theirs. `lora_request` must be None.
 
         An invalid prompt given alone raises a RequestError. In a list, its output has `error` set and the finish reason
         `ignored`, and the other prompts run. If an internal error occurs in the work for one prompt, its output has
         `error` set and the tokens so far. If this method raises, all requests of the call are aborted.
         """
+        _refuse_adapters(lora_request)
         listed, alone = _listed(prompts)
-        params = self._params_per_prompt(sampling_params, len(listed))
+        params = _prioritized(self._params_per_prompt(sampling_params, len(listed)), priority)
         return self._generate(listed, params, alone, use_tqdm)
 
     def beam_search(
@@ -115,7 +130,9 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: None = None,
         chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
@@ -123,8 +140,10 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, rendered by `chat_template` or else the checkpoint's template.
 
-        Otherwise it works like `generate`. Raises TokenizerError if the template is missing or invalid.
+        Otherwise it works like `generate`; Tokenizer.apply_chat_template explains the forms of content. Raises
+        TokenizerError if the template is missing or invalid.
         """
+        _refuse_adapters(lora_request)
         alone = _is_conversation(messages)
         conversations: list[Any] = [messages] if alone else list(messages)
         params = self._params_per_prompt(sampling_params, len(conversations))
@@ -139,6 +158,7 @@ class LLM:
                             add_generation_prompt=add_generation_prompt,
                             continue_final_message=continue_final_message,
                             tools=tools,
+                            content_format=chat_template_content_format,
                             **(chat_template_kwargs or {}),
                         )
                     )
@@ -199,6 +219,14 @@ class LLM:
     def default_sampling_params(self) -> SamplingParams:
         """Return the checkpoint's recommended parameters, with SamplingParams' defaults for the rest."""
         return self.engine.default_sampling_params()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The same as `default_sampling_params`, under vLLM's name."""
+        return self.default_sampling_params()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes, except pinned ones. Returns False, and does nothing, while requests run."""
+        return self.engine.reset_prefix_cache()
 
     def _params_per_prompt(self, given: Any, num_prompts: int) -> list[SamplingParams]:
         if given is None or isinstance(given, SamplingParams):
@@ -270,6 +298,22 @@ class LLM:
                     raise RequestError(output.error)
                 logger.warning("prompt %d %s: %s", i, "was not run" if ignored else "was cut short", output.error)
         return done
+
+
+def _refuse_adapters(lora_request: object) -> None:
+    if lora_request is not None:
+        raise InvalidParamsError("lora_request must be None: there are no LoRA adapters so far")
+
+
+def _prioritized(params: list[SamplingParams], priority: int | Sequence[int] | None) -> list[SamplingParams]:
+    if priority is None:
+        return params
+    listed = [priority] * len(params) if isinstance(priority, int) else list(priority)
+    if len(listed) != len(params):
+        raise InvalidParamsError(
+            f"{len(listed)} priorities for {len(params)} prompts: give one for all, or one for each"
+        )
+    return [replace(each, priority=number) for each, number in zip(params, listed, strict=True)]
 
 
 @contextmanager
