@@ -21,6 +21,7 @@ from quire.cli.options import (
     sampling_params,
 )
 from quire.common.errors import RequestError, nearest_name
+from quire.common.interrupts import interrupt_deferred
 
 if TYPE_CHECKING:
     from quire.common.outputs import RequestOutput
@@ -111,8 +112,6 @@ class ChatSession:
 
     def _stream(self) -> RequestOutput | None:
         """Run the request and print its text as it is generated. Ctrl-C ends it; None if there is no output by then."""
-        from quire.interfaces.llm import interrupt_deferred
-
         engine = self._llm.engine
         self._num_turns += 1
         request_id = f"chat-{self._num_turns}"

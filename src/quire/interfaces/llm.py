@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +20,7 @@ from quire.common.errors import (
     RequestFailedError,
     failures_named,
 )
+from quire.common.interrupts import interrupt_deferred
 from quire.common.log import logger
 from quire.common.outputs import (
     BeamSearchOutput,
@@ -333,32 +332,6 @@ def _progress(engine: LLMEngine, total: int, shown: bool) -> Iterator[Callable[[
                 bar.update(num_finished)
 
         yield update
-
-
-@contextmanager
-def interrupt_deferred() -> Iterator[None]:
-    """Delay Ctrl-C until the end of the block, so that it does not interrupt a step. A second Ctrl-C is not delayed.
-
-    Does nothing outside the main thread, or if the program handles the signal itself.
-    """
-    handler = signal.getsignal(signal.SIGINT)
-    if handler is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    interrupted = False
-
-    def remember(*_: object) -> None:
-        nonlocal interrupted
-        interrupted = True
-        signal.signal(signal.SIGINT, handler)
-
-    signal.signal(signal.SIGINT, remember)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    if interrupted:
-        raise KeyboardInterrupt
 
 
 def _request_ids() -> Iterator[str]:
