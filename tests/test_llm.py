@@ -5,6 +5,7 @@ import logging
 import re
 import signal
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -380,3 +381,26 @@ def test_parameters_that_the_caller_changes_later_concern_later_requests_only(ll
     while llm.engine.has_unfinished_requests():
         (output,) = llm.engine.step()
     assert len(output.outputs[0].token_ids) == 3
+
+
+def test_a_sleeping_engine_gives_its_memory_back_and_wakes_up_the_same() -> None:
+    llm = LLM(model="quire-tiny", max_model_len=256, kv_cache_memory="64MiB")
+    params = SamplingParams(temperature=0, max_tokens=8)
+    before = llm.generate("What does", params)
+    llm.pin_prefix(list(range(10, 90)))
+    llm.engine.add_request("running", "a", params)
+    with pytest.raises(RequestError, match="cannot sleep while requests run"):
+        llm.sleep()
+    llm.engine.abort_request("running")
+    cache = weakref.ref(llm.engine.executor.cache_engine)
+    llm.sleep(level=1)
+    assert cache() is None
+    assert llm.engine.stats().num_used_blocks == 0
+    with pytest.raises(RequestError, match="the engine sleeps"):
+        llm.generate("What does", params)
+    llm.wake_up()
+    llm.wake_up(tags=["weights"])
+    after = llm.generate("What does", params)
+    assert [output.outputs[0].token_ids for output in after] == [output.outputs[0].token_ids for output in before]
+    assert after[0].num_cached_tokens == 0
+    llm.engine.blocks.check_integrity()

@@ -227,6 +227,15 @@ class LLM:
         """Forget all cached prefixes, except pinned ones. Returns False, and does nothing, while requests run."""
         return self.engine.reset_prefix_cache()
 
+    def sleep(self, level: int = 1) -> None:
+        """Give back the memory of weights and KV cache until `wake_up`. All `level`s are the same: the weights are in
+        their files. Raises RequestError while requests run."""
+        self.engine.sleep()
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Load the model again. It is ready for `generate`, whatever `tags` are given."""
+        self.engine.wake_up()
+
     def _params_per_prompt(self, given: Any, num_prompts: int) -> list[SamplingParams]:
         if given is None or isinstance(given, SamplingParams):
             return [replace(given or self.default_sampling_params(), output_kind="final_only")] * num_prompts
