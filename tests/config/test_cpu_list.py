@@ -11,7 +11,7 @@ from quire.config.parallel import ParallelConfig, parse_cpu_list
 
 @pytest.fixture(autouse=True)
 def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3, 8}, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", {0: {0, 1, 2, 3, 8}}.__getitem__, raising=False)
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,8 @@ def test_the_ends_of_a_beam_search_s_ranges_are_in_them(name, values):
     ("name", "value", "message"),
     [
         ("beam_width", 0, "1 to 256"), ("beam_width", 257, "1 to 256"), ("beam_width", 2.0, "1 to 256"),
-        ("max_tokens", 0, "at least 1"), ("length_penalty", 10.1, "a number from -10 to 10"),
+        ("max_tokens", 0, "at least 1"), ("max_tokens", None, "at least 1"),
+        ("length_penalty", 10.1, "a number from -10 to 10"),
         ("length_penalty", -10.1, "a number from -10 to 10"), ("early_stopping", "always", "True, False or 'never'"),
         ("early_stopping", None, "True, False or 'never'"), ("n", 0, "1 to beam_width=4"),
         ("n", 5, "1 to beam_width=4"), ("include_stop_str_in_output", 1, "True or False"),

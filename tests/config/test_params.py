@@ -29,7 +29,17 @@ WRONG = {
     "ignore_eos": [1, None],
     "logprobs": [-2, 1.5, True, "5"],
     "prompt_logprobs": [-2, 1.5, True, math.nan],
-    "logit_bias": [{-1: 1}, {"1": 1}, {1: 101}, {1: math.nan}, {1: "x"}, {True: 1}, [1], dict.fromkeys(range(2000), 0)],
+    "logit_bias": [
+        {-1: 1},
+        {"1": 1},
+        {1: 101},
+        {1: -100.5},
+        {1: math.nan},
+        {1: "x"},
+        {True: 1},
+        [1],
+        dict.fromkeys(range(2000), 0),
+    ],
     "bad_words": ["word", [""], [1], ["x"] * 2000, ["x" * 20_000], ["\ud800"], 5],
     "allowed_token_ids": [[], [-1], ["a"], [True], 5, "12"],
     "logits_processors": [5, [5], [None], print, [print] * 17],
@@ -62,10 +72,11 @@ def test_a_wrong_value_is_refused_and_named(name, value):
         ("n", 1024), ("best_of", 1024), ("temperature", 0), ("temperature", 1e6), ("top_p", 1e-9), ("top_p", 1),
         ("top_k", -1), ("top_k", 2**70), ("min_p", 0), ("min_p", 1), ("presence_penalty", -2),
         ("frequency_penalty", 2), ("repetition_penalty", 0.01), ("repetition_penalty", 100), ("seed", -(2**63) + 1),
-        ("max_tokens", None), ("max_tokens", 2**40), ("min_tokens", 16), ("stop", "x" * 16_384), ("stop", ()),
+        ("max_tokens", None), ("max_tokens", 1), ("max_tokens", 2**40), ("min_tokens", 16),
+        ("stop", "x" * 16_384), ("stop", ()),
         ("stop", ["x"] * 1024), ("stop_token_ids", (0,)), ("logprobs", 0), ("logprobs", -1), ("prompt_logprobs", -1),
         ("logit_bias", {5: -100, 6: 100.0}), ("logit_bias", {}), ("bad_words", ["a b"]), ("allowed_token_ids", [0]),
-        ("logits_processors", [print]), ("truncate_prompt_tokens", -1), ("truncate_prompt_tokens", 1),
+        ("logits_processors", [print] * 16), ("truncate_prompt_tokens", -1), ("truncate_prompt_tokens", 1),
         ("cache_salt", "s" * 1024), ("output_kind", "delta"), ("tenant", "t" * 256), ("priority", -(2**31)),
     ],
 )  # fmt: skip
@@ -74,8 +85,52 @@ def test_the_ends_of_every_range_are_in_it(name, value):
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("n", 0, "1 to 1024"),
+        ("best_of", 1025, "n=1 to 1024, or None for n"),
+        ("temperature", -0.1, "0 for greedy, or a positive number up to 1e6"),
+        ("top_p", 0, "more than 0 and at most 1"),
+        ("top_k", -2, "-1 or 0 for all tokens, or a count"),
+        ("min_p", 1.1, "from 0 to 1"),
+        ("repetition_penalty", 0, "from 0.01 to 100; 1 changes nothing"),
+        ("seed", 2**63, "a 64-bit integer"),
+        ("max_tokens", 0, "at least 1, or None for the number that fits"),
+        ("min_tokens", 17, "from 0 to max_tokens=16"),
+        ("logprobs", -2, "0 or more, -1 for the whole vocabulary, or None"),
+        ("prompt_logprobs", "5", "0 or more, -1 for the whole vocabulary, or None"),
+        ("truncate_prompt_tokens", 0, "at least 1, -1 for the number that fits, or None"),
+        ("bad_words", 5, "a list of strings"),
+        ("stop", 5, "a list of strings"),
+        ("stop_token_ids", 5, "a list of token ids"),
+        ("allowed_token_ids", 5, "a list of token ids"),
+        ("logit_bias", [1], "a dict from token ids to numbers"),
+        ("logits_processors", [5], "a list of functions of (token ids, logits)"),
+        ("structured_outputs", "json", "StructuredOutputsParams"),
+        ("output_kind", "all", "one of cumulative, delta, final_only"),
+        ("priority", 0.5, "a 32-bit integer"),
+        ("tenant", 5, "a Unicode string of at most 256 characters"),
+        ("cache_salt", 5, "a Unicode string of at most 1024 characters"),
+        ("ignore_eos", 1, "True or False"),
+    ],
+)
+def test_an_error_has_the_field_the_value_and_what_is_allowed(name, value, allowed):
+    with pytest.raises(InvalidParamsError) as raised:
+        SamplingParams(**{name: value})
+    assert str(raised.value) == f"{name}={value!r}: must be {allowed}"
+
+
+def test_the_error_of_a_bias_names_its_token():
+    with pytest.raises(InvalidParamsError, match=r"^logit_bias\[7\]=101: must be -100 to 100$"):
+        SamplingParams(logit_bias={7: 101})
+    with pytest.raises(InvalidParamsError, match=r"^logit_bias=-1: must be a list of token ids"):
+        SamplingParams(logit_bias={-1: 0})
+
+
+@pytest.mark.parametrize(
     ("params", "message"),
     [
+        ({"min_tokens": -1, "max_tokens": None}, "^min_tokens=-1: must be 0 or more$"),
         ({"n": 3, "best_of": 2}, "best_of=2: must be n=3 to"),
         ({"best_of": 2, "temperature": 0}, "best_of=2 with temperature=0: greedy"),
         ({"best_of": 2, "temperature": 1e-6}, "greedy"),
@@ -105,12 +160,22 @@ def test_anything_at_all_is_taken_or_refused(fields):
         assert SamplingParams(**fields).num_samples >= 1
 
 
+def test_only_a_temperature_very_close_to_zero_is_greedy():
+    assert SamplingParams(temperature=0.9e-5).is_greedy
+    assert not SamplingParams(temperature=1e-5).is_greedy
+
+
+def test_best_of_is_the_number_of_samples_that_are_generated():
+    assert (SamplingParams(n=3).num_samples, SamplingParams(n=3).ranks_samples) == (3, False)
+    assert (SamplingParams(n=3, best_of=5).num_samples, SamplingParams(n=3, best_of=5).ranks_samples) == (5, True)
+
+
 def test_the_defaults_are_vllms():
     params = SamplingParams()
     assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (1.0, 1.0, 0, 16)
 
 
 def test_stop_strings_are_a_tuple_however_given():
-    assert SamplingParams(stop="a").stop_strings == ("a",)
+    assert SamplingParams(stop="ab").stop_strings == ("ab",)
     assert SamplingParams(stop=["a", "b"]).stop_strings == ("a", "b")
     assert SamplingParams().stop_strings == ()

@@ -130,8 +130,8 @@ def test_a_group_with_the_limit_of_the_machine_may_be_full(root):
 
 
 def test_names_of_groups_may_contain_colons(root):
-    write(root, "proc/self/cgroup", "0::/pod:1:a/container:2\n")
-    write(root, "sys/fs/cgroup/pod:1:a/memory.max", f"{GIB}\n")
+    write(root, "proc/self/cgroup", "0::/X:1:a/container:2\n")
+    write(root, "sys/fs/cgroup/X:1:a/memory.max", f"{GIB}\n")
     assert machine_memory(root).limit_bytes == GIB
 
 

@@ -144,10 +144,11 @@ class BeamHarness(Harness):
         outputs = group.search.outputs(group.seqs)
         expected = self.expected_beams(group)
         params = group.search.params
+        assert [output.index for output in outputs] == list(range(params.n or params.beam_width))
         for output, (tokens, cum_logprob, reason) in zip(outputs, expected[: params.n], strict=True):
             keeps_end = reason == "length" or params.include_stop_str_in_output
             assert output.token_ids == (tokens if keeps_end else tokens[:-1])
-            assert output.finish_reason == reason
+            assert (output.finish_reason, output.text) == (reason, "")
             assert abs(output.cumulative_logprob - cum_logprob) < 1e-9
             is_stop = reason == "stop" and tokens[-1] not in group.search.eos_token_ids
             assert output.stop_reason == (tokens[-1] if is_stop else None)

@@ -1,6 +1,7 @@
 """Beam search in the engine finds what the definition finds, whatever happens to its beams' blocks on the way."""
 
 import random
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import given, settings
@@ -250,32 +251,62 @@ def test_a_search_whose_room_is_pinned_while_a_beam_waits_ends_with_what_it_has(
     assert harness.blocks.num_used_blocks == 7
 
 
-class TooComplex:
-    """A grammar that cannot go on."""
+class AnyText:
+    """A grammar of any text that remembers its tokens. With `can_go_on=False` it has become too complex."""
 
     error = "too many items"
+
+    def __init__(self, can_go_on: bool = True, token_ids: Iterable[int] = ()) -> None:
+        self.can_go_on, self.token_ids = can_go_on, list(token_ids)
 
     def mask(self) -> None:
         """Any token may be drawn."""
 
     def advance(self, token_id: int) -> bool:
-        return False
+        self.token_ids.append(token_id)
+        return self.can_go_on
 
-    def fork(self, **_: object) -> "TooComplex":
-        return self
+    def fork(self) -> "AnyText":
+        return AnyText(self.can_go_on, self.token_ids)
 
 
-def test_a_search_whose_grammar_grows_too_complex_ends_and_says_why():
+def test_the_grammar_of_each_beam_follows_its_tokens():
+    harness = BeamHarness(num_blocks=60)
+    group = harness.add_beams(PROMPT, 4, 8)
+    group.seqs[0].grammar = AnyText()
+    for _ in range(7):
+        harness.step()
+        assert [seq.grammar.token_ids for seq in group.seqs] == [seq.output.token_ids for seq in group.seqs]
+    harness.run()
+    harness.check_beams(group)
+    assert group.error is None
+
+
+@pytest.mark.parametrize("place", [None, 0, 2])
+def test_a_search_in_which_a_grammar_grows_too_complex_ends_and_says_why(place):
+    """The grammars of all beams, or of one of them."""
     harness = BeamHarness(num_blocks=60)
     group, other = harness.add_beams(PROMPT, 3, 12), harness.add_beams([*PROMPT, 1], 2, 6)
+    group.search = ChurningBeams(BeamChurn(0.0), 0, 3, 12)  # each goes on for itself
     for _ in range(3):
         harness.step()
-    for seq in group.seqs:
-        seq.grammar = TooComplex()
-    harness.run()
+    for seq in group.seqs if place is None else (group.seqs[place],):
+        seq.grammar = AnyText(can_go_on=False)
+    harness.step()
     assert group.error == "stopped after 4 tokens: too many items"
     assert {output.finish_reason for output in group.to_output().outputs} == {"length"}
+    assert [seq.num_output_tokens for seq in group.seqs] == [4] * 3
+    assert harness.requests.running == [other]
+    harness.run()
     harness.check_beams(other)
+
+
+def test_beams_of_a_search_that_has_ended_have_ended_too():
+    harness = BeamHarness(num_blocks=60)
+    group = harness.add_beams(PROMPT, 3, 2)
+    harness.run()
+    assert [seq.status for seq in group.seqs] == [SequenceStatus.FINISHED_STOPPED] * 3
+    assert group.to_output().finished
 
 
 def test_a_prompt_that_never_fits_is_ignored():

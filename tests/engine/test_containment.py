@@ -6,15 +6,12 @@ from itertools import count
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from quire import LLM, LLMEngine, RequestError, SamplingParams
 from quire.common.errors import EngineBrokenError, RequestFailedError
 from quire.common.faults import Fault, inject
-from quire.engine.step.containment import MAX_CONSECUTIVE_FAILURES, FailureIsolator
+from quire.engine.step.containment import MAX_CONSECUTIVE_FAILURES
 from quire.text.tokenizer.detokenizer import IncrementalDetokenizer
-from tests.effort import examples
 
 from .failing import add, add_beams, check_nothing_is_held, fail_with, make_engine, requests_of, run, token_ids
 
@@ -135,38 +132,6 @@ def test_the_one_is_found_in_few_steps_while_the_others_wait():
     num_steps = next(i for i in range(1, 100) if any(output.error for output in engine.step()))
     assert num_steps <= 2 + 6 + 1 + 1 + 1, "twice all, then halves, the others, and it alone again"
     assert all(output.error is None for output in run(engine).values())
-
-
-@pytest.mark.essential
-@settings(max_examples=examples(300), deadline=None)
-@given(num=st.integers(1, 40), bad=st.sets(st.integers(0, 39)), flaky=st.sets(st.integers(0, 60), max_size=20))
-def test_candidates_are_cleared_or_found(num, bad, flaky):
-    """Steps fail with a bad request in them, or by chance. All bad ones are ended, others only by chance that strikes
-    them alone twice, and nobody waits for ever."""
-
-    class Group:
-        is_finished = False
-
-    groups = [Group() for _ in range(num)]
-    bad_groups = {group for i, group in enumerate(groups) if i in bad}
-    isolator, alive, ended, num_runs = FailureIsolator(), list(groups), [], dict.fromkeys(groups, 0)
-    for step in range(40 * 12):
-        to_run = isolator.to_run(alive)
-        batch = [group for group in alive if to_run is None or group in to_run]
-        if batch and (bad_groups & set(batch) or step in flaky):
-            candidate = set(isolator.candidates)
-            if (found := isolator.failed(batch)) is not None:
-                assert batch == [found], "ended without having been alone"
-                assert found in candidate, "ended at once"
-                alive.remove(found)
-                ended.append(found)
-        else:
-            for group in batch:
-                num_runs[group] += 1
-            isolator.succeeded(has_run=bool(batch))
-    assert not bad_groups & set(alive)
-    assert flaky or set(ended) == bad_groups
-    assert all(num_runs[group] > 0 for group in alive)
 
 
 # Broken engines

@@ -93,6 +93,34 @@ def test_drafts_take_only_what_nothing_else_needs():
     assert harness.scheduler.preemptor.num_preemptions <= plain.scheduler.preemptor.num_preemptions
 
 
+def test_all_rows_of_a_step_together_are_limited():
+    harness = Harness(num_blocks=40, max_num_batched_tokens=32, max_num_seqs=4, draft=Guesser())
+    for token_id in (1, 2):
+        harness.add([token_id] * 3, 8)
+    harness.step()
+    assert [scheduled.num_drafts for scheduled in harness.step().sequences] == [2, 0]
+
+
+def test_a_sequence_that_is_computed_again_in_chunks_verifies_no_drafts_before_its_end():
+    """A step of 17 tokens takes as long as it may: 16 of the prompt and one that is decoded."""
+    harness = Harness(
+        num_blocks=40, max_num_batched_tokens=40, caching=False, target_step_ms=17, draft=Guesser(num_drafts=2)
+    )
+    first, second = harness.add([1] * 35, 8), harness.add([2] * 3, 30)
+    while not (first.seqs[0].drafts and second.seqs[0].drafts):
+        harness.step()
+    harness.scheduler.preemptor.preempt(first)
+    harness.scheduler.step_time.observe(17, 0.017)
+    harness.step()
+    batches = [harness.step() for _ in range(2)]
+    drafts = [[(len(s.token_ids), s.num_drafts) for s in batch.sequences] for batch in batches]
+    assert drafts[0] == [(16, 0), (3, 2)]
+    assert drafts[1][0][1] == 2, "at its end it does again"
+    harness.run()
+    for group in (first, second):
+        harness.check_output(group)
+
+
 def test_what_stands_behind_a_stop_is_dropped():
     expected = expected_output([1] * 6, 12)
     stop = next(token for token in expected[4:] if expected.index(token) >= 4)

@@ -1,11 +1,14 @@
 """A step that fails loses nothing: neither a request that ended in its plan nor one that was aborted meanwhile."""
 
+from collections.abc import Iterator
 from copy import copy
+from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 from msgspec.structs import replace
 
-from quire.engine.requests.sequence import SequenceStatus
+from quire.engine.requests.sequence import SequenceGroup, SequenceStatus
 
 from .fake import Harness
 
@@ -91,7 +94,75 @@ def test_a_draw_that_fails_ends_its_request_alone():
     assert bad.has_failed
     output = bad.to_failed_output()
     assert (output.finished, output.error) == (True, "request '0': its own code failed")
-    assert [sample.finish_reason for sample in output.outputs] == ["abort"]
+    told = [(sample.index, sample.token_ids, sample.text, sample.finish_reason) for sample in output.outputs]
+    assert told == [(0, [], "", "abort")]
     harness.run()
     harness.check_output(fine)
     assert not fine.has_failed
+
+
+# Plans that fail
+
+
+def planned_when_it_fails(harness: Harness) -> SequenceGroup | None:
+    """Plan a step in which something raises; returns the request that was being planned."""
+    with pytest.raises(RuntimeError, match="planted"):
+        harness.scheduler.schedule()
+    return harness.requests.planning_group
+
+
+def failing(*_: object) -> NoReturn:
+    raise RuntimeError("planted failure")
+
+
+@pytest.mark.parametrize(
+    ("owner", "method"), [("blocks", "advance"), ("policy", "candidates"), ("blocks", "take_transfers")]
+)
+def test_a_plan_that_fails_outside_the_work_of_a_request_names_none(monkeypatch, owner, method):
+    harness = Harness(num_blocks=12)
+    harness.requests.planning_group = harness.add([1] * 9, 3)  # the plan before has failed
+    monkeypatch.setattr(harness.blocks if owner == "blocks" else harness.requests.policy, method, failing)
+    assert planned_when_it_fails(harness) is None
+
+
+def test_a_plan_that_fails_between_two_queued_requests_names_none(monkeypatch):
+    harness = Harness(num_blocks=12)
+    first = harness.add([1] * 9, 3)
+
+    def candidates(now_s: float) -> Iterator[SequenceGroup]:
+        yield first
+        raise RuntimeError("planted failure")
+
+    monkeypatch.setattr(harness.requests.policy, "candidates", candidates)
+    assert planned_when_it_fails(harness) is None
+
+
+@pytest.mark.parametrize(("policy", "method"), [("fcfs", "look_up"), ("prefix", "num_cached_tokens")])
+def test_a_queued_request_that_cannot_be_looked_up_is_named(monkeypatch, policy, method):
+    harness = Harness(num_blocks=12, policy=policy)
+    group = harness.add([1] * 9, 3)
+    monkeypatch.setattr(harness.blocks, method, failing)
+    assert planned_when_it_fails(harness) is group
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("step", ["append", "drafts", "mask"])
+def test_a_running_request_that_cannot_be_planned_is_named(monkeypatch, place, step):
+    harness = Harness(num_blocks=12)
+    groups = [harness.add([token_id] * 4, 6) for token_id in (1, 2)]
+    for _ in range(1 if step == "append" else 2):
+        harness.step()
+    seq = groups[place].seqs[0]
+    if step == "mask":
+        seq.grammar = SimpleNamespace(mask=failing)
+    elif step == "drafts":
+        seq.drafts = (1, 2)
+        monkeypatch.setattr(harness.blocks, "can_append", failing)
+    else:
+        append = harness.blocks.append
+        monkeypatch.setattr(
+            harness.blocks,
+            "append",
+            lambda seq_id, *counts: failing() if seq_id == seq.seq_id else append(seq_id, *counts),
+        )
+    assert planned_when_it_fails(harness) is groups[place]

@@ -357,6 +357,7 @@ def test_logprobs_come_as_vllm_has_them(llm: LLM) -> None:
         assert entries[token_id].decoded_token == decode([token_id], skip_special_tokens=False)
     assert output.prompt_logprobs[0] is None
     assert [list(entries) for entries in output.prompt_logprobs[1:]] == [[6, 0], [7, 0]]
+    assert output.prompt_logprobs[1][6].decoded_token == decode([6], skip_special_tokens=False)
     plain = generate(llm, max_tokens=3)
     assert plain.prompt_logprobs is plain.outputs[0].logprobs is plain.outputs[0].cumulative_logprob is None
     silent = generate(llm, logprobs=0, detokenize=False, max_tokens=1).outputs[0]
@@ -380,6 +381,8 @@ def test_the_best_of_many_samples_comes_out(llm: LLM) -> None:
     output = generate(llm, n=2, best_of=4, max_tokens=4)
     assert [o.index for o in output.outputs] == [0, 1]
     assert [o.cumulative_logprob for o in output.outputs] == [pytest.approx(-4 * math.log(k)) for k in (2, 3)]
+    assert [o.logprobs for o in output.outputs] == [None, None], "they only rank the samples"
+    assert [o.text for o in output.outputs] == [llm.get_tokenizer().decode(o.token_ids) for o in output.outputs]
 
 
 def test_the_executor_gets_what_a_draw_needs(llm: LLM, executor: RecitingExecutor) -> None:

@@ -164,3 +164,76 @@ def test_only_the_newest_few_are_compared():
     cost = cost_of(harness, 1.0, "recompute")
     assert cost.cheapest(harness.groups[:MAX_CANDIDATES]).group is harness.groups[0]
     assert cost.cheapest(harness.groups).group is not harness.groups[0]
+
+
+def test_every_preemption_is_counted():
+    harness = running([1] * 6, [2] * 6, preemption_mode="swap")
+    first, second = harness.groups
+    preemptor = harness.scheduler.preemptor
+    assert (preemptor.num_preemptions, preemptor.num_preemptions_by_swap) == (0, 0)
+    for group in (first, second):
+        preemptor.preempt(group)
+    harness.step()  # both come back
+    preemptor.preempt(first)
+    assert (preemptor.num_preemptions, preemptor.num_preemptions_by_swap) == (3, 3)
+    assert (first.metrics.num_preemptions, second.metrics.num_preemptions) == (2, 1)
+
+
+def test_the_preemption_of_one_sample_is_counted_but_not_for_its_request():
+    harness = running()
+    group = harness.add([1] * 6, 20, n=3)
+    harness.step()
+    preemptor = harness.scheduler.preemptor
+    for seq in group.seqs[1:]:
+        preemptor.pause(group, seq)
+    assert (preemptor.num_preemptions, preemptor.num_preemptions_by_swap) == (2, 0)
+    assert group.metrics.num_preemptions == 0
+
+
+@pytest.mark.parametrize(("mode", "event"), [("swap", "swapped out"), ("recompute", "preempted")])
+def test_the_view_learns_which_request_is_preempted_and_how(mode, event):
+    harness = running([1] * 6, preemption_mode=mode)
+    harness.requests.journal = []
+    harness.scheduler.preemptor.preempt(harness.groups[0])
+    assert harness.requests.journal == [(event, harness.groups[0])]
+
+
+def test_the_view_learns_that_a_sample_is_preempted():
+    harness = running()
+    group = harness.add([1] * 6, 20, n=2)
+    harness.step()
+    harness.requests.journal = []
+    harness.scheduler.preemptor.pause(group, group.seqs[1])
+    assert harness.requests.journal == [("preempted", group)]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_what_was_computed_of_the_last_block_is_found_again_after_a_preemption(n):
+    """Of 8 tokens a full block and 3 tokens of the next are computed; the newest has to be computed in any case."""
+    harness = running(preemption_mode="recompute")
+    group = harness.add([1] * 6, 20, n=n)
+    harness.step()
+    harness.step()
+    if n == 1:
+        harness.scheduler.preemptor.preempt(group)
+    else:
+        harness.scheduler.preemptor.pause(group, group.seqs[1])
+    assert harness.step().num_tokens == n
+    harness.run()
+    harness.check_output(group)
+
+
+def test_a_request_in_a_batch_in_flight_is_not_preempted_for_another():
+    harness = running([1] * 6, [2] * 6, [3] * 6)
+    first, second, third = harness.groups
+    preemptor = harness.scheduler.preemptor
+    assert not preemptor.preempt_behind(0, {second, third})
+    assert preemptor.preempt_behind(0, {third})
+    assert harness.requests.running == [first, third]
+
+
+def test_the_request_that_is_being_planned_stays_known_when_another_is_preempted_for_it():
+    harness = running([1] * 6, [2] * 6)
+    harness.requests.planning_group = harness.groups[0]
+    assert harness.scheduler.preemptor.preempt_behind(0, set())
+    assert harness.requests.planning_group is harness.groups[0]

@@ -1,6 +1,8 @@
 """Structures that are wrong or hostile: refused with a message, or bounded; the process and its neighbours live on."""
 
 import re
+import subprocess
+import sys
 from typing import Any
 
 import msgspec
@@ -163,6 +165,19 @@ def test_hostile_structures_harm_no_other_request(name) -> None:
         assert 10 < len(hostile.error) < 500
         assert "is rejected: " in hostile.error
     assert llm.engine.blocks.num_used_blocks == 0
+
+
+def test_a_trial_runs_where_processor_time_is_limited_already() -> None:
+    """As by `ulimit -t`: a process cannot raise its own hard limits."""
+    program = (
+        "import resource; resource.setrlimit(resource.RLIMIT_CPU, (600, 600))\n"
+        "from quire import StructuredOutputsParams\n"
+        "from quire.text.grammar.trial import TrialProcess, TrialSettings\n"
+        "trial = TrialProcess(TrialSettings(1000, {0: '<end>'}))\n"
+        "print(bool(trial.check(StructuredOutputsParams(regex='a'))))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert ended.stdout == "True\n", ended.stderr
 
 
 def test_a_trial_that_was_killed_is_followed_by_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 
 from quire.common.batch import BlockPairs, SlotCopy, Transfer
 from quire.config.kv_cache import KVCacheConfig, KVCacheGroup, attention_spec
+from quire.kv.block_pool import BlockPool
 from quire.kv.block_space_manager import BlockSpaceManager
+from quire.kv.place import DEVICE
 from quire.kv.prefix_cache.content_hash import NO_KEY, ContentKey
 
 
@@ -27,6 +29,11 @@ def make_manager(
 ) -> BlockSpaceManager:
     config = make_config(num_blocks, windows, num_host_blocks, max_chunk)
     return BlockSpaceManager(config, enable_prefix_caching=caching, **options)
+
+
+def make_pool(num_blocks: int, tier: int = DEVICE) -> BlockPool:
+    """A pool for one group, alone."""
+    return BlockPool(num_blocks, 1, lambda *_: None, lambda *_: None, tier)
 
 
 def do_step(manager: BlockSpaceManager, *seq_ids: int) -> tuple[BlockPairs, BlockPairs]:

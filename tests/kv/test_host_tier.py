@@ -89,6 +89,35 @@ def test_nothing_spilled_is_found_after_a_failed_step():
     assert manager.tiers.pools[1].num_free_blocks == 4
 
 
+def test_nothing_spilled_is_found_after_a_step_that_failed_with_its_copies_under_way():
+    manager = make_manager(4, num_host_blocks=4)
+    run(manager, 0, FIRST)
+    end(manager, 0)
+    manager.advance()
+    manager.allocate(manager.look_up(1, SECOND))
+    manager.append(1, 0, 16)
+    assert len(manager.take_transfers(manager.step)) == 1
+    manager.revert(manager.step)
+    manager.check_integrity()
+    assert manager.look_up(2, [*FIRST, 3]).num_blocks == 0
+    assert manager.tiers.pools[1].num_free_blocks == 4
+
+
+def test_a_block_behind_the_prefix_does_not_count_as_found():
+    """One group's second block is in the host tier, the other's is nowhere."""
+    manager = make_manager(4, (None, None), num_host_blocks=1)
+    run(manager, 0, [1] * 8)
+    lost = manager.block_tables(0)[1][1]
+    end(manager, 0)
+    manager.pool.forget(lost)
+    taken = [manager.pool.allocate() for _ in range(2)]
+    hit = manager.look_up(1, [1] * 9)
+    assert (hit.num_blocks, hit.num_ready_blocks) == (1, 1)
+    assert hit.num_by_source == {HitSource.DEVICE: 1, HitSource.HOST: 0, HitSource.JOINED: 0}
+    assert len(taken) == 2
+    assert manager.stats.num_spilled_tokens == 4
+
+
 @pytest.mark.essential
 def test_a_host_block_is_not_given_to_others_while_the_step_reads_it():
     manager = make_manager(4, num_host_blocks=4)

@@ -112,6 +112,24 @@ def test_the_quota_counts_what_is_held_while_the_end_is_not_computed():
         manager.pins.pin([1] * 12)
 
 
+def test_a_window_is_held_from_the_last_whole_block_on():
+    """The token behind 11 reads 8 to 10, but a prefix that ends with the second block needs that one as well."""
+    manager = make_manager(10, (4,), pinned_fraction=0.1)
+    with pytest.raises(RequestError, match="takes 2 more blocks, and 0 of at most 1 are pinned"):
+        manager.pins.check([1] * 11)
+
+
+def test_a_quarter_of_the_cache_may_be_pinned_by_default():
+    assert make_manager(12).pins.max_blocks == 3
+
+
+def test_a_partly_full_block_with_an_item_is_pinned():
+    manager, key = make_manager(12, pinned_fraction=0.5), ContentKey(media=((9, b"cat"),))
+    run(manager, 0, PREFIX, key)
+    assert manager.pins.pin(PREFIX, key).num_tokens == 10
+    assert manager.pins.pin(PREFIX).num_tokens == 9
+
+
 def test_a_request_that_never_fits_because_of_pins_ends_with_the_reason():
     harness = Harness(num_blocks=6, max_num_batched_tokens=32)
     harness.add([1] * 8, 1)
@@ -243,6 +261,7 @@ def test_it_is_computed_again_after_an_eviction_and_no_longer_counts_as_evicted(
         run(manager, seq_id, [token_id] * 12)
         end(manager, seq_id)
     assert missed(manager, 3, [1] * 9) == {}
+    assert manager.prefixes.chains[3].block(0)[0] not in manager.tiers.evicted
 
 
 def test_the_memory_of_what_was_evicted_has_an_end(monkeypatch):
@@ -261,6 +280,14 @@ def test_it_is_there_under_another_key(salt):
     run(manager, 0, [1] * 8, ContentKey(cache_salt=salt))
     key = ContentKey(lora_id="mine", cache_salt=salt)
     assert missed(manager, 1, [1] * 8 + [2] * 5, key) == {MissReason.OTHER_KEY: 8, MissReason.NEVER_SEEN: 4}
+
+
+def test_blocks_that_are_there_under_another_key_count_behind_those_of_its_own():
+    manager = make_manager(12)
+    tokens = list(range(13))
+    run(manager, 0, tokens[:12], ContentKey(lora_id="theirs"))
+    run(manager, 1, tokens[:4], ContentKey(lora_id="mine"))
+    assert missed(manager, 2, tokens, ContentKey(lora_id="mine")) == {MissReason.OTHER_KEY: 8}
 
 
 def test_it_is_there_under_another_key_as_long_as_one_of_them_is_left():

@@ -3,11 +3,8 @@
 import pytest
 
 from quire.common.batch import SlotCopy
-from quire.kv.block_pool import BlockPool
 from quire.kv.block_space_manager import AllocStatus
-from quire.kv.prefix_cache.content_hash import ContentHasher, HashChain, token_bytes
-from quire.kv.prefix_cache.evictor import LRUEvictor
-from quire.kv.prefix_cache.tracker import MAX_TAIL_CANDIDATES, BlockContent
+from quire.kv.prefix_cache.content_hash import ContentHasher
 
 from .managers import compute, copies, do_step, end, make_manager, run
 
@@ -33,24 +30,6 @@ def test_a_repeated_prompt_costs_one_token(length):
     tokens = list(range(length))
     run(manager, 0, tokens)
     assert run(manager, 1, tokens) == length - 1
-
-
-def test_only_the_newest_blocks_behind_a_prefix_are_looked_at_for_a_tail():
-    class Counted(dict):
-        num_read = 0
-
-        def __reversed__(self):
-            for key in super().__reversed__():
-                self.num_read += 1
-                yield key
-
-    tracker = caching_pool(200).tracker
-    for block_id in range(200):
-        tracker.add(block_id, BlockContent(0, b"parent", token_bytes([block_id, 7]), 1, None))
-    children = tracker._children[0][b"parent"] = Counted(tracker._children[0][b"parent"])
-    assert tracker.find_tail(0, b"parent", token_bytes([150, 9])) == (150, 1)
-    assert tracker.find_tail(0, b"parent", token_bytes([100, 7])) is None, "too old"
-    assert children.num_read <= 2 * MAX_TAIL_CANDIDATES
 
 
 @pytest.mark.essential
@@ -105,6 +84,69 @@ def test_no_tail_is_copied_where_its_source_is_the_last_block_to_spare():
     assert run(manager, 1, [1, 2, 3, 4, 5, 6, 7]) == 4
 
 
+def test_a_tail_is_copied_where_just_enough_blocks_are_free():
+    """One for the copy and one for its source, which is cached without a holder."""
+    manager = make_manager(3)
+    run(manager, 0, [1, 2, 3, 4, 5, 6])
+    manager.free(0)
+    assert run(manager, 1, [1, 2, 3, 4, 5, 6, 7]) == 6
+
+
+def test_a_copy_waits_for_another_step_if_its_step_fails():
+    manager = make_manager(12)
+    run(manager, 0, [1, 2, 3, 4, 5, 6])
+    manager.advance()
+    manager.allocate(manager.look_up(1, [1, 2, 3, 4, 5, 6, 7]))
+    planned = copies(manager, 1)
+    assert manager.take_copies([1], manager.step) == planned
+    manager.revert(manager.step)
+    assert copies(manager, 1) == planned
+    manager.check_integrity()
+
+
+def test_only_computed_tokens_of_the_last_block_are_copied():
+    manager = make_manager(12)
+    manager.allocate(manager.look_up(0, [1, 2, 3, 4, 5, 6, 7]))
+    compute(manager, 0, [1, 2, 3, 4, 5, 6, 7], 0, 6)
+    manager.publish_tail(0, [1, 2, 3, 4, 5, 6, 7], 6)
+    assert run(manager, 1, [1, 2, 3, 4, 5, 6, 7, 8]) == 6
+    with pytest.raises(AssertionError, match="has a full block not published"):
+        manager.publish_tail(0, [1, 2, 3, 4, 5, 6, 7, 8], 8)
+
+
+@pytest.mark.parametrize(("num_tokens", "max_tokens", "num_cached"), [(9, None, 8), (9, 99, 8), (8, 99, 4), (9, 5, 4)])
+def test_no_more_is_looked_up_than_may_be_and_never_the_last_token(num_tokens, max_tokens, num_cached):
+    manager = make_manager(12)
+    run(manager, 0, [1] * 12)
+    assert manager.num_cached_tokens(1, [1] * num_tokens, max_tokens=max_tokens) == num_cached
+    hit = manager.look_up(1, [1] * num_tokens, max_tokens=max_tokens)
+    assert hit.num_blocks * 4 == num_cached
+    assert hit.max_tokens == min(num_tokens - 1, max_tokens or 99)
+
+
+def test_without_prefix_caching_nothing_is_found_and_blocks_are_given_all_the_same():
+    manager = make_manager(4, caching=False)
+    run(manager, 0, [1] * 8)
+    assert manager.num_cached_tokens(1, [1] * 9) == 0
+    hit = manager.look_up(1, [1] * 9, max_tokens=5)
+    assert (hit.num_blocks, hit.needs_step, hit.max_tokens) == (0, False, 5)
+    assert manager.can_allocate(hit) is AllocStatus.LATER
+    assert manager.can_allocate(manager.look_up(1, [1] * 17)) is AllocStatus.NEVER
+    end(manager, 0)
+    assert manager.can_allocate(hit) is AllocStatus.OK
+    assert manager.allocate(hit) == 0
+
+
+def test_a_forgotten_sequence_may_come_again_with_other_tokens():
+    manager = make_manager(12)
+    run(manager, 0, [1] * 8)
+    assert manager.num_cached_tokens(9, [1] * 9) == 8
+    manager.forget(9)
+    manager.forget(10)
+    assert manager.num_cached_tokens(9, [2] * 9) == 0
+    assert manager.look_up(9, [2] * 9).num_blocks == 0
+
+
 def test_a_block_is_found_only_once_it_is_computed():
     manager = make_manager()
     tokens = list(range(9))
@@ -130,14 +172,6 @@ def test_eviction_takes_the_deepest_block_of_the_oldest_step():
     manager.free(2)
     assert run(manager, 3, [1] * 4 + [5] * 5) == 4
     assert manager.stats.num_evicted_tokens > 0
-
-
-def test_the_evictor_goes_by_age_then_depth():
-    evictor = LRUEvictor()
-    for block_id, age, depth in [(0, 1, 0), (1, 1, 2), (2, 1, 1), (3, 2, 9), (4, 2, 9), (5, 3, 0)]:
-        evictor.add(block_id, age, depth)
-    evictor.remove(2)
-    assert [evictor.evict() for _ in range(len(evictor))] == [1, 0, 4, 3, 5]
 
 
 def test_a_shared_block_outlives_one_owner():
@@ -170,14 +204,6 @@ def test_a_block_given_back_for_an_equal_one_is_kept_until_it_is_copied():
     assert run(manager, 3, [*tokens, 99]) == 8
 
 
-def test_the_hit_rate_is_the_share_of_what_was_looked_up():
-    manager = make_manager(12)
-    assert manager.stats.hit_rate == 0
-    run(manager, 0, [1] * 9)
-    run(manager, 1, [1] * 9)
-    assert manager.stats.hit_rate == 0.5
-
-
 @pytest.mark.essential
 def test_can_allocate_counts_what_others_hold_already():
     manager = make_manager(4)
@@ -193,32 +219,6 @@ def test_hash_collisions_are_caught_by_the_tokens(monkeypatch):
     manager = make_manager()
     run(manager, 0, [1] * 5)
     assert run(manager, 1, [2] * 5) == 0
-
-
-def test_two_engines_never_agree_on_a_hash_and_a_root_depends_on_what_is_extra():
-    first, second = ContentHasher(), ContentHasher()
-    assert first.child(b"", b"tokens") != second.child(b"", b"tokens")
-    assert first.root(b"tenant") != first.root()
-
-
-def test_a_chain_hashes_each_block_once_in_a_sequences_life():
-    calls = []
-
-    class Counting(ContentHasher):
-        def child(self, parent, tokens):
-            calls.append(tokens)
-            return super().child(parent, tokens)
-
-    chain = HashChain(Counting(), 4)
-    tokens = list(range(40))
-    for _ in range(3):
-        for num_blocks in range(11):
-            chain.extend(num_blocks, tokens)
-    assert len(calls) == 10
-    fork = chain.fork()
-    fork.extend(10, tokens)
-    assert fork.block(9) == chain.block(9)
-    assert len(calls) == 10
 
 
 # Forks
@@ -259,6 +259,14 @@ def test_a_fork_at_a_block_border_copies_nothing():
     assert manager.num_used_blocks == 0
 
 
+def test_only_blocks_that_no_other_sequence_holds_are_gained():
+    manager = make_manager(12)
+    run(manager, 0, [1, 2, 3, 4, 5, 6])
+    run(manager, 1, [1, 2, 3, 4, 9, 9])
+    assert manager.gain([0]) == (1, 2)
+    assert manager.gain([0, 1]) == (3, 3)
+
+
 def test_copy_on_write_needs_a_block_to_spare():
     manager = make_manager(2, caching=False)
     manager.allocate(manager.look_up(0, [1] * 6))
@@ -267,26 +275,3 @@ def test_copy_on_write_needs_a_block_to_spare():
     assert not manager.can_append(1, 6, 7)
     manager.free(0)
     assert manager.can_append(1, 6, 7)
-
-
-# Integrity
-
-
-def caching_pool(num_blocks):
-    return BlockPool(num_blocks, 1, lambda *_: None, lambda *_: None)
-
-
-def test_a_double_free_is_refused():
-    pool = caching_pool(2)
-    block = pool.allocate()
-    pool.free(block)
-    with pytest.raises(AssertionError, match="freed more often"):
-        pool.free(block)
-
-
-def test_integrity_notices_a_lost_block_and_a_wrong_count():
-    manager = make_manager()
-    run(manager, 0, list(range(5)))
-    manager.pool.allocate()
-    with pytest.raises(AssertionError, match="differ from the holders"):
-        manager.check_integrity()

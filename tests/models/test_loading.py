@@ -324,7 +324,7 @@ def test_hub_id_is_downloaded_without_pickles(monkeypatch: pytest.MonkeyPatch, t
     assert (model, tokenizer) == ("some/model", "some/tokenizer")
     assert wanted(first_options, "config.json", "model.safetensors") == [True, False]
     assert (model_options["revision"], model_options["cache_dir"]) == ("v2", tmp_path)
-    assert tokenizer_options["revision"] is None
+    assert (tokenizer_options["revision"], tokenizer_options["cache_dir"]) == (None, tmp_path)
     assert wanted(model_options, "model-00001-of-00002.safetensors", "config.json", "chat_template.jinja") == [True] * 3
     refused = ["pytorch_model.bin", "model.pt", "model.pkl", "modeling_x.py", "original/m.safetensors", "onnx/x.json"]
     assert not any(wanted(model_options, *refused))

@@ -3,6 +3,7 @@
 import logging
 import random
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,9 +16,9 @@ from quire import kernels
 from quire.common.batch import Draw, TokenLogprobs
 from quire.common.faults import Fault, inject
 from quire.common.params import LOGPROBS_MODES
-from quire.runner.sampling.draw_tensors import DrawTensors
+from quire.runner.sampling.draw_tensors import DrawTensors, draws_of
 from quire.runner.sampling.named_processor import NamedProcessor
-from quire.runner.sampling.random import random_key
+from quire.runner.sampling.random import random_key, uniform
 from quire.runner.sampling.sampler import Sampler
 from tests.effort import examples
 from tests.kernels.isas import ISAS, using
@@ -131,10 +132,41 @@ def test_processed_logits_are_those_of_the_plain_definition(seed):
         torch.testing.assert_close(processed.double().softmax(0), probs, rtol=1e-5, atol=1e-12)
 
 
-def test_a_row_that_cannot_be_made_ready_fails_alone(caplog):
+def test_the_random_number_of_a_draw_is_that_of_its_key_and_position():
+    keys = [random_key(seed, 0) for seed in range(2)]
+    sequences = [
+        sequence((Draw(0.5, 0, 1.0, keys[0]), GREEDY), [1, 2], [3], num_rows=2),
+        sequence(Draw(1.5, 0, 1.0, keys[1]), [1]),
+    ]
+    numbers = DrawTensors(draws_of(sequences), VOCAB).at(sequences, {}).uniform
+    assert numbers.tolist() == [uniform(keys[0], 2), 0.0, uniform(keys[0], 3), 0.0, uniform(keys[1], 1)]
+
+
+def test_whole_numbers_mean_what_they_mean_as_floats():
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(1))
+    results = []
+    for number in (int, float):
+        draw = Draw(
+            number(2), 0, number(1), random_key(1, 0), min_p=number(0), presence_penalty=number(1),
+            frequency_penalty=number(1), repetition_penalty=number(2), logit_bias=((5, number(3)),), logprobs=3,
+        )  # fmt: skip
+        results.append(Sampler(CPU, "processed_logits").sample(logits, [sequence(draw, [1, 2], [3, 3])]))
+    assert results[0].token_ids == results[1].token_ids
+    assert bits(results[0].logprobs[0]) == bits(results[1].logprobs[0])
+
+
+@pytest.mark.parametrize("vocab", [64, 65])
+@pytest.mark.parametrize("processors", [(), SHIFTING])
+def test_the_last_token_of_a_vocabulary_may_be_the_only_one_allowed(vocab, processors):
+    draw = replace(GREEDY, allowed_token_ids=(vocab - 1,), processors=processors)
+    drawn = Sampler(CPU).sample(torch.zeros(1, vocab), [sequence(draw, [1])])
+    assert (drawn.token_ids, drawn.errors) == ((vocab - 1,), {})
+
+
+@pytest.mark.parametrize("masks", [[Mask([1, 2, 3]), None, Mask([4, 5, 6]), Mask([40, 41]), None], [None] * 5])
+def test_a_row_that_cannot_be_made_ready_fails_alone(caplog, masks):
     """Its neighbours, with and without masks, are drawn as ever."""
     draws = [replace(GREEDY, temperature=1.0, random_key=random_key(i, 0)) for i in range(5)]
-    masks = [Mask([1, 2, 3]), None, Mask([4, 5, 6]), Mask([40, 41]), None]
     draws[3] = replace(draws[3], logprobs=2)
     draws[4] = replace(draws[4], bad_words=((0,), (1,)))
     sequences = [
@@ -183,7 +215,6 @@ class TestBans:
             s = sequence(replace(GREEDY, bad_words=banned), [5])
             expected = next(i for i in range(VOCAB) if (i,) not in banned)
             assert sampler.sample(logits, [s]).token_ids == (expected,)
-        assert sampler.sample(torch.zeros(1, 7), [s]).token_ids == (0,)
 
 
 class TestProcessors:
@@ -208,7 +239,7 @@ class TestProcessors:
         assert torch.equal(logits, before)
         ((output, masked),) = seen
         assert output == [6, 7]
-        assert masked.isinf().nonzero().flatten().tolist() == [*range(20), 25]
+        assert (masked == -torch.inf).nonzero().flatten().tolist() == [*range(20), 25]
 
     def test_they_cannot_allow_what_the_grammar_forbids(self):
         draw = replace(GREEDY, processors=named(lambda _, x: torch.zeros_like(x)))
@@ -219,7 +250,10 @@ class TestProcessors:
         [
             (lambda _, x: x[1:], r"<lambda> failed: .*returned shape \[44\]; it must return a tensor of shape \[45\]"),
             (lambda _, x: None, "<lambda> failed: .*returned a NoneType"),
+            (lambda _, x: 5, "<lambda> failed: .*returned a int"),
             (lambda _, x: x / [], "<lambda> failed: TypeError: "),
+            (partial(divmod), "^the logits processor partial failed: TypeError: "),
+            (type("Kind#2", (), {"__call__": len})(), "^the logits processor Kind#2 failed: TypeError: "),
             (lambda _, x: x * torch.nan, "<lambda> failed: .*left no token that could be drawn"),
             (lambda _, x: x.fill_(-torch.inf), "<lambda> failed: .*left no token that could be drawn"),
         ],

@@ -7,8 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire import SamplingParams
-from quire.common.outputs import RequestMetrics
-from quire.server.api.shared.fields import Timings
 from tests.effort import examples
 from tests.scripted_engine import recital, scripted_llm
 from tests.server.in_process import saying, serve, tokenizer_of
@@ -136,11 +134,6 @@ def test_without_stream_options_a_stream_ends_with_timings_and_no_usage(reciting
     chunks = reciting.post(PATH, {"prompt": ["a", "b"], "max_tokens": 64, "stream": True}).events
     assert all("usage" not in chunk for chunk in chunks)
     assert [i for i, chunk in enumerate(chunks) if "timings" in chunk] == [len(chunks) - 1]
-
-
-def test_what_was_not_timed_has_no_timings():
-    assert Timings.of(None) is None
-    assert Timings.of(RequestMetrics(2.0, finished_time=5.0)) == Timings(None, None, None, 3.0)
 
 
 def test_echoed_logprobs_are_those_of_the_offline_score(tiny, tiny_llm):

@@ -78,11 +78,14 @@ def test_what_is_printed_can_be_read_back_and_holds_no_key(tmp_path):
         ({"max_waiting": -1}, "max_waiting=-1: must be at least 0"),
         ({"requests_per_minute": 0}, "requests_per_minute=0: must be at least 1"),
         ({"drain_timeout_s": float("nan")}, "drain_timeout_s=nan"),
+        ({"drain_timeout_s": float("inf")}, "drain_timeout_s=inf"),
+        ({"hang_timeout_s": 2.9}, "hang_timeout_s=2.9: must be at least 3"),
+        ({"port": -1}, "port=-1: must be from 0"),
         ({"request_timeout_s": 0}, "request_timeout_s=0: must be a number of seconds"),
         ({"body_timeout_s": float("inf")}, "body_timeout_s=inf"),
         ({"max_body_bytes": "ten"}, "max_body_bytes='ten'"),
         ({"max_header_bytes": 10}, "max_header_bytes=10: must be at least 1024"),
-        ({"log_format": "jsno"}, "did you mean 'json'"),
+        ({"max_body_bytes": 1023}, "max_body_bytes=1023: must be at least 1024"),
         ({"ssl_keyfile": "key.pem"}, "require ssl_certfile"),
         ({"trusted_proxies": ["nginx"]}, "trusted_proxies has 'nginx': must be addresses"),
         ({"log_prompts": True, "log_requests": False}, "log_prompts"),
@@ -95,6 +98,26 @@ def test_a_wrong_argument_is_refused_by_name(given, message, monkeypatch):
     with pytest.raises(ConfigError) as raised:
         merge_args(None, given)
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "nearest"), [("log_format", "jsno", "json"), ("tool_parser", "hrmes", "hermes")]
+)
+def test_a_wrong_choice_suggests_the_nearest(name, value, nearest):
+    with pytest.raises(ConfigError, match=f"^{name}='{value}', did you mean '{nearest}'"):
+        ServerArgs(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("port", 0), ("port", 65535), ("max_waiting", 0), ("drain_timeout_s", 0), ("requests_per_minute", 1),
+        ("hang_timeout_s", 3), ("hang_timeout_s", None), ("request_timeout_s", 1e-3), ("keep_alive_s", 1),
+        ("max_body_bytes", 1024), ("max_header_bytes", "1KiB"),
+    ],
+)  # fmt: skip
+def test_the_ends_of_every_range_are_in_it(name, value):
+    assert getattr(ServerArgs(**{name: value}), name) == value
 
 
 @pytest.mark.parametrize(
@@ -145,7 +168,7 @@ def test_others_may_connect_only_with_a_key_or_leave(monkeypatch, tmp_path):
     ("host", "expected"),
     [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("[::1]", True), ("localhost", True),
      ("LOCALHOST.", True), ("0.0.0.0", False), ("::", False), ("", False),
-     ("localhost.example.org", False), ("10.0.0.1", False)],
+     ("localhost.example.org", False), ("10.0.0.1", False), ("X127.0.0.1", False)],
 )  # fmt: skip
 def test_which_hosts_are_this_machine(host, expected):
     assert is_loopback(host) is expected

@@ -76,6 +76,30 @@ def test_calls_and_their_results_are_messages_in_their_order() -> None:
     ]
 
 
+def test_texts_before_between_and_after_results_stay_where_they_are() -> None:
+    found = as_chat(
+        {"role": "assistant", "content": [USE]}, user(text("a"), text("b"), result("sun"), text("c"), result("rain")),
+    )["messages"][1:]  # fmt: skip
+    assert [(message["role"], message["content"]) for message in found] == [
+        ("user", "a\nb"), ("tool", "sun"), ("user", "c"), ("tool", "rain"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", [None, "", []])
+def test_a_result_may_be_empty(content: Any) -> None:
+    assert as_chat({"role": "assistant", "content": [USE]}, user(result(content)))["messages"][1]["content"] == ""
+
+
+def test_the_system_prompt_may_be_one_text() -> None:
+    assert as_chat(system="Be terse.")["messages"][0] == {"role": "system", "content": "Be terse."}
+
+
+def test_thoughts_of_one_message_are_put_together() -> None:
+    thoughts = [{"type": "thinking", "thinking": each} for each in ("hm, ", "well")]
+    found = as_chat({"role": "assistant", "content": [*thoughts, text("a")]}, user(text("b")))
+    assert found["messages"][0] == {"role": "assistant", "content": "a", "reasoning_content": "hm, well"}
+
+
 def test_a_last_message_of_the_assistant_is_gone_on_with() -> None:
     found = as_chat({"role": "user", "content": "a"}, {"role": "assistant", "content": "The answer is"})
     assert (found["continue_final_message"], found["add_generation_prompt"]) == (True, False)
@@ -83,27 +107,34 @@ def test_a_last_message_of_the_assistant_is_gone_on_with() -> None:
 
 
 @pytest.mark.parametrize(
-    ("messages", "fields", "param"),
+    ("messages", "fields", "param", "reason"),
     [
-        ([user({"type": "image", "source": {}})], {}, "messages[0].content[0]"),
-        ([user(USE)], {}, "messages[0].content[0]"),
-        ([user(result("x", "nobody"))], {}, "messages[0].content[0].tool_use_id"),
-        ([user()], {}, "messages[0].content"),
-        ([{"role": "assistant", "content": [result("x")]}], {}, "messages[0].content[0]"),
-        ([{"role": "assistant", "content": [USE]}], {}, "messages"),
+        ([user({"type": "image", "source": {}})], {}, "messages[0].content[0]",
+         "blocks of type 'image' are not supported: the model reads text only"),
+        ([user(text("a"), USE)], {}, "messages[0].content[1]",
+         "a block of type 'tool_use' is not allowed in a message of role 'user'"),
+        ([user(result("x", "n" * 101))], {}, "messages[0].content[0].tool_use_id",
+         f"no preceding 'tool_use' has the id '{'n' * 100}'"),
+        ([user()], {}, "messages[0].content", "is empty"),
+        ([{"role": "assistant", "content": [result("x")]}], {}, "messages[0].content[0]",
+         "a block of type 'tool_result' is not allowed in a message of role 'assistant'"),
+        ([{"role": "assistant", "content": [USE]}], {}, "messages",
+         "ends with a tool call; its 'tool_result' must follow"),
         ([{"role": "assistant", "content": [USE]}, user(result([{"type": "document"}]))], {},
-         "messages[1].content[0].content[0]"),
-        ([], {"tool_choice": {"type": "tool"}}, "tool_choice.name"),
-        ([], {"mcp_servers": [{}]}, "mcp_servers"),
-        ([], {"container": "c"}, "container"),
+         "messages[1].content[0].content[0]", "blocks of type 'document' are not supported"),
+        ([], {"system": [text("a"), {"type": "image"}]}, "system[1]", "blocks of type 'image' are not supported"),
+        ([], {"tool_choice": {"type": "tool"}}, "tool_choice.name", "is missing: type 'tool' requires the name"),
+        ([], {"mcp_servers": [{}]}, "mcp_servers", "not supported: this server runs no tools"),
+        ([], {"container": "c"}, "container", "not supported: this server runs no tools"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_or_served_is_refused_by_its_place(
-    messages: list[dict[str, Any]], fields: dict[str, Any], param: str
+    messages: list[dict[str, Any]], fields: dict[str, Any], param: str, reason: str
 ) -> None:
     with pytest.raises(ApiError) as refused:
         as_chat(*messages, **fields)
     assert (refused.value.status, refused.value.param) == (400, param)
+    assert refused.value.message.startswith(f"{param}: {reason}")
 
 
 @pytest.mark.parametrize(

@@ -96,22 +96,48 @@ def test_thoughts_that_were_summarized_are_read_and_those_without_an_answer_are_
     assert [sorted(message) for message in left] == [["content", "role"]] * 2
 
 
+def test_thoughts_before_a_call_are_part_of_its_message() -> None:
+    thoughts = [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]} for text in "ab"]
+    summary = {"type": "reasoning", "summary": [{"type": "summary_text", "text": text} for text in "cd"]}
+    (found,) = messages(*thoughts, summary, call("c1"))
+    assert found["reasoning_content"] == "a\nb\nc\nd"
+    assert [each["id"] for each in found["tool_calls"]] == ["c1"]
+
+
+def test_a_refusal_is_read_as_the_text_of_the_assistant() -> None:
+    parts = [{"type": "output_text", "text": "Hm."}, {"type": "refusal", "refusal": "No."}]
+    assert messages({"role": "assistant", "content": parts}) == [{"role": "assistant", "content": "Hm.\nNo."}]
+
+
+@pytest.mark.parametrize("items", [[], [{"type": "reasoning", "summary": []}]])
+def test_a_conversation_without_messages_is_refused(items: list[dict[str, Any]]) -> None:
+    with pytest.raises(ApiError) as refused:
+        messages(*items)
+    assert (refused.value.param, refused.value.message) == ("input", "input: contains no messages")
+
+
 @pytest.mark.parametrize(
-    ("item", "param"),
+    ("item", "param", "reason"),
     [
-        ({"role": "user"}, "input[0].content"),
-        ({"content": "x"}, "input[0].role"),
-        ({"type": "function_call", "name": "f", "arguments": "{}"}, "input[0].call_id"),
-        ({"type": "function_call_output", "call_id": "c"}, "input[0].output"),
-        (output("nobody", "x"), "input"),
-        ({"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}, "input[0].content[0]"),
-        ({"role": "user", "content": [{"type": "reasoning_text", "text": "x"}]}, "input[0].content[0]"),
+        ({"role": "user"}, "input[0].content", "is missing: items of type 'message' require it"),
+        ({"content": "x"}, "input[0].role", "is missing"),
+        ({"type": "function_call", "name": "f", "arguments": "{}"}, "input[0].call_id",
+         "is missing: items of type 'function_call' require it"),
+        ({"type": "function_call_output", "call_id": "c"}, "input[0].output", "is missing"),
+        (output("nobody", "x"), "input", "contains an output of the call 'nobody', but no such call precedes it"),
+        ({"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}, "input[0].content[0]",
+         "images and files are not supported: the model reads text only"),
+        ({"role": "user", "content": [{"type": "reasoning_text", "text": "x"}]}, "input[0].content[0]",
+         "is not allowed in an item of type 'message'"),
     ],
-)
-def test_an_item_that_says_too_little_or_too_much_is_refused_by_its_place(item: dict[str, Any], param: str) -> None:
+)  # fmt: skip
+def test_an_item_that_says_too_little_or_too_much_is_refused_by_its_place(
+    item: dict[str, Any], param: str, reason: str
+) -> None:
     with pytest.raises(ApiError) as refused:
         messages(item)
     assert (refused.value.status, refused.value.param) == (400, param)
+    assert refused.value.message.startswith(f"{param}: {reason}")
 
 
 @pytest.mark.parametrize(
@@ -132,20 +158,53 @@ def test_what_the_types_do_not_allow_is_refused(field: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "param"),
+    ("fields", "param", "reason"),
     [
-        ({"conversation": "c"}, "conversation"),
-        ({"prompt": {"id": "p"}}, "prompt"),
-        ({"truncation": "auto"}, "truncation"),
-        ({"background": True, "store": False}, "background"),
-        ({"include": ["file_search_call.results"]}, "include"),
-        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"conversation": "c"}, "conversation", "not supported: send the items in 'input', or set"),
+        ({"prompt": {"id": "p"}}, "prompt", "not supported: send the items in 'input', or set"),
+        ({"truncation": "auto"}, "truncation", "'auto' is not supported; use 'disabled'"),
+        ({"background": True, "store": False}, "background", "requires store=true"),
+        ({"include": ["file_search_call.results"]}, "include",
+         "'file_search_call.results' is not supported; use message.output_text.logprobs, reasoning.encrypted_content"),
+        ({"top_logprobs": 2}, "top_logprobs", "requires 'message.output_text.logprobs' in 'include'"),
     ],
-)
-def test_what_is_not_served_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+)  # fmt: skip
+def test_what_is_not_served_is_refused_by_name(fields: dict[str, Any], param: str, reason: str) -> None:
     with pytest.raises(ApiError) as refused:
         check_request(request(**fields))
     assert (refused.value.status, refused.value.param) == (400, param)
+    assert refused.value.message.startswith(f"{param}: {reason}")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"background": True}, {"store": False}, {"truncation": "disabled"},
+        {"include": ["message.output_text.logprobs", "reasoning.encrypted_content"], "top_logprobs": 2},
+    ],
+)  # fmt: skip
+def test_what_is_served_is_not_refused(fields: dict[str, Any]) -> None:
+    check_request(request(**fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"text": {"format": {"type": "json_object"}}}, {"response_format": {"type": "json_object"}}),
+        ({"text": {"format": {"type": "text"}}}, {}),
+        ({"include": ["message.output_text.logprobs"]}, {"logprobs": True, "top_logprobs": 0}),
+        ({"tools": [], "tool_choice": "required"}, {}),
+    ],
+)
+def test_a_field_alone_takes_the_name_of_chat(fields: dict[str, Any], expected: dict[str, Any]) -> None:
+    body = as_chat(**fields, parallel_tool_calls=None)
+    del body["messages"]
+    assert body == expected
+
+
+@pytest.mark.parametrize("choice", ["none", "auto", "required"])
+def test_a_choice_among_tools_is_kept(choice: str) -> None:
+    assert as_chat(tools=[FORECAST], tool_choice=choice)["tool_choice"] == choice
 
 
 def test_fields_take_the_names_of_chat() -> None:

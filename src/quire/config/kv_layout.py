@@ -35,20 +35,19 @@ def kv_cache_config(
     block_size: int,
     *,
     num_bytes: int | None = None,
-    num_blocks: int | None = None,
+    num_blocks: int = 0,
     host_bytes: int = 0,
     max_chunk: int | None = None,
 ) -> KVCacheConfig:
     """The cache that fits into `num_bytes`, or of exactly `num_blocks`. OutOfMemoryError if no block fits."""
-    config = KVCacheConfig(block_size, 0, group_layers(specs, block_size), max_chunk=max_chunk)
+    config = KVCacheConfig(block_size, num_blocks, group_layers(specs, block_size), max_chunk=max_chunk)
     block_bytes, num_needed = config.block_bytes, config.blocks_to_hold(1)
-    if num_blocks is None:
-        num_blocks = max(0, num_bytes or 0) // block_bytes if block_bytes else 0
-    if num_blocks < num_needed:
+    if num_bytes is not None:
+        config = dataclasses.replace(config, num_blocks=num_bytes // block_bytes if block_bytes else 0)
+    if config.num_blocks < num_needed:
         have = f"{num_blocks} blocks are" if num_bytes is None else f"{format_bytes(max(0, num_bytes))} is"
         raise OutOfMemoryError(
             f"{have} too little for the KV cache: {num_needed} block(s) of {block_size} tokens take "
             f"{format_bytes(block_bytes * num_needed)}. Give kv_cache_memory, a smaller block_size, or more memory"
         )
-    num_host_blocks = host_bytes // block_bytes if block_bytes else 0
-    return dataclasses.replace(config, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
+    return dataclasses.replace(config, num_host_blocks=host_bytes // block_bytes if block_bytes else 0)

@@ -26,9 +26,9 @@ def read_quantization(hf: HFConfig) -> tuple[str | None, str | None]:
 
     Raises UnsupportedModelError if no row of METHODS reads them.
     """
-    if not hf.get("quantization_config"):
+    section = hf.section("quantization_config")
+    if not section:
         return None, None
-    section = hf.section("quantization_config") or HFConfig({}, hf.source)
     method = section.text("quant_method", "")
     if method not in METHODS:
         raise UnsupportedModelError(

@@ -74,7 +74,7 @@ class BlockSpaceManager:
         max_tokens = _max_tokens(token_ids, max_tokens)
         if self.prefixes is None:
             places: tuple[list[Place], ...] = ([],) * self.num_groups
-            return PrefixHit(seq_id, token_ids, max_tokens, first=(0,) * self.num_groups, places=places)
+            return PrefixHit(seq_id, token_ids, max_tokens, places=places)
         return self.prefixes.look_up(seq_id, token_ids, key, max_tokens)
 
     def num_cached_tokens(
@@ -164,7 +164,7 @@ class BlockSpaceManager:
         """Whether the sequence can hold `num_tokens` tokens in all and write those that are not computed yet."""
         blocks = self._sequences[seq_id]
         needed = self._num_missing(blocks, num_tokens)
-        needed += len(self._shared_write_groups(blocks, num_computed_tokens, num_tokens))
+        needed += len(self._shared_write_groups(blocks, num_computed_tokens))
         return needed <= self.pool.num_free_blocks
 
     def append(self, seq_id: int, num_computed_tokens: int, num_tokens: int) -> None:
@@ -175,7 +175,7 @@ class BlockSpaceManager:
         """
         fault_point("blocks.append", seq_id)
         blocks = self._sequences[seq_id]
-        for group in self._shared_write_groups(blocks, num_computed_tokens, num_tokens):
+        for group in self._shared_write_groups(blocks, num_computed_tokens):
             table, index = blocks.tables[group], num_computed_tokens // self.block_size
             source = table[index]
             table.replace(index, self.pool.allocate())  # the hold on the source passes to the copy
@@ -192,17 +192,16 @@ class BlockSpaceManager:
         pairs = zip(blocks.tables, self.managers, strict=True)
         return sum([max(0, manager.num_blocks(num_tokens) - table.num_blocks) for table, manager in pairs])
 
-    def _shared_write_groups(self, blocks: SequenceBlocks, num_computed: int, num_tokens: int) -> list[int]:
+    def _shared_write_groups(self, blocks: SequenceBlocks, num_computed: int) -> list[int]:
         """The groups whose partly computed block the next tokens would write into while others hold it.
 
         Those that hold it only to copy its first slots do so before anything is written.
         """
-        index = num_computed // self.block_size
-        if num_computed % self.block_size == 0 or num_tokens == num_computed:
+        index, offset = divmod(num_computed, self.block_size)
+        if not offset:
             return []
         counts, sources = self.pool.ref_counts, self._copies.sources
-        tables = blocks.tables
-        last = [(g, tables[g][index]) for g in self._token_groups if index < tables[g].num_blocks]
+        last = [(g, blocks.tables[g][index]) for g in self._token_groups]
         return [g for g, block_id in last if counts[block_id] - sources[block_id] > 1]
 
     def publish(self, seq_id: int, token_ids: Sequence[int], num_computed_tokens: int) -> None:
@@ -236,7 +235,7 @@ class BlockSpaceManager:
         assert child_id not in self._sequences, f"sequence {child_id} has blocks already"
         assert parent_id not in self._copies, f"sequence {parent_id} waits for copies and cannot be forked yet"
         assert parent.tier == DEVICE, f"sequence {parent_id} is swapped out and cannot be forked"
-        child = SequenceBlocks([table.copy() for table in parent.tables], parent.num_full, parent.num_full)
+        child = SequenceBlocks([table.copy() for table in parent.tables], parent.num_full)
         for table in child.tables:
             for block_id in table.ids():
                 self.pool.share(block_id)

@@ -82,9 +82,8 @@ class Tiers:
         planned, self._planned = self._planned, _StepTransfers()
         self._in_flight[step] = planned
         pairs = planned.pairs
-        outward = sorted((key for key in pairs if key[0] < key[1]), reverse=True)
-        inward = sorted((key for key in pairs if key[0] > key[1]), reverse=True)
-        return tuple([Transfer(source, target, tuple(pairs[source, target])) for source, target in outward + inward])
+        keys = sorted(pairs, key=lambda key: (key[0] < key[1], key), reverse=True)
+        return tuple([Transfer(source, target, tuple(pairs[source, target])) for source, target in keys])
 
     def settle(self, step: int) -> None:
         """The step has succeeded: its transfers are done."""

@@ -58,10 +58,7 @@ def make_app(
     return Application(
         state,
         Router(
-            [
-                Route(row.path, row if wrap is None else wrap(row, row), methods=[row.method], name=row.summary)
-                for row in routes
-            ],
+            [Route(row.path, row if wrap is None else wrap(row, row), methods=[row.method]) for row in routes],
             redirect_slashes=False,
             middleware=around,
         ),

@@ -42,12 +42,12 @@ class BeamSelector(Protocol):
 class _Hypothesis:
     """An output that has ended."""
 
-    score: float
-    """The sum of its log-probabilities, divided by length ** length_penalty."""
     cum_logprob: float
     token_ids: list[int]
     finish_reason: FinishReason | None
     stop_reason: int | None = None
+    score: float = 0.0
+    """The sum of its log-probabilities, divided by length ** length_penalty. Not set for a beam that is cut short."""
 
 
 class BeamSearch:
@@ -138,7 +138,7 @@ class BeamSearch:
         is_stop = reason == "stop" and token_id not in self.eos_token_ids
         if reason == "stop" and not self.params.include_stop_str_in_output:
             output.pop()
-        hypothesis = _Hypothesis(score, cum_logprob, output, reason, token_id if is_stop else None)
+        hypothesis = _Hypothesis(cum_logprob, output, reason, token_id if is_stop else None, score)
         insort(self._finished, hypothesis, key=lambda other: -other.score)
         del self._finished[self.params.beam_width :]
 
@@ -155,7 +155,7 @@ class BeamSearch:
     def outputs(self, beams: list[Sequence]) -> list[CompletionOutput]:
         """The `n` best. If the search was cut short, its unfinished beams follow the finished outputs."""
         hypotheses = self._finished + [
-            _Hypothesis(0.0, cum_logprob, list(beam.output.token_ids), beam.output.finish_reason)
+            _Hypothesis(cum_logprob, list(beam.output.token_ids), beam.output.finish_reason)
             for beam, cum_logprob in zip(beams, self._cum_logprobs, strict=False)
         ]
         num_returned = self.params.n or self.params.beam_width

@@ -74,8 +74,7 @@ class InputProcessor:
         if params.logprobs is not None or params.ranks_samples:
             logprobs = LogprobRows(decode, keeps=params.logprobs is not None)
         if params.prompt_logprobs is not None:
-            num_top = self._num_logprobs("prompt_logprobs", params.prompt_logprobs)
-            scores = PromptScores(1, token_ids[1:], num_top, decode)
+            scores = PromptScores(1, token_ids[1:], self._num_logprobs(params.prompt_logprobs), decode)
         detokenizer = self._detokenizer(token_ids, params)
         sample = SampleOutput(params, self.model.eos_token_ids, detokenizer, logprobs)
         outputs = OutputBuilder(request_id, token_ids, params, arrival_time, text, scores)
@@ -115,9 +114,7 @@ class InputProcessor:
     def encode(self, text: str, add_special_tokens: bool = True, *, cuts: bool = False) -> list[int]:
         """Return the token ids of a text, or possibly of its end only if the request `cuts` its beginning off. Raises
         PromptTooLongError for a text that cannot fit."""
-        if len(text) > self.model.max_model_len:
-            text = self._readable(text, cuts)
-        return self.tokenizer.encode(text, add_special_tokens)
+        return self.tokenizer.encode(self._readable(text, cuts), add_special_tokens)
 
     def _readable(self, text: str, cuts: bool) -> str:
         """Return the text, or the part of its end that is used. Encoding takes a hundred bytes of memory for each
@@ -152,7 +149,7 @@ class InputProcessor:
         continuation all tokens of the context are scored except the first.
         """
         text, token_ids, cache_salt = self._parse_prompt(context)
-        more_text, more_token_ids, _ = (None, None, "") if continuation is None else self._parse_prompt(continuation)
+        more_text, more_token_ids = (None, None) if continuation is None else self._parse_prompt(continuation)[:2]
         if continuation is None:
             first, token_ids = 1, self.encode(text or "") if token_ids is None else token_ids
         elif token_ids is not None and more_token_ids is not None:
@@ -220,7 +217,7 @@ class InputProcessor:
             raise InvalidParamsError(
                 f"truncate_prompt_tokens={keep}: the context holds {limit} tokens, one of them for the output"
             )
-        return token_ids[-(keep if keep > 0 else max(1, limit - (params.max_tokens or 1))) :]
+        return token_ids[-(max(1, limit - (params.max_tokens or 1)) if keep == -1 else keep) :]
 
     # Params
 
@@ -233,7 +230,7 @@ class InputProcessor:
                 f"{name}={params.num_samples}: this engine runs at most max_num_seqs={max_num_seqs} at once"
             )
         for name in ("logprobs", "prompt_logprobs"):
-            self._num_logprobs(name, getattr(params, name))
+            self._check_num_logprobs(name, getattr(params, name) or 0)
         if params.ranks_samples and self.config.logprobs_mode.endswith("logits"):
             raise InvalidParamsError(
                 f"best_of={params.best_of} ranks samples by their log-probabilities, and this engine returns logits "
@@ -244,16 +241,17 @@ class InputProcessor:
         if params.allowed_token_ids is not None:
             self._check_something_is_left(set(params.allowed_token_ids), self._draw(params))
 
-    def _num_logprobs(self, name: str, wanted: int | None) -> int:
-        """Return how many of the likeliest tokens are returned."""
-        limit, vocab_size = self.config.max_logprobs, self.model.vocab_size
-        num = vocab_size if wanted == ALL_LOGPROBS else wanted or 0
-        if limit != ALL_LOGPROBS and num > limit:
+    def _check_num_logprobs(self, name: str, wanted: int) -> None:
+        limit = self.config.max_logprobs
+        if limit != ALL_LOGPROBS and max(wanted, self._num_logprobs(wanted)) > limit:
             raise InvalidParamsError(
-                f"{name}={wanted}: this engine gives at most max_logprobs={limit}; raise it (-1: no limit) or ask for "
-                "fewer"
+                f"{name}={wanted}: this engine gives at most max_logprobs={limit}; "
+                "raise it (-1: no limit) or ask for fewer"
             )
-        return min(num, vocab_size)
+
+    def _num_logprobs(self, wanted: int) -> int:
+        """Return how many of the likeliest tokens are returned."""
+        return self.model.vocab_size if wanted == ALL_LOGPROBS else min(wanted, self.model.vocab_size)
 
     def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
         if (largest := max(token_ids, default=0)) >= self.model.vocab_size:
@@ -282,10 +280,10 @@ class InputProcessor:
 
     def _draw(self, params: SamplingParams) -> Draw:
         """Return the part of the draws that all samples have in common."""
-        logprobs = None if params.logprobs is None else self._num_logprobs("logprobs", params.logprobs)
+        logprobs = None if params.logprobs is None else self._num_logprobs(params.logprobs)
         return Draw(
             temperature=0.0 if params.is_greedy else params.temperature,
-            top_k=params.top_k if 0 < params.top_k < self.model.vocab_size else 0,
+            top_k=max(0, params.top_k) if params.top_k < self.model.vocab_size else 0,
             top_p=params.top_p,
             random_key=b"",
             min_p=params.min_p,
@@ -306,7 +304,7 @@ class InputProcessor:
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """As in vLLM: the tokens of each word at the beginning of a text and, if they differ, after a space."""
-        found: dict[tuple[int, ...], None] = {}
+        found: list[tuple[int, ...]] = []
         for word in params.bad_words or ():
             plain, spaced = (
                 tuple(self.tokenizer.encode(space + (word.lstrip() or word), add_special_tokens=False))
@@ -315,10 +313,10 @@ class InputProcessor:
             if not plain:
                 raise InvalidParamsError(f"bad_words has {word!r}, of which this model's tokenizer makes no token")
             self._check_ids("bad_words", plain)
-            found[plain] = None
+            found.append(plain)
             if len(spaced) == len(plain) and spaced[0] != plain[0]:
-                found[spaced] = None
-        return tuple(found)
+                found.append(spaced)
+        return tuple(dict.fromkeys(found))
 
     def _detokenizer(self, token_ids: list[int], params: SamplingParams) -> IncrementalDetokenizer | None:
         if not params.detokenize:

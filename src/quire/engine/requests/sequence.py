@@ -41,13 +41,6 @@ class SequenceStatus(Enum):
         """Whether no more tokens will come."""
 
 
-class SequenceStage(Enum):
-    """PREFILL until the keys and values of all its tokens but the newest are computed, then DECODE."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-
 class Sequence:
     """One stream of tokens: the prompt and the output so far.
 
@@ -163,11 +156,6 @@ class Sequence:
     def num_uncomputed_tokens(self) -> int:
         """The number of tokens to run before the next one can be drawn."""
         return len(self.token_ids) - self.num_computed_tokens
-
-    @property
-    def stage(self) -> SequenceStage:
-        """DECODE if only the newest token is to be computed, PREFILL otherwise."""
-        return SequenceStage.DECODE if self.num_uncomputed_tokens == 1 else SequenceStage.PREFILL
 
 
 class SequenceGroup:

@@ -121,7 +121,7 @@ class Scheduler:
                 continue
             end = seq.num_computed_tokens + num_tokens
             count = min(len(seq.drafts), plan.token_budget, self.config.max_num_seqs - num_rows)
-            if end < len(seq.token_ids) or len(seq.draws) != 1 or count <= 0:
+            if end < len(seq.token_ids) or count <= 0:
                 continue
             self.requests.planning_group = group
             if self.blocks.can_append(seq.seq_id, seq.num_computed_tokens, end + count):
@@ -231,9 +231,9 @@ class Scheduler:
                 continue
             requests.planning_group = group
             if plan.is_full(self.config.max_num_seqs, group.num_wanted_seqs):
-                break
+                return
             if not (self._resume(group, plan) if group in requests.swapped else self._start(group, plan)):
-                break
+                return
             requests.planning_group = None
 
     def _start(self, group: SequenceGroup, plan: StepPlan) -> bool:

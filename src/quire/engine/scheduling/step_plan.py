@@ -33,7 +33,7 @@ class StepPlan:
     def chunk(self, seq: Sequence) -> int:
         """How many tokens the sequence may compute."""
         num_tokens = len(seq.token_ids) - seq.num_computed_tokens
-        return min(num_tokens, self.token_budget, self.prefill_budget if num_tokens > 1 else 1)
+        return min(num_tokens, self.token_budget, self.prefill_budget if num_tokens > 1 else num_tokens)
 
     def is_full(self, max_num_seqs: int, num_wanted: int) -> bool:
         """Whether `num_wanted` more sequences are too many, or no tokens are left for them."""
@@ -43,5 +43,5 @@ class StepPlan:
         """Schedule the sequence's next tokens."""
         self.scheduled.append((group, seq, num_tokens))
         self.token_budget -= num_tokens
-        if num_tokens > 1 or len(seq.token_ids) - seq.num_computed_tokens > 1:
+        if len(seq.token_ids) - seq.num_computed_tokens > 1:
             self.prefill_budget -= num_tokens

@@ -202,5 +202,5 @@ def _accepted_drafts(scheduled: ScheduledSequence, drawn: tuple[int, ...]) -> li
     without drafts (drafter-invariant decoding, arXiv 2408.07978).
     """
     drafts = scheduled.token_ids[len(scheduled.token_ids) - scheduled.num_drafts :]
-    differing = (place for place, pair in enumerate(zip(drafts, drawn, strict=False)) if pair[0] != pair[1])
-    return list(drafts[: next(differing, len(drafts))])
+    differing = (place for place, draft in enumerate(drafts) if draft != drawn[place])
+    return list(drafts[: next(differing, None)])

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from quire.engine.requests.sequence import SequenceGroup, SequenceStage
+from quire.engine.requests.sequence import SequenceGroup
 from quire.engine.view import cache_frame
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ _PIN_KEY = 0x1E3779B97F4A7C15
 
 IntArray = npt.NDArray[np.int64]
 T = TypeVar("T")
-_PREFILL, _DECODE = SequenceStage.PREFILL.value, SequenceStage.DECODE.value
+_PREFILL, _DECODE = "prefill", "decode"
 
 
 class Watched(Protocol):

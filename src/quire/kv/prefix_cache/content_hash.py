@@ -31,7 +31,7 @@ class ContentKey:
     def root(self) -> bytes:
         """Return the parts that apply from the first token on, as unambiguous bytes."""
         lora_id = self.lora_id.encode()
-        return len(lora_id).to_bytes(8, "little") + lora_id + self.cache_salt.encode()
+        return len(lora_id).to_bytes(8) + lora_id + self.cache_salt.encode()
 
 
 NO_KEY = ContentKey()
@@ -41,10 +41,10 @@ class ContentHasher:
     """BLAKE2b (RFC 7693) with a secret key, so that a client can neither construct a collision nor predict a hash."""
 
     def __init__(self) -> None:
-        self._key = secrets.token_bytes(32)
+        self._key = secrets.token_bytes()
         self._keyed = hashlib.blake2b(digest_size=16, key=self._key)
 
-    def root(self, extra: bytes = b"") -> BlockHash:
+    def root(self, extra: bytes) -> BlockHash:
         """Return the hash that stands for the parent of a first block; `extra` are the bytes of ContentKey.root."""
         return hashlib.blake2b(extra, digest_size=16, key=self._key, person=b"root").digest()
 
@@ -56,8 +56,11 @@ class ContentHasher:
         return state.digest()
 
     def media(self, item_hash: bytes) -> bytes:
-        """Return the bytes that replace an item's first placeholder token: a negative number, thus no token."""
-        digest = hashlib.blake2b(item_hash, digest_size=TOKEN_BYTES, key=self._key, person=b"media").digest()
+        """Return the bytes that replace an item's first placeholder token: a negative number, thus no token.
+
+        BLAKE2b hashes the size of the digest as well, so that these are not the beginning of any block's hash.
+        """
+        digest = hashlib.blake2b(item_hash, digest_size=TOKEN_BYTES, key=self._key).digest()
         return digest[:-1] + bytes([digest[-1] | 0x80])
 
 

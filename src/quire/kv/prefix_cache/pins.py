@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 
 from quire.common.errors import RequestError
 from quire.config.kv_cache import KVCacheConfig
@@ -31,7 +32,7 @@ class Pins:
         self.block_ids: dict[int, list[int]] = {}
         """By pin, the blocks that it holds."""
         self._counts: Counter[int] = Counter()
-        self._next_id = 0
+        self._ids = count()
         self._config = config
         self._prefixes = prefixes
 
@@ -62,7 +63,7 @@ class Pins:
         self._check(max(num_new_blocks, len(set(block_ids) - self._counts.keys())))
         for block_id in block_ids:
             prefixes.cache.acquire(block_id)
-        pin_id, self._next_id = self._next_id, self._next_id + 1
+        pin_id = next(self._ids)
         self.block_ids[pin_id] = block_ids
         self._counts.update(block_ids)
         return PinnedPrefix(pin_id, start + min((n for _, _, n in tails), default=0), len(block_ids))

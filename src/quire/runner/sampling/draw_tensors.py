@@ -191,7 +191,7 @@ class _Banning:
         ids = self.always.copy()
         if num_output_tokens < self.min_tokens:
             ids += self.stop_token_ids
-        if self.after and num_output_tokens > 0:
+        if self.after:
             history = row.history
             for *prefix, last in self.after.get(int(history[-1]), ()):
                 if len(prefix) <= num_output_tokens and history[-len(prefix) :].tolist() == prefix:

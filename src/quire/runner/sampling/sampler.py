@@ -34,7 +34,7 @@ class Sampler:
         A row's outcome depends on that row alone. The logits stay as they are.
         """
         draws = draws_of(sequences)
-        if draws != self._draws.draws or logits.shape[1] != self._draws.vocab:
+        if draws != self._draws.draws:
             self._draws = DrawTensors(draws, logits.shape[1])
         with self._workspace:
             changed, errors = logits, dict[int, str]()

@@ -159,18 +159,23 @@ class _ByteTokenizer:
 def serve() -> None:
     """Run the child process: read the settings, then answer each line of params with a line of the verdict."""
     liveness.end_with_parent()
-    resource.setrlimit(resource.RLIMIT_AS, (TRIAL_LIMIT_BYTES, TRIAL_LIMIT_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _limit(resource.RLIMIT_AS, TRIAL_LIMIT_BYTES)
+    _limit(resource.RLIMIT_CORE, 0)
     os.nice(10)  # the engine's steps have priority
     from llguidance import LLTokenizer, TokenizerWrapper
 
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=TrialSettings)
     tokenizer = LLTokenizer(TokenizerWrapper(_ByteTokenizer(settings)))
     for line in sys.stdin.buffer:
-        end_s = math.ceil(time.process_time() + settings.limit_s)
-        resource.setrlimit(resource.RLIMIT_CPU, (end_s, resource.RLIM_INFINITY))  # SIGXCPU ends the process
+        _limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + settings.limit_s))  # SIGXCPU ends the process
         sys.stdout.buffer.write(msgspec.json.encode(_try(tokenizer, line)) + b"\n")
         sys.stdout.buffer.flush()
+
+
+def _limit(kind: int, value: int) -> None:
+    """Set a limit of this process, which may have a lower one already."""
+    _, most = resource.getrlimit(kind)
+    resource.setrlimit(kind, (value if most == resource.RLIM_INFINITY else min(value, most), most))
 
 
 def _try(tokenizer: "LLTokenizer", line: bytes) -> Verdict:

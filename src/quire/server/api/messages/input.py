@@ -93,18 +93,18 @@ def _assistant_message(blocks: Sequence[api.Block], names: dict[str, str], where
 
 def _user_messages(blocks: Sequence[api.Block], names: dict[str, str], where: str) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
-    texts: list[api.TextBlock] = []
+    texts: list[str] = []
 
     def flush() -> None:
         if texts:
-            messages.append({"role": "user", "content": _joined(texts, where)})
+            messages.append({"role": "user", "content": "\n".join(texts)})
             texts.clear()
 
     for i, block in enumerate(blocks):
         place = f"{where}.content[{i}]"
         match block:
             case api.TextBlock():
-                texts.append(block)
+                texts.append(block.text)
             case api.ToolResultBlock():
                 flush()
                 messages.append(_tool_message(block, names, place))

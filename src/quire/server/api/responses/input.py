@@ -55,9 +55,7 @@ def own_items(request: api.ResponsesRequest) -> list[dict[str, Any]]:
     full = []
     for i, item in enumerate(items):
         _check_item(item, f"input[{i}]")
-        plain: dict[str, Any] = {
-            name: value for name, value in msgspec.to_builtins(item).items() if value is not None or name == "id"
-        }
+        plain: dict[str, Any] = {k: v for k, v in msgspec.to_builtins(item).items() if v is not None}
         plain["id"] = item.id or new_id(_PREFIXES[item.type])
         plain.setdefault("status", "completed")
         if isinstance(item.content, str):
@@ -98,12 +96,12 @@ def chat_messages(items: Sequence[api.InputItem], instructions: str | None) -> l
     """
     opening, messages = ([instructions] if instructions else []), list[dict[str, Any]]()
     reasoning: list[str] = []
-    names: dict[str, str] = {}
+    names: dict[str | None, str | None] = {}
     for item in items:
         if item.type == "reasoning":
             reasoning.append(_text(item.content) or "\n".join(part.text for part in item.summary or ()))
         elif item.type == "function_call":
-            names[item.call_id or ""] = item.name or ""
+            names[item.call_id] = item.name
             _assistant(messages, reasoning).setdefault("tool_calls", []).append(_chat_call(item))
         elif item.type == "function_call_output":
             messages.append(_tool_message(item, names))
@@ -134,8 +132,8 @@ def _chat_call(item: api.InputItem) -> dict[str, Any]:
     return {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
 
 
-def _tool_message(item: api.InputItem, names: Mapping[str, str]) -> dict[str, Any]:
-    name = names.get(item.call_id or "")
+def _tool_message(item: api.InputItem, names: Mapping[str | None, str | None]) -> dict[str, Any]:
+    name = names.get(item.call_id)
     if name is None:
         raise refused("input", f"contains an output of the call {item.call_id!r}, but no such call precedes it")
     return {"role": "tool", "tool_call_id": item.call_id, "name": name, "content": _text(item.output)}

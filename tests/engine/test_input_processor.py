@@ -1,0 +1,278 @@
+"""What requests are made of: texts that are read in pieces, scored prompts, seeds, banned words and detokenizers."""
+
+import dataclasses
+
+import pytest
+
+from quire import BeamSearchParams, EngineArgs, SamplingParams
+from quire.common.errors import InvalidParamsError, InvalidPromptError, PromptTooLongError
+from quire.config.args import EngineConfig
+from quire.engine.requests import input_processor
+from quire.engine.requests.beam_search import BeamSearch
+from quire.engine.requests.input_processor import InputProcessor
+from quire.engine.requests.new_group import new_scoring_group
+from quire.kv.prefix_cache.content_hash import ContentKey
+from quire.runner.memory_plan import plan_memory
+from tests.tokenizer.made import word_piece
+
+BOS = 1
+PIECE = 100
+
+
+class LetterTokenizer:
+    """A token for each character, or one for several; a special token comes first."""
+
+    max_token_len = 8
+
+    def __init__(self, chars_per_token: int = 1) -> None:
+        self.chars_per_token = chars_per_token
+        self.num_chars: list[int] = []
+        """Of each text that was encoded."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        self.num_chars.append(len(text))
+        return [BOS] * add_special_tokens + [ord(letter) for letter in text[:: self.chars_per_token]]
+
+
+def make_config(max_model_len: int = 252) -> EngineConfig:
+    args = EngineArgs.from_kwargs(num_gpu_blocks_override=64, max_model_len=max_model_len, max_num_seqs=4)
+    return plan_memory(args).config
+
+
+@pytest.fixture
+def inputs() -> InputProcessor:
+    return InputProcessor(make_config(), LetterTokenizer())
+
+
+@pytest.fixture
+def in_pieces(inputs: InputProcessor, monkeypatch: pytest.MonkeyPatch) -> InputProcessor:
+    """Texts of more than 252 characters are read in pieces of 100. Three pieces have 252 tokens without those that
+    their borders may add, which the context holds."""
+    monkeypatch.setattr(input_processor, "_PIECE_CHARS", PIECE)
+    monkeypatch.setattr(input_processor, "_USUAL_CHARS", 1)
+    return inputs
+
+
+# Texts
+
+
+def test_special_tokens_are_added_unless_they_are_left_out(inputs):
+    assert inputs.encode("ab") == [BOS, 97, 98]
+    assert inputs.encode("ab", add_special_tokens=False) == [97, 98]
+
+
+@pytest.mark.parametrize("num_chars", [252, 8 * 252])
+def test_a_text_of_usual_length_is_encoded_once(num_chars, monkeypatch):
+    monkeypatch.setattr(input_processor, "_PIECE_CHARS", PIECE)
+    inputs = InputProcessor(make_config(), LetterTokenizer(chars_per_token=8))
+    assert len(inputs.encode("a" * num_chars)) == 1 + -(-num_chars // 8)
+    assert inputs.tokenizer.num_chars == [num_chars]
+
+
+def test_a_text_of_the_most_characters_that_the_context_can_hold_is_accepted_and_one_more_is_not():
+    inputs = InputProcessor(make_config(), LetterTokenizer(chars_per_token=8))
+    assert len(inputs.encode("a" * 2016, add_special_tokens=False)) == 252
+    with pytest.raises(PromptTooLongError, match="2,017 characters, and the 252 tokens of the context have at most 2,"):
+        inputs.encode("a" * 2017)
+
+
+def test_a_text_in_pieces_is_encoded_as_a_whole_if_its_pieces_fit(in_pieces):
+    text = "a" * 260
+    assert in_pieces.encode(text) == [BOS, *[97] * 260]
+    assert in_pieces.tokenizer.num_chars == [100, 100, 60, 260]
+
+
+def test_pieces_that_fill_the_context_exactly_fit_and_one_token_more_does_not(in_pieces):
+    assert len(in_pieces.encode("a" * 300)) == 301
+    with pytest.raises(PromptTooLongError, match="300 characters and more than 252 tokens, and the context holds 251"):
+        InputProcessor(make_config(251), LetterTokenizer()).encode("a" * 300)
+
+
+def test_a_text_whose_beginning_is_cut_off_is_read_from_its_end_until_the_context_is_full(in_pieces):
+    assert in_pieces.encode("b" * 1000 + "a" * 400, cuts=True) == [BOS, *[97] * 400]
+    assert in_pieces.tokenizer.num_chars == [100, 100, 100, 100, 400]
+
+
+def test_the_first_and_the_last_token_of_the_vocabulary_are_allowed_and_the_next_is_not(inputs):
+    assert inputs.prompt([0, 8191]) == (None, [0, 8191], ContentKey())
+    with pytest.raises(InvalidPromptError, match="token id 8192 is not one of this model's, 0 to 8191"):
+        inputs.prompt([0, 8192])
+    with pytest.raises(InvalidPromptError, match="the prompt is empty"):
+        inputs.prompt([])
+
+
+def test_a_prompt_leaves_one_token_of_the_context_to_the_output(inputs):
+    assert inputs.prompt([5] * 251)[1] == [5] * 251
+    with pytest.raises(PromptTooLongError, match="the prompt has 252 tokens, and the context holds 252, one of them"):
+        inputs.prompt([5] * 252)
+
+
+@pytest.mark.parametrize(
+    ("keep", "max_tokens", "num_kept"), [(1, 8, 1), (2, 8, 2), (-1, 8, 244), (-1, None, 251), (-1, 252, 1)]
+)
+def test_the_end_of_a_prompt_that_is_truncated_is_kept(inputs, keep, max_tokens, num_kept):
+    params = SamplingParams(truncate_prompt_tokens=keep, max_tokens=max_tokens)
+    _, token_ids, _ = inputs.prompt([2] * 10 + [3] * 300, params)
+    assert token_ids == [3] * num_kept
+
+
+def test_a_salt_belongs_to_the_prompt_and_is_empty_unless_it_is_given(inputs):
+    assert inputs.prompt({"prompt_token_ids": [5]})[2] == ContentKey(cache_salt="")
+    assert inputs.prompt({"prompt_token_ids": [5], "cache_salt": "salt"})[2] == ContentKey(cache_salt="salt")
+    with pytest.raises(InvalidPromptError, match=r"^cache_salt"):
+        inputs.prompt({"prompt_token_ids": [5], "cache_salt": 5})
+
+
+def test_a_request_keeps_its_id_its_text_and_when_it_arrived(inputs):
+    outputs = inputs.request("name", "ab", SamplingParams(detokenize=False), 12.5).outputs
+    assert (outputs.request_id, outputs.prompt, outputs.prompt_token_ids) == ("name", "ab", [BOS, 97, 98])
+    assert outputs.metrics.arrival_time == 12.5
+
+
+# Scoring
+
+
+def test_without_a_continuation_all_tokens_but_the_first_are_scored(inputs):
+    token_ids, first, _ = inputs.continuation([5, 6, 7], None)
+    assert (token_ids, first) == ([5, 6, 7], 1)
+    token_ids, first, _ = inputs.continuation("ab", None)
+    assert (token_ids, first) == ([BOS, 97, 98], 1)
+
+
+def test_an_empty_text_has_nothing_to_score(inputs):
+    with pytest.raises(InvalidPromptError, match="the context has 1 tokens and the continuation 0"):
+        inputs.continuation("", None)
+
+
+@pytest.mark.parametrize(
+    ("context", "continuation"),
+    [
+        ({"prompt": "a", "prompt_token_ids": [97]}, "b"),
+        ("a", {"prompt": "b", "prompt_token_ids": [98]}),
+        ("a", [98]),
+        ([97], "b"),
+    ],
+)
+def test_a_context_and_its_continuation_must_be_given_in_the_same_way(inputs, context, continuation):
+    with pytest.raises(InvalidPromptError, match="must both be text, or both token ids"):
+        inputs.continuation(context, continuation)
+
+
+def test_a_scoring_request_knows_when_it_arrived_and_wants_no_other_tokens(inputs):
+    request = inputs.scoring_request("a", [5, 6], [7, 8], 12.5)
+    assert request.outputs.metrics.arrival_time == 12.5
+    scores = request.outputs.scores
+    assert (scores.first, scores.token_ids, scores.num_top) == (2, [7, 8], 0)
+
+
+def test_a_scoring_request_uses_only_the_prefixes_of_its_own_salt(inputs):
+    context = {"prompt_token_ids": [5, 6], "cache_salt": "salt"}
+    group = new_scoring_group(inputs.scoring_request("a", context, [7, 8], 0.0), 3)
+    assert group.content_key == ContentKey(cache_salt="salt")
+    assert (group.order, group.seqs[0].token_ids) == (3, [5, 6, 7]), "what follows the last token is not wanted"
+
+
+# Params
+
+
+def test_the_seed_of_a_request_is_that_of_its_place_by_arrival(inputs):
+    drawn = [inputs.draws(SamplingParams())[0].random_key for _ in range(4)]
+    seeded = [inputs.draws(SamplingParams(seed=inputs.seed(place)))[0].random_key for place in range(4)]
+    assert drawn == seeded
+    assert len(set(drawn)) == 4
+
+
+def test_the_seeds_of_requests_are_the_same_in_each_version(inputs):
+    assert [inputs.seed(place) for place in range(2)] == [7307476576739544, 1123069430784311]
+
+
+def test_the_logits_processors_of_a_request_are_named_in_each_draw(inputs):
+    draws = inputs.draws(SamplingParams(n=2), ("first", "second"))
+    assert [draw.processors for draw in draws] == [("first", "second")] * 2
+
+
+@pytest.mark.parametrize(("top_k", "drawn"), [(-1, 0), (0, 0), (1, 1), (8191, 8191), (8192, 0)])
+def test_a_top_k_that_leaves_out_no_token_is_none(inputs, top_k, drawn):
+    assert inputs.draws(SamplingParams(top_k=top_k))[0].top_k == drawn
+
+
+def test_bad_words_have_no_special_tokens_and_the_space_before_them_does_not_count(inputs):
+    (draw,) = inputs.draws(SamplingParams(bad_words=["ab", " ab", "c ", " "]))
+    assert draw.bad_words == ((97, 98), (99, 32), (32,))
+
+
+def test_a_bad_word_of_tokens_that_the_model_does_not_have_is_refused(inputs):
+    with pytest.raises(InvalidParamsError, match=r"^bad_words has 128512: this model's token ids end at 8191"):
+        inputs.draws(SamplingParams(bad_words=["😀"]))
+
+
+def test_tokens_that_end_a_bad_word_count_as_forbidden_where_min_tokens_forbids_the_others(inputs):
+    allowed = [ord("c"), 50]
+    params = SamplingParams(allowed_token_ids=allowed, stop_token_ids=[50], bad_words=["abc"])
+    inputs.check_params(params)
+    with pytest.raises(InvalidParamsError, match="min_tokens=1 may leave none of allowed_token_ids"):
+        inputs.check_params(
+            SamplingParams(allowed_token_ids=allowed, stop_token_ids=[50], bad_words=["abc"], min_tokens=1)
+        )
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"n": 5}, "^n=5: this engine runs at most max_num_seqs=4 at once"),
+        ({"n": 1, "best_of": 5}, "^best_of=5: this engine runs at most max_num_seqs=4 at once"),
+        ({"logprobs": 21}, "^logprobs=21: this engine gives at most max_logprobs=20"),
+        ({"prompt_logprobs": 21}, "^prompt_logprobs=21: this engine gives at most max_logprobs=20"),
+        ({"logprobs": -1}, "^logprobs=-1: this engine gives at most max_logprobs=20"),
+    ],
+)
+def test_what_is_more_than_the_engine_allows_is_refused_by_name(inputs, params, message):
+    inputs.check_params(SamplingParams(n=2, best_of=4, logprobs=20, prompt_logprobs=20))
+    with pytest.raises(InvalidParamsError, match=message):
+        inputs.check_params(SamplingParams(**params))
+
+
+@pytest.mark.parametrize(("max_logprobs", "allowed"), [(8191, False), (8192, True), (-1, True)])
+def test_all_log_probabilities_are_one_for_each_token_of_the_vocabulary(max_logprobs, allowed):
+    inputs = InputProcessor(dataclasses.replace(make_config(), max_logprobs=max_logprobs), LetterTokenizer())
+    params = SamplingParams(logprobs=-1, prompt_logprobs=-1, detokenize=False)
+    if allowed:
+        assert inputs.request("a", [5, 6], params, 0.0).outputs.scores.num_top == 8192
+        assert inputs.draws(params)[0].logprobs == 8192
+    else:
+        with pytest.raises(InvalidParamsError, match=r"^logprobs=-1"):
+            inputs.check_params(params)
+
+
+def test_requests_without_log_probabilities_need_no_allowance_for_them():
+    inputs = InputProcessor(dataclasses.replace(make_config(), max_logprobs=0), LetterTokenizer())
+    inputs.check_params(SamplingParams())
+    with pytest.raises(InvalidParamsError, match=r"^logprobs=1: this engine gives at most max_logprobs=0"):
+        inputs.check_params(SamplingParams(logprobs=1))
+
+
+def test_a_beam_search_is_checked_against_the_limits_of_the_engine(inputs):
+    request = inputs.request("a", [5, 6], BeamSearchParams(4, 8, detokenize=False), 0.0)
+    assert isinstance(request.search, BeamSearch)
+    assert inputs.request("b", [5, 6], SamplingParams(detokenize=False), 0.0).search is None
+    with pytest.raises(InvalidParamsError, match="beam_width=5: this engine runs at most max_num_seqs=4"):
+        inputs.request("a", [5, 6], BeamSearchParams(5, 8), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        ({}, "cat cat"),
+        ({"skip_special_tokens": False}, "cat <s> </s> cat"),
+        ({"skip_special_tokens": False, "spaces_between_special_tokens": False}, "cat <s></s> cat"),
+        ({"stop": ["cat"], "min_tokens": 1}, "cat "),
+        ({"stop": ["cat"], "min_tokens": 1, "include_stop_str_in_output": True}, "cat cat"),
+    ],
+)
+def test_the_text_of_an_output_is_made_as_the_params_say(params, text):
+    tokenizer = word_piece()
+    inputs = InputProcessor(make_config(), tokenizer)
+    sample = inputs.request("a", [5, 6], SamplingParams(ignore_eos=True, **params), 0.0).sample
+    for token in ("cat", "<s>", "</s>", "cat"):
+        sample.append(tokenizer._backend.token_to_id(token))
+    assert sample.detokenizer.text.lstrip() == text
