@@ -67,7 +67,7 @@ def engine_kwargs(options: argparse.Namespace) -> dict[str, Any]:
     """Return the engine's arguments among the options given. Raises ConfigError for two models."""
     names = [field.name for field in dataclasses.fields(EngineArgs)]
     given = {name: value for name, value in vars(options).items() if name in names}
-    given |= options.vllm_arguments
+    given |= getattr(options, "vllm_arguments", {})
     model = getattr(options, "positional_model", None)
     if model is not None and given.setdefault("model", model) != model:
         raise ConfigError(f"two models are given, {model!r} and {given['model']!r}: give one")
