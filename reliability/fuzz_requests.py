@@ -22,7 +22,7 @@ from quire.server.api.shared.fields import SamplingFields
 from quire.server.api.tokens.protocol import DetokenizeRequest, TokenizeRequest
 from quire.server.http import bodies
 from quire.server.http.errors import ApiError
-from quire.text.chat_template.template import ChatTemplate
+from quire.text.chat_template.template import ChatTemplate, check_messages
 from reliability.fuzz_target import JSON, Target, refusal, scratch, tried
 
 # --- bodies of requests
@@ -61,8 +61,10 @@ def _understand(request: Any) -> None:
     elif isinstance(request, MessagesRequest):
         request = msgspec.convert(messages_input.chat_request(request), ChatCompletionRequest)
     if isinstance(request, ChatCompletionRequest):
-        plain = [chat_prompt._plain_message(message, "messages") for message in request.messages]
-        assert all(isinstance(message["content"], str) for message in plain)
+        plain = [chat_prompt._plain_message(message, "messages", keeps_text=False) for message in request.messages]
+        check_messages(plain)
+        calls = [call for message in plain for call in message.get("tool_calls", ())]
+        assert all(isinstance(call["function"]["arguments"], dict) for call in calls)
     if isinstance(request, SamplingFields):
         sampling.structure(request)
 

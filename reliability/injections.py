@@ -52,7 +52,7 @@ COMMON = {
 """Fault points in the common work of a step, where one or two failures end no request."""
 ERRORS = ("RuntimeError", "MemoryError", "ENOSPC", "KeyError", "ValueError", "AssertionError")
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "block_size": 4,
     "max_model_len": 40,
     "max_num_seqs": 8,
@@ -169,7 +169,7 @@ def make_engine(setup: str) -> LLMEngine:
     """Make an engine with a model of its own."""
     given = dict(SETUPS[setup])
     num_host_blocks = given.pop("num_host_blocks")
-    plan = plan_memory(EngineArgs.from_kwargs(**SMALL, **given))
+    plan = plan_memory(EngineArgs(**SMALL, **given))
     plan = dataclasses.replace(plan, kv_cache=dataclasses.replace(plan.kv_cache, num_host_blocks=num_host_blocks))
     config = plan.config
     worker = Worker(config.model, plan.kv_cache, config.parallel)

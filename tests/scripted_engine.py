@@ -67,7 +67,7 @@ def recital(prompt_len: int) -> str:
 
 def scripted_llm(**kwargs: object) -> tuple[LLM, RecitingExecutor]:
     """An LLM with the embedded checkpoint's configuration and tokenizer, and no model."""
-    plan = plan_memory(EngineArgs.from_kwargs(**{"num_gpu_blocks_override": 64, "max_model_len": 256} | kwargs))
+    plan = plan_memory(EngineArgs(**{"num_gpu_blocks_override": 64, "max_model_len": 256} | kwargs))
     tokenizer = Tokenizer.from_path(plan.config.model.tokenizer_path)
     executor = RecitingExecutor(tokenizer)
     return LLM.from_engine(LLMEngine(plan, executor, tokenizer)), executor

@@ -5,6 +5,7 @@ import logging
 import re
 import signal
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -332,3 +333,74 @@ def test_requests_of_different_salts_share_nothing(llm: LLM) -> None:
     assert [cached("a"), cached("b"), cached("a"), cached("b")] == [0, 0, 39, 39]
     with pytest.raises(InvalidPromptError, match="cache_salt=3: must be a Unicode string"):
         llm.generate({"prompt": "Hi", "cache_salt": 3})
+
+
+def test_cached_prefixes_can_be_forgotten_but_not_pinned_ones(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=2)
+    pinned, other = list(range(10, 90)), list(range(100, 180))
+    pin = llm.pin_prefix(pinned)
+    llm.generate(other, params)
+    assert llm.generate(other, params)[0].num_cached_tokens > 64
+    llm.engine.add_request("running", other, params)
+    assert not llm.reset_prefix_cache()
+    llm.engine.abort_request("running")
+    assert llm.reset_prefix_cache()
+    llm.engine.blocks.check_integrity()
+    assert llm.generate(other, params)[0].num_cached_tokens == 0
+    assert llm.generate(pinned, params)[0].num_cached_tokens > 64
+    llm.unpin_prefix(pin)
+
+
+def test_names_and_arguments_of_vllm() -> None:
+    from quire import AsyncEngineArgs
+    from quire.engine.arg_utils import EngineArgs
+    from quire.outputs import RequestOutput
+    from quire.sampling_params import RequestOutputKind
+    from quire.sampling_params import SamplingParams as Params
+
+    assert AsyncEngineArgs is EngineArgs
+    llm = LLM.from_engine_args(EngineArgs(model="quire-tiny", max_model_len=256, kv_cache_memory="4MiB"))
+    assert llm.llm_engine is llm.engine
+    assert llm.get_default_sampling_params() == llm.default_sampling_params()
+    params = Params(max_tokens=2, output_kind=RequestOutputKind.DELTA)
+    outputs = llm.generate(["a", "b"], params, lora_request=None, priority=[1, 0])
+    assert all(isinstance(output, RequestOutput) for output in outputs)
+    assert llm.chat(
+        [{"role": "user", "content": "a"}], params, chat_template_content_format="string", lora_request=None
+    )
+    with pytest.raises(InvalidParamsError, match="1 priorities for 2 prompts"):
+        llm.generate(["a", "b"], params, priority=[1])
+    with pytest.raises(InvalidParamsError, match="lora_request must be None"):
+        llm.generate("a", params, lora_request=object())
+
+
+def test_parameters_that_the_caller_changes_later_concern_later_requests_only(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=3)
+    llm.engine.add_request("first", "a", params)
+    params.max_tokens = 1
+    while llm.engine.has_unfinished_requests():
+        (output,) = llm.engine.step()
+    assert len(output.outputs[0].token_ids) == 3
+
+
+def test_a_sleeping_engine_gives_its_memory_back_and_wakes_up_the_same() -> None:
+    llm = LLM(model="quire-tiny", max_model_len=256, kv_cache_memory="64MiB")
+    params = SamplingParams(temperature=0, max_tokens=8)
+    before = llm.generate("What does", params)
+    llm.pin_prefix(list(range(10, 90)))
+    llm.engine.add_request("running", "a", params)
+    with pytest.raises(RequestError, match="cannot sleep while requests run"):
+        llm.sleep()
+    llm.engine.abort_request("running")
+    cache = weakref.ref(llm.engine.executor.cache_engine)
+    llm.sleep(level=1)
+    assert cache() is None
+    assert llm.engine.stats().num_used_blocks == 0
+    with pytest.raises(RequestError, match="the engine sleeps"):
+        llm.generate("What does", params)
+    llm.wake_up()
+    llm.wake_up(tags=["weights"])
+    after = llm.generate("What does", params)
+    assert [output.outputs[0].token_ids for output in after] == [output.outputs[0].token_ids for output in before]
+    assert after[0].num_cached_tokens == 0
+    llm.engine.blocks.check_integrity()

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from quire.common.version import __version__
+from quire.config.architectures import MODELS
 from quire.config.args import EngineArgs
-from quire.models.registry import supported_architectures
 from quire.server.config import ServerArgs
 
 ROOT = Path(__file__).parents[1]
@@ -99,7 +99,7 @@ SOURCE_SUFFIXES = {".py", ".h", ".cpp"}
 
 def test_the_readme_names_every_architecture() -> None:
     readme = read("README.md").lower()
-    families = {name.removesuffix("ForCausalLM").lower() for name in supported_architectures()}
+    families = {name.removesuffix("ForCausalLM").lower() for name in MODELS}
     assert [name for name in families if name not in readme] == []
 
 
@@ -160,3 +160,8 @@ def test_an_archive_that_lacks_the_checkpoint_is_refused(tmp_path: Path) -> None
     assert result.returncode == 1
     assert "lacks quire/models/embedded/quire-tiny/model.safetensors" in result.stdout
     assert "contains tests/test_x.py, which is outside the package" in result.stdout
+
+
+def test_the_tables_of_the_migration_page_are_those_of_the_code() -> None:
+    """If not, run `python tools/migration_tables.py`."""
+    assert subprocess.run([sys.executable, str(ROOT / "tools" / "migration_tables.py"), "--check"]).returncode == 0

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     )
     from quire.common.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
     from quire.config.args import EngineArgs
+    from quire.engine.arg_utils import AsyncEngineArgs
     from quire.engine.llm_engine import LLMEngine
     from quire.interfaces.async_llm.async_llm import AsyncLLM
     from quire.interfaces.llm import LLM
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
     "AsyncLLM",
     "BeamSearchOutput",
     "BeamSearchParams",
@@ -78,6 +80,7 @@ _HOMES = {
     "AsyncLLM": "quire.interfaces.async_llm.async_llm",
     "LLM": "quire.interfaces.llm",
     "LLMEngine": "quire.engine.llm_engine",
+    "AsyncEngineArgs": "quire.engine.arg_utils",
     "EngineArgs": "quire.config.args",
     **dict.fromkeys(("BeamSearchParams", "SamplingParams", "StructuredOutputsParams"), "quire.common.params"),
     "PinnedPrefix": "quire.kv.prefix_cache.pins",

@@ -26,7 +26,9 @@ class Record:
     def on_tokens(self, request_id: str, num_tokens: int, now: float) -> None:
         self.events.append(("tokens", request_id, num_tokens))
 
-    def on_request_end(self, request_id: str, metrics: RequestMetrics, num_cached_tokens: int, reason: str) -> None:
+    def on_request_end(
+        self, request_id: str, metrics: RequestMetrics, num_cached_tokens: int, reason: str, longest: int
+    ) -> None:
         self.events.append(("end", request_id, reason, metrics, num_cached_tokens))
         self._told.set()
 

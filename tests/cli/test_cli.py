@@ -88,7 +88,59 @@ def test_without_a_command_the_commands_are_asked_for(run: Run) -> None:
     status, _, err = run()
     assert status == 2
     assert "COMMAND" in err
-    assert run("generat")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["generat"], "quire: unknown command 'generat', did you mean 'generate'?"),
+        (["chat", "--temprature", "1"], "quire: unknown option '--temprature', did you mean '--temperature'?"),
+        (
+            ["bench", "latency", "--input-length=5"],
+            "quire: unknown option '--input-length', did you mean '--input-len'?",
+        ),
+        (["chat", "a", "b"], "quire: unknown argument 'b'"),
+        (["chat", "--max-tokens", "many"], "quire chat: argument --max-tokens: invalid int value: 'many'"),
+    ],
+)
+def test_a_wrong_command_line_is_answered_in_one_line(run: Run, arguments: list[str], said: str) -> None:
+    status, out, err = run(*arguments)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(said)
+
+
+@pytest.mark.parametrize("command", ["chat", "generate"])
+@pytest.mark.parametrize(
+    ("option", "said"), [(("--temperature", "-1"), "temperature=-1.0"), (("--top-p", "2"), "top_p=2.0")]
+)
+def test_wrong_sampling_options_are_refused_before_the_model_is_loaded(
+    run: Run, loaded: dict[str, Any], command: str, option: tuple[str, str], said: str
+) -> None:
+    status, _, err = run(command, *option)
+    assert status == 2
+    assert said in err
+    assert not loaded
+
+
+def test_options_may_have_underscores(run: Run, loaded: dict[str, Any]) -> None:
+    assert run("generate", "--prompt", "a_b", "--max_model_len=128")[0] == 0
+    assert loaded["kwargs"] == {"max_model_len": 128}
+
+
+def test_chat_takes_the_model_as_serve_does(run: Run, loaded: dict[str, Any]) -> None:
+    assert run("chat", "quire-draft")[0] == 0
+    assert loaded["kwargs"] == {"model": "quire-draft"}
+    loaded.clear()
+    status, _, err = run("chat", "quire-draft", "--model", "quire-tiny")
+    assert status == 2
+    assert "two models are given, 'quire-draft' and 'quire-tiny'" in err
+
+
+def test_the_chat_lists_its_commands(run: Run, loaded: dict[str, Any]) -> None:
+    out = run("chat", stdin="/help\n/rest\n/etc/passwd?\n")[1]
+    assert out.count("/reset   clear the conversation") == 2
+    assert "there is no /rest, did you mean '/reset'?" in out
+    assert out.count("prompt tokens from the prefix cache]") == 1, "a path is a message"
 
 
 def test_engine_options_are_the_fields_of_engine_args(run: Run, loaded: dict[str, Any]) -> None:
@@ -219,8 +271,8 @@ def test_sampling_options_become_sampling_params(
 ) -> None:
     made: list[SamplingParams] = []
 
-    def keep(parsed: Any, llm: Any) -> SamplingParams:
-        made.append(options.sampling_params(parsed, llm))
+    def keep(given: dict[str, Any], llm: Any) -> SamplingParams:
+        made.append(options.sampling_params(given, llm))
         return made[0]
 
     monkeypatch.setattr(generate, "sampling_params", keep)
@@ -233,7 +285,7 @@ def test_sampling_follows_the_checkpoint_where_it_recommends_something() -> None
     llm.engine.model_config = FakeConfig({"do_sample": True, "temperature": 0.6, "top_p": 0.95})
     parser = options.argparse.ArgumentParser()
     options.add_sampling_arguments(parser)
-    params = options.sampling_params(parser.parse_args(["--top-k", "7"]), llm)
+    params = options.sampling_params(options.sampling_options(parser.parse_args(["--top-k", "7"])), llm)
     assert (params.temperature, params.top_p, params.top_k) == (0.6, 0.95, 7)
 
 
@@ -353,3 +405,24 @@ def test_demo_shows_texts_speed_and_reuse(run: Run, loaded: dict[str, Any]) -> N
     assert re.search(r"\d+ requests, \d+ prompt tokens and \d+ generated tokens in .* s: \d+ generated tokens/s", out)
     hits, queried = map(int, re.search(r"prefix cache: (\d+) of (\d+) prompt tokens reused", out).groups())
     assert 0 < hits < queried
+
+
+def test_options_of_vllm_are_taken_where_they_make_no_difference(run: Run, loaded: dict[str, Any]) -> None:
+    arguments = ["--enforce-eager", "quire-draft", "--load-format", "auto", "--no-enable-log-requests"]
+    assert run("chat", *arguments, "--kv_offloading_size=0.5", "--speculative-config", "None")[0] == 0
+    assert loaded["kwargs"] == {
+        "enforce_eager": True, "model": "quire-draft", "load_format": "auto", "enable_log_requests": False,
+        "kv_offloading_size": 0.5, "speculative_config": None,
+    }  # fmt: skip
+    assert EngineArgs(**loaded["kwargs"]) == EngineArgs(model="quire-draft", swap_space=0.5)
+
+
+def test_options_of_vllm_that_ask_for_something_else_are_refused(run: Run) -> None:
+    status, _, err = run("serve", "--pipeline-parallel-size", "2")
+    assert (status, err) == (
+        2,
+        "quire: pipeline_parallel_size='2' is not supported: one engine process per server so far\n",
+    )
+    status, _, err = run("top", "--enforce-eager")
+    assert status == 2
+    assert "unknown option '--enforce-eager'" in err

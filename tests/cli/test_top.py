@@ -1,6 +1,7 @@
 """`quire top`: a server's cache and queues as text."""
 
 import re
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -98,6 +99,13 @@ def test_once_prints_one_picture(url: str, capsys: pytest.CaptureFixture[str]) -
     assert all(len(line) <= 100 for line in lines)
 
 
+def test_without_a_terminal_there_is_one_picture_without_escapes(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", "--url", url, "--api-key", "right"]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert "25.0% of 8 blocks of 16 in use" in out.splitlines()[1]
+
+
 def test_the_key_may_come_from_the_environment(
     url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,7 +123,10 @@ def test_a_missing_server_is_reported(address: str, capsys: pytest.CaptureFixtur
     assert error.count("\n") == 1
 
 
-def test_it_shows_server_after_server_until_the_stream_ends(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_terminal_shows_picture_after_picture_until_the_stream_ends(
+    url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert main(["top", "--url", url, "--api-key", "right"]) == 2
     captured = capsys.readouterr()
     assert "closed the connection" in captured.err

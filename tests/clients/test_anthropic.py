@@ -51,6 +51,13 @@ def test_a_message_is_answered(client: Anthropic) -> None:
     assert answer.usage.output_tokens > 0
 
 
+def test_models_are_listed_and_described(client: Anthropic) -> None:
+    (listed,) = client.models.list()
+    assert (listed.type, listed.id, listed.display_name) == ("model", MODEL, MODEL)
+    assert listed == client.models.retrieve(MODEL)
+    assert listed.created_at.tzinfo is not None
+
+
 def test_a_stream_says_the_same(client: Anthropic) -> None:
     asked = {"model": MODEL, "max_tokens": 60, "messages": QUESTION, "extra_body": GREEDY}
     whole = client.messages.create(**asked)

@@ -69,7 +69,7 @@ def test_a_hub_id_is_downloaded_at_its_revision_into_the_given_folder(monkeypatc
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     EngineArgs(model="some/model", revision="v2", download_dir="folder").resolve()
-    assert calls == [("some/model", "v2", "folder")]
+    assert calls == [("some/model", "v2", "folder")] * 2, "first its config.json alone"
 
 
 @pytest.mark.parametrize("given", ["auto", "none", "vllm"])
@@ -115,14 +115,15 @@ def test_the_ends_of_the_swap_space_are_in_its_range(swap_space):
 )
 def test_a_wrong_argument_is_refused_by_name(args, message):
     with pytest.raises(ConfigError) as raised:
-        EngineArgs.from_kwargs(**args).resolve()
+        EngineArgs(**args).resolve()
     assert str(raised.value).startswith(message)
 
 
 def test_arguments_are_made_from_their_names_and_an_unknown_one_suggests_the_nearest():
-    assert EngineArgs.from_kwargs(seed=3, dtype="float32") == EngineArgs(seed=3, dtype="float32")
+    args = EngineArgs(seed=3, dtype="float32")
+    assert (args.seed, args.dtype, args.model) == (3, "float32", None)
     with pytest.raises(ConfigError) as raised:
-        EngineArgs.from_kwargs(max_num_seq=4)
+        EngineArgs(max_num_seq=4)
     assert str(raised.value).startswith(
         "unknown argument 'max_num_seq', did you mean 'max_num_seqs'? (allowed: model, tokenizer, revision, "
     )

@@ -179,8 +179,3 @@ def test_stop_strings_are_a_tuple_however_given():
     assert SamplingParams(stop="ab").stop_strings == ("ab",)
     assert SamplingParams(stop=["a", "b"]).stop_strings == ("a", "b")
     assert SamplingParams().stop_strings == ()
-
-
-def test_a_misspelt_parameter_is_refused():
-    with pytest.raises(TypeError, match="temprature"):
-        SamplingParams(temprature=1)

@@ -29,7 +29,7 @@ class FailingExecutor(FakeExecutor):
 
 def make_engine(num_blocks: int = 64, num_host_blocks: int = 0, **kwargs: object) -> LLMEngine:
     arguments = {"num_gpu_blocks_override": num_blocks, "block_size": 4, "max_model_len": 24, "max_num_seqs": 64}
-    plan = plan_memory(EngineArgs.from_kwargs(**arguments | kwargs))
+    plan = plan_memory(EngineArgs(**arguments | kwargs))
     kv_cache = dataclasses.replace(plan.kv_cache, num_host_blocks=num_host_blocks)
     plan = dataclasses.replace(plan, kv_cache=kv_cache)
     return LLMEngine(plan, FailingExecutor(kv_cache), Tokenizer.from_path(plan.config.model.tokenizer_path))

@@ -346,7 +346,7 @@ def test_what_is_out_of_range_is_refused_when_it_is_said(fields, message):
 
 
 def test_a_seed_is_not_one_of_its_fields():
-    with pytest.raises(TypeError, match="seed"):
+    with pytest.raises(InvalidParamsError, match="unknown parameter 'seed'"):
         BeamSearchParams(2, 3, seed=1)
     assert BeamSearchParams(4, 16) == BeamSearchParams(beam_width=4, max_tokens=16, early_stopping=False, n=None)
 

@@ -35,7 +35,7 @@ class LetterTokenizer:
 
 
 def make_config(max_model_len: int = 252) -> EngineConfig:
-    args = EngineArgs.from_kwargs(num_gpu_blocks_override=64, max_model_len=max_model_len, max_num_seqs=4)
+    args = EngineArgs(num_gpu_blocks_override=64, max_model_len=max_model_len, max_num_seqs=4)
     return plan_memory(args).config
 
 

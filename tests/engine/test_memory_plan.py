@@ -191,12 +191,12 @@ def test_without_a_size_the_cache_takes_what_is_left(monkeypatch):
 )
 def test_wrong_arguments_are_refused_by_name(args, message):
     with pytest.raises(ConfigError, match=message):
-        plan_memory(EngineArgs.from_kwargs(**args))
+        plan_memory(EngineArgs(**args))
 
 
 def test_an_unknown_argument_suggests_the_nearest():
     with pytest.raises(ConfigError, match="did you mean 'max_num_seqs'"):
-        EngineArgs.from_kwargs(max_num_seq=4)
+        EngineArgs(max_num_seq=4)
 
 
 def test_a_missing_model_is_a_checkpoint_error(tmp_path):

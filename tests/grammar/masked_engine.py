@@ -60,7 +60,7 @@ _shared: list[GrammarCompiler] = []
 
 def masked_llm(*, share_compiler: bool = True, **kwargs: object) -> tuple[LLM, MaskedExecutor]:
     """An LLM with the embedded checkpoint's configuration and tokenizer, and no model. All have one compiler."""
-    plan = plan_memory(EngineArgs.from_kwargs(**{"num_gpu_blocks_override": 256, "max_model_len": 512} | kwargs))
+    plan = plan_memory(EngineArgs(**{"num_gpu_blocks_override": 256, "max_model_len": 512} | kwargs))
     executor = MaskedExecutor(plan.config.model.vocab_size)
     model, tokenizer = plan.config.model, Tokenizer.from_path(plan.config.model.tokenizer_path)
     engine = LLMEngine(plan, executor, tokenizer)

@@ -113,6 +113,22 @@ def test_tokens_that_the_model_does_not_have_are_not_allowed(vocab_size) -> None
     assert np.flatnonzero(bits[:200] == 0).tolist() == [3, 31, *range(vocab_size, min(200, len(bits)))]
 
 
+@pytest.mark.parametrize("indent", [None, 0, 1, 2, 4, "\t"])
+def test_json_may_be_indented_but_its_whitespace_has_an_end(compiler, indent) -> None:
+    tokenizer = masked_llm()[0].get_tokenizer()
+    state = start(compiler, json={"type": "object", "additionalProperties": {"type": "array"}})
+    text = json.dumps({"a": [1, {"b": [None]}], "c": []}, indent=indent)
+    for token_id in tokenizer.encode(text):
+        assert state.advance(token_id), text
+    assert state.may_end
+    state = start(compiler, json={"type": "array"})
+    for token_id in tokenizer.encode("[\n" + " " * 16):
+        assert state.advance(token_id)
+    texts = [tokenizer.decode([token_id]) for token_id in allowed(state)]
+    assert texts
+    assert not any(text[0].isspace() for text in texts)
+
+
 def test_closed_objects() -> None:
     schema = {
         "properties": {"properties": {"type": "string"}, "open": {"properties": {}, "additionalProperties": True}},

@@ -1,5 +1,8 @@
 """The embedded checkpoint, whose own taste is another: its output has the form all the same."""
 
+import random
+from typing import Any
+
 import pytest
 
 from quire import LLM, BeamSearchParams, InvalidParamsError, SamplingParams, StructuredOutputsParams
@@ -36,6 +39,42 @@ def test_all_forms_at_once_and_each_alone(llm) -> None:
         alone = llm.generate(prompts[i], params[i], use_tqdm=False)[0]
         assert alone.outputs == outputs[i].outputs
     assert llm.generate("Once", free, use_tqdm=False)[0].outputs == outputs[-1].outputs
+
+
+def schemas(count: int) -> list[dict[str, Any]]:
+    """Schemas of objects, up to three levels deep, whose values have bounded lengths."""
+    rng = random.Random(count)
+    leaves = [
+        {"type": "boolean"},
+        {"type": "integer", "minimum": 0, "maximum": 99},
+        {"enum": ["red", "green", "blue"]},
+        {"type": "string", "maxLength": 10},
+        {"type": "null"},
+    ]
+
+    def schema(depth: int) -> dict[str, Any]:
+        if depth == 0:
+            return rng.choice(leaves)
+        kind = rng.random()
+        if kind < 0.3:
+            return {"type": "array", "items": schema(depth - 1), "minItems": 1, "maxItems": 2}
+        if kind < 0.6:
+            return rng.choice(leaves)
+        return an_object(depth)
+
+    def an_object(depth: int) -> dict[str, Any]:
+        names = rng.sample(["name", "age", "id", "tags", "kind", "city"], rng.randint(1, 3))
+        fields = {name: schema(depth - 1) for name in names}
+        return {"type": "object", "properties": fields, "required": names, "additionalProperties": False}
+
+    return [an_object(2) for _ in range(count)]
+
+
+def test_json_ends_within_few_tokens_although_the_model_likes_whitespace(llm) -> None:
+    tried = schemas(100)
+    params = [structured(max_tokens=128, seed=i, temperature=1.0, json=schema) for i, schema in enumerate(tried)]
+    outputs = llm.generate(["Give me JSON: "] * 100, params, use_tqdm=False)
+    assert sum(check(output, {"json": schema}) for output, schema in zip(outputs, tried, strict=True)) >= 98
 
 
 def test_where_params_and_grammar_have_nothing_in_common_the_grammar_holds(llm) -> None:

@@ -14,10 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire.common.errors import CheckpointError, ConfigError, UnsupportedModelError
+from quire.config.architectures import MODELS
+from quire.config.args import EngineArgs
 from quire.config.checkpoint.formats import open_checkpoint
 from quire.config.checkpoint.safetensors import read_header
 from quire.config.model import ModelConfig
-from quire.models.registry import model_class, supported_architectures
+from quire.models.registry import model_class
 from quire.models.weights.loader import load_model, reading, weight_bytes
 from tests.effort import examples
 
@@ -216,12 +218,33 @@ def test_a_quantization_is_known_and_said_once(folder: Path) -> None:
         ModelConfig.resolve(folder, quantization="int4")
 
 
-def test_unknown_architecture_names_the_supported_ones(folder: Path) -> None:
-    write(folder, FIELDS | {"architectures": ["LamaForCausalLM"], "auto_map": {"AutoModel": "x.Y"}}, weights())
-    with pytest.raises(UnsupportedModelError) as caught:
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (FIELDS | {"architectures": ["Phi3ForCausalLM"], "auto_map": {"AutoModel": "x.Y"}}, "Phi3ForCausalLM"),
+        ({"architectures": ["GPT2LMHeadModel"], "n_embd": 8, "n_layer": 1, "n_positions": 16}, "GPT2LMHeadModel"),
+        (
+            {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": FIELDS},
+            "Gemma3ForConditionalGeneration",
+        ),
+        ({"model_type": "gpt2", "n_embd": 8}, "gpt2"),
+    ],
+)
+def test_an_unsupported_architecture_is_called_so_whatever_else_its_config_has(
+    folder: Path, config: dict[str, Any], named: str
+) -> None:
+    write(folder, config, weights())
+    with pytest.raises(UnsupportedModelError, match=f"the architecture '{named}' is not supported") as caught:
         load(folder)
-    assert "did you mean 'LlamaForCausalLM'" in str(caught.value)
-    assert all(name in str(caught.value) for name in supported_architectures())
+    assert all(name in str(caught.value) for name in MODELS)
+    assert "did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize("config", [{"architectures": None}, {"architectures": None, "model_type": "llama"}])
+def test_a_config_that_names_no_architecture_is_told_what_is_missing(folder: Path, config: dict[str, Any]) -> None:
+    write(folder, FIELDS | config, weights())
+    with pytest.raises(CheckpointError, match="'architectures' is None, but must be a list"):
+        load(folder)
 
 
 json_values = st.recursive(
@@ -233,7 +256,7 @@ CONFIG_KEYS = [*FIELDS, "rope_parameters", "rope_scaling", "rope_theta", "head_d
 CONFIG_KEYS += ["sliding_window", "use_sliding_window", "layer_types", "max_window_layers", "torch_dtype", "hidden_act"]
 
 
-@pytest.mark.parametrize("architecture", supported_architectures())
+@pytest.mark.parametrize("architecture", sorted(MODELS))
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changes=st.dictionaries(st.sampled_from(CONFIG_KEYS), json_values, min_size=1, max_size=3))
 def test_no_config_raises_anything_else(architecture: str, tmp_path: Path, changes: dict[str, Any]) -> None:
@@ -466,3 +489,18 @@ def test_unaligned_tensor(tmp_path: Path) -> None:
     raw_file(tmp_path / "model.safetensors", {"a": entry("U8", [1], 0, 1), "b": entry("F32", [2], 1, 9)}, data)
     with reading(open_checkpoint(tmp_path), "b") as tensor:
         assert torch.equal(tensor, values)
+
+
+def test_values_of_both_configs_can_be_replaced(folder: Path) -> None:
+    write(folder, FIELDS | {"architectures": ["Unknown"]}, weights())
+    (folder / "generation_config.json").write_text('{"temperature": 0.5, "top_k": 3}')
+    overrides = {"hf_overrides": {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 77}}
+    config = EngineArgs(model=folder, **overrides, override_generation_config={"top_k": 9, "eos_token_id": 5}).resolve()
+    assert config.model.max_model_len == 77
+    assert config.model.generation_config["top_k"] == 9
+    assert config.model.generation_config["temperature"] == 0.5
+    assert config.model.eos_token_ids == {5}
+    only = EngineArgs(model=folder, **overrides, generation_config="none", override_generation_config={"top_k": 9})
+    assert dict(only.resolve().model.generation_config) == {"top_k": 9}
+    with pytest.raises(CheckpointError, match="with overrides: 'vocab_size' is -1"):
+        ModelConfig.resolve(folder, hf_overrides=overrides["hf_overrides"] | {"vocab_size": -1})

@@ -48,7 +48,7 @@ def batch_of(token_ids: torch.Tensor | None, positions: torch.Tensor, **more: An
 
 def test_a_headless_model_is_loaded_and_run(save_checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, oracle = save_checkpoint("LlamaForCausalLM", **LLAMA)
-    monkeypatch.setitem(registry._MODELS, "GridEncoder", f"{__name__}:GridEncoder")
+    monkeypatch.setitem(registry.MODELS, "GridEncoder", f"{__name__}:GridEncoder")
     config = dataclasses.replace(ModelConfig.resolve(folder), architecture="GridEncoder")
     model = load_model(config)
     table, weight = oracle.model.embed_tokens.weight, oracle.model.layers[0].self_attn.q_proj.weight

@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 
-from quire.common.errors import CheckpointError, ConfigError
+from quire.common.errors import CheckpointError, ConfigError, UnsupportedModelError
 from quire.config.checkpoint.formats import open_checkpoint
 from quire.config.kv_cache import FullAttentionSpec, SlidingWindowSpec
 from quire.config.model import EMBEDDED_CHECKPOINTS, ModelConfig
@@ -320,14 +320,31 @@ def test_hub_id_is_downloaded_without_pickles(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     config = ModelConfig.resolve("some/model", tokenizer="some/tokenizer", revision="v2", download_dir=tmp_path)
     assert (config.model, str(config.path)) == ("some/model", embedded)
-    (model, model_options), (tokenizer, tokenizer_options) = calls
+    (_, first_options), (model, model_options), (tokenizer, tokenizer_options) = calls
     assert (model, tokenizer) == ("some/model", "some/tokenizer")
+    assert wanted(first_options, "config.json", "model.safetensors") == [True, False]
     assert (model_options["revision"], model_options["cache_dir"]) == ("v2", tmp_path)
     assert (tokenizer_options["revision"], tokenizer_options["cache_dir"]) == (None, tmp_path)
     assert wanted(model_options, "model-00001-of-00002.safetensors", "config.json", "chat_template.jinja") == [True] * 3
     refused = ["pytorch_model.bin", "model.pt", "model.pkl", "modeling_x.py", "original/m.safetensors", "onnx/x.json"]
     assert not any(wanted(model_options, *refused))
     assert wanted(tokenizer_options, "tokenizer.json", "model.safetensors") == [True, False]
+
+
+def test_the_weights_of_an_unsupported_model_are_not_downloaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    calls: list[dict[str, Any]] = []
+
+    def download(name: str, **options: Any) -> str:
+        calls.append(options)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel"):
+        ModelConfig.resolve("some/model")
+    assert [wanted(options, "config.json", "model.safetensors") for options in calls] == [[True, False]]
 
 
 def wanted(options: dict[str, Any], *files: str) -> list[bool]:

@@ -79,10 +79,6 @@ CHAT_CASES = [
         {"messages": [*USER, {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
         "messages[1].content[0]",
     ),
-    (
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}]},
-        "messages[0]",
-    ),
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"tools": [{"type": "custom", "function": {"name": "f"}}]}, "tools[0].type"),
     ({"tools": [{"function": {"name": "no spaces"}}]}, "tools[0]"),

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.common.errors import ConfigError, TokenizerError
 from quire.server.api.tools import REASONING_FORMATS, TOOL_FORMATS
 from quire.server.config import ServerArgs
 from tests.effort import examples
@@ -253,6 +254,25 @@ def test_a_conversation_with_calls_goes_into_the_template():
     assert tokenizer_of(server).decode(body["prompt_token_ids"]) == "[user:?][assistant:weather(Ulm)][tool:rain]"
 
 
+@pytest.mark.parametrize("broken", ['{"name": "abc', "[1]", "none"])
+@pytest.mark.parametrize(
+    ("show", "expected"),
+    [
+        ("{{ c.function.arguments }}", "{}"),
+        ("{% for name, value in c.function.arguments.items() %}{{ name }}={{ value }}{% endfor %}", "invalid_json={}"),
+    ],
+)
+def test_a_malformed_call_in_the_history_is_rendered_as_text(broken, show, expected):
+    template = f"{{% for m in messages %}}{{% for c in m.tool_calls or [] %}}{show}{{% endfor %}}{{% endfor %}}"
+    server = saying("ok", args=ServerArgs(allow_client_chat_template=True))
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": broken}}
+    messages = [*HELLO["messages"], {"role": "assistant", "tool_calls": [call]}]
+    request = {"messages": messages, "chat_template": template, "return_token_ids": True, "max_tokens": 1}
+    answer = server.post(PATH, request)
+    assert answer.status == 200
+    assert tokenizer_of(server).decode(answer.json["prompt_token_ids"]) == expected.format(broken)
+
+
 def test_max_completion_tokens_outranks_max_tokens():
     usage = saying("one two three four").post(PATH, HELLO | {"max_tokens": 1, "max_completion_tokens": 3}).json["usage"]
     assert usage["completion_tokens"] == 3
@@ -261,3 +281,20 @@ def test_max_completion_tokens_outranks_max_tokens():
 def test_the_default_length_is_what_the_context_holds(tiny):
     (choice,) = tiny.post(PATH, HELLO | {"ignore_eos": True}).json["choices"]
     assert choice["finish_reason"] == "length"
+
+
+def test_the_operators_template_and_its_variables(tmp_path):
+    template = "{{ tone }}:{% for m in messages %}{{ m.content }}{% endfor %}"
+    (tmp_path / "template.jinja").write_text(template)
+    for value in (template, str(tmp_path / "template.jinja")):
+        server = saying("ok", args=ServerArgs(chat_template=value, default_chat_template_kwargs={"tone": "kind"}))
+        for more, tone in (({}, "kind"), ({"chat_template_kwargs": {"tone": "dry"}}, "dry")):
+            body = server.post(PATH, HELLO | more | {"return_token_ids": True}).json
+            assert tokenizer_of(server).decode(body["prompt_token_ids"]) == f"{tone}:Hello"
+
+
+def test_an_operators_template_that_is_wrong_stops_the_server(tmp_path):
+    with pytest.raises(ConfigError, match=r"chat_template='/.*missing.jinja' cannot be read"):
+        ServerArgs(chat_template=str(tmp_path / "missing.jinja"))
+    with pytest.raises(TokenizerError, match="chat template is invalid"):
+        saying("ok", args=ServerArgs(chat_template="{% for %}"))

@@ -64,6 +64,14 @@ def test_models(tiny):
     assert (listed["data"][0]["root"], listed["data"][0]["max_model_len"]) == ("quire-tiny", 512)
 
 
+def test_models_in_anthropics_form(tiny):
+    version = {"anthropic-version": "2023-06-01"}
+    listed = tiny.get("/v1/models", headers=version).json
+    assert [(model["type"], model["id"]) for model in listed["data"]] == [("model", "quire-tiny"), ("model", "alias")]
+    assert (listed["first_id"], listed["last_id"], listed["has_more"]) == ("quire-tiny", "alias", False)
+    assert listed["data"][1] == tiny.get("/v1/models/alias", headers=version).json
+
+
 def test_text_to_tokens_and_back(tiny):
     tokenizer = tokenizer_of(tiny)
     text = "A text 😀 with <|im_end|> in it."

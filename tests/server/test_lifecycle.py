@@ -285,7 +285,7 @@ def test_it_is_idle_when_nothing_has_run_for_a_while(monkeypatch):
     idle: list[int] = []
 
     async def main():
-        gate = DrainGate(request_timeout_s=None, drain_timeout_s=1, on_idle=lambda: idle.append(gate._num_working))
+        gate = DrainGate(request_timeout_s=None, drain_timeout_s=1, on_idle=lambda: idle.append(gate.num_working))
         first, second = Endless(), Endless()
         first_runs, second_runs = (
             asyncio.create_task(gate.around(app)(scope_of(), None, Sent())) for app in (first, second)

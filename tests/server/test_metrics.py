@@ -96,7 +96,7 @@ def test_a_request_is_measured_from_its_arrival_to_its_end(metrics, clock):
     metrics.on_tokens("r", 2, 104.0)
     metrics.on_tokens("r", 1, 106.0)
     clock.now = 109.5
-    metrics.on_request_end("r", MOMENTS, 4, "stop")
+    metrics.on_request_end("r", MOMENTS, 4, "stop", 3)
     found = samples(metrics)
     sums = {
         "time_to_first_token_seconds": 3.0, "inter_token_latency_seconds": 3.0, "time_per_output_token_seconds": 3.0,
@@ -104,7 +104,7 @@ def test_a_request_is_measured_from_its_arrival_to_its_end(metrics, clock):
         "request_queue_time_seconds": 1.0,
         "request_prefill_time_seconds": 2.0, "request_decode_time_seconds": 6.0, "request_inference_time_seconds": 8.0,
         "request_prompt_tokens": 12, "request_generation_tokens": 4, "request_params_n": 2,
-        "request_params_max_tokens": 50,
+        "request_max_num_generation_tokens": 3, "request_params_max_tokens": 50,
     }  # fmt: skip
     assert {name: found[f"vllm:{name}_sum"] for name in sums} == sums
     assert found["vllm:inter_token_latency_seconds_count"] == 2
@@ -115,8 +115,8 @@ def test_a_request_is_measured_from_its_arrival_to_its_end(metrics, clock):
 
 def test_a_request_that_fails_early_is_counted_and_forgotten(metrics):
     metrics.on_request_start("r", 12, SamplingParams())
-    metrics.on_request_end("r", RequestMetrics(100.0), 0, "error")
-    metrics.on_request_end("r", RequestMetrics(100.0), 0, "error")
+    metrics.on_request_end("r", RequestMetrics(100.0), 0, "error", 0)
+    metrics.on_request_end("r", RequestMetrics(100.0), 0, "error", 0)
     metrics.on_tokens("r", 1, 101.0)
     assert value(metrics, "vllm:request_success_total", finished_reason="error") == 1
     assert value(metrics, "vllm:time_to_first_token_seconds_count") == 0

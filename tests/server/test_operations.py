@@ -46,7 +46,7 @@ class ListenedLLM(InProcessLLM):
                 listener.on_tokens(request_id, 2, 0.0)
             yield output
         for listener in self.listeners:
-            listener.on_request_end(request_id, output.metrics, output.num_cached_tokens, "length")
+            listener.on_request_end(request_id, output.metrics, output.num_cached_tokens, "length", 2)
 
 
 @pytest.fixture

@@ -41,7 +41,9 @@ def lines(monkeypatch):
     log.setLevel(level)
 
 
-def observe(app, *, keep_bodies: bool = False, body: bytes = b"{}", method: str = "POST") -> RequestContext:
+def observe(
+    app, *, keep_bodies: bool = False, body: bytes = b"{}", method: str = "POST", path: str = "/v1/completions"
+) -> RequestContext:
     records: list[RequestContext] = []
 
     async def main():
@@ -51,7 +53,7 @@ def observe(app, *, keep_bodies: bool = False, body: bytes = b"{}", method: str 
         async def send(message):
             pass
 
-        scope = {"type": "http", "method": method, "path": "/v1/completions", "headers": [(b"x-request-id", b"req-1")]}
+        scope = {"type": "http", "method": method, "path": path, "headers": [(b"x-request-id", b"req-1")]}
         await Observer(app, [records.append], keep_bodies=keep_bodies)(scope, receive, send)
 
     asyncio.run(main())
@@ -69,7 +71,7 @@ def answering(status: int = 200, tenant: str = "alice", listener: EngineListener
             listener.on_request_start(engine_id, 10, SamplingParams(tenant=f"{tenant}/carol"))
             listener.on_tokens(engine_id, 3, context.start_s + 0.5)
             moments = RequestMetrics(1.0, 1.25, 1.5, 2.0)
-            listener.on_request_end(engine_id, moments, 4, "length")
+            listener.on_request_end(engine_id, moments, 4, "length", 3)
         await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
@@ -92,6 +94,24 @@ def test_a_client_that_disconnects_and_an_unknown_path():
 
     record = observe(gone, method="BREW")
     assert (record.status, record.route, record.method) == (CLIENT_CLOSED_REQUEST, "other", "other")
+
+
+@pytest.mark.parametrize(
+    ("path", "shown"),
+    [
+        ("/v1/compltions", "/v1/compltions"),
+        ("/\x1b[31mred\n2026 INFO", '"/\\u001b[31mred\\n2026 INFO"'),
+        ("/" + "a" * 5_000, "/" + "a" * 99),
+    ],
+)
+def test_an_unknown_path_is_named_in_the_log_cut_and_escaped(lines, path, shown):
+    async def unknown(scope, receive, send):
+        await send({"type": "http.response.start", "status": 404, "headers": []})
+
+    log_request(observe(unknown, path=path))
+    assert TEXT.format(lines[0]).startswith(f"INFO POST {shown} 404 request_id=req-1")
+    fields = json.loads(JsonFormatter().format(lines[0]))
+    assert (fields["route"], fields["path"]) == ("other", path[:100])
 
 
 def test_a_failure_is_recorded_and_handed_on():

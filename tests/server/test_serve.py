@@ -151,7 +151,7 @@ def drain(server: Server, port: int, key: dict[str, str]) -> None:
         assert stream.status == 200
         assert stream.readline().startswith(b"data: ")
         server.process.send_signal(signal.SIGTERM)
-        server.wait_for("stopping: running requests")
+        server.wait_for("requests that still run: 1; they have")
         assert ask(port, "GET", "/ready")[0].status == 503
         assert ask(port, "GET", "/v1/models", **key)[0].status == 200
         response, answer = ask(port, "POST", "/v1/completions", {}, **key)
@@ -196,6 +196,7 @@ def test_clients_with_certificates_behind_a_trusted_proxy_and_no_page(tmp_path):
         made = [status(known, "POST", "/v1/completions", **{"X-Forwarded-For": address}) for address in addresses]
         assert made == [400, 429, 400], "a limit for each address that the proxy names"
         assert server.stop() == 0
+        assert not any("to finish" in line for line in server.lines), "nothing ran that could be waited for"
 
 
 @pytest.mark.parametrize(
@@ -231,7 +232,7 @@ def test_over_tls_on_a_unix_socket_until_the_second_signal(tmp_path):
             assert stream.status == 200
             assert stream.readline().startswith(b"data: ")
             server.process.send_signal(signal.SIGINT)
-            server.wait_for("stopping: running requests")
+            server.wait_for("requests that still run: 1; they have")
             assert server.stop(signal.SIGINT) == 128 + signal.SIGINT
         assert not path.exists()
 

@@ -78,9 +78,45 @@ def test_the_caller_keeps_its_messages(tokenizer: Tokenizer) -> None:
     assert messages == CHAT
 
 
-def test_text_parts_are_joined(tokenizer: Tokenizer) -> None:
-    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    assert "one\ntwo" in tokenizer.apply_chat_template([{"role": "user", "content": parts}])
+PARTS = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+READS_PARTS = (
+    "{{ bos_token + ':' }}{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages[0].content }}",
+        "{{ messages[0].content | trim }}",
+        "{{ messages[0].content | tojson }}",
+        "{{ messages[0]['content'] + '' }}",
+        "{% set c = messages[0].content %}{{ c if c is string else raise_exception('text only') }}",
+    ],
+)
+def test_parts_are_joined_for_a_template_that_wants_text(tokenizer: Tokenizer, template: str) -> None:
+    given = [{"role": "user", "content": PARTS}]
+    assert tokenizer.apply_chat_template(given, chat_template=template).strip('"') in ("one\ntwo", "one\\ntwo")
+
+
+@pytest.mark.parametrize("options", [{}, {"continue_final_message": True, "add_generation_prompt": False}])
+def test_a_template_that_reads_parts_gets_them_as_transformers_gives_them(options: dict[str, bool]) -> None:
+    import transformers
+
+    given = [{"role": "system", "content": "text"}, {"role": "user", "content": PARTS}]
+    theirs = transformers.AutoTokenizer.from_pretrained(EMBEDDED, bos_token="<|endoftext|>", chat_template=READS_PARTS)
+    ours = Tokenizer.from_path(EMBEDDED)
+    ours.special_tokens = {**ours.special_tokens, "bos_token": "<|endoftext|>"}
+    text = ours.apply_chat_template(given, chat_template=READS_PARTS, **options)
+    assert text == theirs.apply_chat_template(given, tokenize=False, **options)
+    assert "text[one][two" in text
+
+
+def test_content_that_is_none_is_no_content(tokenizer: Tokenizer) -> None:
+    template = "{% for m in messages %}{{ 'content' in m }},{% endfor %}"
+    messages = [USER, {"role": "assistant", "content": None, "tool_calls": []}]
+    assert tokenizer.apply_chat_template(messages, chat_template=template) == "True,False,"
 
 
 def test_the_date_can_be_had(tokenizer: Tokenizer) -> None:
@@ -228,3 +264,13 @@ def test_ordinary_numbers_and_long_conversations_pass(tokenizer: Tokenizer) -> N
     assert tokenizer.apply_chat_template([{"role": "user", "content": content}], chat_template=template) == expected
     long = [{"role": "user", "content": "word " * 200}] * 2000
     assert len(tokenizer.apply_chat_template(long)) > 2_000_000
+
+
+@pytest.mark.parametrize(("given", "shown"), [("string", "one\ntwo|x"), ("openai", "[one][two]|[x]")])
+def test_the_form_of_content_can_be_chosen(tokenizer: Tokenizer, given: str, shown: str) -> None:
+    template = (
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}[{{ p.text"
+        " }}]{% endfor %}{% endif %}{{ '|' if not loop.last }}{% endfor %}"
+    )
+    messages = [{"role": "user", "content": PARTS}, {"role": "user", "content": "x"}]
+    assert tokenizer.apply_chat_template(messages, chat_template=template, content_format=given) == shown

@@ -6,7 +6,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from quire.common.errors import QuireError
+from quire.cli.parser import Parser
+from quire.common.errors import QuireError, nearest_name
 from quire.common.version import __version__
 
 _COMMANDS = {
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    options = _parser(arguments).parse_args(arguments)
+    options = _parser(arguments).parse(arguments)
     try:
         return int(options.run(options))
     except QuireError as error:
@@ -53,13 +54,13 @@ def _run(arguments: list[str]) -> int:
         return _EXIT_INTERRUPTED
 
 
-def _parser(arguments: list[str]) -> argparse.ArgumentParser:
+def _parser(arguments: list[str]) -> Parser:
     """Return the parser of all commands, with the options of the one command that `arguments` names."""
-    shared = argparse.ArgumentParser(add_help=False)
+    shared = Parser(add_help=False)
     shared.add_argument(
         "--debug", action="store_true", default=argparse.SUPPRESS, help="show the Python traceback of an error"
     )
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="quire",
         description="A small LLM inference and serving engine with a paged KV cache.",
         epilog="`quire COMMAND --help` explains a command.",
@@ -70,6 +71,8 @@ def _parser(arguments: list[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"quire {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
+    if chosen is not None and chosen not in _COMMANDS:
+        parser.error(f"unknown command {chosen!r}{nearest_name(chosen, _COMMANDS)}")
     for name, summary in _COMMANDS.items():
         command = commands.add_parser(
             name,
@@ -82,5 +85,6 @@ def _parser(arguments: list[str]) -> argparse.ArgumentParser:
             module = importlib.import_module(f"quire.cli.{name.replace('-', '_')}")
             command.description = module.__doc__
             module.add_arguments(command)
+            parser.takes_vllm_options = "--max-model-len" in command._option_string_actions
             command.set_defaults(run=module.run)
     return parser

@@ -1,18 +1,27 @@
 """Talk with a model, turn by turn; each answer is printed while it is generated.
 
-/reset clears the conversation, /exit or Ctrl-D quits, Ctrl-C stops an answer and keeps the text so far. A line below
-each answer shows its speed and how many prompt tokens came from the prefix cache.
+/help lists the commands. A line below each answer shows its speed and how many prompt tokens came from the prefix
+cache.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from typing import TYPE_CHECKING
 
-from quire.cli.options import add_engine_arguments, add_sampling_arguments, load_llm, sampling_params
-from quire.common.errors import RequestError
+from quire.cli.options import (
+    add_engine_arguments,
+    add_model_argument,
+    add_sampling_arguments,
+    load_llm,
+    sampling_options,
+    sampling_params,
+)
+from quire.common.errors import RequestError, nearest_name
+from quire.common.interrupts import interrupt_deferred
 
 if TYPE_CHECKING:
     from quire.common.outputs import RequestOutput
@@ -20,8 +29,17 @@ if TYPE_CHECKING:
     from quire.interfaces.llm import LLM
 
 
+_COMMANDS = {
+    "/reset": "clear the conversation, except for the system message",
+    "/exit": "quit, as Ctrl-D does",
+    "/help": "list these commands",
+    "Ctrl-C": "stop an answer and keep the text so far",
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
+    add_model_argument(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message at the beginning of the conversation")
     add_sampling_arguments(parser)
     add_engine_arguments(parser)
@@ -29,13 +47,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Load the model, then read and answer messages until the input ends."""
+    given = sampling_options(options)
     llm = load_llm(options)
-    session = ChatSession(llm, sampling_params(options, llm), options.system)
+    session = ChatSession(llm, sampling_params(given, llm), options.system)
     interactive = sys.stdin.isatty()
     if interactive:
         import readline  # noqa: F401  importing it makes input() editable
 
-        print("/reset clears the conversation, /exit quits, Ctrl-C stops an answer")
+        print("/help lists the commands")
     while True:
         try:
             message = input("> " if interactive else "").strip()
@@ -50,6 +69,10 @@ def run(options: argparse.Namespace) -> int:
             return 0
         if message == "/reset":
             session.reset()
+        elif re.fullmatch(r"/[a-z?]*", message):
+            if message not in ("/help", "/?"):
+                print(f"there is no {message}{nearest_name(message, _COMMANDS)}")
+            print("\n".join(f"{name:<8} {text}" for name, text in _COMMANDS.items()))
         elif message:
             session.answer(message)
 
@@ -89,8 +112,6 @@ class ChatSession:
 
     def _stream(self) -> RequestOutput | None:
         """Run the request and print its text as it is generated. Ctrl-C ends it; None if there is no output by then."""
-        from quire.interfaces.llm import interrupt_deferred
-
         engine = self._llm.engine
         self._num_turns += 1
         request_id = f"chat-{self._num_turns}"

@@ -23,6 +23,7 @@ from quire.cli.options import (
     add_sample_arguments,
     add_sampling_arguments,
     load_llm,
+    sampling_options,
     sampling_params,
 )
 from quire.common.errors import InvalidPromptError
@@ -55,13 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Read the prompts, load the model and print the outputs; the exit status is 1 if some prompts were rejected."""
+    given = sampling_options(options)
     items = list(_read_prompts(options))
     if not items:
         raise InvalidPromptError("no prompt was given: use --prompt, --prompts-file or standard input")
     llm = load_llm(options)
     chat = options.chat or (not options.raw and llm.get_tokenizer().has_chat_template)
     prompts = [_to_prompt(llm, item, chat) for item in items]
-    params = sampling_params(options, llm)
+    params = sampling_params(given, llm)
     shown = len(prompts) > 1 and sys.stderr.isatty()
     outputs = llm.generate(prompts if len(prompts) > 1 else prompts[0], params, use_tqdm=shown)
     for i, (item, output) in enumerate(zip(items, outputs, strict=True)):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 from typing import TYPE_CHECKING, Any
 
+from quire.common.errors import ConfigError
 from quire.config.args import EngineArgs
 
 if TYPE_CHECKING:
@@ -56,10 +58,20 @@ def add_field_arguments(parser: argparse.ArgumentParser, kind: Any, title: str) 
             group.add_argument(flag, type=_TYPES[frozenset(kinds)], metavar=field.name.upper(), **keywords)
 
 
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the model as an argument without a name."""
+    parser.add_argument("positional_model", nargs="?", metavar="MODEL", help="the same as --model MODEL")
+
+
 def engine_kwargs(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the engine's arguments among the options given."""
+    """Return the engine's arguments among the options given. Raises ConfigError for two models."""
     names = [field.name for field in dataclasses.fields(EngineArgs)]
-    return {name: value for name, value in vars(options).items() if name in names}
+    given = {name: value for name, value in vars(options).items() if name in names}
+    given |= getattr(options, "vllm_arguments", {})
+    model = getattr(options, "positional_model", None)
+    if model is not None and given.setdefault("model", model) != model:
+        raise ConfigError(f"two models are given, {model!r} and {given['model']!r}: give one")
+    return given
 
 
 def load_llm(options: argparse.Namespace) -> LLM:
@@ -93,21 +105,26 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(flag, type=int, metavar="N", help=text)
 
 
-def sampling_params(options: argparse.Namespace, llm: LLM) -> SamplingParams:
-    """Return the checkpoint's recommended parameters with the options given; greedy if it recommends nothing."""
+def sampling_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the sampling parameters given. Raises InvalidParamsError for wrong ones, before a model is loaded."""
+    from quire.common.params import SamplingParams
+
+    names = [name for name, *_ in _SAMPLING] + [name for name, _ in _SAMPLES]
+    found = {name: getattr(options, name, None) for name in ("stop", "bad_words", *names)}
+    given = {name: value for name, value in found.items() if value is not None}
+    given |= {"max_tokens": options.max_tokens, "ignore_eos": options.ignore_eos}
+    SamplingParams(**given)
+    return given
+
+
+def sampling_params(given: dict[str, Any], llm: LLM) -> SamplingParams:
+    """Return the checkpoint's recommended parameters with those given; greedy if it recommends nothing."""
     import msgspec
 
     recommended = llm.default_sampling_params()
-    changes: dict[str, Any] = {"max_tokens": options.max_tokens, "ignore_eos": options.ignore_eos}
     config = llm.engine.model_config.generation_config
-    if not config.get("do_sample") and config.get("temperature") is None:
-        changes["temperature"] = 0.0
-    names = [name for name, *_ in _SAMPLING] + [name for name, _ in _SAMPLES]
-    for name in ("stop", "bad_words", *names):
-        value = getattr(options, name, None)
-        if value is not None:
-            changes[name] = value
-    return type(recommended)(**msgspec.structs.asdict(recommended) | changes)
+    greedy = {} if config.get("do_sample") or config.get("temperature") is not None else {"temperature": 0.0}
+    return type(recommended)(**msgspec.structs.asdict(recommended) | greedy | given)
 
 
 def _int_or_text(value: str) -> int | str:
@@ -126,10 +143,22 @@ def tenant_weights(value: str) -> dict[str, float]:
     return weights
 
 
+def json_object(value: str) -> dict[str, Any]:
+    """Parse a JSON object; anything else is a command-line error."""
+    try:
+        parsed = json.loads(value)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{value!r} is not JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise argparse.ArgumentTypeError(f"{value!r} is not a JSON object")
+    return parsed
+
+
 _TYPES: dict[frozenset[str], Any] = {
     frozenset(["int"]): int,
     frozenset(["float"]): float,
     frozenset(["str"]): str,
     frozenset(["int", "str"]): _int_or_text,
     frozenset(["Mapping[str, float]"]): tenant_weights,
+    frozenset(["Mapping[str, Any]"]): json_object,
 }

@@ -20,6 +20,6 @@ def run(options: argparse.Namespace) -> int:
     """Print the memory plan."""
     from quire.runner.memory_plan import plan_memory  # loads torch
 
-    plan = plan_memory(EngineArgs.from_kwargs(**engine_kwargs(options)))
+    plan = plan_memory(EngineArgs(**engine_kwargs(options)))
     print(json.dumps(plan.to_dict()) if options.json else plan)
     return 0

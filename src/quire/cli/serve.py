@@ -9,14 +9,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from quire.cli.options import add_engine_arguments, add_field_arguments, engine_kwargs
-from quire.common.errors import ConfigError
+from quire.cli.options import add_engine_arguments, add_field_arguments, add_model_argument, engine_kwargs
 from quire.server.config import ServerArgs, merge_args
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("served_model", nargs="?", metavar="MODEL", help="the same as --model MODEL")
+    add_model_argument(parser)
     parser.add_argument("--config", metavar="FILE", help="configuration file in YAML, or in TOML if it ends in .toml")
     add_field_arguments(parser, ServerArgs, "server")
     add_engine_arguments(parser)
@@ -26,8 +25,6 @@ def run(options: argparse.Namespace) -> int:
     """Serve until a signal arrives, and return the exit status."""
     names = {field.name for field in dataclasses.fields(ServerArgs)}
     flags = engine_kwargs(options) | {name: value for name, value in vars(options).items() if name in names}
-    if options.served_model is not None and flags.setdefault("model", options.served_model) != options.served_model:
-        raise ConfigError(f"two models are given, {options.served_model!r} and {flags['model']!r}: give one")
     args, engine_args = merge_args(options.config, flags)
     from quire.server.serve import serve  # after the arguments are checked, because it loads the HTTP server
 

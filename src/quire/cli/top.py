@@ -1,6 +1,7 @@
 """Watch a running server in the terminal: cache blocks, queues, each request's progress, tokens per second and events.
 
-It shows the same data as the server's web page. --once prints one snapshot as plain text and exits.
+It shows the same data as the server's web page. With --once, or where the output is not a terminal, it prints one
+snapshot as plain text and exits.
 """
 
 from __future__ import annotations
@@ -60,9 +61,10 @@ def _show(options: argparse.Namespace) -> int:
 
     keys = options.api_key or os.environ.get("QUIRE_API_KEY", "")  # may list several keys
     key = keys.split(",")[0].strip() or None
-    picture = Picture(CacheMirror(), is_coloured=not options.once and "NO_COLOR" not in os.environ)
+    once = options.once or not sys.stdout.isatty()
+    picture = Picture(CacheMirror(), is_coloured=not once and "NO_COLOR" not in os.environ)
     updates = watch(options.url, key)
-    if options.once:
+    if once:
         for update in updates:
             picture.add(update)
             if picture.is_whole:

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 logger = logging.getLogger("quire")
-IN_MESSAGE = ("method", "route", "status")
+IN_MESSAGE = ("method", "route", "path", "status")
 """Fields of a record that are already part of its message."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 chosen_format: str | None = None
@@ -35,10 +35,11 @@ class TextFormatter(logging.Formatter):
         """Return the text of a record."""
         text = _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", super().format(record)).replace("\n", "\n    ")
         fields = getattr(record, "fields", {}).items()
-        return text + "".join(f" {name}={_plain(value)}" for name, value in fields if name not in IN_MESSAGE)
+        return text + "".join(f" {name}={plain(value)}" for name, value in fields if name not in IN_MESSAGE)
 
 
-def _plain(value: Any) -> str:
+def plain(value: Any) -> str:
+    """The value as one word of ASCII, in quotation marks and with escapes where it has other characters."""
     text = str(value)
     return text if re.fullmatch(r"[\w./:@+-]+", text, re.ASCII) else json.dumps(text)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from quire.common.errors import ConfigError, check_choice, nearest_name
+from quire.common.errors import ConfigError, check_choice
 from quire.common.params import LOGPROBS_MODES, LogprobsMode
+from quire.common.vllm_arguments import translate
 from quire.config.cache import CacheConfig
 from quire.config.model import ModelConfig
 from quire.config.parallel import ParallelConfig, parse_cpu_list
@@ -35,9 +37,27 @@ class EngineConfig:
     logprobs_mode: LogprobsMode
 
 
+class _NamesChecked(type):
+    """Accepts vLLM's other names where they make no difference, and types that mean the same: a path, a torch dtype."""
+
+    def __call__(cls, **given: Any) -> Any:
+        own = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        return super().__call__(**{name: _plain(v) for name, v in translate("engine", given, own, ConfigError).items()})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    return str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EngineArgs:
-    """Arguments of an engine, under vLLM's names where the meaning is the same. The CLI shows each field's help."""
+class EngineArgs(metaclass=_NamesChecked):
+    """Arguments of an engine, under vLLM's names where the meaning is the same. The CLI shows each field's help.
+
+    Arguments that only vLLM has are accepted where they make no difference (docs/migrating.md). Raises ConfigError for
+    other names, and for values that ask for something that Quire does not have.
+    """
 
     model: str | None = arg(None, "checkpoint folder, hub id, or quire-tiny / quire-draft; none: quire-tiny")
     tokenizer: str | None = arg(None, "folder or hub id of the tokenizer; none: the model's")
@@ -77,6 +97,10 @@ class EngineArgs:
     tensor_parallel_size: int = arg(1, "only 1 is supported")
     num_threads: int | None = arg(None, "threads of the kernels; none: the number that the CPU set and quota allow")
     cpu_list: str | None = arg(None, "CPUs, as in 0,2-3, each with one thread pinned to it; none: no pinning")
+    hf_overrides: Mapping[str, Any] | None = arg(None, "values that replace those of config.json, as a JSON object")
+    override_generation_config: Mapping[str, Any] | None = arg(
+        None, "values that replace those of generation_config.json, as a JSON object"
+    )
     generation_config: str = arg(
         "auto", "sampling defaults: auto, those of the checkpoint's generation_config.json; none, Quire's own"
     )
@@ -88,15 +112,6 @@ class EngineArgs:
     )
     seed: int = arg(0, "seed from which requests without a seed get theirs")
 
-    @classmethod
-    def from_kwargs(cls, **kwargs: Any) -> EngineArgs:
-        """Make EngineArgs, raising a ConfigError with the nearest valid name for an unknown one."""
-        names = [f.name for f in dataclasses.fields(cls)]
-        for name in kwargs:
-            if name not in names:
-                raise ConfigError(f"unknown argument {name!r}{nearest_name(name, names)} (allowed: {', '.join(names)})")
-        return cls(**kwargs)
-
     def resolve(self) -> EngineConfig:
         """Check all arguments and read the checkpoint's config. Raises ConfigError or CheckpointError."""
         check_types(self)
@@ -107,6 +122,8 @@ class EngineArgs:
             quantization=self.quantization,
             revision=self.revision,
             download_dir=self.download_dir,
+            hf_overrides=self.hf_overrides or {},
+            override_generation_config=self.override_generation_config or {},
         )
         if self.kv_cache_memory is not None and self.num_gpu_blocks_override is not None:
             raise ConfigError("kv_cache_memory and num_gpu_blocks_override both set the cache's size: give one")
@@ -116,7 +133,9 @@ class EngineArgs:
             model=dataclasses.replace(
                 model,
                 max_model_len=self._wanted_model_len(model),
-                generation_config=model.generation_config if self._uses_generation_config() else {},
+                generation_config=model.generation_config
+                if self._uses_generation_config()
+                else self.override_generation_config or {},
             ),
             cache=CacheConfig(
                 block_size=self.block_size,
@@ -181,7 +200,13 @@ def check_types(args: Any) -> None:
     """Raise ConfigError if a field of a dataclass has a value of the wrong type."""
     for f in dataclasses.fields(args):
         value = getattr(args, f.name)
-        allowed = str(f.type).replace("Mapping[str, float]", "dict").replace("tuple[str, ...]", "texts").split(" | ")
+        allowed = (
+            str(f.type)
+            .replace("Mapping[str, float]", "dict")
+            .replace("Mapping[str, Any]", "dict")
+            .replace("tuple[str, ...]", "texts")
+            .split(" | ")
+        )
         kind = "None" if value is None else type(value).__name__
         if isinstance(value, tuple) and all(isinstance(item, str) for item in value):
             kind = "texts"

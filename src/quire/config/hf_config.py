@@ -31,6 +31,10 @@ class HFConfig(Mapping[str, Any]):
         """Parse a JSON object from `path`. Raises CheckpointError if the file is absent, huge or malformed."""
         return cls(read_json_object(path), str(path))
 
+    def replaced(self, values: Mapping[str, Any]) -> "HFConfig":
+        """This config with some values replaced, which error messages mention."""
+        return HFConfig({**self._values, **values}, f"{self.source} with overrides") if values else self
+
     def __getitem__(self, key: str) -> Any:
         return self._values[key]
 

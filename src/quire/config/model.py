@@ -4,10 +4,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from quire.common.errors import CheckpointError, ConfigError, UnsupportedModelError, check_choice, nearest_name
 from quire.common.log import logger
+from quire.config.architectures import supported_architecture
 from quire.config.checkpoint.formats import FORMATS, find_format
 from quire.config.hf_config import HFConfig, read_json_object
 from quire.config.quantization import check_quantization, read_quantization
@@ -71,22 +73,29 @@ class ModelConfig:
         quantization: str | None = None,
         revision: str | None = None,
         download_dir: str | Path | None = None,
+        hf_overrides: Mapping[str, Any] = MappingProxyType({}),
+        override_generation_config: Mapping[str, Any] = MappingProxyType({}),
     ) -> "ModelConfig":
         """Find the checkpoint and read its config.
 
         `model` is None or `quire-tiny` / `quire-draft` (inside this package), a folder (the network is never touched),
         or a hub id `org/name`, which is downloaded: JSON, tokenizer and safetensors files, never pickles. `tokenizer`
-        is the same, for the tokenizer files alone. Raises ConfigError for an unknown dtype or quantization,
+        is the same, for the tokenizer files alone. The last two replace values of config.json and
+        generation_config.json. Raises ConfigError for an unknown dtype or quantization,
         UnsupportedModelError for a checkpoint that another tool quantized, and CheckpointError for a checkpoint that is
         missing or malformed.
         """
         check_choice("dtype", dtype, ("auto", *_DTYPES))
         check_quantization(quantization)
         name = EMBEDDED_CHECKPOINTS[0] if model is None else str(model)
+        path = _find(name, ("config.json",), revision, download_dir)
+        hf = HFConfig.read(path / "config.json").replaced(hf_overrides)
+        architecture = supported_architecture(hf)  # before gigabytes of weights that could not be used are downloaded
+        if hf.get("auto_map"):
+            logger.warning("%s asks for its own code (auto_map): never run, Quire's own model is used", hf.source)
         path = _find(name, (*TOKENIZER_FILES, *_weight_patterns()), revision, download_dir)
         tokenizer_path = path if tokenizer is None else _find(str(tokenizer), TOKENIZER_FILES, None, download_dir)
-        hf = HFConfig.read(path / "config.json")
-        generation = _generation_config(path)
+        generation = _generation_config(path).replaced(override_generation_config)
         checkpoint_dtype = _checkpoint_dtype(hf, path)
         _check_layers(hf)
         max_positions = hf.size("max_position_embeddings")
@@ -100,7 +109,7 @@ class ModelConfig:
             tokenizer_path=tokenizer_path,
             hf_config=hf,
             generation_config=generation,
-            architecture=_architecture(hf),
+            architecture=architecture,
             dtype=_compute_dtype(dtype, checkpoint_dtype, name),
             quantization=quantization or saved,
             quant_method=quant_method,
@@ -178,17 +187,6 @@ def _download(name: str, patterns: tuple[str, ...], revision: str | None, downlo
 def _generation_config(path: Path) -> HFConfig:
     file = path / "generation_config.json"
     return HFConfig(read_json_object(file) if file.exists() else {}, str(file))
-
-
-def _architecture(hf: HFConfig) -> str:
-    architectures = hf.get("architectures")
-    if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
-        raise CheckpointError(
-            f"{hf.source}: 'architectures' is {architectures!r}, but must be a list that names the model's class"
-        )
-    if hf.get("auto_map"):
-        logger.warning("%s asks for its own Python code (auto_map): never run, Quire's own model is used", hf.source)
-    return architectures[0]
 
 
 def _check_layers(hf: HFConfig) -> None:

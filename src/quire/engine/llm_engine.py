@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -10,6 +11,7 @@ from quire.common.batch import Batch, StepResult
 from quire.common.errors import EngineBrokenError, RequestError, failure, failures_named
 from quire.common.faults import fault_point
 from quire.common.log import logger, show_messages
+from quire.common.memory import give_back_memory
 from quire.common.outputs import EngineStats, RequestOutput
 from quire.common.params import BeamSearchParams, SamplingParams
 from quire.config.args import EngineArgs
@@ -32,6 +34,13 @@ from quire.text.tokenizer.tokenizer import Tokenizer
 _GRAMMAR_WAIT_S = 0.05
 _COPY_BYTES_PER_S = 5e9
 """A cautious estimate of how fast all threads together copy blocks between the tiers."""
+
+
+class _Sleeping:
+    """In place of the executor of an engine that sleeps."""
+
+    def execute(self, batch: Batch) -> StepResult:
+        raise RuntimeError("the engine sleeps")
 
 
 class LLMEngine:
@@ -79,6 +88,11 @@ class LLMEngine:
         tokenizer = Tokenizer.from_path(plan.config.model.tokenizer_path)
         return cls(plan, make_executor(plan.config, plan.kv_cache), tokenizer)
 
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> LLMEngine:
+        """The same as `from_args`, under vLLM's name."""
+        return cls.from_args(args)
+
     def add_request(
         self,
         request_id: str,
@@ -110,6 +124,8 @@ class LLMEngine:
             self._add(new_scoring_group(request, seq_id))
 
     def _check_request_id(self, request_id: str) -> None:
+        if self.is_sleeping:
+            raise RequestError("the engine sleeps: call wake_up() first")
         if request_id in self._groups:
             raise RequestError(f"request id {request_id!r} is in use by an unfinished request; choose another")
 
@@ -271,6 +287,35 @@ class LLMEngine:
     def unpin_prefix(self, pin: PinnedPrefix) -> None:
         """Allow a pinned prefix to be evicted like any other. Raises RequestError if it is not pinned."""
         self.blocks.pins.unpin(pin.pin_id)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes, except pinned ones. Returns False, and does nothing, while requests run."""
+        if self.has_unfinished_requests():
+            return False
+        self.blocks.forget_cached()
+        return True
+
+    def sleep(self) -> None:
+        """Give back the memory of weights and KV cache until `wake_up`. Cached and pinned prefixes are forgotten.
+        Raises RequestError while requests run."""
+        if self.has_unfinished_requests():
+            raise RequestError("the engine cannot sleep while requests run: wait for them, or abort them")
+        for pin_id in list(self.blocks.pins.block_ids):
+            self.blocks.pins.unpin(pin_id)
+        self.blocks.forget_cached()
+        self.executor = _Sleeping()
+        gc.collect()
+        give_back_memory()
+
+    def wake_up(self) -> None:
+        """Load the model again after `sleep`. Does nothing in an engine that is awake. Raises what loading raises."""
+        if self.is_sleeping:
+            self.executor = make_executor(self.plan.config, self.plan.kv_cache)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether weights and KV cache have been given back."""
+        return isinstance(self.executor, _Sleeping)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from msgspec.structs import replace
@@ -21,6 +20,7 @@ from quire.common.errors import (
     RequestFailedError,
     failures_named,
 )
+from quire.common.interrupts import interrupt_deferred
 from quire.common.log import logger
 from quire.common.outputs import (
     BeamSearchOutput,
@@ -48,9 +48,19 @@ class LLM:
     OutOfMemoryError if the memory does not suffice. An LLM must be used by one thread only.
     """
 
-    def __init__(self, model: str | None = None, **kwargs: Any) -> None:
-        self.engine = LLMEngine.from_args(EngineArgs.from_kwargs(model=model, **kwargs))
+    def __init__(self, model: str | Path | None = None, **kwargs: Any) -> None:
+        self.engine = LLMEngine.from_args(EngineArgs(model=model if model is None else str(model), **kwargs))
         self._request_ids = _request_ids()
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> LLM:
+        """Make an LLM, and the engine that these arguments describe."""
+        return cls.from_engine(LLMEngine.from_args(args))
+
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """The engine, under vLLM's name."""
+        return self.engine
 
     @classmethod
     def from_engine(cls, engine: LLMEngine) -> LLM:
@@ -66,18 +76,22 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: None = None,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or a list of prompts in one batch, and return the outputs in the order of the prompts.
 
         A prompt is a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`. `sampling_params` is one
-        value for all prompts, one for each prompt, or None for the checkpoint's recommendation.
+        value for all prompts, one for each prompt, or None for the checkpoint's recommendation. `priority`, one for all
+        or one for each, replaces theirs. `lora_request` must be None.
 
         An invalid prompt given alone raises a RequestError. In a list, its output has `error` set and the finish reason
         `ignored`, and the other prompts run. If an internal error occurs in the work for one prompt, its output has
         `error` set and the tokens so far. If this method raises, all requests of the call are aborted.
         """
+        _refuse_adapters(lora_request)
         listed, alone = _listed(prompts)
-        params = self._params_per_prompt(sampling_params, len(listed))
+        params = _prioritized(self._params_per_prompt(sampling_params, len(listed)), priority)
         return self._generate(listed, params, alone, use_tqdm)
 
     def beam_search(
@@ -115,7 +129,9 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: None = None,
         chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
@@ -123,8 +139,10 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, rendered by `chat_template` or else the checkpoint's template.
 
-        Otherwise it works like `generate`. Raises TokenizerError if the template is missing or invalid.
+        Otherwise it works like `generate`; Tokenizer.apply_chat_template explains the forms of content. Raises
+        TokenizerError if the template is missing or invalid.
         """
+        _refuse_adapters(lora_request)
         alone = _is_conversation(messages)
         conversations: list[Any] = [messages] if alone else list(messages)
         params = self._params_per_prompt(sampling_params, len(conversations))
@@ -139,6 +157,7 @@ class LLM:
                             add_generation_prompt=add_generation_prompt,
                             continue_final_message=continue_final_message,
                             tools=tools,
+                            content_format=chat_template_content_format,
                             **(chat_template_kwargs or {}),
                         )
                     )
@@ -199,6 +218,23 @@ class LLM:
     def default_sampling_params(self) -> SamplingParams:
         """Return the checkpoint's recommended parameters, with SamplingParams' defaults for the rest."""
         return self.engine.default_sampling_params()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The same as `default_sampling_params`, under vLLM's name."""
+        return self.default_sampling_params()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes, except pinned ones. Returns False, and does nothing, while requests run."""
+        return self.engine.reset_prefix_cache()
+
+    def sleep(self, level: int = 1) -> None:
+        """Give back the memory of weights and KV cache until `wake_up`. All `level`s are the same: the weights are in
+        their files. Raises RequestError while requests run."""
+        self.engine.sleep()
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Load the model again. It is ready for `generate`, whatever `tags` are given."""
+        self.engine.wake_up()
 
     def _params_per_prompt(self, given: Any, num_prompts: int) -> list[SamplingParams]:
         if given is None or isinstance(given, SamplingParams):
@@ -272,6 +308,22 @@ class LLM:
         return done
 
 
+def _refuse_adapters(lora_request: object) -> None:
+    if lora_request is not None:
+        raise InvalidParamsError("lora_request must be None: there are no LoRA adapters so far")
+
+
+def _prioritized(params: list[SamplingParams], priority: int | Sequence[int] | None) -> list[SamplingParams]:
+    if priority is None:
+        return params
+    listed = [priority] * len(params) if isinstance(priority, int) else list(priority)
+    if len(listed) != len(params):
+        raise InvalidParamsError(
+            f"{len(listed)} priorities for {len(params)} prompts: give one for all, or one for each"
+        )
+    return [replace(each, priority=number) for each, number in zip(params, listed, strict=True)]
+
+
 @contextmanager
 def _progress(engine: LLMEngine, total: int, shown: bool) -> Iterator[Callable[[int], None]]:
     """Show a progress bar of finished requests, with tokens per second. Call the function with the number of requests
@@ -289,32 +341,6 @@ def _progress(engine: LLMEngine, total: int, shown: bool) -> Iterator[Callable[[
                 bar.update(num_finished)
 
         yield update
-
-
-@contextmanager
-def interrupt_deferred() -> Iterator[None]:
-    """Delay Ctrl-C until the end of the block, so that it does not interrupt a step. A second Ctrl-C is not delayed.
-
-    Does nothing outside the main thread, or if the program handles the signal itself.
-    """
-    handler = signal.getsignal(signal.SIGINT)
-    if handler is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    interrupted = False
-
-    def remember(*_: object) -> None:
-        nonlocal interrupted
-        interrupted = True
-        signal.signal(signal.SIGINT, handler)
-
-    signal.signal(signal.SIGINT, remember)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    if interrupted:
-        raise KeyboardInterrupt
 
 
 def _request_ids() -> Iterator[str]:

@@ -86,6 +86,11 @@ class BlockPool:
             self.evictor.remove(block_id)
             self._free.append(block_id)
 
+    def forget_cached(self) -> None:
+        """Make all cached blocks free."""
+        for block_id in [block_id for block_id in self.tracker.block_ids() if self.ref_counts[block_id] == 0]:
+            self.forget(block_id)
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless every block is in exactly one state."""
         free = set(self._free)

@@ -327,6 +327,11 @@ class BlockSpaceManager:
         if self.prefixes is not None:
             self.prefixes.forget(seq_id)
 
+    def forget_cached(self) -> None:
+        """Forget the content of all blocks that nothing holds: no later prompt finds it. No batch may be in flight."""
+        for pool in self.tiers.pools:
+            pool.forget_cached()
+
     def advance(self) -> None:
         """Begin a step: blocks that are freed from now on count as used later than those before."""
         self.step += 1

@@ -14,10 +14,12 @@ from typing import Any
 import yaml
 
 from quire.common.errors import ConfigError, check_choice, nearest_name
+from quire.common.vllm_arguments import translate, vllm_arguments
 from quire.config.args import EngineArgs, arg, check_types
 from quire.config.sizes import parse_bytes
 
 LOG_FORMATS = ("text", "json")
+CONTENT_FORMATS = ("auto", "string", "openai")
 TOOL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral")
 _AT_LEAST: Mapping[str, float] = {
     "max_prompts_per_request": 1, "max_choices_per_request": 1, "max_waiting": 0, "max_concurrent_per_tenant": 1,
@@ -76,6 +78,13 @@ class ServerArgs:
     tokens_per_minute: int | None = arg(None, "tokens, of prompts and outputs, per minute of one tenant")
     drain_timeout_s: float = arg(30.0, "seconds that running requests may take to finish when the server stops")
 
+    chat_template: str | None = arg(None, "chat template in place of the checkpoint's: a file, or the text itself")
+    chat_template_content_format: str = arg(
+        "auto", "form in which templates get content: string, openai (a list of parts), or auto: as they read it"
+    )
+    default_chat_template_kwargs: Mapping[str, Any] | None = arg(
+        None, "variables of the chat template that requests need not give, as a JSON object"
+    )
     allow_client_chat_template: bool = arg(False, "let requests contain their own chat template")
     tool_parser: str = arg("auto", f"format of the model's tool calls: {', '.join(TOOL_PARSERS)}")
     reasoning_parser: str = arg(
@@ -94,6 +103,8 @@ class ServerArgs:
         check_types(self)
         check_choice("log_format", self.log_format, LOG_FORMATS)
         check_choice("tool_parser", self.tool_parser, TOOL_PARSERS)
+        check_choice("chat_template_content_format", self.chat_template_content_format, CONTENT_FORMATS)
+        self.chat_template_text()
         for name, least in _AT_LEAST.items():
             if (value := getattr(self, name)) is not None and not least <= value < float("inf"):
                 raise ConfigError(f"{name}={value}: must be at least {least}")
@@ -104,6 +115,15 @@ class ServerArgs:
             if parse_bytes(name, getattr(self, name)) < 1024:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be at least 1024 bytes")
         self._check_listening()
+
+    def chat_template_text(self) -> str | None:
+        """The text of `chat_template`. Raises ConfigError for a file that cannot be read."""
+        if self.chat_template is None or "{" in self.chat_template:
+            return self.chat_template
+        try:
+            return Path(self.chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"chat_template={self.chat_template!r} cannot be read: {error}") from error
 
     def _check_listening(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -166,13 +186,16 @@ def merge_args(config_file: str | None, flags: Mapping[str, Any]) -> tuple[Serve
     """
     given = ({} if config_file is None else _read_config_file(Path(config_file))) | dict(flags)
     server_names, engine_names = ([f.name for f in dataclasses.fields(cls)] for cls in (ServerArgs, EngineArgs))
+    known, others = server_names + engine_names, vllm_arguments("server").keys() | vllm_arguments("engine").keys()
     for name in given:
-        if name not in server_names and name not in engine_names:
-            suggestion = nearest_name(name, server_names + engine_names)
+        if name not in known and name not in others:
+            suggestion = nearest_name(name, known)
             raise ConfigError(f"unknown argument {name!r}{suggestion}; docs/configuration.md lists all arguments")
-    engine = EngineArgs(**{name: value for name, value in given.items() if name in engine_names})
+    of_server = {name: given.pop(name) for name in list(given) if name in (*server_names, *vllm_arguments("server"))}
+    engine = EngineArgs(**given)
     check_types(engine)
-    return ServerArgs(**{name: _tuple(value) for name, value in given.items() if name in server_names}), engine
+    of_server = translate("server", of_server, server_names, ConfigError)
+    return ServerArgs(**{name: _tuple(value) for name, value in of_server.items()}), engine
 
 
 def _tuple(value: Any) -> Any:

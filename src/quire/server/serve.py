@@ -102,7 +102,7 @@ class _Service:
 
         def on_signal(number: int) -> None:
             if not self._stop.is_set():
-                logger.info("stopping: running requests have %g s to finish", self._args.drain_timeout_s)
+                logger.info("stopping")
                 self._stop.set()
             elif self._draining is not None and self._draining.cancel():
                 self._exit_status = 128 + number
@@ -144,6 +144,9 @@ class _Service:
             )
             await self._stop.wait()
             state.is_draining = True
+            if gate.num_working:
+                wait = "requests that still run: %d; they have %g s to finish, and another signal ends them now"
+                logger.info(wait, gate.num_working, args.drain_timeout_s)
             self._draining = asyncio.create_task(finish(state, gate))
             await asyncio.wait({self._draining})
 

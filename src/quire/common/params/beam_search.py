@@ -2,9 +2,8 @@
 
 from typing import Literal
 
-import msgspec
-
 from quire.common.errors import InvalidParamsError
+from quire.common.params.base import Params
 from quire.common.params.checks import check_flag, check_int, check_number
 from quire.common.params.sampling import SamplingParams
 from quire.common.params.structured_outputs import StructuredOutputsParams
@@ -19,11 +18,13 @@ _SAME = (
 """Fields with the same name and meaning in SamplingParams."""
 
 
-class BeamSearchParams(msgspec.Struct, frozen=True):
+class BeamSearchParams(Params):
     """How wide and how far to search for the likeliest outputs; names and defaults as in vLLM and transformers.
 
     The constructor raises InvalidParamsError for a value out of range; the error names the field, value and range.
     """
+
+    kind = "beam"
 
     beam_width: int
     """Number of beams that are kept at each step."""

@@ -3,9 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-import msgspec
-
 from quire.common.errors import InvalidParamsError
+from quire.common.params.base import Params
 from quire.common.params.checks import check_flag, check_ids, check_int, check_number, check_text, check_texts, refuse
 from quire.common.params.structured_outputs import StructuredOutputsParams
 
@@ -43,13 +42,15 @@ _FLAGS = (
 )
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+class SamplingParams(Params, kw_only=True):
     """Parameters that say how tokens are sampled and when an output ends; names and defaults are vLLM's.
 
     The constructor raises InvalidParamsError for a value out of range; the error names the field, value and range.
     What depends on the engine (its vocabulary, its limits) is checked when the request is added. docs/sampling.md lists
     all definitions and bounds, and the order in which they are applied.
     """
+
+    kind = "sampling"
 
     n: int = 1
     """Number of outputs; they share the blocks of the prompt."""
@@ -188,6 +189,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             check_texts("stop", strings, MAX_STOP_STRINGS, MAX_STOP_LEN)
         if strings and not self.detokenize:
             raise InvalidParamsError("stop strings need text, which detokenize=False turns off: remove one of them")
+
+    @classmethod
+    def from_optional(cls, **fields: Any) -> "SamplingParams":
+        """Make parameters of values that may be None for the default. Only max_tokens=None keeps its meaning."""
+        return cls(**{name: value for name, value in fields.items() if value is not None or name == "max_tokens"})
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -1,11 +1,13 @@
 """Parameters for structured output: the structure that an output must have."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
 from quire.common.errors import InvalidParamsError
+from quire.common.params.base import NamesChecked
 from quire.common.params.checks import refuse
+from quire.common.vllm_arguments import Kind
 
 MAX_BYTES = {"json": 256 * 1024, "regex": 64 * 1024, "choice": 256 * 1024, "grammar": 64 * 1024, "json_object": 4}
 """Largest size of each structure, in bytes of UTF-8."""
@@ -24,13 +26,17 @@ _ALLOWED = {str: "a non-empty string", dict: "a dict", list: "a non-empty list",
 _JSON_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 
 
-class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StructuredOutputsParams(
+    msgspec.Struct, metaclass=NamesChecked, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
     """The structure that an output must have; exactly one is given. Names are those of vLLM.
 
     The constructor raises InvalidParamsError for none or several structures, for malformed JSON, for options that
     belong to another structure, and for sizes above the limits of this module. Errors that only the compiler finds (a
     schema's keywords, a regular expression's syntax) end the request later.
     """
+
+    kind: ClassVar[Kind] = "structured"
 
     json: str | dict[str, Any] | None = None
     """A JSON schema."""
@@ -47,7 +53,8 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_
     disable_additional_properties: bool = False
     """If True, objects with named properties have no other properties, unless their schema allows them."""
     whitespace_pattern: str | None = None
-    """A regular expression for the whitespace between the tokens of the JSON."""
+    """A regular expression for the whitespace between the tokens of the JSON. None: a space, or a line break and up to
+    16 spaces or 4 tabs. Where it has no bound, a model can write whitespace until the output is full."""
 
     def __post_init__(self) -> None:
         given = self._given()

@@ -298,7 +298,7 @@ def main(descriptor: int) -> None:
     from quire.engine.llm_engine import LLMEngine  # imports torch, which takes seconds, so heartbeats start before
 
     try:
-        engine = LLMEngine.from_args(EngineArgs.from_kwargs(**start.args))
+        engine = LLMEngine.from_args(EngineArgs(**start.args))
     except Exception as error:
         if not isinstance(error, QuireError):
             logger.exception("the engine could not be made")

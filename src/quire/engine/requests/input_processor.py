@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -62,6 +63,7 @@ class InputProcessor:
     ) -> CheckedRequest:
         """A request that can run. Raises RequestError."""
         search = None
+        params = copy(params)  # the caller may change its own
         if isinstance(params, BeamSearchParams):
             search = BeamSearch(params, self.model, self.config.scheduler.max_num_seqs)
             params = params.sampling_params()

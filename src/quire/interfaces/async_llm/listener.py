@@ -20,5 +20,8 @@ class RequestListener(Protocol):
     def on_tokens(self, request_id: str, num_tokens: int, now: float) -> None:
         """Tokens of a request were received; `now` is in seconds of time.monotonic()."""
 
-    def on_request_end(self, request_id: str, metrics: RequestMetrics, num_cached_tokens: int, reason: str) -> None:
-        """A request has ended; `reason` is stop, length, abort or error."""
+    def on_request_end(
+        self, request_id: str, metrics: RequestMetrics, num_cached_tokens: int, reason: str, longest: int
+    ) -> None:
+        """A request has ended; `reason` is stop, length, abort or error, `longest` the number of tokens of its longest
+        output."""

@@ -50,6 +50,11 @@ class RequestState:
         failed = self._failure is not None or self.outputs.error is not None
         return "error" if failed or reason is None else reason
 
+    @property
+    def longest(self) -> int:
+        """The number of tokens of the longest output so far."""
+        return max(len(output.token_ids) for output in self._beams or self.samples)
+
     async def next_output(self) -> RequestOutput:
         """Wait for new tokens or the end, and return the next output. Raises the error if the request has failed."""
         await self._changed.wait()

@@ -147,4 +147,5 @@ class RequestTable:
         self._request_ids.discard(request_id)
         if is_running and self._engine.death is None:
             self._engine.send(Abort(request_id))
-        self._notify("on_request_end", request_id, outputs.metrics, outputs.num_cached_tokens, request.finish_reason)
+        end = outputs.metrics, outputs.num_cached_tokens, request.finish_reason, request.longest
+        self._notify("on_request_end", request_id, *end)

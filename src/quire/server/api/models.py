@@ -1,11 +1,13 @@
-"""/v1/models: the model that is served, under each of its names."""
+"""/v1/models: the model that is served, under each of its names; in the form of OpenAI's or of Anthropic's API."""
 
 from __future__ import annotations
+
+from datetime import UTC, datetime
 
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from quire.server.api.tokens.protocol import ModelCard, ModelList
+from quire.server.api.tokens.protocol import AnthropicModelCard, AnthropicModelList, ModelCard, ModelList
 from quire.server.http.endpoint import Endpoint, json_response
 from quire.server.http.state import ServerState, state_of
 
@@ -13,18 +15,27 @@ from quire.server.http.state import ServerState, state_of
 async def list_models(request: Request) -> ASGIApp:
     """GET /v1/models"""
     state = state_of(request)
+    if "anthropic-version" in request.headers:
+        models = [_anthropic_card(state, name) for name in state.model_names]
+        return json_response(AnthropicModelList(data=models, first_id=models[0].id, last_id=models[-1].id))
     return json_response(ModelList(data=[_card(state, name) for name in state.model_names]))
 
 
 async def retrieve_model(request: Request) -> ASGIApp:
     """GET /v1/models/{model}"""
     state = state_of(request)
-    return json_response(_card(state, state.check_model(request.path_params["model"])))
+    name = state.check_model(request.path_params["model"])
+    return json_response((_anthropic_card if "anthropic-version" in request.headers else _card)(state, name))
 
 
 def _card(state: ServerState, name: str) -> ModelCard:
     model = state.llm.model_config
     return ModelCard(id=name, created=int(state.started), root=model.model, max_model_len=model.max_model_len)
+
+
+def _anthropic_card(state: ServerState, name: str) -> AnthropicModelCard:
+    created = datetime.fromtimestamp(int(state.started), UTC).isoformat().replace("+00:00", "Z")
+    return AnthropicModelCard(id=name, display_name=name, created_at=created)
 
 
 ENDPOINTS = (

@@ -15,6 +15,7 @@ from quire.common.params import BeamSearchParams, SamplingParams
 from quire.server.api.tools import ReasoningFormat, ToolFormat, choose_reasoning_format, choose_tool_format
 from quire.server.config import ServerArgs
 from quire.server.http.errors import ApiError, api_error
+from quire.text.chat_template.template import compile_chat_template
 
 if TYPE_CHECKING:
     from quire.interfaces.async_llm.async_llm import AsyncLLM
@@ -25,6 +26,9 @@ MAX_REQUEST_ID_LEN = 128
 CLIENT_CLOSED_REQUEST = 499
 """Status of a request whose client disconnected before it was answered: nginx's number, seen in logs only."""
 _METHODS = frozenset(["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
+UNKNOWN_ROUTE = "other"
+MAX_LOGGED_PATH = 100
+"""Characters of a path that are kept for the log."""
 _CONTEXT = "quire"
 """Key of the RequestContext in the ASGI scope."""
 
@@ -59,6 +63,9 @@ class ServerState:
     """Metrics, where they are collected."""
 
     def __post_init__(self) -> None:
+        if (text := self.args.chat_template_text()) is not None:
+            compile_chat_template(text)  # an invalid one stops the server
+            self.llm.tokenizer.chat_templates = {"default": text}
         templates = self.llm.tokenizer.chat_templates
         template = templates.get("tool_use") or templates.get("default")
         self.tool_format = choose_tool_format(self.args.tool_parser, template)
@@ -87,8 +94,10 @@ class RequestContext:
     method: str = "other"
     """`other` for methods that HTTP does not define, so that metrics stay bounded."""
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
-    route: str = "other"
-    """Path template of the endpoint, `other` if there is none: a bounded set of values."""
+    route: str = UNKNOWN_ROUTE
+    """Path template of the endpoint, UNKNOWN_ROUTE if there is none: a bounded set of values."""
+    path: str = ""
+    """The path as the client sent it, cut; for people to read only, since clients choose it."""
     tenant: str = ""
     """Name of the API key, if keys are in use."""
     model: str = ""
@@ -165,6 +174,7 @@ def begin_request(scope: Scope) -> RequestContext:
             is_named=is_named,
             method=scope["method"] if scope["method"] in _METHODS else "other",
             headers=scope["headers"],
+            path=scope.get("path", "")[:MAX_LOGGED_PATH],
         )
     return context_of(scope)
 

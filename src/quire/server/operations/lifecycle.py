@@ -58,7 +58,8 @@ class DrainGate:
         self._drain_timeout_s = drain_timeout_s
         self._working: set[asyncio.Timeout] = set()
         self._reading: set[asyncio.Timeout] = set()
-        self._num_working = 0
+        self.num_working = 0
+        """Requests that are work and have not ended."""
         self._no_work = asyncio.Event()
         self._no_work.set()
         self.is_draining = False
@@ -107,10 +108,10 @@ class DrainGate:
             self._count(-int(is_work))
 
     def _count(self, change: int) -> None:
-        self._num_working += change
+        self.num_working += change
         if self._idle is not None:
             self._idle.cancel()
-        if self._num_working:
+        if self.num_working:
             self._no_work.clear()
         else:
             self._no_work.set()

@@ -47,6 +47,7 @@ _HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
     "request_inference_time_seconds": ("Time from a request's first step to its end", _DURATIONS),
     "request_prompt_tokens": ("Number of prompt tokens of a request", _COUNTS),
     "request_generation_tokens": ("Number of tokens generated for a request", _COUNTS),
+    "request_max_num_generation_tokens": ("Number of tokens of a request's longest output", _COUNTS),
     "request_params_n": ("Number of samples (n) of a request", (1, 2, 5, 10, 20, 50, 100)),
     "request_params_max_tokens": ("max_tokens of a request", _COUNTS),
     "iteration_tokens_total": ("Tokens of a step: of completed prefills, and generated", _STEP_TOKENS),
@@ -178,7 +179,9 @@ class Metrics:
         live.last = now
         live.num_tokens += num_tokens
 
-    def on_request_end(self, request_id: str, metrics: RequestMetrics, num_cached_tokens: int, reason: str) -> None:
+    def on_request_end(
+        self, request_id: str, metrics: RequestMetrics, num_cached_tokens: int, reason: str, longest: int
+    ) -> None:
         """A request has ended, successfully or not."""
         live = self._live.pop(request_id, None)
         if live is None:
@@ -187,6 +190,7 @@ class Metrics:
         self._observe("e2e_request_latency_seconds", self._clock() - live.start)
         self._observe("request_prompt_tokens", live.num_prompt_tokens)
         self._observe("request_generation_tokens", live.num_tokens)
+        self._observe("request_max_num_generation_tokens", longest)
         if live.first is not None and live.num_tokens > 1:
             self._observe("request_time_per_output_token_seconds", (live.last - live.first) / (live.num_tokens - 1))
         if metrics.first_scheduled_time is None:

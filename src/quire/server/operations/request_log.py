@@ -10,9 +10,9 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.common.faults import fault_point
-from quire.common.log import IN_MESSAGE, logger
+from quire.common.log import IN_MESSAGE, logger, plain
 from quire.common.outputs import EngineStats, RequestMetrics
-from quire.server.http.state import RequestContext, begin_request, context_of
+from quire.server.http.state import UNKNOWN_ROUTE, RequestContext, begin_request, context_of
 from quire.server.operations.lifecycle import PROBES
 
 MAX_LOGGED_BODY = 64 * 1024
@@ -46,7 +46,9 @@ class EngineListener:
             if context.first_token_s is None:
                 context.first_token_s = now - context.start_s
 
-    def on_request_end(self, request_id: str, metrics: RequestMetrics, num_cached_tokens: int, reason: str) -> None:
+    def on_request_end(
+        self, request_id: str, metrics: RequestMetrics, num_cached_tokens: int, reason: str, longest: int
+    ) -> None:
         """An engine request has ended."""
         context = self._contexts.pop(request_id, None)
         if context is None:
@@ -135,4 +137,7 @@ def log_request(context: RequestContext) -> None:
         fields["body"] = context.body.decode("utf-8", "replace")
     fields = {name: round(v, 4) if isinstance(v, float) else v for name, v in fields.items() if v or name == "seconds"}
     heading = {name: getattr(context, name) for name in IN_MESSAGE}
-    logger.info("%s %s %s", *heading.values(), extra={"fields": heading | fields})
+    if context.route != UNKNOWN_ROUTE:
+        del heading["path"]  # the template says more, and can be counted
+    shown = plain(heading.get("path", context.route))
+    logger.info("%s %s %s", context.method, shown, context.status, extra={"fields": heading | fields})

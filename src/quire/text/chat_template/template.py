@@ -11,6 +11,7 @@ from quire.common.errors import InvalidPromptError, TokenizerError
 from quire.text.chat_template.sandbox import compile_template, render
 
 _CONTINUE_HERE = "QUIRE_CONTINUES_HERE"
+_TRIED_TEXT = "QUIRE_TRIES_A_PART"
 
 
 class ChatTemplate:
@@ -24,6 +25,7 @@ class ChatTemplate:
             raise TokenizerError(f"the chat template is invalid at line {error.lineno}: {error.message}") from error
         except Exception as error:  # from Python's compiler: nested too deeply, or too long a number
             raise TokenizerError(f"the chat template cannot be compiled: {type(error).__name__}: {error}") from error
+        self._has_read_parts: bool | None = None
 
     def render(
         self,
@@ -33,11 +35,13 @@ class ChatTemplate:
         continue_final_message: bool,
         tools: Sequence[Mapping[str, Any]] | None,
         variables: Mapping[str, Any],
+        content_format: str = "auto",
     ) -> str:
         """Return the conversation as one text, which the model continues.
 
         With `add_generation_prompt` the text ends with the beginning of the assistant's turn; with
-        `continue_final_message` it ends within the last message. Raises InvalidPromptError if messages are malformed or
+        `continue_final_message` it ends within the last message. `content_format`: see
+        Tokenizer.apply_chat_template. Raises InvalidPromptError if messages are malformed or
         the template rejects them, and TokenizerError if the template exceeds its limits.
         """
         if add_generation_prompt and continue_final_message:
@@ -46,17 +50,35 @@ class ChatTemplate:
                 "of them to False"
             )
         checked = check_messages(messages)
+        others = {
+            **_plain(variables, "chat_template_kwargs"),
+            "tools": None if tools is None else _check_tools(tools),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        if content_format == "openai":
+            for message in checked:
+                if isinstance(message.get("content"), str):
+                    message["content"] = [{"type": "text", "text": message["content"]}]
+        with_parts = [message for message in checked if isinstance(message.get("content"), list)]
+        if with_parts and content_format != "openai" and (content_format == "string" or not self._reads_parts(others)):
+            for message in with_parts:
+                message["content"] = "\n".join(part["text"] for part in message["content"])
         if continue_final_message:
-            checked[-1]["content"] = str(checked[-1].get("content") or "") + _CONTINUE_HERE + " "
-        text = self._render(
-            {
-                **_plain(variables, "chat_template_kwargs"),
-                "messages": checked,
-                "tools": None if tools is None else _check_tools(tools),
-                "add_generation_prompt": add_generation_prompt,
-            }
-        )
+            _mark_continuation(checked[-1])
+        text = self._render({**others, "messages": checked})
         return _cut_at_continuation(text) if continue_final_message else text
+
+    def _reads_parts(self, variables: dict[str, Any]) -> bool:
+        """Whether the template reads content that is a list of parts. Others fail on it, or print it as it is."""
+        if self._has_read_parts is None:
+            tried = [{"role": "user", "content": [{"type": "text", "text": _TRIED_TEXT}]}]
+            try:
+                text = self._render({**variables, "messages": tried})
+            except (InvalidPromptError, TokenizerError):
+                text = ""
+            is_printed = f"'{_TRIED_TEXT}" in text or f'"{_TRIED_TEXT}' in text
+            self._has_read_parts = _TRIED_TEXT in text and not is_printed
+        return self._has_read_parts
 
     def _render(self, variables: dict[str, Any]) -> str:
         try:
@@ -80,9 +102,9 @@ def compile_chat_template(source: str) -> ChatTemplate:
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return a copy of a conversation as plain data, with content as text. Errors name the message that is invalid.
 
-    A message has a `role` and a `content`: a string, a list of `{"type": "text", "text": ...}` parts (joined by line
-    breaks), or nothing if the message only calls tools. Other keys are passed to the template unchanged. Raises
-    InvalidPromptError.
+    A message has a `role` and a `content`: a string or a list of `{"type": "text", "text": ...}` parts. A message that
+    only calls tools may have no content; None counts as no content. Other keys are passed to the template unchanged.
+    Raises InvalidPromptError.
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise InvalidPromptError("a conversation must be a list of messages, with at least one")
@@ -91,26 +113,36 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise InvalidPromptError(f"messages[{i}] must be a dict with a 'role' and a 'content'")
         copy = _plain(message, f"messages[{i}]")
-        if "content" in copy:
-            copy["content"] = _content_text(copy["content"], f"messages[{i}]")
+        if copy.get("content") is None:
+            copy.pop("content", None)
+        else:
+            copy["content"] = _checked_content(copy["content"], f"messages[{i}]")
         checked.append(copy)
     return checked
 
 
-def _content_text(content: Any, where: str) -> str | None:
-    if content is None or isinstance(content, str):
+def _checked_content(content: Any, where: str) -> str | list[dict[str, Any]]:
+    if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise InvalidPromptError(
             f"{where}: 'content' must be text or a list of text parts, not {type(content).__name__}"
         )
-    texts = []
-    for part in content:
-        text = part if isinstance(part, str) else part.get("text") if isinstance(part, dict) else None
-        if not isinstance(text, str) or (isinstance(part, dict) and part.get("type", "text") != "text"):
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+    for part in parts:
+        is_text = isinstance(part, dict) and part.setdefault("type", "text") == "text"
+        if not is_text or not isinstance(part.get("text"), str):
             raise InvalidPromptError(f"{where}: only text parts, {{'type': 'text', 'text': ...}}, are supported")
-        texts.append(text)
-    return "\n".join(texts)
+    return parts
+
+
+def _mark_continuation(message: dict[str, Any]) -> None:
+    """Mark the end of a message's text, where the prompt has to end."""
+    content = message.get("content")
+    if isinstance(content, list) and content:
+        content[-1]["text"] += _CONTINUE_HERE + " "
+    else:
+        message["content"] = (content or "") + _CONTINUE_HERE + " "
 
 
 def _check_tools(tools: Sequence[Mapping[str, Any]]) -> list[Any]:

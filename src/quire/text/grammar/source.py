@@ -12,6 +12,8 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 """Keywords of JSON schema whose value maps names to schemas."""
 _SCHEMAS = ("items", "prefixItems", "additionalItems", "additionalProperties", "allOf", "anyOf", "oneOf")
 """Keywords of JSON schema whose value is a schema or a list of schemas."""
+_JSON_WHITESPACE = r" |\n {0,16}|\n\t{0,4}"
+"""Between the tokens of JSON unless the request says otherwise: enough to indent, but not to fill an output with it."""
 _ESCAPED = frozenset(r"\.+*?()|[]{}^$#&-~/")
 
 
@@ -31,8 +33,8 @@ def library_grammar(params: StructuredOutputsParams) -> str:
     if params.disable_additional_properties:
         schema = _closed(schema)
     options: dict[str, Any] = {"whitespace_flexible": not params.disable_any_whitespace}
-    if params.whitespace_pattern is not None:
-        options["whitespace_pattern"] = params.whitespace_pattern
+    if not params.disable_any_whitespace:
+        options["whitespace_pattern"] = params.whitespace_pattern or _JSON_WHITESPACE
     return LLMatcher.grammar_from_json_schema(msgspec.json.encode(schema).decode(), overrides=options)  # type: ignore[arg-type]
 
 

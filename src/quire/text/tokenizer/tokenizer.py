@@ -104,12 +104,14 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        content_format: str = "auto",
         **variables: Any,
     ) -> str:
         """Return the prompt of a conversation. It contains its special tokens, so encode it without adding any.
 
         `chat_template` is a Jinja source or the name of one of the checkpoint's templates. The default is `tool_use` if
-        there are tools and such a template, else `default`. Raises TokenizerError if the template is missing or
+        there are tools and such a template, else `default`. `content_format` is `string`, `openai` (a list of parts)
+        or `auto` (as the template reads it). Raises TokenizerError if the template is missing or
         invalid, InvalidPromptError if it rejects the messages.
         """
         template = self._template(chat_template, with_tools=tools is not None)
@@ -118,6 +120,7 @@ class Tokenizer:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools,
+            content_format=content_format,
             variables={**self.special_tokens, **variables},
         )
 

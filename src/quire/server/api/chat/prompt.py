@@ -15,7 +15,15 @@ from quire.server.api.tokens.protocol import TokenizeRequest
 from quire.server.http.errors import invalid
 from quire.server.http.state import ServerState
 
-_RESERVED = ("self", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tools")
+_RESERVED = (
+    "self",
+    "messages",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tools",
+    "content_format",
+)
 _QUICK_MESSAGES = 32
 _QUICK_CHARS = 16_384
 """Shorter conversations are rendered at once, longer ones in a thread, so that the event loop is not blocked."""
@@ -48,15 +56,25 @@ async def chat_prompt(
             raise invalid(f"chat_template_kwargs cannot set {name!r}", "chat_template_kwargs")
 
     def render() -> str:
+        try:
+            return apply(keeps_text=True)
+        except InvalidPromptError:
+            if all(_is_object(call.function.arguments) for m in messages for call in m.tool_calls or ()):
+                raise
+            return apply(keeps_text=False)  # this template reads the arguments of calls by name
+
+    def apply(*, keeps_text: bool) -> str:
         return state.llm.tokenizer.apply_chat_template(
-            [_plain_message(message, f"messages[{i}]") for i, message in enumerate(messages)],
+            [_plain_message(message, f"messages[{i}]", keeps_text) for i, message in enumerate(messages)],
             tools=msgspec.to_builtins(tools) if tools else None,
             chat_template=request.chat_template,
+            content_format=state.args.chat_template_content_format,
             add_generation_prompt=not continues if generates is None else generates,
             continue_final_message=continues,
             **variables,
         )
 
+    variables = {**(state.args.default_chat_template_kwargs or {}), **variables}
     continues, generates = bool(request.continue_final_message), request.add_generation_prompt
     is_quick = request.chat_template is None and not tools and not variables and len(messages) <= _QUICK_MESSAGES
     if is_quick and sum(map(_num_chars, messages)) <= _QUICK_CHARS:
@@ -74,33 +92,43 @@ def _num_chars(message: ChatMessage) -> int:
     return sum(1 + len(text or "") for text in texts)
 
 
-def _plain_message(message: ChatMessage, where: str) -> dict[str, Any]:
-    """The message as templates expect it: content as a string, arguments of calls as objects."""
+def _plain_message(message: ChatMessage, where: str, keeps_text: bool) -> dict[str, Any]:
+    """The message as templates expect it: without content that is null, and with the arguments of calls as objects.
+
+    A model may have written arguments that are not a JSON object. The conversation must still be able to go on, so the
+    template then gets their text: as it is, or as the only argument, `invalid_json`.
+    """
     plain: dict[str, Any] = msgspec.to_builtins(message)
-    plain["content"] = content_text(message.content, f"{where}.content")
-    if message.tool_calls is not None:
-        for i, call in enumerate(plain["tool_calls"]):
-            call["function"]["arguments"] = _arguments(call["function"]["arguments"], f"{where}.tool_calls[{i}]")
+    if isinstance(message.content, list):
+        _check_parts(message.content, f"{where}.content")
+    plain.setdefault("content", "")
+    for call in plain.get("tool_calls") or ():
+        text = call["function"]["arguments"]
+        if _is_object(text):
+            call["function"]["arguments"] = json.loads(text or "{}")
+        elif not keeps_text:
+            call["function"]["arguments"] = {"invalid_json": text}
     return plain
 
 
-def content_text(content: str | list[ContentPart] | None, where: str = "content") -> str:
+def content_text(content: str | list[ContentPart] | None) -> str:
     """The text of a message's content. Raises ApiError for parts that are not text."""
     if not isinstance(content, list):
         return content or ""
+    _check_parts(content, "content")
+    return "\n".join(part.text or "" for part in content)
+
+
+def _check_parts(content: list[ContentPart], where: str) -> None:
     for i, part in enumerate(content):
         if part.type != "text" or part.text is None:
             kind = part.type[:40]
             message = f"{where}[{i}] has the type {kind!r}; only {{'type': 'text', 'text': ...}} is supported"
             raise invalid(message, f"{where}[{i}]", "unsupported_content")
-    return "\n".join(part.text or "" for part in content)
 
 
-def _arguments(text: str, where: str) -> dict[str, Any]:
+def _is_object(text: str) -> bool:
     try:
-        arguments = json.loads(text or "{}")
+        return isinstance(json.loads(text or "{}"), dict)
     except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise InvalidPromptError(f"{where}.function.arguments must be a string that contains a JSON object")
-    return arguments
+        return False

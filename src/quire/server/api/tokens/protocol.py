@@ -81,6 +81,25 @@ class ModelList(msgspec.Struct, kw_only=True):
     data: list[ModelCard]
 
 
+class AnthropicModelCard(msgspec.Struct, kw_only=True):
+    """A served model, for a client that sends `anthropic-version`."""
+
+    type: str = "model"
+    id: str
+    display_name: str
+    created_at: str
+    """RFC 3339."""
+
+
+class AnthropicModelList(msgspec.Struct, kw_only=True):
+    """All names of the served model, on one page."""
+
+    data: list[AnthropicModelCard]
+    has_more: bool = False
+    first_id: str
+    last_id: str
+
+
 class Status(msgspec.Struct, kw_only=True):
     """The state of the server."""
 

@@ -233,7 +233,7 @@ def choose_reasoning_format(choice: str, chat_template: str | None) -> Reasoning
     start, dots, end = choice.partition("...")
     if not dots:
         raise ConfigError(
-            f"reasoning_format={choice!r}: must be auto, none, {', '.join(REASONING_FORMATS)} or START...END"
+            f"reasoning_parser={choice!r}: must be auto, none, {', '.join(REASONING_FORMATS)} or START...END"
         )
     return ReasoningFormat(start, end)
 

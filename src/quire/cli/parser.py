@@ -1,0 +1,83 @@
+"""The parser of the command line: errors of one line, which suggest the nearest name, and vLLM's options."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from quire.common.errors import nearest_name
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors do not repeat the usage, which is 65 lines for some commands."""
+
+    takes_vllm_options = False
+    """Whether a command has the engine's arguments, so that vLLM's may be given too."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with status 2 and a line that says what is wrong."""
+        self.exit(2, f"{self.prog}: {message} (`{self.prog} --help` lists the options)\n")
+
+    def parse(self, arguments: list[str]) -> argparse.Namespace:
+        """Parse a command line. An option may have underscores instead of hyphens, as in vLLM.
+
+        Options that only vLLM has are in the attribute `vllm_arguments` of the result.
+        """
+        rest = [_hyphenated(argument) for argument in arguments]
+        others = _take_vllm_options(rest, set(self._known())) if self.takes_vllm_options else {}
+        options, unknown = self.parse_known_args(rest)
+        options.vllm_arguments = others
+        if unknown:
+            name = unknown[0].partition("=")[0]
+            kind = "option" if name.startswith("-") else "argument"
+            self.error(f"unknown {kind} {name!r}{nearest_name(name, self._known()) if kind == 'option' else ''}")
+        return options
+
+    def _known(self) -> Iterator[str]:
+        """All options of this parser and its commands."""
+        for action in self._actions:
+            yield from action.option_strings
+            if isinstance(action, argparse._SubParsersAction):
+                for parser in action.choices.values():
+                    yield from parser._known()
+
+
+def _hyphenated(argument: str) -> str:
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else argument
+
+
+def _take_vllm_options(arguments: list[str], known: set[str]) -> dict[str, Any]:
+    """Remove the options that only vLLM has, with their values, which are returned by name."""
+    if all(argument.partition("=")[0] in known for argument in arguments if argument.startswith("--")):
+        return {}
+    from quire.common.vllm_arguments import flags, vllm_arguments
+
+    names = {*vllm_arguments("engine"), *vllm_arguments("server")}
+    found: dict[str, Any] = {}
+    place = 0
+    while place < len(arguments):
+        option, equals, value = arguments[place].partition("=")
+        is_off = option.startswith("--no-") and option not in known
+        name = option.removeprefix("--no-" if is_off else "--").replace("-", "_")
+        if not option.startswith("--") or option in known or name not in names:
+            place += 1
+            continue
+        del arguments[place]
+        if equals:
+            found[name] = _parsed(value)
+        elif name in flags() or place == len(arguments):
+            found[name] = not is_off
+        else:
+            found[name] = _parsed(arguments.pop(place))
+    return found
+
+
+def _parsed(value: str) -> Any:
+    """A value as JSON, where it is."""
+    try:
+        return json.loads(value)
+    except ValueError:
+        return None if value == "None" else value

@@ -1,0 +1,132 @@
+"""vLLM's arguments: each is Quire's too, or it is listed what becomes of it."""
+
+import copy
+import dataclasses
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire import BeamSearchParams, ConfigError, EngineArgs, InvalidParamsError, SamplingParams, StructuredOutputsParams
+from quire.common.vllm_arguments import vllm_arguments
+from quire.server.config import ServerArgs, merge_args
+
+VLLM = json.loads((Path(__file__).parents[1] / "data" / "vllm_arguments.json").read_text())
+ENGINE, SERVER = ([field.name for field in dataclasses.fields(kind)] for kind in (EngineArgs, ServerArgs))
+KINDS = [
+    ("engine", "EngineArgs", (*ENGINE,)),
+    ("server", "FrontendArgs", (*SERVER,)),
+    ("sampling", "SamplingParams", SamplingParams.__struct_fields__),
+    ("structured", "StructuredOutputsParams", StructuredOutputsParams.__struct_fields__),
+    ("beam", "BeamSearchParams", BeamSearchParams.__struct_fields__),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "own"), KINDS)
+def test_every_argument_of_vllm_is_known(kind, name, own):
+    assert len(VLLM[name]) > 8
+    assert set(VLLM[name]) <= {*own, *vllm_arguments(kind)}
+    assert not set(own) & vllm_arguments(kind).keys(), "listed although Quire has it"
+
+
+@pytest.mark.parametrize(("kind", "name", "own"), KINDS)
+def test_what_becomes_of_an_argument_is_said(kind, name, own):
+    for argument in vllm_arguments(kind).values():
+        assert argument.verdict in ("ignored", "refused", "renamed")
+        assert (argument.to in own) == (argument.verdict == "renamed")
+        assert bool(argument.reason) == (argument.verdict != "renamed")
+        assert not argument.allowed or argument.verdict == "refused"
+
+
+def test_arguments_that_make_no_difference_are_accepted_in_one_line(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
+    caplog.set_level("INFO", logger="quire")
+    given = {"enforce_eager": True, "trust_remote_code": True, "load_format": "auto", "device": "cpu"}
+    assert EngineArgs(max_num_seqs=3, **given, speculative_config=None) == EngineArgs(max_num_seqs=3)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("without effect here: enforce_eager (nothing is compiled")
+    assert all(name in record.getMessage() for name in given)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"load_format": "gguf"}, "load_format='gguf' is not supported: checkpoints are safetensors"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size='2' is not supported: one engine process"),
+        ({"speculative_config": {"method": "ngram"}}, "no speculative decoding"),
+        ({"device": "cuda"}, "Quire runs on CPUs"),
+        ({"max_num_seq": 4}, "unknown argument 'max_num_seq', did you mean 'max_num_seqs'"),
+    ],
+)
+def test_arguments_that_ask_for_something_else_are_refused(given, said):
+    with pytest.raises(ConfigError, match=said):
+        EngineArgs(**given)
+
+
+def test_arguments_with_another_name_are_passed_on():
+    assert EngineArgs(kv_cache_memory_bytes=2**26).kv_cache_memory == 2**26
+    assert EngineArgs(kv_cache_memory_bytes=None).kv_cache_memory is None
+
+
+def test_paths_and_torch_dtypes_are_taken():
+    args = EngineArgs(model=Path("a") / "b", dtype=torch.bfloat16)
+    assert (args.model, args.dtype) == ("a/b", "bfloat16")
+
+
+def test_a_servers_arguments():
+    flags = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "disable_log_stats": True, "port": 1}
+    server, engine = merge_args(None, flags | {"max_num_seqs": 2})
+    assert server == ServerArgs(tool_parser="hermes", port=1)
+    assert engine == EngineArgs(max_num_seqs=2)
+    with pytest.raises(ConfigError, match=r"middleware=.* a reverse proxy does this"):
+        merge_args(None, {"middleware": ["a.b"]})
+
+
+def test_sampling_parameters_that_ask_for_nothing_are_accepted():
+    assert SamplingParams(temperature=0.5, flat_logprobs=False, extra_args=None) == SamplingParams(temperature=0.5)
+    structure = StructuredOutputsParams(regex="a", structural_tag=None)
+    assert SamplingParams(guided_decoding=structure).structured_outputs == structure
+    with pytest.raises(InvalidParamsError, match="thinking_token_budget='5' is not supported"):
+        SamplingParams(thinking_token_budget=5)
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda: SamplingParams(temprature=1), "unknown parameter 'temprature', did you mean 'temperature'"),
+        (lambda: BeamSearchParams(beam_width=2, max_token=4), "did you mean 'max_tokens'"),
+        (lambda: StructuredOutputsParams(jsn="{}"), "did you mean 'json'"),
+    ],
+)
+def test_an_unknown_parameter_suggests_the_nearest(made, said):
+    with pytest.raises(InvalidParamsError, match=said):
+        made()
+
+
+def test_an_assignment_is_checked_and_a_wrong_one_changes_nothing():
+    params = SamplingParams(temperature=0.5, max_tokens=5)
+    params.temperature = 0.7
+    assert params == SamplingParams(temperature=0.7, max_tokens=5)
+    with pytest.raises(InvalidParamsError, match="temperature=-1"):
+        params.temperature = -1
+    with pytest.raises(InvalidParamsError, match="min_tokens"):
+        params.min_tokens = 6
+    with pytest.raises(AttributeError):
+        params.temprature = 1
+    assert params == SamplingParams(temperature=0.7, max_tokens=5)
+
+
+def test_a_clone_shares_nothing():
+    params = SamplingParams(stop=["a"], logit_bias={1: 2.0})
+    clone = params.clone()
+    clone.stop.append("b")
+    clone.logit_bias[2] = 1.0
+    clone.temperature = 0.0
+    assert params == SamplingParams(stop=["a"], logit_bias={1: 2.0}) == copy.copy(params)
+
+
+def test_none_stands_for_the_default_but_for_the_length():
+    assert SamplingParams.from_optional(n=None, temperature=None, top_p=0.5) == SamplingParams(top_p=0.5)
+    assert SamplingParams.from_optional(max_tokens=None).max_tokens is None

@@ -1,0 +1,68 @@
+"""Write the tables of docs/migrating.md: what becomes of each argument of vLLM.
+
+    python tools/migration_tables.py [--check]
+
+The tables come from Quire's own classes and from src/quire/common/vllm_arguments.toml. With --check nothing is written,
+and the exit status is 1 if the page differs.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from quire.common.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
+from quire.common.vllm_arguments import Kind, vllm_arguments
+from quire.config.args import EngineArgs
+from quire.server.config import ServerArgs
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "migrating.md"
+BEGIN, END = "<!-- written by tools/migration_tables.py -->", "<!-- end -->"
+SECTIONS: tuple[tuple[str, Kind, tuple[str, ...]], ...] = (
+    (
+        "Engine: `LLM(...)`, `EngineArgs`, `quire serve`",
+        "engine",
+        tuple(f.name for f in dataclasses.fields(EngineArgs)),
+    ),
+    ("Server: `quire serve`", "server", tuple(f.name for f in dataclasses.fields(ServerArgs))),
+    ("`SamplingParams`", "sampling", SamplingParams.__struct_fields__),
+    ("`StructuredOutputsParams`", "structured", StructuredOutputsParams.__struct_fields__),
+    ("`BeamSearchParams`", "beam", BeamSearchParams.__struct_fields__),
+)
+
+
+def tables() -> Iterator[str]:
+    """The lines of all tables."""
+    for title, kind, own in SECTIONS:
+        rows = dict.fromkeys(own, "the same name, or Quire's own")
+        for name, argument in vllm_arguments(kind).items():
+            rows[name] = {
+                "renamed": f"renamed: `{argument.to}`",
+                "ignored": f"accepted without effect: {argument.reason}",
+                "refused": f"refused{_unless(argument.allowed)}: {argument.reason}",
+            }[argument.verdict]
+        yield from ("", f"### {title}", "", "| argument | in Quire |", "|---|---|")
+        yield from (f"| `{name}` | {text} |" for name, text in sorted(rows.items()))
+    yield ""
+
+
+def _unless(allowed: tuple[object, ...]) -> str:
+    return f" unless empty or {' or '.join(f'`{value}`' for value in allowed)}" if allowed else " unless empty"
+
+
+def main() -> int:
+    """Write or check the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    page = PAGE.read_text(encoding="utf-8")
+    head, _, rest = page.partition(BEGIN)
+    written = f"{head}{BEGIN}\n{chr(10).join(tables())}\n{END}{rest.partition(END)[2]}"
+    if parser.parse_args().check:
+        return int(written != page)
+    PAGE.write_text(written, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
