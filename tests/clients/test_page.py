@@ -201,6 +201,36 @@ def test_the_past_is_shown_when_one_goes_back(page: Page, served: Served) -> Non
     expect(queues).to_contain_text("No request is running.")
 
 
+def test_the_speed_of_a_short_answer_is_the_one_that_the_server_measured(page: Page) -> None:
+    """All of it arrives in one piece, so that the browser cannot measure how long it took."""
+    first = {"index": 0, "delta": {"role": "assistant", "content": "Nine."}, "finish_reason": "stop"}
+    usage = {"prompt_tokens": 5, "completion_tokens": 9, "total_tokens": 14}
+    chunks = [{"choices": [first]}, {"choices": [], "usage": usage, "timings": {"decode_s": 0.4}}]
+    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+    ask(page, QUESTION)
+    expect(page.locator(".turn-foot")).to_contain_text("9 tokens · 20.0 tokens/s")
+
+
+def test_requests_are_named_as_their_clients_named_them_or_by_their_kind(page: Page, served: Served) -> None:
+    names = page.locator("#queues .request-head span:first-child")
+    asked = {"model": MODEL, "prompt": COMMON, "max_tokens": 1800, "extra_body": {"ignore_eos": True}, "stream": True}
+    with OpenAI(**served.openai) as client:
+        with client.completions.create(**asked, extra_headers={"x-request-id": "nightly"}):
+            expect(names).to_have_text(["nightly"])
+        with client.completions.create(**asked):
+            expect(names).to_have_text([re.compile(r"^completion \d+$")])
+
+
+def test_a_narrow_page_has_buttons_for_thumbs_and_nothing_beside_it(chromium: Browser, served: Served) -> None:
+    with opened(chromium, served) as page:
+        page.set_viewport_size({"width": 360, "height": 740})
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+        boxes = [page.get_by_role("button", name=name).bounding_box() for name in ("Regenerate", "Stop", "Send")]
+        assert all(box is not None and box["height"] >= 44 and box["x"] + box["width"] <= 360 for box in boxes)
+        assert len({box["y"] for box in boxes if box}) == 1, "in one row"
+
+
 def test_an_answer_is_streamed_and_stopped(page: Page, served: Served) -> None:
     set_up(page)
     page.get_by_label("JSON that matches a schema").check()

@@ -212,10 +212,10 @@ class Answer {
     this.reasoning = "";
     this.calls = [];
     this.usage = null;
+    this.decodeS = null; // as the server measured it: a short answer arrives here in one piece
     this.reason = null;
     this.start = performance.now();
     this.first = null;
-    this.last = null;
     turn.root.setAttribute("aria-busy", "true");
   }
 
@@ -229,7 +229,7 @@ class Answer {
 
   get itl() {
     const more = (this.usage?.completion_tokens ?? 0) - 1;
-    return more > 0 ? (this.last - this.first) / 1000 / more : undefined;
+    return more > 0 && this.decodeS > 0 ? this.decodeS / more : undefined;
   }
 
   get message() {
@@ -241,13 +241,13 @@ class Answer {
   add(chunk) {
     if (chunk.error) throw new Error(chunk.error.message);
     if (chunk.usage) this.usage = chunk.usage;
+    if (chunk.timings) this.decodeS = chunk.timings.decode_s;
     const choice = chunk.choices?.[0];
     if (!choice) return;
     const delta = choice.delta ?? {};
     const thought = delta.reasoning_content ?? delta.reasoning ?? "";
     if (delta.content || thought || delta.tool_calls) {
-      this.last = performance.now();
-      this.first ??= this.last;
+      this.first ??= performance.now();
     }
     this.#append("content", delta.content ?? "");
     if (thought) this.#think(thought);

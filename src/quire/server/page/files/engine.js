@@ -171,7 +171,7 @@ export class EngineView {
     const speeds = this.history.speeds;
     const generated = rates(speeds, "generated", now, SPEED_S);
     const prompt = rates(speeds, "prompt", now, SPEED_S);
-    const speed = generated.slice(-4, -1).reduce((sum, value) => sum + value, 0) / 3;
+    const speed = generated.at(this.shownAt === null ? -2 : -1); // live, the last second is not over
     const hitRate = counters.prefix_queried ? counters.prefix_hit / counters.prefix_queried : 0;
     const figures = [
       ["Tokens/s", count(Math.round(speed)), ""],

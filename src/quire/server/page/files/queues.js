@@ -46,7 +46,7 @@ function update(item, row, selected) {
   const [head, bars] = button.children;
   const computed = Math.min(row.computedTokens, row.promptTokens);
   const cached = Math.min(row.cachedTokens, computed);
-  setText(head.children[0], row.id);
+  setText(head.children[0], nameOf(row));
   const limit = row.maxTokens ? `/${count(row.maxTokens)}` : "";
   const stage = row.stage === "grammar" ? "compiling grammar" : row.stage === "prefill" && row.queue === "running" ? `${count(computed)}/${count(row.promptTokens)} prompt` : "";
   setText(head.children[1], stage || `${count(row.generatedTokens)}${limit}`);
@@ -68,6 +68,13 @@ function update(item, row, selected) {
   ].filter(Boolean).join(", ");
   setAttribute(button, "aria-label", said);
   setAttribute(button, "title", said);
+}
+
+// What a client chose, or else the kind of request and its number: the ids that the server draws say nothing.
+function nameOf(row) {
+  const [, kind, chosen] = row.id.match(/^(chatcmpl|cmpl|msg|resp)[-_](.+)-\d+-[0-9a-f]{8}$/) ?? [];
+  if (kind && !/^[0-9a-f]{16,}$/.test(chosen)) return chosen;
+  return kind ? `${{ chatcmpl: "chat", cmpl: "completion", msg: "message", resp: "response" }[kind]} ${count(row.order)}` : row.id;
 }
 
 const share = (part, whole) => `${whole > 0 ? Math.min(100, (100 * part) / whole).toFixed(1) : 0}%`;
