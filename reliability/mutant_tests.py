@@ -26,7 +26,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "config/scheduler.py": ("config/test_bounds.py", "engine/test_policy.py"),
     "config/sizes.py": ("config/test_sizes_and_memory.py",),
     "engine/requests/": (*SCHEDULE, "engine/test_beam_search.py", "engine/test_logprobs.py"),
-    "engine/requests/grammar_queue.py": ("grammar/test_waiting.py",),
+    "engine/requests/grammar_queue.py": ("grammar/test_queue.py",),
     "engine/requests/beam_search.py": ("engine/test_beam_selector.py", "engine/test_beam_search.py"),
     "engine/requests/input_processor.py": ("engine/test_input_processor.py", "engine/test_params_in_engine.py"),
     "engine/requests/new_group.py": (
@@ -68,14 +68,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "engine/test_cache_view.py",
     ),
     "engine/scheduling/policy.py": ("engine/test_policy.py",),
-    "engine/scheduling/scheduled.py": (
-        *SCHEDULE,
-        "engine/test_drafts.py",
-        "engine/test_logprobs.py",
-        "engine/test_params_in_engine.py",
-        "grammar/test_structures.py",
-        "sampling/test_scoring.py",
-    ),
+    "engine/scheduling/scheduled.py": ("engine/test_scheduled_sequence.py",),
     "engine/scheduling/step_plan.py": ("engine/test_step_plan.py",),
     "engine/scheduling/step_time.py": ("engine/test_step_time.py", "engine/test_step_target.py"),
     "engine/scheduling/unfinished.py": (

@@ -85,9 +85,8 @@ class GrammarQueue:
         total = in_use.total()
         least = min((in_use[group.params.tenant] for group in self._held), default=0)
         candidates = [group for group in self._held if in_use[group.params.tenant] == least]
-        if len(candidates) > 1:
-            turns = {tenant: turn for turn, tenant in enumerate(self._served, start=1)}
-            candidates.sort(key=lambda group: turns.get(group.params.tenant, 0))
+        turns = {tenant: turn for turn, tenant in enumerate(self._served, start=1)}
+        candidates.sort(key=lambda group: turns.get(group.params.tenant, 0))
         fitting = (group for group in candidates if not total or total + self._held[group] <= MAX_BYTES_IN_USE)
         return next(fitting, None)
 
