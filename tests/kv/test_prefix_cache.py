@@ -24,6 +24,21 @@ def test_a_prefix_is_shared_while_its_owner_runs_and_after(num_groups):
     assert manager.stats.num_queried_tokens == 27
 
 
+def test_what_nothing_holds_can_be_forgotten_in_every_tier():
+    manager = make_manager(4, num_host_blocks=4)
+    for seq_id, token in enumerate((1, 2, 3)):  # the third evicts the first, whose content goes to the host tier
+        run(manager, seq_id, [token] * 8)
+        manager.advance()
+        if seq_id < 2:
+            end(manager, seq_id)
+    assert [pool.num_cached_blocks > 0 for pool in manager.tiers.pools] == [True, True]
+    manager.forget_cached()
+    manager.check_integrity()
+    assert [pool.num_cached_blocks for pool in manager.tiers.pools] == [0, 0]
+    found = [manager.num_cached_tokens(10 + token, [token] * 9) for token in (1, 2, 3)]
+    assert found == [0, 0, 8], "a sequence holds the last"
+
+
 @pytest.mark.parametrize("length", [8, 9, 10, 12])
 def test_a_repeated_prompt_costs_one_token(length):
     manager = make_manager(12)
