@@ -130,3 +130,16 @@ def test_a_clone_shares_nothing():
 def test_none_stands_for_the_default_but_for_the_length():
     assert SamplingParams.from_optional(n=None, temperature=None, top_p=0.5) == SamplingParams(top_p=0.5)
     assert SamplingParams.from_optional(max_tokens=None).max_tokens is None
+
+
+def test_fields_of_a_beam_search_may_be_given_by_place():
+    by_name = BeamSearchParams(beam_width=2, max_tokens=4)
+    assert BeamSearchParams(2, 4) == by_name == BeamSearchParams(2, 4, watermarking=None)
+
+
+def test_fields_that_are_missing_or_doubled_are_type_errors():
+    every = {name: getattr(BeamSearchParams(2, 4), name) for name in BeamSearchParams.__struct_fields__}
+    with pytest.raises(TypeError, match="beam_width"):
+        BeamSearchParams(2, **every)
+    with pytest.raises(TypeError, match="max_tokens"):
+        BeamSearchParams(2)
