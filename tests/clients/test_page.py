@@ -21,7 +21,7 @@ from tests.clients.served import KEY, MODEL, Served
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 QUESTION = "What does json.dumps do?"
-NUMBERS = {"type": "array", "items": {"type": "integer"}, "minItems": 900}
+NUMBERS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 900}
 """no answer in this form ends soon"""
 NO_ARGUMENTS = {"parameters": {"type": "object", "properties": {}, "additionalProperties": False}}
 COMMON = "All requests begin so, and so they share the blocks of the cache that hold this beginning. " * 4

@@ -61,7 +61,7 @@ def test_refused_when_made(fields, message) -> None:
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(TypeError, match="regexp"):
+    with pytest.raises(InvalidParamsError, match="unknown parameter 'regexp', did you mean 'regex'"):
         StructuredOutputsParams(regexp="a")
     with pytest.raises(msgspec.ValidationError, match="regexp"):
         msgspec.json.decode(b'{"regexp": "a"}', type=StructuredOutputsParams)

@@ -134,7 +134,7 @@ def test_tool_output_that_looks_like_something_else(guarded: Target):
     reply = chat(
         guarded, messages=[{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 9000}}]}]
     )
-    assert reply.status == 400
+    assert reply.status == 200, "malformed arguments are text"
 
 
 def answers() -> Iterator[tuple[str, Any, Any]]:
