@@ -26,8 +26,9 @@ from reliability.page import record, table
 
 ROOT = Path(__file__).resolve().parents[1]
 SERVER_TESTS = (
-    "admission", "answers_bad_input", "app", "auth", "bad_input", "chat", "completions", "config", "endpoints", "hostile",
-    "messages", "messages_translation", "operations", "responses", "responses_translation", "shared_fields", "streams",
+    "admission", "answers_bad_input", "app", "auth", "bad_input", "chat", "completions", "config", "endpoints",
+    "hostile", "messages", "messages_translation", "operations", "responses", "responses_translation", "shared_fields",
+    "streams",
 )  # fmt: skip
 TESTS = (
     "tests/config",

@@ -119,3 +119,12 @@ def test_a_file_may_be_as_large_as_is_allowed(tmp_path: Path) -> None:
         check_file(tmp_path, 10)
     with pytest.raises(FileNotFoundError):
         check_file(tmp_path / "other", 10)
+
+
+def test_replaced_values_are_mentioned_in_errors_and_no_values_change_nothing():
+    config = HFConfig({"a": 1, "b": "x"}, "config.json")
+    assert config.replaced({}) is config
+    changed = config.replaced({"b": 2, "c": 3})
+    assert (dict(changed), dict(config)) == ({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": "x"})
+    with pytest.raises(CheckpointError, match=r"^config\.json with overrides: 'b' is 2"):
+        changed.text("b")
