@@ -24,7 +24,11 @@ TESTS: dict[str, tuple[str, ...]] = {
     "config/kv_cache.py": ("config/test_kv_cache_layout.py", "kv/test_windows.py", "engine/test_memory_plan.py"),
     "config/kv_layout.py": ("config/test_kv_cache_layout.py", "engine/test_memory_plan.py"),
     "config/machine.py": ("config/test_sizes_and_memory.py",),
-    "config/model.py": ("config/test_model_config.py", *CHECKPOINTS),
+    "config/model.py": (
+        "config/test_model_config.py",
+        "config/test_engine_args.py::test_a_hub_id_is_downloaded_at_its_revision_into_the_given_folder",
+        *CHECKPOINTS,
+    ),
     "config/parallel.py": ("config/test_cpu_list.py", "config/test_bounds.py"),
     "config/cache.py": ("config/test_bounds.py",),
     "config/quantization.py": ("config/test_model_config.py", *CHECKPOINTS),
