@@ -73,6 +73,7 @@ def test_arguments_with_another_name_are_passed_on():
 def test_paths_and_torch_dtypes_are_taken():
     args = EngineArgs(model=Path("a") / "b", dtype=torch.bfloat16)
     assert (args.model, args.dtype) == ("a/b", "bfloat16")
+    assert EngineArgs(device=torch.device("cpu")) == EngineArgs()
 
 
 def test_a_servers_arguments():

@@ -94,8 +94,8 @@ def test_a_draw_that_fails_ends_its_request_alone():
     assert bad.has_failed
     output = bad.to_failed_output()
     assert (output.finished, output.error) == (True, "request '0': its own code failed")
-    told = [(sample.index, sample.token_ids, sample.text, sample.finish_reason) for sample in output.outputs]
-    assert told == [(0, [], "", "abort")]
+    samples = [(sample.index, sample.token_ids, sample.text, sample.finish_reason) for sample in output.outputs]
+    assert samples == [(0, [], "", "abort")]
     harness.run()
     harness.check_output(fine)
     assert not fine.has_failed

@@ -188,7 +188,7 @@ def test_consecutive_failures_are_those_of_single_requests_and_of_steps_without_
 @given(num=st.integers(1, 40), bad=st.sets(st.integers(0, 39)), flaky=st.sets(st.integers(0, 60), max_size=20))
 def test_candidates_are_cleared_or_found(num, bad, flaky):
     """Steps fail with a bad request in them, or by chance. All bad ones are ended, others only by chance that strikes
-    them alone twice, and nobody waits for ever."""
+    them alone twice, and no request waits for ever."""
     groups = [Group(str(i)) for i in range(num)]
     bad_groups = {group for i, group in enumerate(groups) if i in bad}
     isolator, alive, ended, num_runs = FailureIsolator(), list(groups), [], dict.fromkeys(groups, 0)

@@ -296,5 +296,7 @@ def test_the_operators_template_and_its_variables(tmp_path):
 def test_an_operators_template_that_is_wrong_stops_the_server(tmp_path):
     with pytest.raises(ConfigError, match=r"chat_template='/.*missing.jinja' cannot be read"):
         ServerArgs(chat_template=str(tmp_path / "missing.jinja"))
+    with pytest.raises(ConfigError, match="chat_template='/dev/zero' cannot be read: /dev/zero is not a regular file"):
+        ServerArgs(chat_template="/dev/zero")
     with pytest.raises(TokenizerError, match="chat template is invalid"):
         saying("ok", args=ServerArgs(chat_template="{% for %}"))

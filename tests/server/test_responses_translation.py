@@ -124,7 +124,7 @@ def test_a_conversation_without_messages_is_refused(items: list[dict[str, Any]])
         ({"type": "function_call", "name": "f", "arguments": "{}"}, "input[0].call_id",
          "is missing: items of type 'function_call' require it"),
         ({"type": "function_call_output", "call_id": "c"}, "input[0].output", "is missing"),
-        (output("nobody", "x"), "input", "contains an output of the call 'nobody', but no such call precedes it"),
+        (output("unknown", "x"), "input", "contains an output of the call 'unknown', but no such call precedes it"),
         ({"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}, "input[0].content[0]",
          "images and files are not supported: the model reads text only"),
         ({"role": "user", "content": [{"type": "reasoning_text", "text": "x"}]}, "input[0].content[0]",

@@ -113,6 +113,14 @@ def test_a_template_that_reads_parts_gets_them_as_transformers_gives_them(option
     assert "text[one][two" in text
 
 
+def test_variables_of_one_request_do_not_change_how_another_s_content_is_passed(tokenizer: Tokenizer) -> None:
+    template = "{{ (mark or '') + ':' }}{% for part in messages[0].content %}[{{ part.text }}]{% endfor %}"
+    given = [{"role": "user", "content": PARTS}]
+    with pytest.raises(InvalidPromptError):
+        tokenizer.apply_chat_template(given, chat_template=template, mark=5)
+    assert tokenizer.apply_chat_template(given, chat_template=template) == ":[one][two]"
+
+
 def test_content_that_is_none_is_no_content(tokenizer: Tokenizer) -> None:
     template = "{% for m in messages %}{{ 'content' in m }},{% endfor %}"
     messages = [USER, {"role": "assistant", "content": None, "tool_calls": []}]

@@ -42,7 +42,8 @@ class _NamesChecked(type):
 
     def __call__(cls, **given: Any) -> Any:
         own = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-        return super().__call__(**{name: _plain(v) for name, v in translate("engine", given, own, ConfigError).items()})
+        plain = {name: _plain(value) for name, value in given.items()}
+        return super().__call__(**translate("engine", plain, own, ConfigError))
 
 
 def _plain(value: Any) -> Any:

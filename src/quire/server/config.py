@@ -13,12 +13,14 @@ from typing import Any
 
 import yaml
 
-from quire.common.errors import ConfigError, check_choice, nearest_name
+from quire.common.errors import CheckpointError, ConfigError, check_choice, nearest_name
 from quire.common.vllm_arguments import translate, vllm_arguments
 from quire.config.args import EngineArgs, arg, check_types
+from quire.config.hf_config import check_file
 from quire.config.sizes import parse_bytes
 
 LOG_FORMATS = ("text", "json")
+_MAX_TEMPLATE_BYTES = 2**20
 CONTENT_FORMATS = ("auto", "string", "openai")
 TOOL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral")
 _AT_LEAST: Mapping[str, float] = {
@@ -121,8 +123,9 @@ class ServerArgs:
         if self.chat_template is None or "{" in self.chat_template:
             return self.chat_template
         try:
+            check_file(Path(self.chat_template), _MAX_TEMPLATE_BYTES)
             return Path(self.chat_template).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, UnicodeDecodeError, CheckpointError) as error:
             raise ConfigError(f"chat_template={self.chat_template!r} cannot be read: {error}") from error
 
     def _check_listening(self) -> None:

@@ -25,7 +25,6 @@ class ChatTemplate:
             raise TokenizerError(f"the chat template is invalid at line {error.lineno}: {error.message}") from error
         except Exception as error:  # from Python's compiler: nested too deeply, or too long a number
             raise TokenizerError(f"the chat template cannot be compiled: {type(error).__name__}: {error}") from error
-        self._has_read_parts: bool | None = None
 
     def render(
         self,
@@ -69,16 +68,17 @@ class ChatTemplate:
         return _cut_at_continuation(text) if continue_final_message else text
 
     def _reads_parts(self, variables: dict[str, Any]) -> bool:
-        """Whether the template reads content that is a list of parts. Others fail on it, or print it as it is."""
-        if self._has_read_parts is None:
-            tried = [{"role": "user", "content": [{"type": "text", "text": _TRIED_TEXT}]}]
-            try:
-                text = self._render({**variables, "messages": tried})
-            except (InvalidPromptError, TokenizerError):
-                text = ""
-            is_printed = f"'{_TRIED_TEXT}" in text or f'"{_TRIED_TEXT}' in text
-            self._has_read_parts = _TRIED_TEXT in text and not is_printed
-        return self._has_read_parts
+        """Whether the template reads content that is a list of parts. Others fail on it, or print it as it is.
+
+        It is tried for each conversation: a request's variables may change the answer, and must not for others.
+        """
+        tried = [{"role": "user", "content": [{"type": "text", "text": _TRIED_TEXT}]}]
+        try:
+            text = self._render({**variables, "messages": tried, "tools": None})
+        except (InvalidPromptError, TokenizerError):
+            return False
+        is_printed = f"'{_TRIED_TEXT}" in text or f'"{_TRIED_TEXT}' in text
+        return _TRIED_TEXT in text and not is_printed
 
     def _render(self, variables: dict[str, Any]) -> str:
         try:
