@@ -25,7 +25,7 @@ export QUIRE_REQUIRE_NATIVE ?= $(if $(CI),1,0)
 export PYTHONDONTWRITEBYTECODE :=
 BUILD := --no-build-isolation --config-settings=cmake.define.QUIRE_WERROR=$(WERROR)
 
-.PHONY: help run demo test test-all check essential lint coverage mutants soak hostile fuzz sanitize overload chaos injections kills digest diagrams format build wheel clean
+.PHONY: help docs screenshots run demo test test-all check essential lint coverage mutants soak hostile fuzz sanitize overload chaos injections kills digest diagrams format build wheel wheels container clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -53,6 +53,7 @@ lint: $(VENV)/.installed $(VENV)/.dev  ## style, types, C++ format, import floor
 	$(BIN)/mypy
 	$(if $(CXX_SOURCES),$(BIN)/clang-format --dry-run --Werror $(CXX_SOURCES))
 	PYTHONPATH=src $(BIN)/lint-imports
+	$(BIN)/hadolint deploy/Containerfile
 	$(BIN)/python tools/line_budget.py
 	for script in $(SCRIPTS); do bash -n $$script || exit 1; done
 
@@ -89,6 +90,10 @@ kills: $(VENV)/.installed  ## kill the processes of a server 200 times under loa
 digest: $(VENV)/.installed $(VENV)/.dev  ## digest tokens and log-probabilities of every storage (ARGS="--compare FILE")
 	$(BIN)/python -m reliability.digest $(ARGS)
 
+# The screenshots of the docs come from the tests of the page, so that they show what it is.
+screenshots: $(VENV)/.installed $(VENV)/.dev $(VENV)/.clients  ## make docs/images anew (needs Chromium)
+	QUIRE_SCREENSHOTS=docs/images $(BIN)/python -m pytest -m '' tests/clients/test_page_everywhere.py $(ARGS)
+
 # The rendered files are kept beside their sources, so only who changes a diagram needs graphviz.
 diagrams: $(patsubst %.dot,%.svg,$(wildcard docs/diagrams/*.dot))  ## render docs/diagrams (needs `dot` of graphviz)
 
@@ -100,6 +105,10 @@ format: $(VENV)/.dev  ## rewrite Python and C++ sources in the house format
 	$(BIN)/ruff format
 	$(if $(CXX_SOURCES),$(BIN)/clang-format -i $(CXX_SOURCES))
 
+docs: $(VENV)/.base $(VENV)/.docs  ## build the documentation as a site in build/site, and check that it works offline
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python tools/check_site.py build/site
+
 build: $(VENV)/.installed  ## compile the native kernels and install in editable form
 
 wheel: $(VENV)/.base  ## build a wheel and a source archive into dist/ and check what they hold
@@ -107,6 +116,12 @@ wheel: $(VENV)/.base  ## build a wheel and a source archive into dist/ and check
 	$(PIP) wheel --quiet $(BUILD) --no-deps --wheel-dir dist .
 	$(BIN)/python -c 'import scikit_build_core.build as b; b.build_sdist("dist")'
 	$(BIN)/python tools/check_archive.py dist/*
+
+container: $(VENV)/.base $(VENV)/.packaging  ## try the steps of deploy/Containerfile one by one, without a container engine
+	$(BIN)/python tools/try_containerfile.py
+
+wheels: $(VENV)/.base $(VENV)/.packaging  ## build wheels for every Python that is found, and try each in new environments (ARGS="--python python3.12")
+	$(BIN)/python tools/build_wheels.py $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX)) $(ARGS)
 
 clean:  ## remove the virtual environment and everything built
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
@@ -131,6 +146,17 @@ $(VENV)/.dev: $(VENV)/.base
 	$(PIP) install --quiet --group dev
 	@touch $@
 
-$(VENV)/.clients: $(VENV)/.dev
+$(VENV)/.docs: $(VENV)/.base
+	$(PIP) install --quiet --group docs
+	@touch $@
+
+$(VENV)/.packaging: $(VENV)/.base
+	$(PIP) install --quiet --group packaging
+	@touch $@
+
+$(VENV)/.clients: $(VENV)/.dev tools/fetch_vllm_examples.py
 	$(PIP) install --quiet --group clients
+	test -x $(VENV)/clients-apart/bin/python || $(BIN)/python -m venv --without-pip $(VENV)/clients-apart
+	$(PIP) --python $(VENV)/clients-apart/bin/python install --quiet --group clients-apart
+	$(BIN)/python tools/fetch_vllm_examples.py $(VENV)/vllm-examples
 	@touch $@

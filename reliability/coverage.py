@@ -26,9 +26,9 @@ from reliability.page import record, table
 
 ROOT = Path(__file__).resolve().parents[1]
 SERVER_TESTS = (
-    "admission", "answers_bad_input", "app", "auth", "bad_input", "chat", "completions", "config", "endpoints",
-    "hostile", "messages", "messages_translation", "operations", "responses", "responses_translation", "shared_fields",
-    "streams",
+    "admission", "answers_bad_input", "app", "auth", "background_responses", "bad_input", "chat", "completions",
+    "config", "endpoints", "hostile", "messages", "messages_translation", "operations", "responses",
+    "responses_translation", "shared_fields", "streams",
 )  # fmt: skip
 TESTS = (
     "tests/config",
@@ -38,8 +38,10 @@ TESTS = (
     "tests/grammar/test_waiting.py",
     "tests/grammar/test_refused.py::test_refused_when_made",
     "tests/models/test_bad_checkpoints.py",
+    "tests/models/test_bad_weights.py",
     "tests/models/test_loading.py",
     *(f"tests/server/test_{name}.py" for name in SERVER_TESTS),
+    "tests/test_compat.py",
 )
 LONG = (
     "test_batch_invariance", "test_mixed_requests", "test_planted_bugs", "test_block_manager_stateful", "anything",

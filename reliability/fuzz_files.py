@@ -175,16 +175,17 @@ def options(data: bytes) -> str:
         return "too short"
     path = scratch(data[1:], "quire.toml" if data[0] % 2 else "quire.yaml")
     try:
-        server, engine = merge_args(str(path), {})
+        server, models = merge_args(str(path), {})
     except ConfigError as error:
         return refusal(error)
-    shown = describe_args(server, engine)
+    shown = describe_args(server, *models)
     assert not any(len(key) > 8 and key in shown for key in server.api_key)
     return ""
 
 
 def _options_corpus() -> list[bytes]:
     yaml = [
+        b"models: {a: quire-tiny, b: {model: quire-tiny, seed: 1}}\nport: 1",
         b"port: 8000\nmax-num-seqs: 4\napi_key: [secret-of-one, b]\n# no\nhost: '::1'", b"swap_space: 1.5\nuds: ~\n",
         b"a: &x [1, 2]\nb: *x\n", b"model: !!str 5\nseed: 0x1F\nworkers: 2001-01-01",
     ]  # fmt: skip

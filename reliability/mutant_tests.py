@@ -1,8 +1,15 @@
 """Which tests concern which source file, for reliability/mutants.py."""
 
 SCHEDULE = ("engine/test_schedule.py", "engine/test_preemption.py", "engine/test_sharing.py", "engine/test_samples.py")
-PARAMS = ("config/test_params.py", "engine/test_params_in_engine.py")
-CHECKPOINTS = ("models/test_bad_checkpoints.py", "models/test_loading.py", "engine/test_memory_plan.py")
+IN_ENGINE = ("engine/test_params_in_engine.py", "engine/test_prompts_in_engine.py")
+PARAMS = ("config/test_params.py", *IN_ENGINE)
+CHECKPOINTS = (
+    "models/test_bad_checkpoints.py",
+    "models/test_bad_weights.py",
+    "models/test_loading.py",
+    "engine/test_memory_plan.py",
+)
+FAILURES = ("engine/test_containment.py", "engine/test_broken_engines.py")
 REQUESTS = ("server/test_bad_input.py", "server/test_answers_bad_input.py")
 
 TESTS: dict[str, tuple[str, ...]] = {
@@ -39,10 +46,10 @@ TESTS: dict[str, tuple[str, ...]] = {
     "engine/requests/": (*SCHEDULE, "engine/test_beam_search.py", "engine/test_logprobs.py"),
     "engine/requests/grammar_queue.py": ("grammar/test_queue.py",),
     "engine/requests/beam_search.py": ("engine/test_beam_selector.py", "engine/test_beam_search.py"),
-    "engine/requests/input_processor.py": ("engine/test_input_processor.py", "engine/test_params_in_engine.py"),
+    "engine/requests/input_processor.py": ("engine/test_input_processor.py", *IN_ENGINE),
     "engine/requests/new_group.py": (
         "engine/test_input_processor.py",
-        "engine/test_params_in_engine.py",
+        *IN_ENGINE,
         "test_scoring.py",
         "server/test_completions.py",
     ),
@@ -52,16 +59,16 @@ TESTS: dict[str, tuple[str, ...]] = {
         "engine/test_beam_search.py",
         "engine/test_logprobs.py",
         "engine/test_failed_steps.py",
-        "engine/test_params_in_engine.py",
+        *IN_ENGINE,
         "engine/test_unfinished_requests.py",
     ),
     "engine/requests/output.py": (
         *SCHEDULE,
         "engine/test_beam_search.py",
         "engine/test_logprobs.py",
-        "engine/test_params_in_engine.py",
+        *IN_ENGINE,
         "async_llm/test_output_processor.py",
-        "engine/test_containment.py",
+        *FAILURES,
         "engine/test_failed_steps.py",
         "server/test_completions.py",
         "server/test_streams.py",
@@ -88,7 +95,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "engine/test_failed_steps.py",
         "engine/test_drafts.py",
         "engine/test_cache_view.py",
-        "engine/test_containment.py",
+        *FAILURES,
         "engine/test_unfinished_requests.py",
     ),
     "engine/step/": (*SCHEDULE, "engine/test_logprobs.py", "engine/test_beam_search.py", "engine/test_failed_steps.py"),
@@ -98,12 +105,12 @@ TESTS: dict[str, tuple[str, ...]] = {
         "engine/test_schedule.py",
         "engine/test_samples.py",
         "engine/test_beam_search.py",
-        "engine/test_containment.py",
+        *FAILURES,
         "engine/test_drafts.py",
         "engine/test_failed_steps.py",
         "engine/test_logprobs.py",
     ),
-    "engine/step/containment.py": ("engine/test_failure_isolator.py", "engine/test_containment.py"),
+    "engine/step/containment.py": ("engine/test_failure_isolator.py", *FAILURES),
     "kv/": ("kv",),
     "runner/sampling/": ("sampling",),
     "runner/sampling/random.py": ("sampling/test_random.py",),
@@ -111,7 +118,11 @@ TESTS: dict[str, tuple[str, ...]] = {
     "server/api/": (*REQUESTS, "server/test_messages_translation.py", "server/test_responses_translation.py"),
     "server/api/messages/": ("server/test_messages_translation.py", "server/test_messages.py"),
     "server/api/messages/input.py": ("server/test_messages_translation.py",),
-    "server/api/responses/": ("server/test_responses_translation.py", "server/test_responses.py"),
+    "server/api/responses/": (
+        "server/test_responses_translation.py",
+        "server/test_responses.py",
+        "server/test_background_responses.py",
+    ),
     "server/api/responses/input.py": ("server/test_responses_translation.py",),
     "server/api/shared/fields.py": ("server/test_shared_fields.py",),
     "server/api/shared/sampling.py": ("server/test_request_params.py",),

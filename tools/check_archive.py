@@ -22,7 +22,10 @@ PACKAGE = (
     "quire/kernels/backends/reference.py",
     "quire/server/page/files/index.html",
     "quire/server/page/files/app.js",
-    "quire/server/page/files/style.css",
+    "quire/server/page/files/styles/base.css",
+    "quire/server/page/docs/index.html",
+    "quire/common/arguments/vllm_arguments.toml",
+    "quire/interfaces/compat/sampling_params.py",
     "quire/models/embedded/LICENSE-PSF.txt",
     *(f"quire/models/embedded/{name}/{file}" for name in ("quire-tiny", "quire-draft") for file in CHECKPOINT_FILES),
 )

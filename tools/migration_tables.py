@@ -2,8 +2,8 @@
 
     python tools/migration_tables.py [--check]
 
-The tables come from Quire's own classes and from src/quire/common/vllm_arguments.toml. With --check nothing is written,
-and the exit status is 1 if the page differs.
+The tables come from Quire's own classes and from src/quire/common/arguments/vllm_arguments.toml. With --check nothing
+is written, and the exit status is 1 if the page differs.
 """
 
 import argparse
@@ -12,8 +12,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from quire.common.arguments.vllm_arguments import Kind, parsers, vllm_arguments
 from quire.common.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
-from quire.common.vllm_arguments import Kind, vllm_arguments
 from quire.config.args import EngineArgs
 from quire.server.config import ServerArgs
 
@@ -44,6 +44,14 @@ def tables() -> Iterator[str]:
             }[argument.verdict]
         yield from ("", f"### {title}", "", "| argument | in Quire |", "|---|---|")
         yield from (f"| `{name}` | {text} |" for name, text in sorted(rows.items()))
+    for option, name in (("--tool-call-parser", "tool_parser"), ("--reasoning-parser", "reasoning_parser")):
+        rows = {
+            theirs: "not supported" if ours == "other" else f"`{ours}`"
+            for ours, names in parsers(name).items()
+            for theirs in names
+        }
+        yield from ("", f"### Further values of `{option}`", "", "| vLLM's parser | format in Quire |", "|---|---|")
+        yield from (f"| `{parser}` | {text} |" for parser, text in sorted(rows.items()))
     yield ""
 
 

@@ -6,6 +6,7 @@ Names are imported when first used: `import quire` alone loads neither torch nor
 """
 
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.common.version import __version__
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
     from quire.config.args import EngineArgs
     from quire.engine.arg_utils import AsyncEngineArgs
     from quire.engine.llm_engine import LLMEngine
-    from quire.interfaces.async_llm.async_llm import AsyncLLM
+    from quire.engine.requests.input_processor import PromptType, TextPrompt, TokensPrompt
+    from quire.interfaces.async_llm.async_llm import AsyncLLM, AsyncLLMEngine
     from quire.interfaces.llm import LLM
     from quire.kv.prefix_cache.pins import PinnedPrefix
 
@@ -47,6 +49,7 @@ __all__ = [
     "LLM",
     "AsyncEngineArgs",
     "AsyncLLM",
+    "AsyncLLMEngine",
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
@@ -64,6 +67,7 @@ __all__ = [
     "OutOfMemoryError",
     "PinnedPrefix",
     "PromptTooLongError",
+    "PromptType",
     "QuireError",
     "RequestError",
     "RequestFailedError",
@@ -71,18 +75,21 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",
+    "TextPrompt",
     "TokenizerError",
+    "TokensPrompt",
     "UnsupportedModelError",
     "__version__",
 ]
 
 _HOMES = {
-    "AsyncLLM": "quire.interfaces.async_llm.async_llm",
+    **dict.fromkeys(("AsyncLLM", "AsyncLLMEngine"), "quire.interfaces.async_llm.async_llm"),
     "LLM": "quire.interfaces.llm",
     "LLMEngine": "quire.engine.llm_engine",
     "AsyncEngineArgs": "quire.engine.arg_utils",
     "EngineArgs": "quire.config.args",
     **dict.fromkeys(("BeamSearchParams", "SamplingParams", "StructuredOutputsParams"), "quire.common.params"),
+    **dict.fromkeys(("PromptType", "TextPrompt", "TokensPrompt"), "quire.engine.requests.input_processor"),
     "PinnedPrefix": "quire.kv.prefix_cache.pins",
     **dict.fromkeys(
         (
@@ -98,6 +105,8 @@ _HOMES = {
     **{name: "quire.common.errors" for name in __all__ if name.endswith("Error")},
 }
 
+# vLLM's modules that Quire has elsewhere: see quire/interfaces/compat/__init__.py
+__path__.append(str(Path(__file__).parent / "interfaces" / "compat"))
 
 if not TYPE_CHECKING:  # type checkers know the names above, and shall not take any other
 

@@ -77,7 +77,7 @@ def test_prompts_of_chats_and_texts_become_the_same_tokens(both: tuple[LLM, Door
     messages = [{"role": "user", "content": "Hi"}]
     assert door.llm.chat_prompt(messages) == llm.chat_prompt(messages)
     for text in ("short", "a long text, which goes to a thread. " * 150):
-        assert door.run(door.llm.encode(text)) == llm.get_tokenizer().encode(text)
+        assert door.run(door.llm.encode(text)) == llm.engine.tokenizer.encode(text)
     with pytest.raises(PromptTooLongError, match="characters"):
         door.run(door.llm.encode("a" * 10_000))
     assert door.llm.default_sampling_params() == llm.default_sampling_params()

@@ -1,5 +1,6 @@
 """How an engine process starts, fails to, and ends."""
 
+import asyncio
 import os
 import select
 import subprocess
@@ -9,7 +10,17 @@ from typing import Any
 
 import pytest
 
-from quire import LLM, CheckpointError, ConfigError, EngineDeadError, OutOfMemoryError, SamplingParams
+from quire import (
+    LLM,
+    AsyncLLM,
+    CheckpointError,
+    ConfigError,
+    EngineArgs,
+    EngineDeadError,
+    InvalidParamsError,
+    OutOfMemoryError,
+    SamplingParams,
+)
 from quire.interfaces.async_llm import engine_client
 
 from .door import Door
@@ -104,3 +115,51 @@ def test_the_api_process_has_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 0, done.stderr
     assert "KV cache" in done.stderr, "the memory plan is shown, as with LLM"
+
+
+ARGS = EngineArgs(num_gpu_blocks_override=10, num_threads=1)
+
+
+def test_an_engine_made_without_a_loop_starts_with_its_first_request() -> None:
+    llm = AsyncLLM.from_engine_args(ARGS, usage_context="a server")
+    assert llm.get_tokenizer()("Once").input_ids == llm.tokenizer.encode("Once")
+    assert llm.model_config.max_position_embeddings == 2048
+
+    async def both() -> list[int]:
+        params = SamplingParams(max_tokens=2, ignore_eos=True)
+        generators = [llm.generate("Once", params, name, priority=i, lora_request=None) for i, name in enumerate("ab")]
+        outputs = await asyncio.gather(*(anext(generator) for generator in generators))
+        assert [output.request_id for output in outputs] == ["a", "b"]
+        assert llm.model_config.max_model_len == 160
+        with pytest.raises(InvalidParamsError, match="lora_request must be None"):
+            await anext(llm.generate("Once", params, "c", lora_request=object()))  # type: ignore[arg-type]
+        with pytest.raises(InvalidParamsError, match="extra_args cannot be sent"):
+            await anext(llm.generate("Once", SamplingParams(extra_args={"a": 1}), "c"))
+        for generator in generators:
+            await generator.aclose()
+        children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+        assert children.count(str(llm.engine_pid)) == 1
+        llm.shutdown()
+        return [llm.engine_pid]
+
+    (pid,) = asyncio.run(both())
+    assert not Path(f"/proc/{pid}").exists()
+    llm.shutdown()  # once more, without a loop
+
+
+def test_an_engine_that_was_never_started_can_end() -> None:
+    llm = AsyncLLM.from_engine_args(ARGS)
+    llm.shutdown()
+
+    async def awaited() -> None:
+        await llm.shutdown()
+
+    asyncio.run(awaited())
+
+
+def test_wrong_arguments_are_refused_before_there_is_an_engine() -> None:
+    with pytest.raises(CheckpointError):
+        AsyncLLM.from_engine_args(EngineArgs(model="no-such-folder/at-all"))
+    llm = AsyncLLM.from_engine_args(EngineArgs(num_gpu_blocks_override=2, max_model_len=2048))
+    with pytest.raises(OutOfMemoryError):
+        asyncio.run(llm.start())

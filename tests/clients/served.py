@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
@@ -93,9 +94,10 @@ def _wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
 
 
 @contextmanager
-def saying_server(reply: str) -> Iterator[Served]:
-    """The server's application over a model that says `reply` to everything, behind a real socket."""
-    server = saying(reply, tool_format=TOOL_FORMATS["hermes"])
+def saying_server(reply: str, **kwargs: Any) -> Iterator[Served]:
+    """The server's application over a model that says `reply` to everything, behind a real socket. For `kwargs` see
+    `saying`."""
+    server = saying(reply, tool_format=TOOL_FORMATS["hermes"], **kwargs)
     http = uvicorn.Server(uvicorn.Config(server.app, port=0, lifespan="off", log_config=None, ws="none"))
     thread = threading.Thread(target=lambda: asyncio.run(http.serve()))
     thread.start()

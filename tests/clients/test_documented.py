@@ -7,7 +7,9 @@ from tests.clients.served import Served
 
 EXPECTED = {
     "OpenAI's SDK": ["Serialize", "<class '__main__.Entry'>"],
+    "OpenAI's Agents SDK": ["Serialize"],
     "Anthropic's SDK": [""],
+    "Ollama's client": ["Serialize"],
     "LangChain": ["is_public="],
 }
 

@@ -1,119 +1,13 @@
-"""The page in a real Chromium: a chat, the cache while it is filled and shared, and that nothing goes wrong meanwhile.
-
-Screenshots of both themes are kept in the folder that QUIRE_SCREENSHOTS names, if there is one.
-"""
+"""The page in a real Chromium: a chat, the cache while it is filled and shared, and nothing goes wrong meanwhile."""
 
 import json
-import os
 import re
-import shutil
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Literal
 
-import pytest
 from openai import OpenAI
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
+from tests.clients.chromium import COMMON, NO_ARGUMENTS, NUMBERS, QUESTION, answers, ask, load, opened, set_up
 from tests.clients.served import KEY, MODEL, Served
-
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-QUESTION = "What does json.dumps do?"
-NUMBERS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 900}
-"""no answer in this form ends soon"""
-NO_ARGUMENTS = {"parameters": {"type": "object", "properties": {}, "additionalProperties": False}}
-COMMON = "All requests begin so, and so they share the blocks of the cache that hold this beginning. " * 4
-
-expect.set_options(timeout=30_000)
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        path = CHROMIUM or playwright.chromium.executable_path
-        if not Path(path).exists():
-            assert "CI" not in os.environ, "CI must test the page: install chromium"
-            pytest.skip("there is no Chromium: install Debian's package chromium, or: playwright install chromium")
-        browser = playwright.chromium.launch(executable_path=path)
-        yield browser
-        browser.close()
-
-
-@contextmanager
-def opened(browser: Browser, served: Served, **options) -> Iterator[Page]:
-    """The page with its key, connected to the engine. Fails for what goes wrong with it, and for calls to elsewhere."""
-    wrong: list[str] = []
-    with browser.new_context(viewport={"width": 1440, "height": 1000}, **options) as context:
-        context.add_init_script(f"sessionStorage.setItem('quire-api-key', {json.dumps(KEY)})")
-        page = context.new_page()
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
-        page.on("request", lambda asked: None if asked.url.startswith(served.url) else wrong.append(asked.url))
-        page.goto(served.url)
-        expect(page.locator("#link")).to_have_text("live")
-        expect(page.locator("#model")).to_have_text(MODEL)
-        yield page
-        assert wrong == []
-    served.wait_until_idle()
-
-
-@pytest.fixture
-def page(chromium: Browser, served: Served) -> Iterator[Page]:
-    with opened(chromium, served) as page:
-        yield page
-
-
-def ask(page: Page, text: str) -> None:
-    page.get_by_label("Message", exact=True).fill(text)
-    page.get_by_role("button", name="Send").click()
-
-
-def set_up(page: Page, **fields: str) -> None:
-    """Fill in parameters."""
-    if not page.locator("#system").is_visible():
-        page.get_by_text("System prompt and parameters").click()
-    for name, value in fields.items():
-        page.locator(f"#{name}").fill(value)
-
-
-def answers(page: Page) -> list[str]:
-    """Of the turns whose answer has ended."""
-    expect(page.locator("#stop")).to_be_disabled()
-    return page.locator(".turn.assistant .text").all_inner_texts()
-
-
-@contextmanager
-def load(served: Served, num_requests: int = 3) -> Iterator[None]:
-    """So many requests at once until the block ends, all with the same beginning."""
-    stop = threading.Event()
-
-    def run(i: int) -> None:
-        asked = {"model": MODEL, "prompt": f"{COMMON}{i}", "max_tokens": 1800, "extra_body": {"ignore_eos": True}}
-        with OpenAI(**served.openai) as client:
-            while not stop.is_set():
-                with client.completions.create(**asked, stream=True) as stream:
-                    while not stop.is_set() and next(stream, None) is not None:
-                        pass
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(num_requests)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-
-
-def keep(page: Page, name: str) -> None:
-    """A screenshot, once the speed of the load is known."""
-    if folder := os.environ.get("QUIRE_SCREENSHOTS"):
-        expect(page.locator("#figures dd").first).to_have_text(re.compile(r"\d{3}"))
-        page.set_viewport_size({"width": 1440, "height": 1160})
-        page.screenshot(path=Path(folder) / f"{name}.png")  # makes the folder
 
 
 def test_a_turn_is_answered_and_what_was_said_comes_from_the_cache(page: Page) -> None:
@@ -122,7 +16,7 @@ def test_a_turn_is_answered_and_what_was_said_comes_from_the_cache(page: Page) -
     assert "Serialize" in answers(page)[0]
     ask(page, "And json.loads?")
     assert len(answers(page)) == 2
-    (cached,) = re.findall(r"(\d+) of \d+ prompt tokens from the cache", page.locator(".turn").last.inner_text())
+    (cached,) = re.findall(r"(\d+) of \d+ tokens of the prompt were shared", page.locator(".turn").last.inner_text())
     assert int(cached) > 16
     expect(page.locator("#tree")).to_contain_text(re.compile(r"[1-9]\d* hit"))
     page.get_by_role("button", name="New conversation").click()
@@ -137,14 +31,15 @@ def test_blocks_are_allocated_shared_and_given_back(page: Page, served: Served) 
         expect(page.locator("#tree")).to_contain_text("3 references")
         page.get_by_role("button", name="Pause").click()
     served.wait_until_idle()
+    page.get_by_label("by place").check()
     page.locator("#map canvas").first.focus()
     note = page.locator("#block-note")
-    expect(note).to_have_text(re.compile("^Block 0: "))
+    expect(note).to_contain_text("Block 0:")
     for _ in range(700):
         if "3 references" in note.inner_text():
             break
-        page.keyboard.press("ArrowRight")
-    expect(note).to_have_text(re.compile("owned · 3 references .*16 of 16 tokens"))
+        page.keyboard.press("n")
+    expect(note).to_contain_text(re.compile("owned · 3 references .*16 of 16 tokens"))
     expect(blocks).to_have_text(re.compile(r", [1-9]\d* owned"))  # as it was when it was paused
     page.locator("#pause").click()
     expect(blocks).to_have_text(re.compile(", 0 owned"))
@@ -209,7 +104,7 @@ def test_the_speed_of_a_short_answer_is_the_one_that_the_server_measured(page: P
     body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
     page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
     ask(page, QUESTION)
-    expect(page.locator(".turn-foot")).to_contain_text("9 tokens · 20.0 tokens/s")
+    expect(page.locator(".turn-foot").last).to_contain_text("9 tokens · 20.0 tokens/s")
 
 
 def test_requests_are_named_as_their_clients_named_them_or_by_their_kind(page: Page, served: Served) -> None:
@@ -287,28 +182,6 @@ def test_all_of_it_works_from_the_keyboard(page: Page, served: Served) -> None:
     assert {"regenerate", "send", "pause", "scrub", "CANVAS", "events"} <= set(reached)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_is_readable_in_both_themes(chromium: Browser, served: Served, scheme: Literal["light", "dark"]) -> None:
-    with opened(chromium, served, color_scheme=scheme) as page:
-        set_up(page, temperature="0")
-        page.get_by_text("System prompt and parameters").click()
-        for question in (QUESTION, "What does os.path.join do?"):
-            ask(page, question)
-            answers(page)
-        with load(served, 8):
-            expect(page.locator("#tree")).to_contain_text("8 references")
-            keep(page, scheme)
-        page.set_viewport_size({"width": 390, "height": 800})
-        assert page.evaluate("document.documentElement.scrollWidth") <= 390
-        colours = page.evaluate("(e => [e.color, e.backgroundColor])(getComputedStyle(document.documentElement))")
-        ink, paper = (sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in colours)
-        assert (ink < paper) == (scheme == "light")
-        assert abs(ink - paper) > 300
-        page.get_by_role("button", name="Theme").click()
-        page.get_by_role("button", name="Theme").click()
-        assert page.evaluate("document.documentElement.dataset.theme") == "dark"
-
-
 def test_without_its_key_it_says_what_is_missing(chromium: Browser, served: Served) -> None:
     with chromium.new_context() as context:
         page = context.new_page()
@@ -318,3 +191,19 @@ def test_without_its_key_it_says_what_is_missing(chromium: Browser, served: Serv
         page.keyboard.press("Enter")
         expect(page.locator("#link")).to_have_text("live")
         expect(page.locator("#model")).to_have_text(MODEL)
+
+
+def test_the_page_of_endpoints_shows_the_fields_of_each(chromium: Browser, served: Served) -> None:
+    wrong: list[str] = []
+    with chromium.new_context() as context:
+        context.add_init_script(f"sessionStorage.setItem('quire-api-key', {json.dumps(KEY)})")
+        page = context.new_page()
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("request", lambda asked: None if asked.url.startswith(served.url) else wrong.append(asked.url))
+        page.goto(f"{served.url}/docs")
+        page.get_by_label("Show endpoints that contain").fill("/api/chat")
+        expect(page.get_by_role("status")).to_have_text("1 endpoints")
+        page.locator("details:not([hidden]) summary").click()
+        expect(page.locator("details:not([hidden])")).to_contain_text("keep_alive")
+        expect(page.locator("details:not([hidden])")).to_contain_text("repeat_penalty")
+        assert wrong == []

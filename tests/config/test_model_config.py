@@ -9,7 +9,7 @@ import pytest
 
 from quire.common.errors import CheckpointError, ConfigError, UnsupportedModelError
 from quire.config.hf_config import HFConfig
-from quire.config.model import ModelConfig, rope_config
+from quire.config.model import ModelConfig, is_downloadable, rope_config
 
 FIELDS: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM", "Other"],
@@ -199,3 +199,10 @@ def test_the_rotary_embedding_is_described_whole(fields: dict[str, Any], expecte
 def test_without_a_factor_the_longest_context_is_not_stretched(tmp_path: Path, rope_type: str) -> None:
     config = ModelConfig.resolve(write(tmp_path, rope_scaling={"rope_type": rope_type}))
     assert config.max_context_len == 64
+
+
+def test_only_an_id_of_the_hub_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "someone" / "here").mkdir(parents=True)
+    names = ("someone/model", "someone/here", "quire-tiny", str(tmp_path), "../up")
+    assert [is_downloadable(name) for name in names] == [True, False, False, False, False]

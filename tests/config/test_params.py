@@ -42,6 +42,7 @@ WRONG = {
     ],
     "bad_words": ["word", [""], [1], ["x"] * 2000, ["x" * 20_000], ["\ud800"], 5],
     "allowed_token_ids": [[], [-1], ["a"], [True], 5, "12"],
+    "extra_args": [5, [5], "a"],
     "logits_processors": [5, [5], [None], print, [print] * 17],
     "skip_special_tokens": [1, None],
     "spaces_between_special_tokens": [0, "no"],

@@ -1,5 +1,6 @@
 """vLLM's arguments: each is Quire's too, or it is listed what becomes of it."""
 
+import contextlib
 import copy
 import dataclasses
 import json
@@ -10,7 +11,14 @@ import pytest
 import torch
 
 from quire import BeamSearchParams, ConfigError, EngineArgs, InvalidParamsError, SamplingParams, StructuredOutputsParams
-from quire.common.vllm_arguments import vllm_arguments
+from quire.common.arguments.vllm_arguments import vllm_arguments
+from quire.common.params.checks import check_no_adapter
+from quire.server.api.tools.formats import (
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    choose_reasoning_format,
+    choose_tool_format,
+)
 from quire.server.config import ServerArgs, merge_args
 
 VLLM = json.loads((Path(__file__).parents[1] / "data" / "vllm_arguments.json").read_text())
@@ -78,9 +86,9 @@ def test_paths_and_torch_dtypes_are_taken():
 
 def test_a_servers_arguments():
     flags = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "disable_log_stats": True, "port": 1}
-    server, engine = merge_args(None, flags | {"max_num_seqs": 2})
+    server, (spec,) = merge_args(None, flags | {"max_num_seqs": 2})
     assert server == ServerArgs(tool_parser="hermes", port=1)
-    assert engine == EngineArgs(max_num_seqs=2)
+    assert spec.engine == EngineArgs(max_num_seqs=2)
     with pytest.raises(ConfigError, match=r"middleware=.* a reverse proxy does this"):
         merge_args(None, {"middleware": ["a.b"]})
 
@@ -144,3 +152,39 @@ def test_fields_that_are_missing_or_doubled_are_type_errors():
         BeamSearchParams(2, **every)
     with pytest.raises(TypeError, match="max_tokens"):
         BeamSearchParams(2)
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "choose"),
+    [
+        ("tool_parser", TOOL_FORMATS, choose_tool_format),
+        ("reasoning_parser", REASONING_FORMATS, choose_reasoning_format),
+    ],
+)
+def test_every_parser_of_vllm_is_read_or_refused_by_name(name, known, choose):
+    read = set()
+    for parser in VLLM[f"{name}s"]:
+        with contextlib.suppress(ConfigError):
+            assert choose(parser, None) in known.values()
+            ServerArgs(**{name: parser})
+            read.add(parser)
+    for parser in {*VLLM[f"{name}s"]} - read:
+        for refuse in (lambda parser=parser: choose(parser, None), lambda parser=parser: ServerArgs(**{name: parser})):
+            with pytest.raises(ConfigError, match=f"^{name}='{parser}': this format is not supported .available: "):
+                refuse()
+    assert read > {"tool_parser": {"mistral", "hermes", "qwen3_json"}, "reasoning_parser": {"qwen3", "mistral"}}[name]
+
+
+def test_parsers_of_vllm_are_quires_formats():
+    assert choose_tool_format("granite4", None) is TOOL_FORMATS["hermes"]
+    assert choose_tool_format("llama4_json", None) is TOOL_FORMATS["llama3_json"]
+    assert choose_reasoning_format("deepseek_r1", None) is REASONING_FORMATS["think"]
+    assert merge_args(None, {"tool_call_parser": "qwen3_json", "enable_auto_tool_choice": True})[0].tool_parser
+    with pytest.raises(ConfigError, match="tool_parser='qwen3_xml'"):
+        merge_args(None, {"tool_call_parser": "qwen3_xml"})
+
+
+def test_adapters_are_refused() -> None:
+    check_no_adapter(None)
+    with pytest.raises(InvalidParamsError, match="lora_request must be None"):
+        check_no_adapter(object())

@@ -202,3 +202,23 @@ def test_an_unknown_argument_suggests_the_nearest():
 def test_a_missing_model_is_a_checkpoint_error(tmp_path):
     with pytest.raises(CheckpointError, match="nothing"):
         plan_memory(EngineArgs(model=str(tmp_path / "nothing")))
+
+
+def test_a_memory_limit_holds_for_all_together():
+    plan = plan_memory(EngineArgs(memory_limit="100MiB"))
+    assert 99 * MIB < plan.total_bytes <= 100 * MIB
+    assert plan.machine.limit_bytes == 100 * MIB
+    assert plan.total_bytes == plan.weight_bytes + plan.activation_bytes + plan.kv_cache.total_bytes
+    for limit, others in (("20MiB", {}), ("60MiB", {"kv_cache_memory": "64MiB"}), ("60MiB", {"swap_space": 0.1})):
+        with pytest.raises(OutOfMemoryError, match="the memory_limit of"):
+            plan_memory(EngineArgs(memory_limit=limit, **others))
+    with pytest.raises(ConfigError, match="memory_limit='much'"):
+        plan_memory(EngineArgs(memory_limit="much"))
+
+
+def test_a_limit_is_never_more_than_the_machine_has():
+    machine = MachineMemory(100, 50)
+    assert machine.limited(None) is machine
+    assert machine.limited(70) == MachineMemory(70, 50)
+    assert machine.limited(20) == MachineMemory(20, 20)
+    assert machine.limited(200) == machine

@@ -175,7 +175,7 @@ def served() -> Server:
     """The application with all that stands around it, over a model that recites."""
     llm, _ = scripted_llm()
     server = serve(llm.engine, args=ServerArgs())
-    server.state.llm = ListenedLLM(llm.engine)
+    server.model.llm = ListenedLLM(llm.engine)
     gate = DrainGate(request_timeout_s=None, drain_timeout_s=1)
     server.app = build_app(server.state, gate, ApiKeys.load(server.state.args, {}))
     return server

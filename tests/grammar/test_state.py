@@ -115,7 +115,7 @@ def test_tokens_that_the_model_does_not_have_are_not_allowed(vocab_size) -> None
 
 @pytest.mark.parametrize("indent", [None, 0, 1, 2, 4, "\t"])
 def test_json_may_be_indented_but_its_whitespace_has_an_end(compiler, indent) -> None:
-    tokenizer = masked_llm()[0].get_tokenizer()
+    tokenizer = masked_llm()[0].engine.tokenizer
     state = start(compiler, json={"type": "object", "additionalProperties": {"type": "array"}})
     text = json.dumps({"a": [1, {"b": [None]}], "c": []}, indent=indent)
     for token_id in tokenizer.encode(text):

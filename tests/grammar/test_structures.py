@@ -190,7 +190,7 @@ def test_forced_text_is_run_as_one_chunk() -> None:
     (output,) = llm.generate(["a"], structured(**structure), use_tqdm=False)
     check(output, structure)
     assert executor.num_steps <= 2
-    assert output.outputs[0].token_ids == llm.get_tokenizer().encode(output.outputs[0].text)
+    assert output.outputs[0].token_ids == llm.engine.tokenizer.encode(output.outputs[0].text)
 
 
 def test_max_tokens_and_stop_strings_hold_in_forced_text() -> None:
@@ -228,7 +228,7 @@ def test_without_an_end_token_a_finished_grammar_ends_the_output() -> None:
 
 def test_a_draw_that_the_grammar_does_not_allow_ends_the_request_and_says_why() -> None:
     llm, _ = masked_llm()
-    (b,) = llm.get_tokenizer().encode("b")
+    (b,) = llm.engine.tokenizer.encode("b")
     add_with_draw(llm, "none", structured(regex="abc"), allowed_token_ids=(b,))
     add_with_draw(llm, "enough", structured(regex="b{2}c*"), allowed_token_ids=(b,))
     outputs = run(llm)

@@ -242,7 +242,7 @@ def test_a_request_with_a_past_goes_on_in_the_middle_of_its_grammar() -> None:
     progress = Progress(RequestMetrics(0.0), 0, alone.token_ids[:5])
     llm.engine.add_request("x", "a", params, progress=progress)
     rest = run(llm)["x"].outputs[0]
-    assert rest.text == alone.text.removeprefix(llm.get_tokenizer().decode(progress.token_ids)) != alone.text
+    assert rest.text == alone.text.removeprefix(llm.engine.tokenizer.decode(progress.token_ids)) != alone.text
 
 
 def test_a_grammar_that_cannot_begin_ends_its_request_alone(held, monkeypatch) -> None:

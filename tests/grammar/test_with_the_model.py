@@ -78,7 +78,7 @@ def test_json_ends_within_few_tokens_although_the_model_likes_whitespace(llm) ->
 
 
 def test_where_params_and_grammar_have_nothing_in_common_the_grammar_holds(llm) -> None:
-    (b,) = llm.get_tokenizer().encode("b")
+    (b,) = llm.engine.tokenizer.encode("b")
     for ban in ({"allowed_token_ids": [b]}, {"bad_words": ["c", "d", "cc", "cd"]}, {"min_tokens": 20}):
         output = llm.generate(["a"], structured(regex="c{1,5}d", **ban), use_tqdm=False)[0]
         assert check(output, {"regex": "c{1,5}d"}) == 1
@@ -102,9 +102,9 @@ def test_every_beam_has_the_form(llm, name) -> None:
         structured_outputs=StructuredOutputsParams(**structure),
     )
     (output,) = llm.beam_search("Number 7: ", params)
-    prompt = len(llm.get_tokenizer().encode("Number 7: "))
+    prompt = len(llm.engine.tokenizer.encode("Number 7: "))
     ended = [sequence for sequence in output.sequences if sequence.finish_reason == "stop"]
-    texts = [llm.get_tokenizer().decode(sequence.tokens[prompt:], True) for sequence in ended]
+    texts = [llm.engine.tokenizer.decode(sequence.tokens[prompt:], True) for sequence in ended]
     assert all(is_valid(text, structure) for text in texts)
     assert len({tuple(sequence.tokens) for sequence in ended}) == len(ended)
     assert ended or name != "choice"

@@ -192,11 +192,11 @@ PARAMS = [
     Case("NaN, infinities, 1e400", floats),
     Case("cache salts of every odd kind", salts),
     Case("many prompts", [
-        Ask({"prompt": ["a"] * 1025}, (400, 429), "1,024 are allowed|waiting", is_online_only=True),
+        Ask({"prompt": ["a"] * 1025}, (400, 429), "1,024 are allowed|wait", is_online_only=True),
         Ask({"prompt": ["Hi"] * 256, "max_tokens": 1}, (200, 429), is_online_only=True),
-        Ask({"prompt": ["Hi"] * 255 + [[10**6]], "max_tokens": 1}, (400, 429), "token id|waiting", is_online_only=True),
+        Ask({"prompt": ["Hi"] * 255 + [[10**6]], "max_tokens": 1}, (400, 429), "token id|wait", is_online_only=True),
         Ask({"prompt": ["a"] * 1024, "guided_json": {"enum": [f"value {i}" for i in range(12_000)]}},
-            (400, 429), "fewer prompts|waiting", is_online_only=True),
+            (400, 429), "fewer prompts|wait", is_online_only=True),
     ], limit_s=4),
 ]  # fmt: skip
 

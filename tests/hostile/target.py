@@ -44,7 +44,8 @@ class Reply:
     @property
     def message(self) -> str:
         """What an error says."""
-        return str(self.json["error"]["message"])
+        error = self.json["error"]
+        return str(error if isinstance(error, str) else error["message"])
 
     @property
     def cached_tokens(self) -> int:

@@ -12,7 +12,8 @@ from tests.hostile.conftest import OTHER_KEY
 from tests.hostile.target import CHAT, COMPLETIONS, RESPONSES, Reply, Target
 
 OTHER = {"authorization": f"Bearer {OTHER_KEY}"}
-OPEN = {"/health", "/ready", "/metrics"}
+OPEN = {"/health", "/ready", "/metrics", "/ping"}
+ADMIN = {"/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache", "/api/pull"}
 WRONG_KEYS = [
     {"authorization": ""}, {"authorization": "Bearer"}, {"authorization": "Bearer "}, {"authorization": "Bearer wrong"},
     {"authorization": "Bearer a-key-for-tests\0"}, {"authorization": "Bearer A-KEY-FOR-TESTS"},
@@ -39,7 +40,7 @@ def routes(target: Target) -> list[tuple[str, str]]:
 
 
 def is_page(path: str) -> bool:
-    return path == "/" or path.startswith("/page/")
+    return path == "/" or path.startswith(("/page/", "/docs"))
 
 
 def test_every_route_without_a_key(guarded: Target):
@@ -47,7 +48,7 @@ def test_every_route_without_a_key(guarded: Target):
     assert len(known) > 20
     for method, path in known:
         reply = guarded.ask(method, path, headers={"authorization": ""})
-        expected = 200 if path in OPEN or is_page(path) else 401
+        expected = 403 if path in ADMIN else 200 if path in OPEN or is_page(path) else 401
         assert reply.status == expected, (method, path, reply)
         if expected == 401:
             assert "requires an API key" in reply.message
@@ -59,7 +60,8 @@ def test_every_route_with_a_wrong_key(guarded: Target, wrong: dict[str, str]):
     for method, path in routes(guarded):
         if path not in OPEN and not is_page(path):
             reply = guarded.ask(method, path, headers=wrong)
-            assert reply.status in (400, 401), (method, path, wrong, reply)  # 400: no header can have it
+            allowed = (400, 403) if path in ADMIN else (400, 401)
+            assert reply.status in allowed, (method, path, wrong, reply)  # 400: no header can have it
             assert b"key-for-tests" not in reply.body
 
 

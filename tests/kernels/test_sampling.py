@@ -1,8 +1,6 @@
-import dataclasses
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,27 +8,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire import kernels
-from quire.common.errors import KernelError
-from quire.kernels import LogitChanges, SamplingTensors, TokenLists
+from quire.kernels import SamplingTensors
 from quire.kernels.backends import reference_sampling as reference
 from tests.effort import examples
+from tests.kernels.draws import drawing, make_changes
 from tests.kernels.isas import ISAS, using
 from tests.kernels.tolerances import assert_close
-
-
-def drawing(
-    num_rows: int,
-    uniform: Tensor | float = 0.0,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    changes: LogitChanges | None = None,
-) -> SamplingTensors:
-    """Every row with the same parameters."""
-    full = torch.ones(num_rows, dtype=torch.float64)
-    cuts = (full * temperature, (full * top_k).long(), full * top_p, full * min_p)
-    return SamplingTensors(*cuts, full * uniform, changes)
 
 
 def draw(logits: Tensor, uniform: Tensor | float, *args: float, **kwargs: float) -> Tensor:
@@ -38,39 +21,6 @@ def draw(logits: Tensor, uniform: Tensor | float, *args: float, **kwargs: float)
     if isinstance(uniform, Tensor):
         logits = logits.expand(len(uniform), -1)
     return kernels.sample(logits, drawing(len(logits), uniform, *args, **kwargs))
-
-
-def lists(*token_ids: list[int]) -> TokenLists:
-    starts = torch.tensor([0, *(len(ids) for ids in token_ids)]).cumsum(0)
-    return TokenLists(starts, torch.tensor([i for ids in token_ids for i in ids], dtype=torch.int32))
-
-
-def make_changes(rows: list[dict[str, Any]], vocab: int) -> LogitChanges:
-    """Of each row: mask (allowed ids), banned, bias, history (prompt, output), repetition, frequency, presence."""
-    masks = [row["mask"] for row in rows if "mask" in row]
-    words = torch.zeros(len(masks), -(-vocab // 32) * 32, dtype=torch.bool)
-    for i, mask in enumerate(masks):
-        words[i, mask] = True
-    packed = np.packbits(words.numpy(), axis=1, bitorder="little").view(np.int32)
-    histories = [row["history"] for row in rows if "history" in row]
-
-    def numbered(name: str) -> Tensor:
-        has = torch.tensor([name in row for row in rows])
-        return torch.where(has, has.cumsum(0) - 1, -1).int()
-
-    neutral = {"repetition": 1.0, "frequency": 0.0, "presence": 0.0}
-    penalties = [[row.get(name, otherwise) for name, otherwise in neutral.items()] for row in rows]
-    return LogitChanges(
-        numbered("mask"),
-        torch.from_numpy(packed.reshape(len(masks), -(-vocab // 32))),
-        lists(*(row.get("banned", []) for row in rows)),
-        lists(*(list(row.get("bias", {})) for row in rows)),
-        torch.tensor([b for row in rows for b in row.get("bias", {}).values()], dtype=torch.float32),
-        numbered("history"),
-        lists(*(prompt + output for prompt, output in histories)),
-        torch.tensor([len(prompt) for prompt, _ in histories], dtype=torch.int64),
-        torch.tensor(penalties, dtype=torch.float32),
-    )
 
 
 def random_row(rng: random.Random, vocab: int) -> dict[str, Any]:
@@ -324,104 +274,3 @@ def test_the_bits_of_logprobs_are_those_of_every_other_instruction_set():
             results.append(kernels.top_logprobs(logits, torch.arange(9), 20_011))
     for result in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
-
-
-class TestRefusals:
-    def call(self, **given: Any) -> Tensor:
-        logits = given.pop("logits", torch.zeros(2, 5))
-        changes = make_changes([{"history": ([1], [2]), "banned": [3], "bias": {4: 1.0}, "mask": [0]}] * 2, 5)
-        names = changes.__dataclass_fields__
-        changes = dataclasses.replace(changes, **{n: v for n, v in given.items() if n in names})
-        how = dataclasses.replace(drawing(2, changes=changes), **{n: v for n, v in given.items() if n not in names})
-        return kernels.sample(logits, how)
-
-    def test_nothing_where_all_is_well(self):
-        assert self.call().tolist() == [0, 0]
-
-    @pytest.mark.parametrize(
-        "logits", [torch.zeros(2, 5).bfloat16(), torch.zeros(5, 2).T, torch.zeros(2, 0), torch.zeros(2)]
-    )
-    def test_wrong_logits(self, logits):
-        with pytest.raises(KernelError, match=r"sample takes float32 logits .*; got logits: "):
-            self.call(logits=logits)
-
-    @pytest.mark.parametrize(
-        "given",
-        [
-            {"temperature": torch.ones(3).double()},
-            {"top_k": torch.ones(2).double()},
-            {"top_p": torch.ones(2)},
-            {"min_p": torch.ones(4).double()[::2]},
-            {"uniform": torch.ones(2, 1).double()},
-            {"mask_of": torch.zeros(2)},
-            {"masks": torch.zeros(2, 2, dtype=torch.int32)},
-            {"banned": lists([1])},
-            {"bias": torch.zeros(1)},
-            {"num_prompt_tokens": torch.zeros(1, dtype=torch.int64)},
-            {"penalties": torch.ones(2, 3).double()},
-            {"histories": TokenLists(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int32))},
-        ],
-    )
-    def test_wrong_shapes_strides_and_dtypes(self, given):
-        with pytest.raises(KernelError, match=r"sample takes tensors as SamplingTensors .*; got temperature: "):
-            self.call(**given)
-
-    @pytest.mark.parametrize(
-        ("name", "value"),
-        [
-            ("temperature", -0.1),
-            ("temperature", torch.nan),
-            ("top_p", -0.1),
-            ("top_p", 1.1),
-            ("top_p", torch.nan),
-            ("min_p", -0.1),
-            ("min_p", 1.1),
-            ("uniform", 1.0),
-            ("uniform", -0.1),
-            ("uniform", torch.nan),
-            ("top_k", -1),
-            ("mask_of", 2),
-            ("mask_of", -2),
-            ("history_of", 2),
-            ("num_prompt_tokens", 3),
-        ],
-    )
-    def test_values_out_of_range(self, name, value):
-        types = {"top_k": torch.int64, "num_prompt_tokens": torch.int64}
-        dtype = torch.int32 if name.endswith("_of") else types.get(name, torch.float64)
-        with pytest.raises(KernelError, match=name):
-            self.call(**{name: torch.tensor([0, value], dtype=dtype)})
-
-    @pytest.mark.parametrize("value", [0.0, -1.0, torch.nan])
-    def test_a_repetition_penalty_that_is_not_positive(self, value):
-        with pytest.raises(KernelError, match="repetition_penalty"):
-            self.call(penalties=torch.tensor([[1.0, 0.0, 0.0], [value, 0.0, 0.0]]))
-
-    @pytest.mark.parametrize("name", ["banned", "biased", "histories"])
-    @pytest.mark.parametrize("token_id", [-1, 5])
-    def test_token_ids_beyond_the_vocabulary(self, name, token_id):
-        bias = {"bias": torch.zeros(3)}
-        with pytest.raises(KernelError, match=rf"{name} has token id {token_id}"):
-            self.call(**{name: lists([1], [token_id, 2]), **(bias if name == "biased" else {})})
-
-    @pytest.mark.parametrize("starts", [[0, 2, 1], [1, 1, 2], [0, 1, 3]])
-    def test_lists_that_reach_out_of_their_ids(self, starts):
-        with pytest.raises(KernelError, match="starts of banned"):
-            self.call(banned=TokenLists(torch.tensor(starts), torch.zeros(2, dtype=torch.int32)))
-
-    def test_rows_of_processed_logits(self):
-        with pytest.raises(KernelError, match="row 2 is not in"):
-            kernels.processed_logits(torch.zeros(2, 5), drawing(2), torch.tensor([2]))
-
-    @pytest.mark.parametrize(
-        ("rows", "token_ids", "num_top", "message"),
-        [
-            ([0, 2], [0, 0], 1, "row 2 is not in"),
-            ([0, 1], [5, 0], 1, "token id 5 is not in"),
-            ([0, 1], [0], 1, "of one length"),
-            ([0, 1], [0, 0], 6, "up to vocab; got .*num_top: 6"),
-        ],
-    )
-    def test_logprobs(self, rows, token_ids, num_top, message):
-        with pytest.raises(KernelError, match=message):
-            kernels.top_logprobs(torch.zeros(2, 5), torch.tensor(token_ids), num_top, rows=torch.tensor(rows))

@@ -17,6 +17,7 @@ from quire.config.model import ModelConfig
 from quire.models.base import CausalLM
 from quire.models.layers.batch_tensors import BatchTensors, GroupTensors, LayerKVCache
 from quire.models.weights.loader import load_model
+from tests.models.small_checkpoint import FIELDS, weights, write
 
 BLOCK_SIZE = 4
 
@@ -130,3 +131,8 @@ def save_checkpoint(tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
         return tmp_path / "checkpoint", model
 
     return save
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write(tmp_path / "checkpoint", FIELDS, weights())

@@ -99,7 +99,7 @@ def test_the_embedded_model():
 
     llm = LLM(dtype="float32", max_model_len=200)
     oracle = AutoModelForCausalLM.from_pretrained(llm.engine.model_config.path, dtype=torch.float32)
-    prompts = [llm.get_tokenizer().encode(text) for text in TEXTS]
+    prompts = [llm.engine.tokenizer.encode(text) for text in TEXTS]
     eos = tuple(llm.engine.model_config.eos_token_ids)
     lengths = set()
     for search in SEARCHES[4:7]:
@@ -131,7 +131,7 @@ def test_a_temperature_divides_the_logits(save_checkpoint):
 
 def test_what_comes_out():
     llm = LLM(dtype="float32", max_model_len=200)
-    tokenizer = llm.get_tokenizer()
+    tokenizer = llm.engine.tokenizer
     params = BeamSearchParams(beam_width=4, max_tokens=12, n=2, ignore_eos=True)
     text = TEXTS[0]
     outputs = llm.beam_search([text, [], {"prompt": text}, [10**6]], params)

@@ -21,7 +21,7 @@ SHAPE = {
 
 @pytest.fixture
 def checkpoint(save_checkpoint):
-    vocab_size = LLM(max_model_len=16, num_gpu_blocks_override=8).get_tokenizer().vocab_size
+    vocab_size = LLM(max_model_len=16, num_gpu_blocks_override=8).engine.tokenizer.vocab_size
     return save_checkpoint("Qwen2ForCausalLM", vocab_size=vocab_size, **SHAPE)
 
 

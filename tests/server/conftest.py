@@ -1,10 +1,14 @@
 """Applications under test."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 
 from quire import LLM, EngineArgs, LLMEngine
 from tests.scripted_engine import scripted_llm
-from tests.server.in_process import Server, serve
+from tests.server.in_process import Server, saying, serve
+from tests.server.responses import Say
 
 
 @pytest.fixture
@@ -29,3 +33,18 @@ def tiny(tiny_engine: LLMEngine) -> Server:
 def tiny_llm(tiny_engine: LLMEngine) -> LLM:
     """The same, offline: the oracle."""
     return LLM.from_engine(tiny_engine)
+
+
+@pytest.fixture
+def say() -> Iterator[Say]:
+    """Makes servers whose model says one thing."""
+    servers = []
+
+    def made(reply: str = "Hello!", **kwargs: Any) -> Server:
+        servers.append(saying(reply, **kwargs))
+        return servers[-1]
+
+    yield made
+    for server in servers:
+        if server.state.responses is not None:
+            server.state.responses.store.close()

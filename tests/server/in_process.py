@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,8 @@ from quire.common.outputs import RequestOutput
 from quire.server.app import make_app
 from quire.server.config import ServerArgs
 from quire.server.http.state import ServerState
+from quire.server.models.pool import ModelPool
+from quire.server.models.served_model import ServedModel
 from quire.text.tokenizer.tokenizer import Tokenizer
 from tests.scripted_engine import RecitingExecutor, scripted_llm
 
@@ -24,6 +26,7 @@ class InProcessLLM:
         self.tokenizer = engine.tokenizer
         self.model_config = engine.model_config
         self.death: Exception | None = None
+        self.num_bytes = engine.plan.total_bytes
         self.default_sampling_params = engine.default_sampling_params
         self._queues: dict[str, asyncio.Queue[RequestOutput | Exception]] = {}
         self._stepping: asyncio.Task[None] | None = None
@@ -65,13 +68,16 @@ class InProcessLLM:
 
 
 class SayingExecutor(RecitingExecutor):
-    """Says `reply` to everything."""
+    """Says `reply` to everything, after each of `first_replies` was said once."""
 
     reply = "Hello!"
+    first_replies: Sequence[str] = ()
 
     def _next_token(self, seq_id: int, num_tokens: int) -> int:
         prompt_len = self.prompt_lens.setdefault(seq_id, num_tokens)
-        reply = [*self.tokenizer.encode(self.reply), self.tokenizer.eos_token_id]
+        place = list(self.prompt_lens).index(seq_id)
+        text = self.first_replies[place] if place < len(self.first_replies) else self.reply
+        reply = [*self.tokenizer.encode(text), self.tokenizer.eos_token_id]
         return reply[(num_tokens - prompt_len) % len(reply)]
 
 
@@ -116,8 +122,16 @@ class Server:
         self.app = make_app(self.state)
 
     @property
+    def model(self) -> ServedModel:
+        return self.state.models.entries[0].served
+
+    @property
+    def llm(self) -> Any:
+        return self.model.llm
+
+    @property
     def engine(self) -> LLMEngine:
-        return self.state.llm.engine
+        return self.llm.engine
 
     def post(self, path: str, body: Any, **kwargs: Any) -> Answer:
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -187,20 +201,26 @@ class Server:
 def serve(engine: LLMEngine, executor: Any = None, *, args: ServerArgs | None = None, **state: Any) -> Server:
     """An application over this engine."""
     llm: Any = InProcessLLM(engine)
-    made = ServerState(llm=llm, args=args or ServerArgs(), model_names=("quire-tiny", "alias"))
+    made = Server(state_over(llm, "quire-tiny", "alias", args=args), executor)
     for name, value in state.items():
-        setattr(made, name, value)
-    return Server(made, executor)
+        setattr(made.state if hasattr(made.state, name) else made.model, name, value)
+    return made
 
 
-def saying(reply: str = "Hello!", **kwargs: Any) -> Server:
-    """An application over a model that says `reply` to everything."""
+def state_over(llm: Any, *names: str, args: ServerArgs | None = None) -> ServerState:
+    """A server's state with one model, which is loaded."""
+    args = args or ServerArgs()
+    return ServerState(models=ModelPool.of(llm, names, args), args=args)
+
+
+def saying(reply: str = "Hello!", first_replies: Sequence[str] = (), **kwargs: Any) -> Server:
+    """An application over a model that says `reply` to everything, after each of `first_replies` was said once."""
     llm, executor = scripted_llm()
     said = SayingExecutor(executor.tokenizer)
-    said.reply = reply
+    said.reply, said.first_replies = reply, first_replies
     llm.engine.executor = said
     return serve(llm.engine, said, **kwargs)
 
 
 def tokenizer_of(server: Server) -> Tokenizer:
-    return server.state.llm.tokenizer
+    return server.llm.tokenizer

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from quire.common.errors import ConfigError
 from quire.server.config import ServerArgs
-from quire.server.http.auth import AllowedHosts, ApiKeys, Authentication, checks_hosts
+from quire.server.http.auth import Administration, AllowedHosts, ApiKeys, Authentication, checks_hosts
 from quire.server.http.errors import ApiError
 from quire.server.http.state import begin_request, context_of
 
@@ -201,3 +201,33 @@ def test_every_key_is_compared_whichever_it_is(monkeypatch):
         compared.clear()
         keys.name_of(key)
         assert len(set(compared)) == 3
+
+
+def test_admin_keys_have_sources_of_their_own(tmp_path):
+    path = tmp_path / "admins"
+    path.write_text("root:toor\n")
+    args = ServerArgs(admin_key=("boss",), admin_key_file=str(path), api_key=("client",))
+    environ = {"QUIRE_ADMIN_KEY": "chief", "QUIRE_API_KEY": "other"}
+    admins, keys = ApiKeys.load_admin(args, environ), ApiKeys.load(args, environ)
+    assert [admins.name_of(key) for key in (b"boss", b"chief", b"toor")] == ["key-1", "key-2", "root"]
+    assert [admins.name_of(key) for key in (b"client", b"other")] == [None, None]
+    assert [keys.name_of(key) for key in (b"boss", b"chief", b"toor")] == [None, None, None]
+    assert not admins.overlaps(keys)
+    assert admins.overlaps(ApiKeys.load(ServerArgs(api_key=("toor",)), {}))
+    path.write_text("topsecret\n")
+    with pytest.raises(ConfigError, match=r"admin_key_file=.*line 1") as raised:
+        ApiKeys.load_admin(args, {})
+    assert "topsecret" not in str(raised.value)
+
+
+def test_administration_requires_a_key_and_that_there_is_one():
+    nobody = Administration(app, ApiKeys(()))
+    with pytest.raises(ApiError, match="has no admin key: start it with") as raised:
+        call(nobody, (b"x-api-key", b""))
+    assert (raised.value.status, raised.value.code) == (403, "admin_disabled")
+    guarded = Administration(app, ApiKeys.load_admin(ServerArgs(admin_key=("boss",)), {}))
+    for headers in ((), ((b"x-api-key", b"bos"),), ((b"authorization", b"Bearer Boss"),)):
+        with pytest.raises(ApiError, match="requires an admin key") as raised:
+            call(guarded, *headers)
+        assert (raised.value.status, raised.value.headers["www-authenticate"]) == (401, "Bearer")
+    assert call(guarded, (b"x-api-key", b"boss")).tenant == "key-1"

@@ -87,6 +87,15 @@ CHAT_CASES = [
     ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": "required", "guided_regex": "a"}, "tool_choice"),
+    (
+        {
+            "tools": [TOOL],
+            "tool_choice": "required",
+            "structured_outputs": {"regex": "a"},
+            "response_format": {"type": "text"},
+        },
+        "tool_choice",
+    ),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"logprobs": 2}, "logprobs"),
@@ -229,6 +238,12 @@ def test_bodies_of_other_kinds(reciting, headers):
     assert reciting.post(COMPLETIONS, {"prompt": "a"}, headers=headers).status == 415
 
 
+@pytest.mark.parametrize(("origin", "status"), [({}, 200), ({"origin": "http://127.0.0.1"}, 415)])
+def test_curls_own_media_type_is_accepted_at_ollamas_paths_but_no_form_of_a_page(reciting, origin, status) -> None:
+    headers = {"content-type": "application/x-www-form-urlencoded"} | origin
+    assert reciting.post("/api/show", {"model": "quire-tiny"}, headers=headers).status == status
+
+
 @pytest.mark.essential
 def test_a_body_beyond_the_limit_is_not_read(reciting):
     limit = reciting.state.args.max_body
@@ -308,7 +323,7 @@ def test_the_same_request_id_twice_at_once(reciting):
 
 def test_a_model_without_a_chat_template_says_so():
     server = saying()
-    server.state.llm.tokenizer.chat_templates = {}
+    server.llm.tokenizer.chat_templates = {}
     answer = server.post(CHAT, {"messages": USER})
     assert answer.status == 400
     assert "has no chat template" in answer.error["message"]

@@ -41,7 +41,7 @@ def test_an_answer_has_openai_s_shape():
     assert body["choices"] == [
         {
             "index": 0,
-            "message": {"role": "assistant", "content": "Hello there.", "refusal": None},
+            "message": {"role": "assistant", "content": "Hello there.", "refusal": None, "reasoning": None},
             "logprobs": None,
             "finish_reason": "stop",
             "stop_reason": None,
@@ -114,7 +114,7 @@ def added_up(chunks):
     choices = {}
     for chunk in chunks:
         (delta,) = chunk["choices"]
-        message = {"role": "assistant", "content": "", "refusal": None}
+        message = {"role": "assistant", "content": "", "refusal": None, "reasoning": None}
         blank = {"index": delta["index"], "message": message, "logprobs": None, "finish_reason": None}
         is_first = delta["index"] not in choices
         choice = choices.setdefault(delta["index"], blank)
@@ -123,7 +123,7 @@ def added_up(chunks):
         message = choice["message"]
         for key in ("content", "reasoning_content", "reasoning"):
             if key in delta["delta"]:
-                message[key] = message.get(key, "") + delta["delta"][key]
+                message[key] = (message.get(key) or "") + delta["delta"][key]
         for call in delta["delta"].get("tool_calls", ()):
             calls = message.setdefault("tool_calls", [])
             if call["index"] == len(calls):
@@ -181,6 +181,19 @@ def test_a_forced_call_is_made_by_any_model(tiny, choice):
     (streamed,) = added_up(tiny.post(PATH, request | {"temperature": 0, "stream": True}).events)
     _same_ids(streamed["message"], whole["message"])
     assert streamed == whole
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+@pytest.mark.parametrize(
+    "form", [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": [1]}}}]
+)
+def test_a_forced_call_does_not_have_the_form_of_the_content(tiny, choice, form):
+    request = HELLO | {"tools": [WEATHER], "tool_choice": choice, "max_tokens": 100, "temperature": 0}
+    (plain,) = tiny.post(PATH, request).json["choices"]
+    (formed,) = tiny.post(PATH, request | {"response_format": form}).json["choices"]
+    _same_ids(formed["message"], plain["message"])
+    assert formed == plain
+    assert formed["message"]["tool_calls"]
 
 
 def test_logprobs_in_the_shape_of_chats(tiny):

@@ -137,13 +137,13 @@ def test_without_stream_options_a_stream_ends_with_timings_and_no_usage(reciting
 
 
 def test_echoed_logprobs_are_those_of_the_offline_score(tiny, tiny_llm):
-    ids = tiny_llm.get_tokenizer().encode("The old house stood on the hill, and nobody")
+    ids = tiny_llm.engine.tokenizer.encode("The old house stood on the hill, and nobody")
     body = tiny.post(PATH, {"prompt": ids, "echo": True, "logprobs": 2, "max_tokens": 1, "temperature": 0}).json
     told = body["choices"][0]["logprobs"]
     (scores,) = tiny_llm.score_tokens([ids[:1]], [ids[1:]], use_tqdm=False)
     assert told["token_logprobs"][0] is None
     assert told["token_logprobs"][1:-1] == scores.logprobs
-    decode = tiny_llm.get_tokenizer().decode_token
+    decode = tiny_llm.engine.tokenizer.decode_token
     assert told["tokens"][:-1] == [decode(i) for i in ids]
     likeliest = [
         max(top, key=top.get) == token for token, top in zip(told["tokens"], told["top_logprobs"], strict=True) if top
@@ -225,6 +225,6 @@ def test_a_truncated_prompt_is_echoed_as_it_was_read(tiny):
 
 def test_the_checkpoint_recommends_and_the_request_decides():
     server = saying("Hello there, all of you!")
-    server.state.llm.default_sampling_params = lambda: SamplingParams(max_tokens=2)
+    server.llm.default_sampling_params = lambda: SamplingParams(max_tokens=2)
     usages = [server.post(PATH, {"prompt": "a"} | more).json["usage"] for more in ({}, {"max_tokens": 3})]
     assert [usage["completion_tokens"] for usage in usages] == [2, 3]

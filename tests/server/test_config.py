@@ -10,6 +10,7 @@ from quire.cli import serve as serve_command
 from quire.common.errors import ConfigError
 from quire.config.args import EngineArgs
 from quire.server.config import ServerArgs, describe_args, is_loopback, merge_args
+from quire.server.models.spec import ModelSpec
 
 
 def parse(*argv: str) -> argparse.Namespace:
@@ -46,22 +47,22 @@ def test_every_argument_is_a_flag():
 )  # fmt: skip
 def test_flags_override_the_file(tmp_path, name, text):
     (tmp_path / name).write_text(text)
-    args, engine_args = merge_args(str(tmp_path / name), {"port": 82, "max_num_seqs": 7})
+    args, (spec,) = merge_args(str(tmp_path / name), {"port": 82, "max_num_seqs": 7})
     assert (args.port, args.served_model_name, args.api_key) == (82, ("a", "b"), ("secret",))
-    assert (engine_args.block_size, engine_args.max_num_seqs, engine_args.tenant_weights) == (32, 7, {"a": 2})
+    assert (spec.engine.block_size, spec.engine.max_num_seqs, spec.engine.tenant_weights) == (32, 7, {"a": 2})
 
 
 def test_what_is_printed_can_be_read_back_and_holds_no_key(tmp_path):
-    args, engine_args = merge_args(
+    args, (spec,) = merge_args(
         None,
         {"port": 9000, "api_key": ["hunter2"], "max_num_seqs": 3, "log_requests": False, "allowed_hosts": ["a", "b"]},
     )
-    text = describe_args(args, engine_args)
+    text = describe_args(args, spec)
     assert "hunter2" not in text
     assert yaml.safe_load(text) == {
         "port": 9000, "api_key": "(1 not shown)", "max_num_seqs": 3, "log_requests": False, "allowed_hosts": ["a", "b"],
     }  # fmt: skip
-    assert describe_args(ServerArgs(), EngineArgs()) == "all arguments at their defaults"
+    assert describe_args(ServerArgs(), ModelSpec(("quire-tiny",), EngineArgs())) == "all arguments at their defaults"
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def test_a_missing_or_broken_file_is_refused(tmp_path):
         with pytest.raises(ConfigError, match="cannot be read"):
             merge_args(str(tmp_path / "quire.toml"), {})
     (tmp_path / "empty.yaml").write_text("# nothing yet\n")
-    assert merge_args(str(tmp_path / "empty.yaml"), {}) == (ServerArgs(), EngineArgs())
+    assert merge_args(str(tmp_path / "empty.yaml"), {}) == (ServerArgs(), (ModelSpec(("quire-tiny",), EngineArgs()),))
 
 
 def test_proxies_are_addresses_networks_or_any():
@@ -178,3 +179,88 @@ def test_a_model_is_named_once():
     options = parse("quire-tiny", "--model", "quire-draft")
     with pytest.raises(ConfigError, match="two models"):
         serve_command.run(options)
+
+
+MODELS = "models:\n  small: quire-tiny\n  large: {model: quire-draft, max-model-len: 64}\nmax_num_seqs: 4\n"
+
+
+def test_a_file_may_have_several_models(tmp_path):
+    path = tmp_path / "quire.yaml"
+    path.write_text(MODELS)
+    args, specs = merge_args(str(path), {"seed": 1})
+    assert args == ServerArgs()
+    assert specs == (
+        ModelSpec(("small",), EngineArgs(model="quire-tiny", max_num_seqs=4, seed=1)),
+        ModelSpec(("large",), EngineArgs(model="quire-draft", max_num_seqs=4, seed=1, max_model_len=64)),
+    )
+    shown = yaml.safe_load(describe_args(args, *specs))
+    assert shown["models"]["large"] == {"model": "quire-draft", "max_num_seqs": 4, "seed": 1, "max_model_len": 64}
+
+
+@pytest.mark.parametrize(
+    ("models", "expected"),
+    [
+        (["quire-draft"], {"quire-draft": "quire-draft"}),
+        (["small=quire-draft"], {"small": "quire-draft"}),
+        (["quire-tiny", "small=quire-draft"], {"quire-tiny": "quire-tiny", "small": "quire-draft"}),
+        (["a=x=y", "org/b"], {"a": "x=y", "org/b": "org/b"}),
+    ],
+)
+def test_models_of_the_command_line_take_precedence(tmp_path, models, expected):
+    path = tmp_path / "quire.yaml"
+    path.write_text(MODELS)
+    specs = merge_args(str(path), {}, models)[1]
+    assert {spec.name: spec.checkpoint for spec in specs} == expected
+    assert all(spec.engine.max_num_seqs == 4 for spec in specs)
+
+
+def test_a_folder_may_have_an_equals_sign(tmp_path):
+    folder = tmp_path / "a=b"
+    folder.mkdir()
+    (spec,) = merge_args(None, {}, [str(folder)])[1]
+    assert (spec.name, spec.engine.model) == (str(folder), str(folder))
+
+
+def test_the_only_model_has_the_names_that_are_given():
+    (spec,) = merge_args(None, {"served_model_name": ("x", "y"), "model": "quire-draft"}, ["quire-draft"])[1]
+    assert (spec.names, spec.checkpoint) == (("x", "y"), "quire-draft")
+
+
+@pytest.mark.parametrize(
+    ("text", "models", "message"),
+    [
+        ("models: []", [], "models must contain names and checkpoints"),
+        ("models: {}", [], "models must contain names and checkpoints"),
+        ("models: {a: 5}", [], "'a' must be a checkpoint, or engine arguments"),
+        ("models: {a: {dtype: auto}}", [], "'a' must be a checkpoint, or engine arguments that include `model`"),
+        ("models: {a: {model: x, max_num_seq: 5}}", [], "'a': unknown argument 'max_num_seq', did you mean"),
+        ("models: {a: {model: x, port: 5}}", [], "'a': unknown argument 'port'"),
+        ("models: {a: {model: x, block_size: x}}", [], "'a': block_size='x': must be int"),
+        ("{models: {a: x}, served_model_name: b}", [], "served_model_name cannot be combined with named models"),
+        ("port: 1", ["a", "a"], "two models have the name 'a'"),
+        ("port: 1", ["a=b", "a=c"], "two models have the name 'a'"),
+        ("port: 1", ["=b"], "the model '=b' must be"),
+        ("port: 1", ["b="], "the model 'b=' must be"),
+        ("port: 1", [""], "the model '' must be"),
+    ],
+)
+def test_models_that_cannot_be_are_refused(tmp_path, text, models, message):
+    path = tmp_path / "quire.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        merge_args(str(path), {}, models)
+    assert message in str(raised.value)
+
+
+def test_a_model_given_twice_must_be_the_same():
+    with pytest.raises(ConfigError, match="two models are given, 'a' and 'b': give one"):
+        merge_args(None, {"model": "b"}, ["a"])
+
+
+def test_the_memory_of_all_models_is_a_size():
+    with pytest.raises(ConfigError, match="model_memory='much'"):
+        ServerArgs(model_memory="much")
+    with pytest.raises(ConfigError, match="model_keep_alive_s=-1"):
+        ServerArgs(model_keep_alive_s=-1.0)
+    with pytest.raises(ConfigError, match="model_wait_s=0"):
+        ServerArgs(model_wait_s=0)

@@ -8,15 +8,17 @@ from typing import Any
 
 import msgspec
 import pytest
+from starlette.testclient import TestClient
 from starlette.types import ASGIApp, Message
 
 from quire import EngineDeadError, SamplingParams
 from quire.engine.view.cache_frame import OWNED, CacheMirror, CacheUpdate
 from quire.server.app import make_app
 from quire.server.config import ServerArgs
-from quire.server.http.state import ServerState
+from quire.server.http.auth import ApiKeys, callers_are_one_tenant
 from quire.server.operations import debug
 from tests.async_llm.door import Door
+from tests.server.in_process import state_over
 
 PATH = "/debug/cache/events"
 
@@ -46,7 +48,7 @@ class WatchedLLM:
 
 
 def app_over(llm: Any) -> ASGIApp:
-    return make_app(ServerState(llm=llm, args=ServerArgs(), model_names=("tiny",)))
+    return make_app(state_over(llm, "tiny"))
 
 
 class Watcher:
@@ -145,6 +147,93 @@ def test_the_end_of_the_engine_is_the_last_event() -> None:
             assert b"error" in await watcher.next()
 
     asyncio.run(watch())
+
+
+class ReadLLM:
+    """Says which blocks were read."""
+
+    tokenizer = SimpleNamespace(chat_templates={}, decode_token=lambda token: f"<{token}>")
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, list[int]]] = []
+
+    async def block_tokens(self, tier: int, block_ids: list[int]) -> list[list[int]]:
+        self.asked.append((tier, block_ids))
+        return [[block_id, 5] if block_id else [] for block_id in block_ids]
+
+
+def read_blocks(query: str, *, shows_tokens: bool = True) -> tuple[int, Any, ReadLLM]:
+    llm = ReadLLM()
+    state = state_over(llm, "tiny")
+    state.shows_tokens = shows_tokens
+    answer = TestClient(make_app(state)).get(f"/debug/cache/blocks{query}")
+    return answer.status_code, answer.json(), llm
+
+
+def test_the_tokens_of_blocks_are_read_with_their_texts() -> None:
+    status, body, llm = read_blocks("?ids=3,0")
+    assert (status, llm.asked) == (200, [(0, [3, 0])])
+    assert body["blocks"] == [
+        {"id": 3, "token_ids": [3, 5], "texts": ["<3>", "<5>"]},
+        {"id": 0, "token_ids": [], "texts": []},
+    ]
+    assert read_blocks("?tier=host&ids=7")[2].asked == [(1, [7])]
+
+
+@pytest.mark.parametrize(
+    "query",
+    ["", "?ids=", "?ids=a", "?ids=-1", "?ids=1.5", "?ids=1,,2", "?ids=9999999999", "?ids=\u0661", "?tier=disk&ids=1"]
+    + [f"?ids={','.join(map(str, range(n)))}" for n in (65, 5000)],
+)
+def test_other_blocks_than_there_can_be_are_refused(query: str) -> None:
+    status, body, llm = read_blocks(query)
+    assert (status, llm.asked) == (400, [])
+    assert body["error"]["param"] in ("ids", "tier")
+
+
+def test_tokens_are_hidden_where_callers_may_be_different_tenants() -> None:
+    status, body, llm = read_blocks("?ids=1", shows_tokens=False)
+    assert (status, llm.asked) == (403, [])
+    assert body["error"]["code"] == "tokens_hidden"
+
+
+@pytest.mark.parametrize(
+    ("keys", "args", "shown"),
+    [
+        ((), {}, True),
+        ((), {"host": "0.0.0.0", "allow_unauthenticated": True}, False),
+        (("one",), {"host": "0.0.0.0"}, True),
+        (("one", "two"), {}, False),
+    ],
+)
+def test_all_callers_are_one_tenant_with_one_key_or_none_on_this_machine(keys, args, shown, monkeypatch) -> None:
+    monkeypatch.delenv("QUIRE_API_KEY", raising=False)
+    args = ServerArgs(api_key=keys, **args)
+    assert callers_are_one_tenant(args, ApiKeys.load(args)) is shown
+
+
+def test_what_a_running_and_an_ended_request_have_computed_is_read_from_the_engine() -> None:
+    door = Door(num_gpu_blocks_override=64, max_num_seqs=2, num_threads=1, max_model_len=512)
+    prompt = list(range(40, 75))
+
+    async def read() -> tuple[list[list[int]], list[list[int]]]:
+        params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+        async for output in door.llm.generate({"prompt_token_ids": prompt}, params, request_id="a"):
+            if len(output.outputs[0].token_ids) >= 3:
+                running = await door.llm.block_tokens(0, range(64))
+                break
+        return running, await door.llm.block_tokens(0, [*range(64), 64, 10**6])
+
+    try:
+        running, ended = door.run(read())
+        assert door.run(door.llm.block_tokens(1, [0])) == [[]]
+    finally:
+        door.close()
+    assert prompt[:16] in running
+    assert prompt[16:32] in running
+    assert any(tokens[:3] == prompt[32:] for tokens in running), "a block that is being filled"
+    assert prompt[:16] in ended
+    assert ended[64:] == [[], []]
 
 
 def test_watchers_see_a_second_request_share_the_blocks_of_the_first() -> None:

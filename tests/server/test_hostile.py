@@ -233,7 +233,7 @@ def test_numbers_beyond_64_bits_are_found_anywhere(reciting):
 
 def test_roles_that_the_template_refuses_are_a_400():
     server = saying()
-    server.state.llm.tokenizer.chat_templates = {"default": "{{ raise_exception('roles must alternate') }}"}
+    server.llm.tokenizer.chat_templates = {"default": "{{ raise_exception('roles must alternate') }}"}
     answer = server.post(CHAT, {"messages": USER * 2})
     assert (answer.status, answer.error["param"]) == (400, "messages")
     assert "roles must alternate" in answer.error["message"]
@@ -251,7 +251,7 @@ LONG_TURNS = [
 
 @pytest.mark.parametrize("turns", LONG_TURNS, ids=range(len(LONG_TURNS)))
 def test_a_long_conversation_is_written_down_beside_the_event_loop(reciting, turns):
-    threads, tokenizer = [], reciting.state.llm.tokenizer
+    threads, tokenizer = [], reciting.llm.tokenizer
     apply = tokenizer.apply_chat_template
 
     def noting(*args, **kwargs):

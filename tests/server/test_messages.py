@@ -122,7 +122,7 @@ def test_the_assistants_last_words_are_gone_on_with() -> None:
     asked = {"role": "user", "content": "Hi"}
     alone = server.post(COUNT, {"messages": [asked]}).json["input_tokens"]
     begun = server.post(COUNT, {"messages": [asked, {"role": "assistant", "content": "The answer is"}]}).json
-    words = len(server.state.llm.tokenizer.encode("The answer is", False))
+    words = len(server.llm.tokenizer.encode("The answer is", False))
     assert begun["input_tokens"] == alone + words
     assert answer(server, asked, {"role": "assistant", "content": "The answer is"})["content"][0]["text"] == "Hello!"
 

@@ -14,9 +14,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire.common.outputs import EngineStats, RequestMetrics
 from quire.common.params import SamplingParams
 from quire.config.cache import CacheConfig
+from quire.engine.metrics import BucketCounts
 from quire.kv.prefix_cache.stats import PrefixCacheStats
 from quire.server.http.state import RequestContext
-from quire.server.operations.metrics import Histogram, Metrics
+from quire.server.operations.metrics import Metrics
+from quire.server.operations.model_metrics import ModelMetrics
 
 ROOT = Path(__file__).parents[2]
 CACHE = CacheConfig(16, None, None, 0.9, True)
@@ -31,7 +33,10 @@ ASKED_FOR = [
 
 
 class Engine:
-    """Stats that a test sets."""
+    """As AsyncLLM; with stats that a test sets."""
+
+    is_running, num_restarts, num_replayed, engine_pid = True, 0, 0, 1
+    config = SimpleNamespace(cache=CACHE)
 
     def __init__(self) -> None:
         self.prefix = PrefixCacheStats()
@@ -57,8 +62,29 @@ def refused():
 
 
 @pytest.fixture
-def metrics(engine, clock, refused):
-    return Metrics("tiny", engine.stats, refused=lambda: refused, cache=CACHE, clock=lambda: clock.now)
+def of_model(engine, clock):
+    return ModelMetrics("tiny", lambda: engine, clock=lambda: clock.now)
+
+
+@pytest.fixture
+def listener(of_model):
+    return of_model.engine
+
+
+@pytest.fixture
+def metrics(of_model, refused):
+    metrics = Metrics(refused=lambda: refused)
+    metrics.add(of_model, "tiny")
+    return metrics
+
+
+def metrics_of(**engines: Engine | None) -> Metrics:
+    """The metrics of several models; those of an engine that is None were never loaded."""
+    metrics = Metrics()
+    for name, engine in engines.items():
+        of_model = ModelMetrics(name, lambda engine=engine: engine, is_loaded=lambda engine=engine: engine is not None)
+        metrics.add(of_model, name, f"{name}-alias")
+    return metrics
 
 
 def samples(metrics: Metrics) -> dict[str, float]:
@@ -90,13 +116,13 @@ def test_the_names_that_are_asked_for_are_there_with_vllms_labels(metrics):
     assert 'num_gpu_blocks="10"' in text
 
 
-def test_a_request_is_measured_from_its_arrival_to_its_end(metrics, clock):
-    metrics.on_request_start("r", 12, SamplingParams(n=2, max_tokens=50))
-    metrics.on_tokens("r", 1, 103.0)
-    metrics.on_tokens("r", 2, 104.0)
-    metrics.on_tokens("r", 1, 106.0)
+def test_a_request_is_measured_from_its_arrival_to_its_end(metrics, listener, clock):
+    listener.on_request_start("r", 12, SamplingParams(n=2, max_tokens=50))
+    listener.on_tokens("r", 1, 103.0)
+    listener.on_tokens("r", 2, 104.0)
+    listener.on_tokens("r", 1, 106.0)
     clock.now = 109.5
-    metrics.on_request_end("r", MOMENTS, 4, "stop", 3)
+    listener.on_request_end("r", MOMENTS, 4, "stop", 3)
     found = samples(metrics)
     sums = {
         "time_to_first_token_seconds": 3.0, "inter_token_latency_seconds": 3.0, "time_per_output_token_seconds": 3.0,
@@ -113,20 +139,20 @@ def test_a_request_is_measured_from_its_arrival_to_its_end(metrics, clock):
     assert value(metrics, "vllm:request_success_total", finished_reason="abort") == 0
 
 
-def test_a_request_that_fails_early_is_counted_and_forgotten(metrics):
-    metrics.on_request_start("r", 12, SamplingParams())
-    metrics.on_request_end("r", RequestMetrics(100.0), 0, "error", 0)
-    metrics.on_request_end("r", RequestMetrics(100.0), 0, "error", 0)
-    metrics.on_tokens("r", 1, 101.0)
+def test_a_request_that_fails_early_is_counted_and_forgotten(metrics, listener):
+    listener.on_request_start("r", 12, SamplingParams())
+    listener.on_request_end("r", RequestMetrics(100.0), 0, "error", 0)
+    listener.on_request_end("r", RequestMetrics(100.0), 0, "error", 0)
+    listener.on_tokens("r", 1, 101.0)
     assert value(metrics, "vllm:request_success_total", finished_reason="error") == 1
     assert value(metrics, "vllm:time_to_first_token_seconds_count") == 0
 
 
-def test_a_step_counts_what_it_brought(metrics, engine):
-    metrics.on_step(engine.stats())
+def test_a_step_counts_what_it_brought(metrics, listener, engine):
+    listener.on_step(engine.stats())
     engine.counts |= {"num_prompt_tokens": 100, "num_generated_tokens": 3}
-    metrics.on_step(engine.stats())
-    metrics.on_step(engine.stats())
+    listener.on_step(engine.stats())
+    listener.on_step(engine.stats())
     assert value(metrics, "vllm:iteration_tokens_total_sum") == 103
     assert value(metrics, "vllm:iteration_tokens_total_count") == 1
 
@@ -157,20 +183,44 @@ def test_answers_and_refusals_are_counted(metrics, refused):
 
 
 def test_an_engine_that_is_gone_shows(engine):
-    metrics = Metrics("tiny", engine.stats, is_running=lambda: False, recoveries=lambda: (2, 5))
+    engine.is_running, engine.num_restarts, engine.num_replayed = False, 2, 5
+    metrics = metrics_of(tiny=engine)
     assert value(metrics, "quire:engine_up") == 0
     assert value(metrics, "quire:engine_restarts_total") == 2
     assert value(metrics, "quire:requests_replayed_total") == 5
 
 
 def test_a_name_with_quotes_stays_one_label(engine):
-    metrics = Metrics('a"b\\c\nd', engine.stats)
+    metrics = metrics_of(**{'a"b\\c\nd': engine})
     (family,) = [f for f in text_string_to_metric_families(metrics.render()[0].decode()) if f.name == "quire:engine_up"]
     assert family.samples[0].labels["model_name"] == 'a"b\\c\nd'
 
 
 def test_two_servers_in_a_process_do_not_meet(engine):
-    assert Metrics("a", engine.stats).registry is not Metrics("b", engine.stats).registry
+    assert metrics_of(a=engine).registry is not metrics_of(b=engine).registry
+
+
+def test_several_models_share_families_and_differ_in_their_label(engine, clock):
+    other = Engine()
+    other.counts["num_running"] = 4
+    metrics = metrics_of(a=engine, b=other, c=None)
+    for model in ("b-alias", "b", "", "unknown"):
+        metrics.on_http_response(
+            RequestContext(request_id="r", method="POST", route="/v1/completions", model=model, status=200)
+        )
+    text = metrics.render()[0].decode()
+    types = re.findall(r"^# TYPE (\S+) ", text, re.MULTILINE)
+    assert len(types) == len(set(types))
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+
+    def by_model(name: str) -> dict[str, float]:
+        return {sample.labels["model_name"]: sample.value for sample in families[name].samples}
+
+    assert by_model("vllm:num_requests_running") == {"a": 0, "b": 4}
+    assert by_model("quire:model_loaded") == {"a": 1, "b": 1, "c": 0}
+    assert by_model("quire:engine_up") == {"a": 1, "b": 1}
+    assert by_model("quire:http_requests") == {"a": 2, "b": 2}
+    assert {s.labels["model_name"] for s in families["vllm:time_to_first_token_seconds"].samples} == {"a", "b"}
 
 
 @pytest.mark.parametrize(
@@ -184,11 +234,11 @@ def test_the_format_is_the_one_that_is_asked_for(metrics, accept, expected):
 
 @given(st.lists(st.floats(0, 100), max_size=50))
 def test_a_histogram_counts_each_value_once(values):
-    histogram = Histogram([0.5, 1, 50])
+    histogram = BucketCounts([0.5, 1, 50])
     for number in values:
         histogram.observe(number)
     expected = [("0.5", 0.5), ("1.0", 1), ("50.0", 50), ("+Inf", float("inf"))]
-    assert histogram.cumulative() == [(name, sum(v <= bound for v in values)) for name, bound in expected]
+    assert histogram.cumulative() == {name: sum(v <= bound for v in values) for name, bound in expected}
     assert histogram.sum == sum(values)
 
 

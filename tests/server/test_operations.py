@@ -28,7 +28,18 @@ class ListenedLLM(InProcessLLM):
         super().__init__(engine)
         self.config = engine.plan.config
         self.listeners: list[Any] = []
+        self.calls: list[str] = []
+        self.is_busy = False
         self.params: list[Any] = []
+
+    async def sleep(self) -> None:
+        self.calls.append("sleep")
+
+    async def wake_up(self) -> None:
+        self.calls.append("wake_up")
+
+    async def reset_prefix_cache(self) -> bool:
+        return not self.is_busy
 
     def add_listener(self, listener) -> None:
         self.listeners.append(listener)
@@ -56,9 +67,14 @@ def operated():
     def make(**args: Any) -> Server:
         llm, _ = scripted_llm()
         server = serve(llm.engine, args=ServerArgs(**args))
-        server.state.llm = ListenedLLM(llm.engine)
+        server.model.llm = ListenedLLM(llm.engine)
         gate = DrainGate(request_timeout_s=None, drain_timeout_s=1)
-        server.app = build_app(server.state, gate, ApiKeys.load(server.state.args, {}))
+        server.app = build_app(
+            server.state,
+            gate,
+            ApiKeys.load(server.state.args, {}),
+            admin_keys=ApiKeys.load_admin(server.state.args, {}),
+        )
         return server
 
     return make
@@ -80,9 +96,49 @@ def test_what_is_open_without_a_key(operated, args, path, status):
 def test_every_endpoint_that_makes_something_is_guarded(operated):
     server = operated(api_key=("sk-1",))
     described = server.get("/openapi.json", headers=KEY).json["paths"]
-    posted = [path for path, methods in described.items() if "post" in methods]
-    assert len(posted) >= 4
-    assert {server.post(path.replace("{", "").replace("}", ""), {}).status for path in posted} == {401}
+    posted = {path for path, methods in described.items() if "post" in methods} - {"/ping"}
+    admins = {"/sleep", "/wake_up", "/reset_prefix_cache", "/api/pull"}
+    assert posted > admins
+    assert len(posted - admins) >= 4
+    statuses = {path: server.post(path.replace("{", "").replace("}", ""), {}).status for path in posted}
+    assert statuses == dict.fromkeys(posted, 401) | dict.fromkeys(admins, 403)
+
+
+def test_administration_needs_its_own_key(operated):
+    assert operated().get("/is_sleeping").error["code"] == "admin_disabled"
+    server = operated(api_key=("sk-1",), admin_key=("sk-admin",))
+    for headers in ({}, KEY, {"authorization": "Bearer sk-admi"}):
+        refused = server.get("/is_sleeping", headers=headers)
+        assert (refused.status, refused.error["code"]) == (401, "invalid_admin_key")
+        assert refused.headers["www-authenticate"] == "Bearer"
+    for headers in ({"authorization": "Bearer sk-admin"}, {"x-api-key": "sk-admin"}):
+        assert server.get("/is_sleeping", headers=headers).json == {"is_sleeping": False}
+    assert server.get("/v1/models", headers={"authorization": "Bearer sk-admin"}).status == 401
+
+
+def test_an_administrator_lets_models_sleep_and_wakes_them_up(operated):
+    admin = {"authorization": "Bearer sk-admin"}
+    server = operated(admin_key=("sk-admin",))
+    assert server.post("/sleep?level=2", b"", headers=admin).json == {"models": {"quire-tiny": "asleep"}}
+    assert server.get("/is_sleeping", headers=admin).json == {"is_sleeping": True}
+    assert server.get("/health").status == 200
+    assert server.get("/ready").status == 503
+    refused = server.post("/v1/completions", PROMPT)
+    assert (refused.status, refused.error["code"]) == (503, "model_asleep")
+    assert refused.headers["retry-after"]
+    assert server.post("/wake_up", b"", headers=admin).json == {"models": {"quire-tiny": "loaded"}}
+    assert server.post("/v1/completions", PROMPT).status == 200
+    assert server.llm.calls == ["sleep", "wake_up"]
+    assert server.post("/sleep?model=none", b"", headers=admin).status == 404
+
+
+def test_an_administrator_lets_a_model_forget_its_cached_prefixes(operated):
+    admin = {"authorization": "Bearer sk-admin"}
+    server = operated(admin_key=("sk-admin",))
+    assert server.post("/reset_prefix_cache", b"", headers=admin).status == 200
+    server.llm.is_busy = True
+    refused = server.post("/reset_prefix_cache", b"", headers=admin)
+    assert (refused.status, refused.error["code"]) == (409, "requests_running")
 
 
 @pytest.mark.parametrize(
@@ -93,13 +149,13 @@ def test_no_tenant_can_pose_as_another(operated, headers, user, tenant):
     server = operated(api_key=("sk-1", "sk-2"))
     body = PROMPT if user is None else PROMPT | {"user": user}
     assert server.post("/v1/completions", body, headers=headers).status == 200
-    assert server.state.llm.params[0].tenant == tenant
+    assert server.llm.params[0].tenant == tenant
 
 
 def test_without_keys_the_user_is_the_tenant(operated):
     server = operated()
     assert server.post("/v1/completions", PROMPT | {"user": "carol"}).status == 200
-    assert server.state.llm.params[0].tenant == "carol"
+    assert server.llm.params[0].tenant == "carol"
 
 
 def test_other_sites_pages_may_call_only_if_they_are_named(operated):
@@ -182,6 +238,6 @@ def test_a_stream_is_measured_as_a_whole_answer_is(operated):
     server = operated()
     for stream in (False, True):
         assert server.post("/v1/completions", PROMPT | {"stream": stream}).status == 200
-    metrics = server.state.metrics
-    assert metrics.histograms["request_prompt_tokens"].sum == 14
-    assert sum(metrics.histograms["e2e_request_latency_seconds"].counts) == 2
+    text = server.get("/metrics").body.decode()
+    assert 'vllm:request_prompt_tokens_sum{engine="0",model_name="quire-tiny"} 14.0' in text
+    assert 'vllm:e2e_request_latency_seconds_count{engine="0",model_name="quire-tiny"} 2.0' in text

@@ -1,18 +1,28 @@
 """The page's files: what is served, how, and what is never in them. How it behaves in a browser is tested elsewhere."""
 
+import hashlib
 import re
 from importlib.resources import files
+from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 
 import pytest
 from starlette.testclient import TestClient
 
 from quire.server.app import make_app
-from quire.server.config import ServerArgs
-from quire.server.http.state import ServerState
+from tests.server.in_process import state_over
 
+FOLDER = Path(str(files("quire.server").joinpath("page", "files")))
+TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
+VENDOR = {
+    str(file.relative_to(FOLDER).as_posix()): file.read_text()
+    for file in sorted(FOLDER.joinpath("vendor").rglob("*"))
+    if file.is_file()
+}
 FILES = {
-    file.name: file.read_text() for file in files("quire.server").joinpath("page", "files").iterdir() if file.is_file()
+    str(file.relative_to(FOLDER).as_posix()): file.read_text()
+    for file in sorted(FOLDER.rglob("*"))
+    if file.is_file() and FOLDER / "vendor" not in file.parents
 }
 SCRIPTS = {name: text for name, text in FILES.items() if name.endswith(".js")}
 INDEX = FILES["index.html"]
@@ -21,20 +31,32 @@ INDEX = FILES["index.html"]
 @pytest.fixture(scope="module")
 def client() -> TestClient:
     llm = SimpleNamespace(tokenizer=SimpleNamespace(chat_templates={}))  # files need no engine
-    return TestClient(make_app(ServerState(llm=llm, args=ServerArgs(), model_names=("tiny",))))
+    return TestClient(make_app(state_over(llm, "tiny")))
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_is_served_as_what_it_is(client: TestClient, name: str) -> None:
-    types = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
     answer = client.get("/" if name == "index.html" else f"/page/{name}")
     assert answer.status_code == 200
     assert answer.text == FILES[name]
-    assert answer.headers["content-type"].split(";")[0] == types[name.rpartition(".")[2]]
+    assert answer.headers["content-type"].split(";")[0] == TYPES[name.rpartition(".")[2]]
     assert answer.headers["x-content-type-options"] == "nosniff"
     policy = answer.headers["content-security-policy"]
     assert "default-src 'self'" in policy
     assert "unsafe" not in policy
+
+
+def test_the_page_of_endpoints_is_served_and_complete(client: TestClient) -> None:
+    found = {file.name: file.read_text() for file in files("quire.server").joinpath("page", "docs").iterdir()}
+    page = client.get("/docs")
+    assert (page.status_code, page.text) == (200, found["index.html"])
+    assert page.headers["content-security-policy"] == client.get("/").headers["content-security-policy"]
+    for path in re.findall(r'(?:href|src)="((?:docs|page)/[^"]+)"', page.text):
+        assert client.get(f"/{path}").status_code == 200, path
+    assert re.findall(r"<style|\sstyle=|\son\w+=|<script(?![^>]*src=)", page.text) == []
+    assert not any(re.search(r"https?://|innerHTML|\beval\(", text) for text in found.values())
+    labelled = set(re.findall(r'<label for="([^"]+)"', page.text))
+    assert set(re.findall(r'<input id="([^"]+)"', page.text)) == labelled
 
 
 def test_what_a_browser_has_is_not_sent_again(client: TestClient) -> None:
@@ -42,7 +64,7 @@ def test_what_a_browser_has_is_not_sent_again(client: TestClient) -> None:
     again = client.get("/page/app.js", headers={"if-none-match": f'"old", W/{tag}'})
     assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", tag)
     assert client.get("/page/app.js", headers={"if-none-match": '"old"'}).status_code == 200
-    assert client.get("/page/style.css").headers["etag"] != tag
+    assert client.get("/page/styles/base.css").headers["etag"] != tag
 
 
 @pytest.mark.parametrize(
@@ -55,6 +77,13 @@ def test_what_a_browser_has_is_not_sent_again(client: TestClient) -> None:
         "/page/..%2fapp.py",
         "/page/%2e%2e/app.py",
         "/page//etc/passwd",
+        "/page/map",
+        "/page/map/",
+        "/page/map/../../endpoint.py",
+        "/page/map/%2e%2e/%2e%2e/endpoint.py",
+        "/page/map/..%2f..%2fendpoint.py",
+        "/page/vendor/README.md",
+        "/page/vendor/marked/LICENSE",
     ],
 )
 def test_nothing_else_is_served(client: TestClient, path: str) -> None:
@@ -73,9 +102,23 @@ def test_nothing_comes_from_elsewhere(name: str) -> None:
 
 def test_what_the_files_name_is_there() -> None:
     named = set(re.findall(r'(?:href|src)="page/([^"]+)"', INDEX))
-    for text in SCRIPTS.values():
-        named |= set(re.findall(r'from "\./([^"]+)"', text))
-    assert named == set(FILES) - {"index.html"}
+    for name, text in SCRIPTS.items():
+        for path in re.findall(r'(?:from |new URL\()"(\.[^"]+)"', text):
+            parts: list[str] = []
+            for part in (PurePosixPath(name).parent / path).parts:
+                parts = parts[:-1] if part == ".." else [*parts, part]
+            named.add("/".join(parts))
+    assert named == (set(FILES) | {name for name in VENDOR if name.endswith(".js")}) - {"index.html"}
+
+
+@pytest.mark.parametrize("name", [name for name in VENDOR if name.endswith(".js")])
+def test_a_library_is_served_as_it_was_published(client: TestClient, name: str) -> None:
+    (digest,) = re.findall(
+        rf"`{PurePosixPath(name).relative_to('vendor')}`.*`([0-9a-f]{{64}})`", VENDOR["vendor/README.md"]
+    )
+    assert hashlib.sha256(client.get(f"/page/{name}").content).hexdigest() == digest
+    assert str(PurePosixPath(name).parent / "LICENSE") in VENDOR
+    assert client.get(f"/page/{name}").headers["content-type"].startswith("text/javascript")
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -103,7 +146,7 @@ def test_whatever_can_be_filled_in_has_a_label() -> None:
         for label in re.findall(r"<label>(.*?)</label>", INDEX, re.S)
         for name in re.findall(r'id="([^"]+)"', label)
     }
-    fields = set(re.findall(r'<(?:input|textarea|select)[^>]*\bid="([^"]+)"', INDEX))
+    fields = set(re.findall(r'<(?:input|textarea|select)(?![^>]*aria-label=)[^>]*\bid="([^"]+)"', INDEX))
     assert fields <= labelled | wrapped
     referred = {
         name for names in re.findall(r'aria-(?:labelledby|describedby)="([^"]+)"', INDEX) for name in names.split()

@@ -2,64 +2,26 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 
-from quire.common.outputs import RequestOutput
 from quire.server.api.responses import run
 from quire.server.api.responses.endpoint import stored_responses
-from quire.server.api.responses.store import StoredResponse
 from quire.server.api.tools import REASONING_FORMATS, TOOL_FORMATS
 from quire.server.config import ServerArgs
 from quire.server.http.state import RequestContext, context_of
-from quire.server.operations.lifecycle import DrainGate
-from quire.server.serve import finish
-from tests.server.in_process import Answer, Server, saying
+from tests.server.in_process import Server
+from tests.server.responses import URL, Say, create, events_of
 
-Say = Callable[..., Server]
-URL = "/v1/responses"
 FORECAST = {
     "type": "function",
     "name": "forecast",
     "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
 }
 CALL = '<tool_call>\n{"name": "forecast", "arguments": {"place": "Rome"}}\n</tool_call>'
-
-
-@pytest.fixture
-def say() -> Iterator[Say]:
-    """Makes servers whose model says one thing."""
-    servers = []
-
-    def made(reply: str = "Hello!", **kwargs: Any) -> Server:
-        servers.append(saying(reply, **kwargs))
-        return servers[-1]
-
-    yield made
-    for server in servers:
-        if server.state.responses is not None:
-            server.state.responses.store.close()
-
-
-def create(server: Server, **fields: Any) -> Any:
-    answer = server.post(URL, {"input": "Hi", "max_output_tokens": 64, **fields})
-    assert answer.status == 200, answer.body
-    return answer.json
-
-
-def events_of(answer: Answer) -> list[dict[str, Any]]:
-    """The stream's events, whose names are those of their data."""
-    events = []
-    for frame in answer.frames:
-        name, data = frame.split("\n")
-        events.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {events[-1]['type']}"
-    return events
 
 
 def without_what_differs(response: dict[str, Any]) -> str:
@@ -234,29 +196,6 @@ def test_a_response_is_there_for_its_key_alone(say: Say, monkeypatch: pytest.Mon
             assert server.post(f"{url}/cancel", {}, headers=headers).status == status
 
 
-@pytest.mark.parametrize("is_cancelled", [False, True])
-def test_what_runs_in_the_background_is_ended_with_the_server(say: Say, tmp_path: Path, is_cancelled: bool) -> None:
-    """Also where a second signal ends the waiting for it."""
-    args = ServerArgs(response_store=str(tmp_path / "responses.db"), drain_timeout_s=600 if is_cancelled else 0)
-
-    async def play() -> str:
-        server = say(LONG, args=args)
-        hold(server)
-        response = await ask(server, "POST", URL, input="Hi", background=True)
-        gate = DrainGate(request_timeout_s=None, drain_timeout_s=args.drain_timeout_s)
-        finishing = asyncio.create_task(finish(server.state, gate))
-        await asyncio.sleep(0.01)
-        if is_cancelled:
-            finishing.cancel()
-        await asyncio.wait_for(asyncio.wait({finishing}), 60)
-        server.state.responses = None
-        return str(response["id"])
-
-    response_id = asyncio.run(play())
-    found = say(args=args).get(f"{URL}/{response_id}").json
-    assert (found["status"], found["error"]["message"]) == ("failed", "the server was shut down")
-
-
 def test_kept_responses_survive_a_restart(say: Say, tmp_path: Path) -> None:
     args = ServerArgs(response_store=str(tmp_path / "responses.db"))
     server = say(args=args)
@@ -313,163 +252,6 @@ def test_a_clients_request_id_is_not_the_id_of_the_response(say: Say) -> None:
     assert other["id"] != mine["id"]
 
 
-LONG = "word " * 60
-
-
-def hold(server: Server) -> asyncio.Event:
-    """From now on, answers stop after three tokens, until the event that is returned is set."""
-    gate, generate = asyncio.Event(), server.state.llm.generate
-
-    async def held(*args: Any, **kwargs: Any) -> AsyncIterator[RequestOutput]:
-        num_outputs = 0
-        async with aclosing(generate(*args, **kwargs)) as outputs:
-            async for output in outputs:
-                yield output
-                num_outputs += 1
-                if num_outputs == 3:
-                    await gate.wait()
-
-    server.state.llm.generate = held
-    return gate
-
-
-@asynccontextmanager
-async def serving(server: Server) -> AsyncIterator[Server]:
-    yield server
-    await stored_responses(server.state).shutdown()
-    server.state.responses = None
-
-
-async def ask(server: Server, method: str, path: str, **body: Any) -> Any:
-    return (await server.request(method, path, json.dumps(body).encode() if body else b"")).json
-
-
-async def until_over(server: Server, url: str) -> Any:
-    while (found := await ask(server, "GET", url))["status"] == "in_progress":
-        await asyncio.sleep(0)
-    return found
-
-
-def test_a_response_in_the_background_goes_on_alone(say: Say) -> None:
-    async def play() -> None:
-        async with serving(say(LONG)) as server:
-            gate = hold(server)
-            response = await ask(server, "POST", URL, input="Hi", background=True)
-            assert (response["status"], response["output"], response["background"]) == ("in_progress", [], True)
-            refused = await ask(server, "POST", URL, input="Hi", previous_response_id=response["id"])
-            assert "is still in progress" in refused["error"]["message"]
-            gate.set()
-            done = await until_over(server, f"{URL}/{response['id']}")
-            assert done["status"] == "completed"
-            assert done["output"][0]["content"][0]["text"] == LONG
-            again = await ask(server, "POST", f"{URL}/{response['id']}/cancel")
-            assert again == done
-
-    asyncio.run(play())
-
-
-def test_a_response_in_the_background_is_cancelled_once(say: Say) -> None:
-    async def play() -> None:
-        async with serving(say(LONG)) as server:
-            hold(server)
-            response = await ask(server, "POST", URL, input="Hi", background=True)
-            url = f"{URL}/{response['id']}"
-            cancelled = await ask(server, "POST", f"{url}/cancel")
-            assert cancelled["status"] == "cancelled"
-            assert not server.engine.has_unfinished_requests()
-            assert await ask(server, "POST", f"{url}/cancel") == cancelled
-            assert await ask(server, "GET", url) == cancelled
-
-    asyncio.run(play())
-
-
-def test_one_that_is_not_in_the_background_cannot_be_cancelled(say: Say) -> None:
-    server = say()
-    answer = server.post(f"{URL}/{create(server)['id']}/cancel", {})
-    assert answer.status == 400
-    assert "background" in answer.error["message"]
-
-
-def test_a_response_in_the_background_that_is_deleted_ends(say: Say) -> None:
-    async def play() -> None:
-        async with serving(say(LONG)) as server:
-            hold(server)
-            response = await ask(server, "POST", URL, input="Hi", background=True)
-            url = f"{URL}/{response['id']}"
-            assert (await ask(server, "DELETE", url))["deleted"]
-            assert not server.engine.has_unfinished_requests()
-            assert "error" in await ask(server, "GET", url)
-
-    asyncio.run(play())
-
-
-def test_the_stream_of_a_response_in_the_background_can_be_taken_up(say: Say) -> None:
-    async def play() -> None:
-        async with serving(say(LONG)) as server:
-            body = json.dumps({"input": "Hi", "background": True, "stream": True}).encode()
-            broken = await server.request("POST", URL, body, vanish_after=4)
-            seen = [json.loads(line[6:]) for line in broken.body.decode().splitlines() if line.startswith("data: ")]
-            url = f"{URL}/{seen[0]['response']['id']}"
-            assert not broken.is_complete
-            last = seen[-1]["sequence_number"]
-            for _ in range(2):  # while it runs, and when it is over
-                rest = events_of(await server.request("GET", f"{url}?stream=true&starting_after={last}"))
-                assert [event["sequence_number"] for event in rest] == list(range(last + 1, last + 1 + len(rest)))
-                assert rest[-1]["type"] == "response.completed"
-                text = "".join(event["delta"] for event in [*seen, *rest] if event["type"].endswith("text.delta"))
-                assert text == LONG
-
-    asyncio.run(play())
-
-
-def test_only_a_stream_in_the_background_can_be_streamed_again(say: Say) -> None:
-    server = say()
-    answer = server.get(f"{URL}/{create(server)['id']}?stream=true")
-    assert (answer.status, answer.error["param"]) == (400, "stream")
-
-
-def test_a_client_that_goes_away_cancels_its_response(say: Say) -> None:
-    async def play() -> None:
-        async with serving(say(LONG)) as server:
-            gate = hold(server)
-            body = json.dumps({"input": "Hi", "stream": True}).encode()
-            broken = await server.request("POST", URL, body, vanish_after=4)
-            response_id = json.loads(broken.body.decode().splitlines()[1][6:])["response"]["id"]
-            assert not server.engine.has_unfinished_requests()
-            kept = await ask(server, "GET", f"{URL}/{response_id}")
-            assert kept["status"] == "cancelled"
-            gate.set()
-            follow = await ask(server, "POST", URL, input="Go on", previous_response_id=response_id)
-            assert follow["status"] == "completed"
-
-    asyncio.run(play())
-
-
-def test_the_end_of_the_server_fails_what_runs(say: Say, tmp_path: Path) -> None:
-    args = ServerArgs(response_store=str(tmp_path / "responses.db"))
-
-    async def play() -> str:
-        async with serving(say(LONG, args=args)) as server:
-            hold(server)
-            response = await ask(server, "POST", URL, input="Hi", background=True)
-            return str(response["id"])
-
-    response_id = asyncio.run(play())
-    found = say(args=args).get(f"{URL}/{response_id}").json
-    assert (found["status"], found["error"]["message"]) == ("failed", "the server was shut down")
-
-
-def test_a_background_response_that_takes_too_long_fails(say: Say) -> None:
-    async def play() -> None:
-        async with serving(say(LONG, args=ServerArgs(request_timeout_s=1e-6))) as server:
-            hold(server)
-            response = await ask(server, "POST", URL, input="Hi", background=True)
-            done = await until_over(server, f"{URL}/{response['id']}")
-            assert (done["status"], done["error"]["code"]) == ("failed", "request_timeout")
-
-    asyncio.run(play())
-
-
 def fail_writes(server: Server) -> None:
     """As on a full disk."""
     store = stored_responses(server.state).store
@@ -498,26 +280,6 @@ def test_a_store_that_fails_at_the_end_fails_the_response(say: Say, monkeypatch:
     assert [event["type"] for event in events[-2:]] == ["response.output_item.done", "response.failed"]
     assert events[-1]["response"]["error"]["code"] == "store_unavailable"
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
-
-
-def test_a_client_that_goes_away_while_its_response_is_stored_cancels_it(say: Say) -> None:
-    async def play() -> None:
-        async with serving(say(LONG)) as server:
-            store = stored_responses(server.state).store
-            add, ids = store.add, []
-
-            async def add_and_vanish(owner: str, new: StoredResponse) -> None:
-                ids.append(new.id)
-                await add(owner, new)
-                raise asyncio.CancelledError
-
-            store.add = add_and_vanish  # type: ignore[method-assign]
-            with pytest.raises(asyncio.CancelledError):
-                await server.request("POST", URL, b'{"input": "Hi"}')
-            assert (await ask(server, "GET", f"{URL}/{ids[0]}"))["status"] == "cancelled"
-            assert not server.engine.has_unfinished_requests()
-
-    asyncio.run(play())
 
 
 def test_the_oldest_responses_are_removed(say: Say) -> None:

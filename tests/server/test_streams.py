@@ -56,7 +56,7 @@ def test_a_client_that_vanishes_before_the_first_token_is_not_waited_for(recitin
         finally:
             has_ended = True
 
-    reciting.state.llm.generate = waiting
+    reciting.llm.generate = waiting
     body = json.dumps(LONG[path] | {"stream": True}).encode()
     asyncio.run(asyncio.wait_for(reciting.request("POST", path, body, vanish_after=0), 60))
     assert has_ended
@@ -67,7 +67,7 @@ def test_the_head_of_a_stream_has_an_end(reciting):
         yield b"never sent"
         await asyncio.Event().wait()
 
-    reciting.state.llm.watch_cache = frames
+    reciting.llm.watch_cache = frames
     answer = asyncio.run(asyncio.wait_for(reciting.request("HEAD", "/debug/cache/events"), 60))
     assert answer.is_complete
     assert (answer.status, answer.body) == (200, b"")
@@ -181,7 +181,7 @@ def test_comments_keep_a_silent_stream_alive(monkeypatch):
 
 def _hold_until(server, opens):
     """The engine does nothing until a message of the answer `opens` the gate."""
-    llm, app, gate = server.state.llm, server.app, asyncio.Event()
+    llm, app, gate = server.llm, server.app, asyncio.Event()
     generate = llm.generate
 
     async def held(*args, **kwargs):
@@ -209,7 +209,7 @@ def test_what_the_engine_aborts_is_reported():
         call = asyncio.create_task(server.request("POST", CHAT, json.dumps(LONG[CHAT] | {"stream": True}).encode()))
         while executor.num_steps < 5:
             await asyncio.sleep(0)
-        door = server.state.llm
+        door = server.llm
         for request_id, queue in door._queues.items():
             queue.put_nowait(llm.engine.abort_request(request_id))
         return await call

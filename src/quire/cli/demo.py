@@ -54,7 +54,7 @@ def _generate(
 ) -> list[RequestOutput]:
     """Run chats and code in one batch and print the outputs."""
     prompts: list[Prompt] = [*map(llm.chat_prompt, chats), *code]
-    outputs = llm.generate(prompts, [answering] * len(chats) + [coding] * len(code), use_tqdm=False)
+    outputs = llm.generate(prompts, [answering] * len(chats) + [coding] * len(code))
     for title, output in zip([*(chat[-1]["content"] for chat in chats), *code], outputs, strict=True):
         is_code = title in code
         print(f"{title}{output.outputs[0].text}\n" if is_code else f"> {title}\n{output.outputs[0].text}\n")

@@ -61,11 +61,10 @@ def run(options: argparse.Namespace) -> int:
     if not items:
         raise InvalidPromptError("no prompt was given: use --prompt, --prompts-file or standard input")
     llm = load_llm(options)
-    chat = options.chat or (not options.raw and llm.get_tokenizer().has_chat_template)
+    chat = options.chat or (not options.raw and llm.engine.tokenizer.has_chat_template)
     prompts = [_to_prompt(llm, item, chat) for item in items]
     params = sampling_params(given, llm)
-    shown = len(prompts) > 1 and sys.stderr.isatty()
-    outputs = llm.generate(prompts if len(prompts) > 1 else prompts[0], params, use_tqdm=shown)
+    outputs = llm.generate(prompts if len(prompts) > 1 else prompts[0], params, use_tqdm=len(prompts) > 1)
     for i, (item, output) in enumerate(zip(items, outputs, strict=True)):
         if options.json:
             print(json.dumps(_to_dict(item, output), ensure_ascii=False))

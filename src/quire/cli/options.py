@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from typing import TYPE_CHECKING, Any
 
+from quire.common.arguments.options import add_field_arguments
 from quire.common.errors import ConfigError
 from quire.config.args import EngineArgs
 
@@ -38,24 +38,6 @@ _SAMPLES = (
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """Add one option for each field of EngineArgs, with the name, type, help and default of the field."""
     add_field_arguments(parser, EngineArgs, "engine")
-
-
-def add_field_arguments(parser: argparse.ArgumentParser, kind: Any, title: str) -> None:
-    """Add one option for each field of a dataclass of arguments; the namespace has only the options given."""
-    group = parser.add_argument_group(title)
-    for field in dataclasses.fields(kind):
-        flag = "--" + field.name.replace("_", "-")
-        text = field.metadata["help"].replace("%", "%%")
-        if field.default not in (None, ()):
-            text += f" (default: {field.default})"
-        kinds = set(str(field.type).split(" | ")) - {"None"}
-        keywords: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": text}
-        if kinds == {"bool"}:
-            group.add_argument(flag, action=argparse.BooleanOptionalAction, **keywords)
-        elif kinds == {"tuple[str, ...]"}:
-            group.add_argument(flag, nargs="+", action="extend", metavar=field.name.upper(), **keywords)
-        else:
-            group.add_argument(flag, type=_TYPES[frozenset(kinds)], metavar=field.name.upper(), **keywords)
 
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
@@ -125,40 +107,3 @@ def sampling_params(given: dict[str, Any], llm: LLM) -> SamplingParams:
     config = llm.engine.model_config.generation_config
     greedy = {} if config.get("do_sample") or config.get("temperature") is not None else {"temperature": 0.0}
     return type(recommended)(**msgspec.structs.asdict(recommended) | greedy | given)
-
-
-def _int_or_text(value: str) -> int | str:
-    return int(value) if value.isdecimal() else value
-
-
-def tenant_weights(value: str) -> dict[str, float]:
-    """Parse `a=2,b=0.5` into a mapping; anything else is a command-line error."""
-    weights = {}
-    for item in value.split(","):
-        name, _, weight = item.rpartition("=")
-        try:
-            weights[name] = float(weight)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{value!r}: write weights as in a=2,b=0.5") from error
-    return weights
-
-
-def json_object(value: str) -> dict[str, Any]:
-    """Parse a JSON object; anything else is a command-line error."""
-    try:
-        parsed = json.loads(value)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{value!r} is not JSON: {error}") from error
-    if not isinstance(parsed, dict):
-        raise argparse.ArgumentTypeError(f"{value!r} is not a JSON object")
-    return parsed
-
-
-_TYPES: dict[frozenset[str], Any] = {
-    frozenset(["int"]): int,
-    frozenset(["float"]): float,
-    frozenset(["str"]): str,
-    frozenset(["int", "str"]): _int_or_text,
-    frozenset(["Mapping[str, float]"]): tenant_weights,
-    frozenset(["Mapping[str, Any]"]): json_object,
-}

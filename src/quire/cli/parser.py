@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import NoReturn
 
+from quire.common.arguments.vllm_arguments import take_options
 from quire.common.errors import nearest_name
 
 
@@ -26,7 +26,7 @@ class Parser(argparse.ArgumentParser):
         Options that only vLLM has are in the attribute `vllm_arguments` of the result.
         """
         rest = [_hyphenated(argument) for argument in arguments]
-        others = _take_vllm_options(rest, set(self._known())) if self.takes_vllm_options else {}
+        others = take_options(rest, set(self._known())) if self.takes_vllm_options else {}
         options, unknown = self.parse_known_args(rest)
         options.vllm_arguments = others
         if unknown:
@@ -47,37 +47,3 @@ class Parser(argparse.ArgumentParser):
 def _hyphenated(argument: str) -> str:
     name, equals, value = argument.partition("=")
     return name.replace("_", "-") + equals + value if name.startswith("--") else argument
-
-
-def _take_vllm_options(arguments: list[str], known: set[str]) -> dict[str, Any]:
-    """Remove the options that only vLLM has, with their values, which are returned by name."""
-    if all(argument.partition("=")[0] in known for argument in arguments if argument.startswith("--")):
-        return {}
-    from quire.common.vllm_arguments import flags, vllm_arguments
-
-    names = {*vllm_arguments("engine"), *vllm_arguments("server")}
-    found: dict[str, Any] = {}
-    place = 0
-    while place < len(arguments):
-        option, equals, value = arguments[place].partition("=")
-        is_off = option.startswith("--no-") and option not in known
-        name = option.removeprefix("--no-" if is_off else "--").replace("-", "_")
-        if not option.startswith("--") or option in known or name not in names:
-            place += 1
-            continue
-        del arguments[place]
-        if equals:
-            found[name] = _parsed(value)
-        elif name in flags() or place == len(arguments):
-            found[name] = not is_off
-        else:
-            found[name] = _parsed(arguments.pop(place))
-    return found
-
-
-def _parsed(value: str) -> Any:
-    """A value as JSON, where it is."""
-    try:
-        return json.loads(value)
-    except ValueError:
-        return None if value == "None" else value

@@ -54,8 +54,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def _run(options: argparse.Namespace) -> int:
-    from tqdm import tqdm
-
+    from quire.common.progress import progress
     from quire.config.args import EngineArgs
     from quire.interfaces.async_llm.async_llm import AsyncLLM
     from quire.server.api.batch_file import PartialFile, read_lines
@@ -72,8 +71,8 @@ async def _run(options: argparse.Namespace) -> int:
     try:
         llm = await AsyncLLM.from_args(EngineArgs(**engine_kwargs(options)), holds=True)
         try:
-            with tqdm(total=num_lines, initial=partial.num_done, unit="line") as bar:
-                num_failed = await _batch_run(llm, args, options).run(source, partial, bar.update)
+            with progress("Lines", num_lines, "line", initial=partial.num_done, at_once=True) as advance:
+                num_failed = await _batch_run(llm, args, options).run(source, partial, advance)
         finally:
             await llm.shutdown()
         partial.finish()
@@ -91,12 +90,10 @@ def _batch_run(llm: AsyncLLM, args: ServerArgs, options: argparse.Namespace) -> 
     from quire.server.api.batch_file import BatchRun
     from quire.server.app import ROUTES, make_app
     from quire.server.http.state import ServerState
+    from quire.server.models.pool import ModelPool
 
-    state = ServerState(
-        llm=llm,
-        args=args,
-        model_names=args.served_model_name or (engine_kwargs(options).get("model") or EMBEDDED_CHECKPOINTS[0],),
-    )
+    names = args.served_model_name or (engine_kwargs(options).get("model") or EMBEDDED_CHECKPOINTS[0],)
+    state = ServerState(models=ModelPool.of(llm, names, args), args=args)
     return BatchRun(
         app=make_app(state),
         paths={row.path for row in ROUTES if row.generates and row.method == "POST"},

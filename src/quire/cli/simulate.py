@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.options import tenant_weights
+from quire.common.arguments.options import tenant_weights
 from quire.common.errors import ConfigError
 from quire.config.kv_cache import FullAttentionSpec
 from quire.config.kv_layout import kv_cache_config

@@ -1,1 +1,17 @@
 """Frozen value objects that configure an engine: model, cache, scheduler, parallelism."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quire.config.args import EngineConfig as VllmConfig
+
+__all__ = ["VllmConfig"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import EngineConfig under vLLM's name on first use."""
+    if name != "VllmConfig":
+        raise AttributeError(f"module 'quire.config' has no attribute {name!r}")
+    from quire.config.args import EngineConfig
+
+    return EngineConfig

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from quire.common.arguments.options import add_field_arguments
+from quire.common.arguments.vllm_arguments import translate, vllm_arguments
 from quire.common.errors import ConfigError, check_choice
 from quire.common.params import LOGPROBS_MODES, LogprobsMode
-from quire.common.vllm_arguments import translate
 from quire.config.cache import CacheConfig
 from quire.config.model import ModelConfig
 from quire.config.parallel import ParallelConfig, parse_cpu_list
 from quire.config.scheduler import SchedulerConfig
 from quire.config.sizes import parse_bytes
+
+_Parser = TypeVar("_Parser", bound=argparse.ArgumentParser)
 
 
 def arg(default: Any, doc: str) -> Any:
@@ -35,6 +39,8 @@ class EngineConfig:
     max_logprobs: int
     """Largest number of log-probabilities per token that a request may ask for; -1 for any number."""
     logprobs_mode: LogprobsMode
+    measures_requests: bool = False
+    """Whether an engine in the caller's process measures its requests."""
 
 
 class _NamesChecked(type):
@@ -78,6 +84,9 @@ class EngineArgs(metaclass=_NamesChecked):
     )
     num_gpu_blocks_override: int | None = arg(None, "number of KV cache blocks, regardless of the memory")
     gpu_memory_utilization: float = arg(0.9, "share of the machine's memory that the engine may use in total")
+    memory_limit: int | str | None = arg(
+        None, 'bytes for weights, activations, caches and swap space, or text such as "2GiB"; none: what is available'
+    )
     swap_space: float = arg(0.0, "GiB of host memory for swapped-out requests and evicted cached blocks")
     preemption_mode: str | None = arg(None, "swap or recompute; none: the one with the lower estimated cost")
     enable_prefix_caching: bool = arg(True, "reuse the KV cache of equal prompt prefixes")
@@ -102,6 +111,7 @@ class EngineArgs(metaclass=_NamesChecked):
     override_generation_config: Mapping[str, Any] | None = arg(
         None, "values that replace those of generation_config.json, as a JSON object"
     )
+    disable_log_stats: bool = arg(True, "do not measure requests for LLM.get_metrics; a server always measures them")
     generation_config: str = arg(
         "auto", "sampling defaults: auto, those of the checkpoint's generation_config.json; none, Quire's own"
     )
@@ -112,6 +122,18 @@ class EngineArgs(metaclass=_NamesChecked):
         "penalties, bias and sampling cuts",
     )
     seed: int = arg(0, "seed from which requests without a seed get theirs")
+
+    @staticmethod
+    def add_cli_args(parser: _Parser) -> _Parser:
+        """Add one option for each argument, and return the parser. See FlexibleArgumentParser for those of vLLM."""
+        add_field_arguments(parser, EngineArgs, "engine", with_defaults=True)
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, options: argparse.Namespace) -> EngineArgs:
+        """Make arguments of parsed options, which may include others that are not the engine's."""
+        names = {*vllm_arguments("engine"), *(field.name for field in dataclasses.fields(cls))}
+        return cls(**{name: value for name, value in vars(options).items() if name in names})
 
     def resolve(self) -> EngineConfig:
         """Check all arguments and read the checkpoint's config. Raises ConfigError or CheckpointError."""
@@ -147,6 +169,9 @@ class EngineArgs(metaclass=_NamesChecked):
                 memory_utilization=self.gpu_memory_utilization,
                 enable_prefix_caching=self.enable_prefix_caching,
                 swap_bytes=self._swap_bytes(),
+                memory_limit_bytes=None
+                if self.memory_limit is None
+                else parse_bytes("memory_limit", self.memory_limit),
                 pinned_fraction=self.pinned_fraction,
                 dtype=self.kv_cache_dtype,
             ),
@@ -168,6 +193,7 @@ class EngineArgs(metaclass=_NamesChecked):
             seed=self.seed,
             max_logprobs=self.max_logprobs,
             logprobs_mode=check_choice("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES),
+            measures_requests=not self.disable_log_stats,
         )
 
     def _uses_generation_config(self) -> bool:

@@ -22,6 +22,8 @@ class CacheConfig:
     enable_prefix_caching: bool
     swap_bytes: int = 0
     """Memory of the host tier, for requests that are swapped out and for cached blocks that are evicted."""
+    memory_limit_bytes: int | None = None
+    """Most memory for weights, activations, cache and host tier together; None for what the machine allows."""
     watermark: float = 0.01
     """Share of blocks that admitting new requests leaves free, so that running requests can grow."""
     pinned_fraction: float = 0.25

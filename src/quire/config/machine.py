@@ -1,5 +1,7 @@
 """The memory that this process may use: the machine's, or less if a container sets a limit."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +14,12 @@ class MachineMemory:
 
     limit_bytes: int
     available_bytes: int
+
+    def limited(self, limit_bytes: int | None) -> MachineMemory:
+        """The same, but no more than `limit_bytes`; None for no further limit."""
+        if limit_bytes is None:
+            return self
+        return MachineMemory(min(self.limit_bytes, limit_bytes), min(self.available_bytes, limit_bytes))
 
 
 def machine_memory(root: Path = Path("/")) -> MachineMemory:

@@ -9,6 +9,7 @@ from typing import Any
 
 from quire.common.errors import CheckpointError, ConfigError, UnsupportedModelError, check_choice, nearest_name
 from quire.common.log import logger
+from quire.common.progress import hub_bar
 from quire.config.architectures import supported_architecture
 from quire.config.checkpoint.formats import FORMATS, find_format
 from quire.config.hf_config import HFConfig, read_json_object
@@ -148,6 +149,11 @@ def _weight_patterns() -> tuple[str, ...]:
     return tuple(pattern for format in FORMATS.values() for pattern in format.patterns)
 
 
+def is_downloadable(name: str) -> bool:
+    """Whether this is an id of the hub, and no folder or embedded checkpoint has this name."""
+    return bool(_HUB_ID.fullmatch(name)) and name not in EMBEDDED_CHECKPOINTS and not Path(name).expanduser().exists()
+
+
 def _find(name: str, patterns: tuple[str, ...], revision: str | None, download_dir: str | Path | None) -> Path:
     """The folder that holds the checkpoint `name`, downloaded first if it is a hub id."""
     if name in EMBEDDED_CHECKPOINTS:
@@ -168,6 +174,7 @@ def _find(name: str, patterns: tuple[str, ...], revision: str | None, download_d
 def _download(name: str, patterns: tuple[str, ...], revision: str | None, download_dir: str | Path | None) -> Path:
     import huggingface_hub  # slow to import, and not needed for local checkpoints
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.utils.tqdm import tqdm
 
     try:
         folder = huggingface_hub.snapshot_download(
@@ -176,6 +183,7 @@ def _download(name: str, patterns: tuple[str, ...], revision: str | None, downlo
             cache_dir=download_dir,
             allow_patterns=list(patterns),
             ignore_patterns=list(_NOT_OURS),
+            tqdm_class=hub_bar(tqdm, name),
         )
     except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
         raise CheckpointError(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from quire.common.batch import Batch, StepResult
-from quire.common.errors import EngineBrokenError, RequestError, failure, failures_named
+from quire.common.errors import ConfigError, EngineBrokenError, RequestError, TokenizerError, failure, failures_named
 from quire.common.faults import fault_point
 from quire.common.log import logger, show_messages
 from quire.common.memory import give_back_memory
@@ -16,12 +16,14 @@ from quire.common.outputs import EngineStats, RequestOutput
 from quire.common.params import BeamSearchParams, SamplingParams
 from quire.config.args import EngineArgs
 from quire.config.model import ModelConfig
+from quire.engine.metrics import EngineMetrics, Metric
 from quire.engine.process.messages import Progress
 from quire.engine.requests.grammar_queue import GrammarQueue
 from quire.engine.requests.input_processor import InputProcessor, Prompt, recommended_params
 from quire.engine.requests.new_group import new_group, new_scoring_group
 from quire.engine.requests.sequence import SequenceGroup, SequenceStatus
 from quire.engine.scheduling.scheduler import Scheduler
+from quire.engine.stats import engine_stats
 from quire.engine.step.commit import Committer
 from quire.engine.step.containment import MAX_CONSECUTIVE_FAILURES, FailureIsolator
 from quire.kv.block_space_manager import BlockSpaceManager
@@ -29,6 +31,7 @@ from quire.kv.prefix_cache.pins import PinnedPrefix
 from quire.runner.executor import Executor, make_executor
 from quire.runner.memory_plan import MemoryPlan, plan_memory
 from quire.text.grammar.compiler import GrammarCompiler
+from quire.text.tokenizer.callable_tokenizer import CallableTokenizer
 from quire.text.tokenizer.tokenizer import Tokenizer
 
 _GRAMMAR_WAIT_S = 0.05
@@ -57,7 +60,6 @@ class LLMEngine:
         config = plan.config
         self.plan = plan
         self.model_config: ModelConfig = config.model
-        self.tokenizer = tokenizer
         self.executor = executor
         self.blocks = BlockSpaceManager(
             plan.kv_cache,
@@ -69,8 +71,9 @@ class LLMEngine:
         self.scheduler = Scheduler(config.scheduler, self.blocks, block_copy_s=block_copy_s)
         self.requests = self.scheduler.requests
         self.committer = Committer(self.requests, max_model_len=config.model.max_model_len)
-        self.inputs = InputProcessor(config, tokenizer)
-        self.grammars = GrammarQueue(GrammarCompiler(tokenizer, config.model.vocab_size, config.model.eos_token_ids))
+        self._use_tokenizer(tokenizer)
+        self._metrics = EngineMetrics(config.model.model) if config.measures_requests else None
+        self._measure(())
         self._groups: dict[str, SequenceGroup] = {}
         self._batch: Batch | None = None  # scheduled, and not committed
         self._is_planning = False  # the scheduler is at work, or has raised
@@ -88,10 +91,8 @@ class LLMEngine:
         tokenizer = Tokenizer.from_path(plan.config.model.tokenizer_path)
         return cls(plan, make_executor(plan.config, plan.kv_cache), tokenizer)
 
-    @classmethod
-    def from_engine_args(cls, args: EngineArgs) -> LLMEngine:
-        """The same as `from_args`, under vLLM's name."""
-        return cls.from_args(args)
+    from_engine_args = from_args
+    """vLLM's name."""
 
     def add_request(
         self,
@@ -138,12 +139,13 @@ class LLMEngine:
 
         Raises EngineBrokenError once the engine is broken and every request has been returned.
         """
-        return [output for group in self._contained_step() if (output := self._output(group)) is not None]
+        changed = self._contained_step()
+        self._measure(changed)
+        return [output for group in changed if (output := self._output(group)) is not None]
 
     def advance(self) -> list[SequenceGroup]:
-        """As `step`, for a caller that makes its own outputs of the requests that got a token or finished."""
-        changed = self._contained_step()
-        for group in changed:
+        """As `step`, for a caller that makes its own outputs and metrics of the requests that have changed."""
+        for group in (changed := self._contained_step()):
             self._forget_if_finished(group)
         return changed
 
@@ -265,6 +267,7 @@ class LLMEngine:
         if group is None:
             return None
         self._abort(group)
+        self._measure([group])
         return self._output(group)
 
     def _abort(self, group: SequenceGroup) -> None:
@@ -288,9 +291,15 @@ class LLMEngine:
         """Allow a pinned prefix to be evicted like any other. Raises RequestError if it is not pinned."""
         self.blocks.pins.unpin(pin.pin_id)
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes, except pinned ones. Returns False, and does nothing, while requests run."""
-        if self.has_unfinished_requests():
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget all cached prefixes, except pinned ones. Returns False, and does nothing, while requests run.
+
+        With `reset_running_requests`, running requests are preempted first: their tokens so far are computed again.
+        """
+        if reset_running_requests:
+            for group in list(self.requests.running):
+                self.scheduler.preemptor.preempt(group, may_swap=False)
+        elif self.has_unfinished_requests():
             return False
         self.blocks.forget_cached()
         return True
@@ -325,25 +334,40 @@ class LLMEngine:
         """What the checkpoint's generation_config.json recommends, over SamplingParams' own defaults."""
         return recommended_params(self.model_config.generation_config)
 
+    def get_metrics(self) -> list[Metric]:
+        """Return the metrics of docs/metrics.md that are the engine's. Requests of `advance` do not count.
+
+        Raises ConfigError unless the engine was made with `disable_log_stats=False`.
+        """
+        if self._metrics is None:
+            raise ConfigError("requests are not measured: make the engine with disable_log_stats=False")
+        return list(self._metrics.snapshot(self.stats(), self.plan.config.cache))
+
+    def _measure(self, changed: Sequence[SequenceGroup]) -> None:
+        if self._metrics is not None:
+            self._metrics.observe(changed, self.committer.num_tokens)
+
+    def get_tokenizer(self) -> CallableTokenizer:
+        """Return the tokenizer, with the methods and defaults of transformers' tokenizers."""
+        return CallableTokenizer(self.tokenizer)
+
+    def set_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Use another tokenizer. Raises RequestError while requests run, TokenizerError if it has too many tokens."""
+        if self.has_unfinished_requests():
+            raise RequestError("the tokenizer cannot be replaced while requests run: wait for them, or abort them")
+        if tokenizer.vocab_size > (known := self.model_config.vocab_size):
+            raise TokenizerError(f"{tokenizer.source} has {tokenizer.vocab_size} tokens, and the model {known}")
+        self._use_tokenizer(tokenizer)
+
+    def _use_tokenizer(self, tokenizer: Tokenizer) -> None:
+        model = self.model_config
+        self.tokenizer = tokenizer
+        self.inputs = InputProcessor(self.plan.config, tokenizer)
+        self.grammars = GrammarQueue(GrammarCompiler(tokenizer, model.vocab_size, model.eos_token_ids))
+
     def stats(self) -> EngineStats:
         """The engine now."""
-        return EngineStats(
-            num_running=len(self.requests.running),
-            num_waiting=self.requests.num_waiting + len(self.grammars),
-            num_swapped=len(self.requests.swapped),
-            num_blocks=self.blocks.pool.num_blocks,
-            num_used_blocks=self.blocks.num_used_blocks,
-            num_cached_blocks=self.blocks.pool.num_cached_blocks,
-            num_steps=self.scheduler.num_steps,
-            num_prompt_tokens=self.committer.num_prompt_tokens,
-            num_generated_tokens=self.committer.num_generated_tokens,
-            num_preemptions=self.scheduler.preemptor.num_preemptions,
-            num_swapped_blocks=self.scheduler.num_swapped_blocks,
-            num_prefix_queried_tokens=self.blocks.stats.num_queried_tokens,
-            num_prefix_hit_tokens=self.blocks.stats.num_hit_tokens,
-            num_pinned_blocks=self.blocks.pins.num_blocks,
-            prefix_cache=self.blocks.stats.to_dict(),
-        )
+        return engine_stats(self.scheduler, self.blocks, self.committer, num_held=len(self.grammars))
 
     def _admit_compiled(self) -> None:
         """Queue requests whose grammars are compiled; with nothing else to do, wait for one briefly."""

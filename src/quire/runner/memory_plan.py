@@ -45,6 +45,11 @@ class MemoryPlan:
         return self.config.model.dtype if wanted == "auto" else wanted
 
     @property
+    def total_bytes(self) -> int:
+        """Weights, activations, KV cache and host tier together."""
+        return self.weight_bytes + self.activation_bytes + self.kv_cache.total_bytes + self.kv_cache.host_bytes
+
+    @property
     def max_concurrency(self) -> float:
         """Sequences of max_model_len tokens that the cache holds at once."""
         return self.kv_cache.num_blocks / max(1, self.kv_cache.blocks_to_hold(self.max_model_len))
@@ -99,7 +104,7 @@ def plan_memory(args: EngineArgs) -> MemoryPlan:
     """
     config = args.resolve()
     model = model_class(config.model.architecture)
-    machine = machine_memory()
+    machine = machine_memory().limited(config.cache.memory_limit_bytes)
     weights = weight_bytes(config.model)
     activations = _activation_bytes(config)
     cache = _kv_cache(model, config, machine, weights + activations)
@@ -124,10 +129,11 @@ def _activation_bytes(config: EngineConfig) -> int:
 
 def _kv_cache(model: type[Model], config: EngineConfig, machine: MachineMemory, others: int) -> KVCacheConfig:
     cache, specs = config.cache, _kv_cache_specs(model, config)
+    where = "this machine's" if cache.memory_limit_bytes is None else "the memory_limit of"
     if cache.swap_bytes + others > machine.limit_bytes:
         raise OutOfMemoryError(
             f"weights and activations ({format_bytes(others)}) and swap_space of {format_bytes(cache.swap_bytes)} do "
-            f"not fit into this machine's {format_bytes(machine.limit_bytes)}: lower it, or take a smaller model"
+            f"not fit into {where} {format_bytes(machine.limit_bytes)}: lower it, or take a smaller model"
         )
     layout: dict[str, Any] = {"host_bytes": cache.swap_bytes, "max_chunk": config.scheduler.max_num_batched_tokens}
     if cache.num_blocks_override is not None:
@@ -141,7 +147,7 @@ def _kv_cache(model: type[Model], config: EngineConfig, machine: MachineMemory, 
     if result.total_bytes + cache.swap_bytes + others > machine.limit_bytes:
         raise OutOfMemoryError(
             f"weights and activations ({format_bytes(others)}), a KV cache of {format_bytes(result.total_bytes)} "
-            f"and swap space of {format_bytes(cache.swap_bytes)} do not fit into this machine's "
+            f"and swap space of {format_bytes(cache.swap_bytes)} do not fit into {where} "
             f"{format_bytes(machine.limit_bytes)}: lower kv_cache_memory or swap_space"
         )
     return result
@@ -154,7 +160,8 @@ def _kv_cache_specs(model: type[Model], config: EngineConfig) -> list[KVCacheSpe
 
 
 def _bytes_left(cache: CacheConfig, machine: MachineMemory) -> int:
-    return min(int(machine.limit_bytes * cache.memory_utilization), machine.available_bytes)
+    share = 1.0 if cache.memory_limit_bytes is not None else cache.memory_utilization
+    return min(int(machine.limit_bytes * share), machine.available_bytes)
 
 
 def _largest_useful(model: type[Model], config: EngineConfig) -> int:

@@ -15,6 +15,8 @@ from quire.server.api import models
 from quire.server.api.chat import endpoint as chat
 from quire.server.api.completions import endpoint as completions
 from quire.server.api.messages import endpoint as messages
+from quire.server.api.ollama import endpoint as ollama
+from quire.server.api.ollama import models as ollama_models
 from quire.server.api.responses import endpoint as responses
 from quire.server.api.tokens import endpoint as tokens
 from quire.server.http import openapi
@@ -22,7 +24,7 @@ from quire.server.http.bodies import warning
 from quire.server.http.endpoint import Endpoint
 from quire.server.http.errors import ANTHROPIC_PATH, ApiError, status_error
 from quire.server.http.state import ServerState, begin_request
-from quire.server.operations import debug, health
+from quire.server.operations import admin, debug, health
 from quire.server.page import endpoint as page
 
 Wrap: TypeAlias = Callable[[ASGIApp, Endpoint], ASGIApp]
@@ -33,9 +35,12 @@ ROUTES: tuple[Endpoint, ...] = (
     *chat.ENDPOINTS,
     *responses.ENDPOINTS,
     *messages.ENDPOINTS,
+    *ollama.ENDPOINTS,
+    *ollama_models.ENDPOINTS,
     *models.ENDPOINTS,
     *tokens.ENDPOINTS,
     *health.ENDPOINTS,
+    *admin.ENDPOINTS,
     *debug.ENDPOINTS,
     *page.ENDPOINTS,
 )

@@ -6,29 +6,38 @@ import dataclasses
 import ipaddress
 import os
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from quire.common.arguments.vllm_arguments import own_format, translate, vllm_arguments
 from quire.common.errors import CheckpointError, ConfigError, check_choice, nearest_name
-from quire.common.vllm_arguments import translate, vllm_arguments
 from quire.config.args import EngineArgs, arg, check_types
 from quire.config.hf_config import check_file
 from quire.config.sizes import parse_bytes
+from quire.server.models.spec import ModelSpec
 
 LOG_FORMATS = ("text", "json")
 _MAX_TEMPLATE_BYTES = 2**20
 CONTENT_FORMATS = ("auto", "string", "openai")
+REASONING_PARSERS = ("auto", "none", "think", "mistral", "START...END")
 TOOL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral")
 _AT_LEAST: Mapping[str, float] = {
     "max_prompts_per_request": 1, "max_choices_per_request": 1, "max_waiting": 0, "max_concurrent_per_tenant": 1,
     "requests_per_minute": 1, "tokens_per_minute": 1, "drain_timeout_s": 0, "response_store_max": 0,
-    "hang_timeout_s": 3,
+    "hang_timeout_s": 3, "model_keep_alive_s": 0,
 }  # fmt: skip
-_MORE_THAN_0 = ("header_timeout_s", "body_timeout_s", "request_timeout_s", "keep_alive_s", "idle_timeout_s")
+_MORE_THAN_0 = (
+    "header_timeout_s",
+    "body_timeout_s",
+    "request_timeout_s",
+    "keep_alive_s",
+    "idle_timeout_s",
+    "model_wait_s",
+)
 _BYTES = ("max_body_bytes", "max_header_bytes", "response_store_max_bytes")
 
 
@@ -39,11 +48,21 @@ class ServerArgs:
     host: str = arg("127.0.0.1", "address to listen on; one that other machines can reach requires an API key")
     port: int = arg(8000, "port to listen on; 0: any free port")
     uds: str | None = arg(None, "listen on this Unix socket instead of host and port")
-    served_model_name: tuple[str, ...] = arg((), "names of the model for clients; responses use the first")
+    served_model_name: tuple[str, ...] = arg((), "names of the only model for clients; responses use the first")
+    model_memory: int | str | None = arg(
+        None, 'bytes for all models that are loaded, or text such as "8GiB"; none: what is free at the start'
+    )
+    model_keep_alive_s: float | None = arg(
+        None, "seconds without use after which a model is put to sleep; none: only when its memory is needed"
+    )
+    model_wait_s: float = arg(300.0, "seconds that a request waits until its model is loaded")
+    preload_models: bool = arg(False, "load all models at the start, instead of the first one only")
     page: bool = arg(True, "serve the web page with the playground and the live view at /")
 
     api_key: tuple[str, ...] = arg((), "API keys; other users of this machine can see them")
     api_key_file: str | None = arg(None, "file of API keys, name:key on each line; the name becomes the tenant")
+    admin_key: tuple[str, ...] = arg((), "keys for administration; other users of this machine can see them")
+    admin_key_file: str | None = arg(None, "file of keys for administration, name:key on each line")
     allow_unauthenticated: bool = arg(False, "allow other machines to connect without an API key")
     guard_metrics: bool = arg(False, "require an API key for /metrics too")
     guard_health: bool = arg(False, "require an API key for /health and /ready too")
@@ -88,9 +107,11 @@ class ServerArgs:
         None, "variables of the chat template that requests need not give, as a JSON object"
     )
     allow_client_chat_template: bool = arg(False, "let requests contain their own chat template")
-    tool_parser: str = arg("auto", f"format of the model's tool calls: {', '.join(TOOL_PARSERS)}")
+    tool_parser: str = arg("auto", f"format of the model's tool calls: {', '.join(TOOL_PARSERS)}, or vLLM's name of it")
     reasoning_parser: str = arg(
-        "auto", "tags around the model's reasoning: auto, none, think, mistral, or two tags written START...END"
+        "auto",
+        "tags around the model's reasoning: auto, none, think, mistral, vLLM's name of a parser of these, or two tags "
+        "written START...END",
     )
     response_store: str | None = arg(None, "file for stored responses; none: kept in memory")
     response_store_max: int = arg(10_000, "maximum number of stored responses; the oldest are deleted first")
@@ -104,7 +125,8 @@ class ServerArgs:
     def __post_init__(self) -> None:
         check_types(self)
         check_choice("log_format", self.log_format, LOG_FORMATS)
-        check_choice("tool_parser", self.tool_parser, TOOL_PARSERS)
+        check_choice("tool_parser", own_format("tool_parser", self.tool_parser, TOOL_PARSERS), TOOL_PARSERS)
+        own_format("reasoning_parser", self.reasoning_parser, REASONING_PARSERS)
         check_choice("chat_template_content_format", self.chat_template_content_format, CONTENT_FORMATS)
         self.chat_template_text()
         for name, least in _AT_LEAST.items():
@@ -116,6 +138,8 @@ class ServerArgs:
         for name in _BYTES:
             if parse_bytes(name, getattr(self, name)) < 1024:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be at least 1024 bytes")
+        if self.model_memory is not None:
+            parse_bytes("model_memory", self.model_memory)
         self._check_listening()
 
     def chat_template_text(self) -> str | None:
@@ -181,13 +205,23 @@ def _is_network(text: str) -> bool:
     return True
 
 
-def merge_args(config_file: str | None, flags: Mapping[str, Any]) -> tuple[ServerArgs, EngineArgs]:
-    """The arguments of a configuration file (YAML, or TOML by its suffix) with flags over them.
+def merge_args(
+    config_file: str | None, flags: Mapping[str, Any], models: Sequence[str] = ()
+) -> tuple[ServerArgs, tuple[ModelSpec, ...]]:
+    """The arguments of a configuration file (YAML, or TOML by its suffix) with flags over them, and the models.
 
-    Raises ConfigError for a file that cannot be read, a name that is not an argument (suggesting the nearest) and a
-    value of a wrong type or range.
+    `models` are checkpoints, each as it is or as NAME=CHECKPOINT; they take precedence over those of the file. Raises
+    ConfigError for a file that cannot be read, a name that is not an argument (suggesting the nearest) and a value of a
+    wrong type or range.
     """
     given = ({} if config_file is None else _read_config_file(Path(config_file))) | dict(flags)
+    listed = given.pop("models", None)
+    if models:
+        if flags.get("model") not in (None, *models[:1]):
+            raise ConfigError(f"two models are given, {models[0]!r} and {flags['model']!r}: give one")
+        listed, plain = _named(models), len(models) == 1 and models[0] in _named(models)
+        if plain:
+            given["model"], listed = models[0], None
     server_names, engine_names = ([f.name for f in dataclasses.fields(cls)] for cls in (ServerArgs, EngineArgs))
     known, others = server_names + engine_names, vllm_arguments("server").keys() | vllm_arguments("engine").keys()
     for name in given:
@@ -195,10 +229,48 @@ def merge_args(config_file: str | None, flags: Mapping[str, Any]) -> tuple[Serve
             suggestion = nearest_name(name, known)
             raise ConfigError(f"unknown argument {name!r}{suggestion}; docs/configuration.md lists all arguments")
     of_server = {name: given.pop(name) for name in list(given) if name in (*server_names, *vllm_arguments("server"))}
+    of_server = translate("server", of_server, server_names, ConfigError)
+    args = ServerArgs(**{name: _tuple(value) for name, value in of_server.items()})
+    if listed is not None:
+        return args, _several(listed, given, args)
     engine = EngineArgs(**given)
     check_types(engine)
-    of_server = translate("server", of_server, server_names, ConfigError)
-    return ServerArgs(**{name: _tuple(value) for name, value in of_server.items()}), engine
+    return args, (ModelSpec(args.served_model_name or (ModelSpec((), engine).checkpoint,), engine),)
+
+
+def _named(models: Sequence[str]) -> dict[str, str]:
+    """Checkpoints by their names: the part before `=`, or else the checkpoint itself."""
+    named: dict[str, str] = {}
+    for text in models:
+        name, equals, checkpoint = text.partition("=")
+        if not equals or Path(text).is_dir():
+            name = checkpoint = text
+        if not name or not checkpoint:
+            raise ConfigError(f"the model {text!r} must be a folder, a hub id, or NAME=FOLDER with both parts")
+        if name in named:
+            raise ConfigError(f"two models have the name {name!r}: give them different ones, as in NAME=FOLDER")
+        named[name] = checkpoint
+    return named
+
+
+def _several(listed: Any, common: Mapping[str, Any], args: ServerArgs) -> tuple[ModelSpec, ...]:
+    """The models by name, each with the engine's common arguments and its own over them."""
+    if not isinstance(listed, dict) or not listed:
+        raise ConfigError("models must contain names and checkpoints, such as `small: quire-tiny`")
+    if args.served_model_name:
+        raise ConfigError("served_model_name cannot be combined with named models: their names are those in `models`")
+    specs = []
+    for name, own in listed.items():
+        own = {"model": own} if isinstance(own, str) else own
+        if not isinstance(own, dict) or "model" not in own:
+            raise ConfigError(f"models: {str(name)!r} must be a checkpoint, or engine arguments that include `model`")
+        try:
+            engine = EngineArgs(**{**common, **{str(key).replace("-", "_"): value for key, value in own.items()}})
+            check_types(engine)
+        except ConfigError as error:
+            raise ConfigError(f"models: {str(name)!r}: {error}") from error
+        specs.append(ModelSpec((str(name),), engine))
+    return tuple(specs)
 
 
 def _tuple(value: Any) -> Any:
@@ -220,9 +292,15 @@ def _read_config_file(path: Path) -> dict[str, Any]:
     return {name: [value] if name in lists and isinstance(value, str) else value for name, value in named.items()}
 
 
-def describe_args(*args: ServerArgs | EngineArgs) -> str:
+def describe_args(args: ServerArgs, *models: ModelSpec) -> str:
     """The arguments that are not at their defaults, a line each as in a configuration file; keys are left out."""
-    return "\n".join(f"{name}: {value}" for name, value in _changed(args)) or "all arguments at their defaults"
+    lines = [f"{name}: {value}" for name, value in _changed([args, *(spec.engine for spec in models[:1])])]
+    if len(models) > 1:
+        lines = [f"{name}: {value}" for name, value in _changed([args])] + ["models:"]
+        for spec in models:
+            values = "".join(f"\n    {name}: {value}" for name, value in _changed([spec.engine]))
+            lines.append(f"  {spec.name}:{values}")
+    return "\n".join(lines) or "all arguments at their defaults"
 
 
 def _changed(args: Iterable[ServerArgs | EngineArgs]) -> Iterable[tuple[str, Any]]:
@@ -231,7 +309,7 @@ def _changed(args: Iterable[ServerArgs | EngineArgs]) -> Iterable[tuple[str, Any
             value = getattr(each, field.name)
             if value == field.default:
                 continue
-            if field.name == "api_key":
+            if field.name in ("api_key", "admin_key"):
                 value = f"({len(value)} not shown)"
             elif isinstance(value, tuple):
                 value = f"[{', '.join(value)}]"

@@ -24,19 +24,27 @@ from quire.common.errors import ConfigError
 from quire.common.log import logger, set_up_logging
 from quire.common.memory import give_back_memory
 from quire.common.version import __version__
-from quire.config.args import EngineArgs
-from quire.config.model import EMBEDDED_CHECKPOINTS
-from quire.interfaces.async_llm.async_llm import AsyncLLM
 from quire.server.api.responses import endpoint as responses
 from quire.server.app import ROUTES, make_app
 from quire.server.config import ServerArgs, describe_args
-from quire.server.http.auth import AllowedHosts, ApiKeys, Authentication, checks_hosts
+from quire.server.http.auth import (
+    Administration,
+    AllowedHosts,
+    ApiKeys,
+    Authentication,
+    callers_are_one_tenant,
+    checks_hosts,
+)
 from quire.server.http.endpoint import Endpoint
 from quire.server.http.protocol import limited_protocol
 from quire.server.http.state import RequestContext, ServerState
+from quire.server.models.entry import ModelEntry
+from quire.server.models.pool import ModelPool
+from quire.server.models.spec import ModelSpec
 from quire.server.operations.admission import Admission
 from quire.server.operations.lifecycle import AdmissionControl, DrainGate, LoadingApp
 from quire.server.operations.metrics import METRICS_ENDPOINT, Metrics
+from quire.server.operations.model_metrics import ModelMetrics
 from quire.server.operations.request_log import EngineListener, NamedRoute, Observer, log_request
 from quire.server.operations.tracing import Tracer
 
@@ -45,15 +53,17 @@ _BACKLOG = 2048
 _LAST_CONNECTIONS_S = 2
 
 
-def serve(args: ServerArgs, engine_args: EngineArgs) -> int:
-    """Serve until SIGTERM or SIGINT. Returns the exit status: 0 after draining, 128 + the signal's number if a second
-    signal did not wait for that. Raises ConfigError, CheckpointError, OutOfMemoryError, EngineDeadError."""
+def serve(args: ServerArgs, models: Sequence[ModelSpec]) -> int:
+    """Serve these models until SIGTERM or SIGINT. Returns the exit status: 0 after draining, 128 + the signal's number
+    if a second signal did not wait for that. Raises ConfigError, CheckpointError, OutOfMemoryError, EngineDeadError."""
     began = time.monotonic()
     set_up_logging(args.log_format)
-    keys = ApiKeys.load(args)
-    logger.info("quire %s, configuration:\n%s", __version__, describe_args(args, engine_args))
+    keys, admin_keys = ApiKeys.load(args), ApiKeys.load_admin(args)
+    if keys.overlaps(admin_keys):
+        raise ConfigError("an admin key is also an API key, so that its clients could administrate: use different keys")
+    logger.info("quire %s, configuration:\n%s", __version__, describe_args(args, *models))
     _allow_many_connections()
-    service = _Service(args, engine_args, keys)
+    service = _Service(args, models, keys, admin_keys)
     with _listening(args) as sock, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(service.run(sock, began))
 
@@ -69,10 +79,11 @@ class _Server(uvicorn.Server):
 class _Service:
     """One run of a server."""
 
-    def __init__(self, args: ServerArgs, engine_args: EngineArgs, keys: ApiKeys) -> None:
+    def __init__(self, args: ServerArgs, models: Sequence[ModelSpec], keys: ApiKeys, admin_keys: ApiKeys) -> None:
         self._args = args
-        self._engine_args = engine_args
+        self._models = ModelPool(models, args)
         self._keys = keys
+        self._admin_keys = admin_keys
         self._loading_app = LoadingApp()
         self._http = _Server(_uvicorn_config(self._loading_app, args))
         self._stop = asyncio.Event()
@@ -83,17 +94,15 @@ class _Service:
         """Load the model, serve until a signal, and stop. Returns the exit status."""
         self._catch_signals()
         http = asyncio.create_task(self._http.serve(sockets=[sock]))
-        llm, url = None, _url(self._args, sock)
+        url = _url(self._args, sock)
         logger.info("loading the model; meanwhile %s answers 503", url)
         try:
-            llm = await self._load()
-            if llm is not None:
-                await self._serve(llm, url, began)
+            if await self._load():
+                await self._serve(url, began)
         finally:
             self._http.should_exit = True
             await http
-            if llm is not None:
-                await llm.shutdown()
+            await self._models.shutdown()
         return self._exit_status
 
     def _catch_signals(self) -> None:
@@ -111,23 +120,29 @@ class _Service:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, on_signal, number)
 
-    async def _load(self) -> AsyncLLM | None:
-        """Load the model; None if a signal arrived before it was loaded."""
-        made = AsyncLLM.from_args(self._engine_args, hang_timeout_s=self._args.hang_timeout_s)
-        loading = asyncio.create_task(made)
+    async def _load(self) -> bool:
+        """Load the first model, or all; False if a signal arrived before they were loaded."""
+
+        async def load() -> None:
+            for entry in self._models.entries[: None if self._args.preload_models else 1]:
+                await self._models.load(entry)
+
+        loading = asyncio.create_task(load())
         stopped = asyncio.create_task(self._stop.wait())
         try:
             await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            return loading.result() if loading.done() else None
+            if loading.done():
+                loading.result()
+            return loading.done()
         finally:
             for task in (loading, stopped):
                 task.cancel()
             await asyncio.gather(loading, stopped, return_exceptions=True)
 
-    async def _serve(self, llm: AsyncLLM, url: str, began: float) -> None:
+    async def _serve(self, url: str, began: float) -> None:
         args = self._args
-        names = args.served_model_name or (self._engine_args.model or EMBEDDED_CHECKPOINTS[0],)
-        state = ServerState(llm=llm, args=args, model_names=names)
+        names = [entry.name for entry in self._models.entries]
+        state = ServerState(models=self._models, args=args)
         responses.stored_responses(state)  # a store that cannot be opened stops the server before its first request
         gate = DrainGate(
             request_timeout_s=args.request_timeout_s, drain_timeout_s=args.drain_timeout_s, on_idle=give_back_memory
@@ -136,12 +151,11 @@ class _Service:
             tracers = [] if args.otlp_endpoint is None else [Tracer(args.otlp_endpoint, names[0])]
             for tracer in tracers:
                 stack.callback(tracer.shutdown)
-            self._loading_app.app = build_app(state, gate, self._keys, tracers)
+            self._loading_app.app = build_app(state, gate, self._keys, tracers, admin_keys=self._admin_keys)
             gc.collect()
             gc.freeze()  # as in the engine process
-            logger.info(
-                "quire %s serves %s at %s (ready in %.1f s)", __version__, names[0], url, time.monotonic() - began
-            )
+            seconds = time.monotonic() - began
+            logger.info("quire %s serves %s at %s (ready in %.1f s)", __version__, ",".join(names), url, seconds)
             await self._stop.wait()
             state.is_draining = True
             if gate.num_working:
@@ -163,34 +177,41 @@ async def finish(state: ServerState, gate: DrainGate) -> None:
 
 
 def build_app(
-    state: ServerState, gate: DrainGate, keys: ApiKeys, sinks: Sequence[Callable[[RequestContext], None]] = ()
+    state: ServerState,
+    gate: DrainGate,
+    keys: ApiKeys,
+    sinks: Sequence[Callable[[RequestContext], None]] = (),
+    *,
+    admin_keys: ApiKeys | None = None,
 ) -> ASGIApp:
     """The application with its middleware for operation: logs, metrics, keys, limits and deadlines."""
-    args, llm = state.args, state.llm
-    scheduler = llm.config.scheduler
-    admission = Admission(
-        args, max_num_seqs=scheduler.max_num_seqs, num_waiting=lambda: llm.stats().num_waiting, clock=time.monotonic
-    )
-    metrics = Metrics(
-        state.model_names[0],
-        llm.stats,
-        is_running=lambda: llm.is_running,
-        recoveries=lambda: (llm.num_restarts, llm.num_replayed),
-        refused=lambda: admission.num_refused,
-        cache=llm.config.cache,
-        engine_pid=lambda: llm.engine_pid,
-    )
-    state.metrics = metrics
-    for listener in (metrics, EngineListener()):
-        llm.add_listener(listener)
+    args, models = state.args, state.models
+
+    def num_waiting() -> int:
+        return sum(entry.llm.stats().num_waiting for entry in models.entries if entry.llm is not None)
+
+    max_num_seqs = sum(entry.spec.engine.max_num_seqs for entry in models.entries)
+    admission = Admission(args, max_num_seqs=max_num_seqs, num_waiting=num_waiting, clock=time.monotonic)
+    metrics = state.metrics = Metrics(refused=lambda: admission.num_refused)
+
+    def observe(entry: ModelEntry) -> None:
+        of_model = ModelMetrics(entry.name, lambda: entry.llm, is_loaded=lambda: entry.is_awake)
+        metrics.add(of_model, *entry.spec.names)
+        for listener in (of_model.engine, EngineListener()):
+            entry.add_listener(listener)
+
+    models.observe(observe)
+    state.shows_tokens = callers_are_one_tenant(args, keys)
     is_guarded = {"api": True, "page": False, "metrics": args.guard_metrics, "health": args.guard_health}
 
     def wrap(app: ASGIApp, endpoint: Endpoint) -> ASGIApp:
         if endpoint.generates:
             app = AdmissionControl(app, admission)
-        if keys and is_guarded[endpoint.kind]:
+        if endpoint.kind == "admin":
+            app = Administration(app, admin_keys or ApiKeys(()))
+        elif keys and is_guarded[endpoint.kind]:
             app = Authentication(app, keys)
-        if endpoint.kind in ("api", "page"):
+        if endpoint.kind in ("api", "admin", "page"):
             app = gate.around(app)
         return NamedRoute(app, endpoint.path)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from quire.cli.options import add_engine_arguments
+from quire.common.progress import above_bars
 
 _BENCHMARKS = {
     "throughput": "tokens per second of a batch of prompts that all start together",
@@ -67,7 +68,8 @@ def run(options: argparse.Namespace) -> int:
     """Run one benchmark and print each row as soon as it is measured."""
     module = importlib.import_module(f"quire.cli.bench.{options.benchmark}")  # most load torch
     for row in module.measure(options):
-        print(json.dumps(row), flush=True)
+        with above_bars():
+            print(json.dumps(row), flush=True)
     return 0
 
 

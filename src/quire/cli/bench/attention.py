@@ -14,6 +14,7 @@ import torch
 
 from quire import kernels
 from quire.cli.bench.limits import COLD_BYTES, compare
+from quire.common.progress import tracked
 from quire.config.kv_cache import FullAttentionSpec
 
 _HEADS = ((14, 2, 64), (32, 8, 128), (12, 12, 64))
@@ -33,7 +34,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     cases = [("decode", *case) for case in product(_HEADS, options.num_seqs, options.context)]
     cases += [("shared", *case) for case in product(_HEADS, options.num_seqs, options.context) if case[1] > 1]
     cases += [("prefill", heads, 1, context) for heads, context in product(_HEADS, options.context)]
-    for (kind, heads, num_seqs, context), cache in product(cases, (options.dtype, "int8")):
+    for (kind, heads, num_seqs, context), cache in tracked([*product(cases, (options.dtype, "int8"))], "attention"):
         query_len = context if kind == "prefill" else 1
         spec = FullAttentionSpec(heads[1], heads[2], cache)
         num_own = _BLOCK_SIZE if kind == "shared" else context

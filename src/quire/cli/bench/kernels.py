@@ -14,6 +14,7 @@ import torch
 
 from quire import kernels
 from quire.cli.bench.limits import COLD_BYTES, compare
+from quire.common.progress import tracked
 
 _SHAPES = ((4864, 896), (896, 4864), (4096, 4096), (151936, 896))  # n, k
 _WIDTH, _VOCAB = 4096, 151936
@@ -25,7 +26,8 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     kernels.set_num_threads(options.threads or kernels.num_threads())
     torch.set_num_threads(1)
     dtype = getattr(torch, options.dtype)
-    for (n, k), weights in product(_SHAPES, (options.dtype, *kernels.QUANTIZED_FORMATS)):
+    matrices = [*product(_SHAPES, (options.dtype, *kernels.QUANTIZED_FORMATS))]
+    for (n, k), weights in tracked(matrices, "matrix products"):
         weight = torch.randn(n, k).to(dtype)
         plain = weights == options.dtype
         size = weight.nbytes if plain else kernels.quantized_bytes(n, k, weights)
@@ -37,7 +39,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             products = [partial(kernels.matmul, torch.randn(rows, k).to(dtype), copy) for copy in copies]
             row = compare(products, size, 2 * rows * n * k, weights, options.seconds)
             yield {"kernel": "matmul", "rows": rows, "n": n, "k": k} | row
-    for rows in options.rows:
+    for rows in tracked(options.rows, "other kernels"):
         for name, num_bytes, call in (*_row_kernels(rows, dtype), *_draws(min(rows, 64))):
             yield {"kernel": name, "rows": rows} | compare([call], num_bytes, 0, options.dtype, options.seconds)
     for block_bytes in (32 * 1024, 1024 * 1024):

@@ -6,13 +6,14 @@ Requests arrive at random at a given rate, whether or not the engine keeps up; o
 import argparse
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
 from quire.cli.bench.limits import Limits
 from quire.cli.bench.throughput import greedy, random_prompts, run_once
 from quire.cli.options import load_llm
+from quire.common.progress import progress
 from quire.engine.llm_engine import LLMEngine
 
 
@@ -23,7 +24,8 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     config = llm.engine.model_config
     prompts = random_prompts(options.num_prompts, options.input_len, config.vocab_size)
     run_once(llm, prompts[:1], options.output_len)  # warms up
-    times = token_times(llm.engine, prompts, options.output_len, options.concurrency, options.request_rate)
+    with progress("latency", len(prompts), "request") as advance:
+        times = token_times(llm.engine, prompts, options.output_len, options.concurrency, options.request_rate, advance)
     read_s = llm.engine.plan.weight_bytes / Limits.measure(config.dtype).read_bytes_per_s
     between = [later - earlier for tokens in times for earlier, later in pairwise(tokens[1:])]
     yield {
@@ -37,7 +39,12 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def token_times(
-    engine: LLMEngine, prompts: Sequence[list[int]], output_len: int, concurrency: int, request_rate: float = 0.0
+    engine: LLMEngine,
+    prompts: Sequence[list[int]],
+    output_len: int,
+    concurrency: int,
+    request_rate: float = 0.0,
+    advance: Callable[[int], object] = lambda _: None,
 ) -> list[list[float]]:
     """Return, for each request, the time of its arrival followed by the time of each of its tokens."""
     clock, rng, times, num_unfinished = time.monotonic, random.Random(0), list[list[float]](), 0
@@ -54,6 +61,7 @@ def token_times(
         for output in engine.step():
             times[int(output.request_id)].append(clock())
             num_unfinished -= output.finished
+            advance(output.finished)
     return times
 
 

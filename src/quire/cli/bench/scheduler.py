@@ -13,6 +13,7 @@ from typing import Any
 
 from quire.cli.bench.throughput import greedy
 from quire.common.batch import Draw, StepResult
+from quire.common.progress import tracked
 from quire.config.kv_cache import FullAttentionSpec
 from quire.config.kv_layout import kv_cache_config
 from quire.config.scheduler import SchedulerConfig
@@ -27,7 +28,7 @@ _PROMPT_LEN, _NUM_STEPS, _VOCAB = 256, 200, 151936
 
 def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield a row for each number of decoding sequences and each number of waiting requests."""
-    for num_seqs, num_waiting in product(options.num_seqs, options.waiting):
+    for num_seqs, num_waiting in tracked([*product(options.num_seqs, options.waiting)], "scheduler"):
         rng, clock = random.Random(0), time.thread_time
         spec = FullAttentionSpec(1, 2, "float32")  # any: block accounting uses no tensors
         config = kv_cache_config([spec], 16, num_blocks=num_seqs * (_PROMPT_LEN + _NUM_STEPS) // 8)

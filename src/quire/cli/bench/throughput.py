@@ -38,7 +38,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     prompts = random_prompts(options.num_prompts, options.input_len, llm.engine.model_config.vocab_size)
     result: dict[str, Any] = {}
     for i in range(options.runs):
-        result = _result(options, llm, run_once(llm, prompts, options.output_len), load_s)
+        result = _result(options, llm, run_once(llm, prompts, options.output_len, use_tqdm=True), load_s)
         if not options.json:
             print(
                 f"run {i + 1}: {result['elapsed_s']:.3f} s, {result['output_tokens_per_s']:.1f} output tokens/s, "
@@ -66,10 +66,10 @@ def greedy(output_len: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
 
 
-def run_once(llm: LLM, prompts: list[list[int]], output_len: int) -> float:
+def run_once(llm: LLM, prompts: list[list[int]], output_len: int, *, use_tqdm: bool = False) -> float:
     """Return the seconds that one batch takes. Raises RequestError if a prompt was rejected or an output cut short."""
     start = time.perf_counter()
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], greedy(output_len), use_tqdm=False)
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], greedy(output_len), use_tqdm=use_tqdm)
     elapsed_s = time.perf_counter() - start
     for output in outputs:
         if len(output.outputs[0].token_ids) != output_len:

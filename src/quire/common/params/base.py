@@ -5,8 +5,8 @@ from typing import Any, ClassVar, Self
 
 import msgspec
 
+from quire.common.arguments.vllm_arguments import Kind, translate
 from quire.common.errors import InvalidParamsError
-from quire.common.vllm_arguments import Kind, translate
 
 
 class NamesChecked(msgspec.StructMeta):

@@ -1,6 +1,7 @@
 """Parameters that say how tokens are sampled and when an output ends."""
 
 from collections.abc import Callable, Mapping
+from enum import StrEnum
 from typing import Any, Literal
 
 from quire.common.errors import InvalidParamsError
@@ -10,6 +11,16 @@ from quire.common.params.structured_outputs import StructuredOutputsParams
 
 OutputKind = Literal["cumulative", "delta", "final_only"]
 OUTPUT_KINDS: tuple[OutputKind, ...] = ("cumulative", "delta", "final_only")
+
+
+class RequestOutputKind(StrEnum):
+    """Values of `SamplingParams.output_kind`, under vLLM's names."""
+
+    CUMULATIVE = "cumulative"
+    DELTA = "delta"
+    FINAL_ONLY = "final_only"
+
+
 MAX_STOP_STRINGS = 1024
 MAX_STOP_LEN = 16_384
 MAX_STOP_TOKEN_IDS = 1024
@@ -94,9 +105,11 @@ class SamplingParams(Params, kw_only=True):
     """Words that must not be completed, with or without a space before them."""
     allowed_token_ids: list[int] | None = None
     """Sample only among these tokens."""
-    logits_processors: list[Callable[[list[int], Any], Any]] | None = None
+    logits_processors: list[Callable[..., Any]] | None = None
     """Functions called in order with the output so far and a copy of the logits ([vocab], float32); each returns the
-    logits. They are slow, and available only with `LLM`."""
+    logits. One with three parameters gets the prompt's tokens first. They are slow, and available only with `LLM`."""
+    extra_args: dict[str, Any] | None = None
+    """What the classes given as `LLM(logits_processors=...)` read; Quire itself reads none of it."""
     skip_special_tokens: bool = True
     """If True, the text leaves out special tokens (token_ids keep them)."""
     spaces_between_special_tokens: bool = True
@@ -175,6 +188,8 @@ class SamplingParams(Params, kw_only=True):
             check_ids("logit_bias", list(self.logit_bias), MAX_LOGIT_BIAS)
             for token_id, bias in self.logit_bias.items():
                 check_number(f"logit_bias[{token_id}]", bias, -100.0, 100.0, "-100 to 100")
+        if not isinstance(self.extra_args, dict | None):
+            raise refuse("extra_args", self.extra_args, "a dict for logits processors, or None")
         processors: Any = self.logits_processors or []
         if not isinstance(processors, list | tuple) or not all(map(callable, processors)):
             raise refuse("logits_processors", processors, "a list of functions of (token ids, logits)")

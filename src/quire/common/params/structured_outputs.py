@@ -4,10 +4,10 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from quire.common.arguments.vllm_arguments import Kind
 from quire.common.errors import InvalidParamsError
 from quire.common.params.base import NamesChecked
 from quire.common.params.checks import refuse
-from quire.common.vllm_arguments import Kind
 
 MAX_BYTES = {"json": 256 * 1024, "regex": 64 * 1024, "choice": 256 * 1024, "grammar": 64 * 1024, "json_object": 4}
 """Largest size of each structure, in bytes of UTF-8."""

@@ -28,11 +28,13 @@ from quire.common.log import logger, set_up_logging
 from quire.common.memory import IDLE_S, give_back_memory
 from quire.common.outputs import CompletionOutput, EngineStats, FinishReason
 from quire.common.params import BeamSearchParams, SamplingParams
+from quire.common.progress import log_progress
 from quire.config.args import EngineArgs
 from quire.engine.process import messages
 from quire.engine.process.heartbeat import Pulse, beat
 from quire.engine.requests.output import SampleOutput
 from quire.engine.requests.sequence import SequenceGroup
+from quire.engine.view.block_tokens import block_tokens
 from quire.engine.view.cache_view import MIN_INTERVAL_S, CacheView
 
 if TYPE_CHECKING:
@@ -73,7 +75,9 @@ class EngineProcess:
 
     def run(self) -> None:
         """Serve until the client closes its socket. A request that fails in a step ends alone."""
-        self._send(messages.to_frame(messages.Ready(self.engine.model_config.max_model_len, self.engine.stats())))
+        engine = self.engine
+        ready = messages.Ready(engine.model_config.max_model_len, engine.stats(), engine.plan.total_bytes)
+        self._send(messages.to_frame(ready))
         while True:
             deltas = []
             self._pulse.num_turns += 1
@@ -125,7 +129,20 @@ class EngineProcess:
                 self.engine.abort_request(message.request_id)
             case messages.SetCacheView():
                 self._watch(message.on)
+            case messages.ReadBlocks():
+                tokens = block_tokens(self.engine, message.tier, message.block_ids)
+                self._send(messages.to_frame(messages.CacheFrame(msgspec.msgpack.encode(tokens), message.number)))
+            case messages.Control():
+                self._send(messages.to_frame(self._control(message.action)))
         return []
+
+    def _control(self, action: messages.Action) -> messages.ControlDone:
+        """Call the method. An error while the model is loaded again is an answer too: the engine then still sleeps."""
+        try:
+            return messages.ControlDone(getattr(self.engine, action)() is not False)
+        except Exception as error:
+            logger.error("%s failed: %s", action, error)
+            return messages.ControlDone(False, type(error).__name__, str(error))
 
     def _watch(self, on: bool) -> None:
         if self._cache_view is None:
@@ -293,6 +310,7 @@ def main(descriptor: int) -> None:
     start = inbox.get()
     if not isinstance(start, messages.Start):
         return
+    log_progress()
     if start.log_format is not None:
         set_up_logging(start.log_format)
     from quire.engine.llm_engine import LLMEngine  # imports torch, which takes seconds, so heartbeats start before

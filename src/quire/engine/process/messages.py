@@ -6,7 +6,7 @@ allocated. Messages contain tokens and never text, because the API process makes
 
 from __future__ import annotations
 
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import msgspec
 import numpy as np
@@ -79,7 +79,25 @@ class SetCacheView(msgspec.Struct, tag=True):
     on: bool
 
 
-ToEngine = Start | AddRequest | AddScoring | Abort | SetCacheView
+class ReadBlocks(msgspec.Struct, tag=True):
+    """Ask for the tokens in blocks of a tier. The answer is a CacheFrame with this number."""
+
+    number: int
+    tier: int
+    block_ids: list[int]
+
+
+Action = Literal["sleep", "wake_up", "reset_prefix_cache"]
+"""Methods of LLMEngine that a `Control` calls."""
+
+
+class Control(msgspec.Struct, tag=True):
+    """Call one of the engine's methods. The answer is a ControlDone; answers have the order of the calls."""
+
+    action: Action
+
+
+ToEngine = Start | AddRequest | AddScoring | Abort | SetCacheView | ReadBlocks | Control
 
 
 class Rows(msgspec.Struct, array_like=True, gc=False):
@@ -142,6 +160,8 @@ class Ready(msgspec.Struct, tag=True):
 
     max_model_len: int
     stats: EngineStats
+    num_bytes: int = 0
+    """Memory that weights, activations and KV cache use, as planned."""
 
 
 class Heartbeat(msgspec.Struct, tag=True):
@@ -169,12 +189,27 @@ class StepDone(msgspec.Struct, tag=True):
 
 
 class CacheFrame(msgspec.Struct, tag=True):
-    """A frame of the cache view."""
+    """A frame of the cache view, or the answer to a ReadBlocks."""
 
     payload: bytes
+    number: int = 0
+    """Number of the ReadBlocks, whose answer is a list of tokens for each block, in msgpack; 0 for a frame."""
 
 
-ToClient = Ready | StartFailed | Heartbeat | StepDone | CacheFrame
+class ControlDone(msgspec.Struct, tag=True):
+    """The answer to a Control."""
+
+    result: bool
+    """What the method returned; True if it returns nothing."""
+    error_kind: str | None = None
+    """Name of the exception that the method raised; None if it raised none."""
+    error: str = ""
+
+
+Event = StepDone | CacheFrame | ControlDone
+"""What a running engine sends, besides heartbeats."""
+
+ToClient = Ready | StartFailed | Heartbeat | Event
 
 _encoder = msgspec.msgpack.Encoder()
 

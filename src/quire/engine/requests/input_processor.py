@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NotRequired, TypeAlias, TypedDict
 
 from msgspec.structs import replace
 
@@ -26,6 +26,23 @@ from quire.text.tokenizer.tokenizer import Tokenizer
 
 Prompt: TypeAlias = str | SequenceOf[int] | Mapping[str, object]
 """Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`; a dict may also contain `cache_salt`."""
+PromptType = Prompt
+"""vLLM's name."""
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids, and perhaps the text that they come from."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
 
 
 _USUAL_CHARS = 8

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence as SequenceOf
 from collections.abc import Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.config.scheduler import SchedulerConfig
 from quire.engine.requests.sequence import Sequence, SequenceGroup, SequenceStatus
@@ -62,10 +62,11 @@ class Preemptor:
         estimates = [self.estimate(group) for group in groups[-MAX_CANDIDATES:]]
         return min(reversed(estimates), key=lambda e: e.cost_s / e.num_freed_blocks if e.num_freed_blocks else math.inf)
 
-    def preempt(self, group: SequenceGroup) -> None:
-        """Preempt a running request that is in no batch in flight."""
+    def preempt(self, group: SequenceGroup, *, may_swap: bool = True) -> None:
+        """Preempt a running request that is in no batch in flight. Unless it `may_swap`, its tokens are recomputed."""
         assert group not in self._requests.busy(), f"request {group.request_id!r} is in a batch that is in flight"
-        self._carry_out(self.estimate(group))
+        preemption = self.estimate(group)
+        self._carry_out(preemption if may_swap else replace(preemption, by_swap=False))
 
     def preempt_behind(self, index: int, busy: Set[SequenceGroup]) -> bool:
         """Preempt one of the requests behind place `index` of those that run, the last ones in the policy's order

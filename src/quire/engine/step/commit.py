@@ -36,6 +36,11 @@ class Committer:
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
 
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens of prompts and outputs so far."""
+        return self.num_prompt_tokens + self.num_generated_tokens
+
     def commit(self, batch: Batch, result: StepResult) -> list[SequenceGroup]:
         """Apply a step. Returns the requests that got a token or finished, in batch order.
 

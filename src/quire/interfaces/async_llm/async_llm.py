@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from quire.common.errors import EngineDeadError, InvalidParamsError, failures_named
+import msgspec
+
+from quire.common.errors import EngineDeadError, InvalidParamsError, RequestError, failures_named
 from quire.common.outputs import EngineStats, RequestOutput
 from quire.common.params import SamplingParams
+from quire.common.params.checks import check_no_adapter
 from quire.config.args import EngineArgs, EngineConfig
 from quire.config.model import ModelConfig
 from quire.engine.process.messages import Ready
 from quire.engine.requests.input_processor import InputProcessor, Prompt, recommended_params
 from quire.interfaces.async_llm.cache_watchers import CacheWatchers
+from quire.interfaces.async_llm.controls import EngineControls
 from quire.interfaces.async_llm.engine_message import Params
 from quire.interfaces.async_llm.listener import RequestListener
 from quire.interfaces.async_llm.request_table import RequestTable
 from quire.interfaces.async_llm.supervisor import Supervisor
+from quire.text.tokenizer.callable_tokenizer import CallableTokenizer
 from quire.text.tokenizer.tokenizer import Tokenizer
 
 _LONG_TEXT = 4096
@@ -40,11 +45,20 @@ class AsyncLLM:
     """The resolved arguments; max_model_len is the length that fits into the engine's KV cache."""
     model_config: ModelConfig
     tokenizer: Tokenizer
+    _start_args: EngineArgs | None
+    """The arguments of an engine that has not been started."""
 
     def __init__(
         self, engine: Supervisor, ready: Ready, config: EngineConfig, tokenizer: Tokenizer, holds: bool
     ) -> None:
-        """Use `from_args` instead."""
+        """Use `from_args` or `from_engine_args` instead."""
+        self._start_args = None
+        self._starting = asyncio.Lock()
+        self._use(engine, ready, config, tokenizer, holds)
+
+    def _use(
+        self, engine: Supervisor, ready: Ready, config: EngineConfig, tokenizer: Tokenizer, holds: bool = False
+    ) -> None:
         model = replace(config.model, max_model_len=ready.max_model_len)
         self.config = replace(config, model=model)
         self.model_config = model
@@ -53,35 +67,67 @@ class AsyncLLM:
         self._inputs = InputProcessor(self.config, tokenizer)
         self._requests = RequestTable(engine, self._inputs, ready.stats, holds=holds)
         self._watchers = CacheWatchers(engine)
-        engine.supervise(self._requests, self._watchers)
+        self._controls = EngineControls(engine)
+        self.num_bytes = ready.num_bytes
+        """Memory that weights, activations and KV cache use while the engine does not sleep, as planned."""
+        engine.supervise(self._controls, self._requests, self._watchers)
 
     @classmethod
     async def from_args(
-        cls, args: EngineArgs, *, hang_timeout_s: float | None = HANG_TIMEOUT_S, holds: bool = False
+        cls, args: EngineArgs, *, hang_timeout_s: float | None = HANG_TIMEOUT_S, holds: bool = False, name: str = ""
     ) -> AsyncLLM:
         """Start the engine process and wait until it is ready.
 
         Raises ConfigError, CheckpointError or OutOfMemoryError, as LLM does, and EngineDeadError if the process ends
         before it is ready. When the process dies, or hangs for `hang_timeout_s`, another one is started and continues
-        the requests. Meanwhile new requests are rejected; with `holds` they wait for the new process.
+        the requests. Meanwhile new requests are rejected; with `holds` they wait for the new process. `name` is the
+        engine's in the log, if there are several.
         """
-        config = await asyncio.to_thread(args.resolve)
-        engine = Supervisor(args, hang_timeout_s)
-        reading = asyncio.to_thread(_read_tokenizer, config.model.tokenizer_path)
-        ready, tokenizer = await asyncio.gather(engine.start(), reading, return_exceptions=True)
-        if isinstance(ready, BaseException):
-            raise ready
-        if isinstance(tokenizer, BaseException):
-            await engine.close()
-            raise tokenizer
-        return cls(engine, ready, config, tokenizer, holds)
+        return cls(*await _start(args, hang_timeout_s, name), holds)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs, **_: Any) -> AsyncLLM:
+        """Check the arguments and read the tokenizer, as vLLM's method does without an event loop.
+
+        The engine process starts with the first request, which raises the errors that `from_args` would raise. Until
+        then only `config`, `model_config` and `tokenizer` can be used. vLLM's further arguments make no difference.
+        """
+        llm = cls.__new__(cls)
+        llm.config = engine_args.resolve()
+        llm.model_config = llm.config.model
+        llm.tokenizer = _read_tokenizer(llm.model_config.tokenizer_path)
+        llm._start_args, llm._starting = engine_args, asyncio.Lock()
+        return llm
+
+    async def start(self) -> None:
+        """Start the engine, if it has not been started. Raises what `from_args` raises."""
+        if self._start_args is None:
+            return
+        async with self._starting:
+            if self._start_args is not None:
+                self._use(*await _start(self._start_args, HANG_TIMEOUT_S))
+                self._start_args = None
 
     def default_sampling_params(self) -> SamplingParams:
         """Return the checkpoint's recommended parameters, with SamplingParams' defaults for the rest."""
         return recommended_params(self.model_config.generation_config)
 
-    async def generate(self, prompt: Prompt, params: Params, *, request_id: str) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the outputs of one request as params.output_kind says; the last one is `finished`.
+    def get_tokenizer(self) -> CallableTokenizer:
+        """Return the tokenizer, with the methods and defaults of transformers' tokenizers."""
+        return CallableTokenizer(self.tokenizer)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: Params,
+        request_id: str,
+        *,
+        lora_request: None = None,
+        priority: int | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the outputs of one request as its output_kind says; the last one is `finished`.
+
+        `priority` replaces that of the parameters; `lora_request` must be None.
 
         Raises RequestError for an invalid request before it is queued, EngineDeadError if there is no engine or two
         engines have died while running the request, and RequestFailedError for an internal error in this process.
@@ -89,7 +135,11 @@ class AsyncLLM:
         generator aborts the request. A slow caller gets the tokens of several steps in one output. A beam search has a
         single output.
         """
-        _check_params(params)
+        check_no_adapter(lora_request)
+        _check_params(sampling_params)
+        params = sampling_params if priority is None else msgspec.structs.replace(sampling_params, priority=priority)
+        await self.start()
+        self._check_awake()
         text = _text(prompt)
         now = time.monotonic()
         with failures_named(request_id, "when it was added"):
@@ -110,6 +160,8 @@ class AsyncLLM:
 
         Raises the same errors as `generate`. Cancelling the call aborts the request.
         """
+        await self.start()
+        self._check_awake()
         texts = [_text(prompt) or "" for prompt in (context, continuation) if prompt is not None]
         now = time.monotonic()
         with failures_named(request_id, "when it was added"):
@@ -125,6 +177,7 @@ class AsyncLLM:
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text. Raises PromptTooLongError if no prompt can be as long."""
+        await self.start()
         return await _in_thread(text, lambda: self._inputs.encode(text, add_special_tokens))
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **template_arguments: Any) -> dict[str, Any]:
@@ -135,9 +188,34 @@ class AsyncLLM:
         text = self.tokenizer.apply_chat_template(messages, **template_arguments)
         return {"prompt": text, "prompt_token_ids": self._inputs.encode(text, add_special_tokens=False)}
 
+    async def sleep(self, level: int = 1) -> None:
+        """Give back the memory of weights and KV cache until `wake_up`; cached prefixes are forgotten. The process
+        stays, so that waking up takes no longer than reading the weights. All `level`s are the same, as in LLM.sleep.
+
+        Raises RequestError while requests run, and EngineDeadError if there is no engine. Meanwhile requests are
+        refused, and an engine that dies is replaced by one that sleeps too.
+        """
+        await self.start()
+        await self._controls.sleep()
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Load the model again. Raises what loading raises, and the engine then still sleeps, or EngineDeadError."""
+        await self.start()
+        await self._controls.wake_up()
+
+    async def is_sleeping(self) -> bool:
+        """Whether weights and KV cache have been given back."""
+        return self._start_args is None and self._controls.is_sleeping
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes, except pinned ones. Returns False, and does nothing, while requests run."""
+        await self.start()
+        return await self._controls.call("reset_prefix_cache")
+
     async def abort(self, request_id: str) -> None:
         """End a request now; its last output has the finish reason `abort`. Does nothing for an unknown id."""
-        self._requests.abort(request_id)
+        if self._start_args is None:
+            self._requests.abort(request_id)
 
     def stats(self) -> EngineStats:
         """Return the engine's statistics after its latest step."""
@@ -154,6 +232,17 @@ class AsyncLLM:
         Raises EngineDeadError if there is no engine. The generator ends for a watcher that does not keep up.
         """
         return self._watchers.watch()
+
+    async def block_tokens(self, tier: int, block_ids: Sequence[int]) -> list[list[int]]:
+        """Return the computed tokens in each of these blocks of a tier (0: the cache, 1: the host tier).
+
+        A block that is free or does not exist has none. Raises EngineDeadError if there is no engine.
+        """
+        return await self._watchers.block_tokens(tier, block_ids)
+
+    def _check_awake(self) -> None:
+        if self._controls.is_sleeping:
+            raise RequestError("the engine sleeps: call wake_up() first")
 
     @property
     def death(self) -> EngineDeadError | None:
@@ -185,9 +274,50 @@ class AsyncLLM:
         """Process id of the engine process, for example to read its memory use."""
         return self._engine.pid
 
-    async def shutdown(self) -> None:
-        """End the engine process; requests that still run raise EngineDeadError."""
-        await self._engine.close()
+    def shutdown(self, timeout: float | None = None) -> Awaitable[None]:
+        """End the engine process; requests that still run raise EngineDeadError.
+
+        The end begins at once, whether the result is awaited or not. It takes at most a few seconds, so vLLM's
+        `timeout` makes no difference.
+        """
+        if self._start_args is not None:
+            return _Awaitable(_nothing)
+        self._engine.begin_close()
+        return _Awaitable(self._engine.close)
+
+
+AsyncLLMEngine = AsyncLLM
+"""vLLM's older name."""
+
+
+class _Awaitable(Awaitable[None]):
+    """What `make` returns, if it is awaited; unlike a coroutine, it need not be."""
+
+    def __init__(self, make: Callable[[], Awaitable[None]]) -> None:
+        self._make = make
+
+    def __await__(self) -> Generator[Any, None, None]:
+        return self._make().__await__()
+
+
+async def _nothing() -> None:
+    """The end of an engine that was never started."""
+
+
+async def _start(
+    args: EngineArgs, hang_timeout_s: float | None, name: str = ""
+) -> tuple[Supervisor, Ready, EngineConfig, Tokenizer]:
+    """Start an engine process, and read the tokenizer while it loads."""
+    config = await asyncio.to_thread(args.resolve)
+    engine = Supervisor(args, hang_timeout_s, name=name)
+    reading = asyncio.to_thread(_read_tokenizer, config.model.tokenizer_path)
+    ready, tokenizer = await asyncio.gather(engine.start(), reading, return_exceptions=True)
+    if isinstance(ready, BaseException):
+        raise ready
+    if isinstance(tokenizer, BaseException):
+        await engine.close()
+        raise tokenizer
+    return engine, ready, config, tokenizer
 
 
 def _text(prompt: Prompt) -> str | None:
@@ -210,5 +340,6 @@ def _read_tokenizer(path: Any) -> Tokenizer:
 def _check_params(params: Any) -> None:
     if not isinstance(params, Params):
         raise InvalidParamsError(f"params must be SamplingParams or BeamSearchParams, not {type(params).__name__}")
-    if isinstance(params, SamplingParams) and params.logits_processors:
-        raise InvalidParamsError("logits_processors cannot be sent to the engine process: use them with LLM only")
+    for name in ("logits_processors", "extra_args") if isinstance(params, SamplingParams) else ():
+        if getattr(params, name):
+            raise InvalidParamsError(f"{name} cannot be sent to the engine process: use it with LLM only")

@@ -51,6 +51,7 @@ class EngineClient:
         self._decoder: msgspec.msgpack.Decoder[messages.ToClient] = msgspec.msgpack.Decoder(messages.ToClient)
         self._is_heard = self._is_alive = False
         """Since the last tick of the watch: whether a message was received; whether one of them showed progress."""
+        self._is_loading = True
         self._progress: int | None = None
         self._hang = ""
         """Why the process was killed; empty if it was not."""
@@ -85,13 +86,13 @@ class EngineClient:
             raise
         return client
 
-    async def read(self, *readers: Callable[[messages.StepDone | messages.CacheFrame], None]) -> None:
+    async def read(self, *readers: Callable[[messages.Event], None]) -> None:
         """Pass every message to the readers until the connection ends.
 
         A message that a reader cannot process ends the connection too: another engine then generates its tokens again,
         so that no request misses a token.
         """
-        while isinstance(message := await self._receive(), messages.StepDone | messages.CacheFrame):
+        while isinstance(message := await self._receive(), messages.Event):
             try:
                 for reader in readers:
                     reader(message)
@@ -109,6 +110,7 @@ class EngineClient:
                 self._is_heard = True
                 if not isinstance(message, messages.Heartbeat):
                     self._is_alive = True
+                    self._is_loading &= not isinstance(message, messages.Ready | messages.ControlDone)
                     return message
                 self._is_alive |= not message.is_busy or message.progress != self._progress
                 self._progress = message.progress
@@ -125,7 +127,7 @@ class EngineClient:
             await asyncio.sleep(_TICK_S)
             num_ticks, heard = (0, False) if self._is_alive else (num_ticks + 1, heard or self._is_heard)
             self._is_alive = self._is_heard = False
-            limit_s = hang_timeout_s * (1 if self.ready is not None else LOADING_PATIENCE)
+            limit_s = hang_timeout_s * (LOADING_PATIENCE if self._is_loading else 1)
             if num_ticks * _TICK_S >= limit_s:
                 self._hang = f"its process {'made no progress' if heard else 'was silent'} for {limit_s:g} s"
                 self._process.kill()
@@ -137,6 +139,7 @@ class EngineClient:
         If the message cannot be written, the connection is closed, which ends the engine process.
         """
         frame = messages.to_frame(message)
+        self._is_loading |= isinstance(message, messages.Control)
         try:
             fault_write("api.send", self._writer.write, frame)
         except Exception:
@@ -152,14 +155,20 @@ class EngineClient:
         """Close the socket, wait for the process to end, and return a description of how it ended."""
         self._watching.cancel()
         self._writer.close()
-        try:
-            await asyncio.to_thread(self._process.wait, _EXIT_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            await asyncio.to_thread(self._process.wait)
+        waiting = asyncio.get_running_loop().run_in_executor(None, _wait_for, self._process)
+        await asyncio.shield(waiting)  # continues where the event loop ends
         status = self._process.returncode
         ended = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
         return self._hang or f"its process {ended}"
+
+
+def _wait_for(process: subprocess.Popen[bytes]) -> None:
+    """Wait for the end of a process whose socket was closed."""
+    try:
+        process.wait(_EXIT_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _start_process(its: socket.socket) -> subprocess.Popen[bytes]:

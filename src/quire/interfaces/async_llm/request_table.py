@@ -16,7 +16,7 @@ from quire.common.errors import (
 )
 from quire.common.log import logger
 from quire.common.outputs import EngineStats
-from quire.engine.process.messages import Abort, CacheFrame, ProtocolError, Ready, RequestDelta, StepDone
+from quire.engine.process.messages import Abort, Event, ProtocolError, Ready, RequestDelta, StepDone
 from quire.engine.requests.input_processor import CheckedRequest, InputProcessor
 from quire.interfaces.async_llm.engine_message import Params, engine_message
 from quire.interfaces.async_llm.listener import RequestListener
@@ -76,7 +76,7 @@ class RequestTable:
             request.abort()
             self._end(request, is_running=True)
 
-    def on_message(self, message: StepDone | CacheFrame) -> None:
+    def on_message(self, message: Event) -> None:
         """Apply the deltas of a step to their requests."""
         if not isinstance(message, StepDone):
             return

@@ -12,7 +12,7 @@ from typing import Protocol
 from quire.common.errors import EngineDeadError
 from quire.common.log import logger
 from quire.config.args import EngineArgs
-from quire.engine.process.messages import CacheFrame, Ready, StepDone, ToEngine
+from quire.engine.process.messages import Event, Ready, ToEngine
 from quire.interfaces.async_llm.engine_client import EngineClient
 
 FIRST_DELAY_S = 0.5
@@ -26,7 +26,7 @@ MAX_FAILED_STARTS = 3
 class Supervised(Protocol):
     """A user of the engine, which is notified of its events in the event loop."""
 
-    def on_message(self, message: StepDone | CacheFrame) -> None:
+    def on_message(self, message: Event) -> None:
         """The engine has sent a message."""
 
     def on_death(self, error: EngineDeadError) -> None:
@@ -47,11 +47,14 @@ class Supervisor:
         args: EngineArgs,
         hang_timeout_s: float | None = None,
         *,
+        name: str = "",
         start: Callable[[EngineArgs, float | None], Awaitable[EngineClient]] = EngineClient.start,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`name` is used in the log, where a server has several engines."""
         self._args = args
+        self._of = f" of {name}" if name else ""
         self._hang_timeout_s = hang_timeout_s
         self._start, self._sleep, self._clock = start, sleep, clock
         self._client: EngineClient
@@ -99,9 +102,13 @@ class Supervisor:
         if self._running is None:
             await self._client.end()
             return
-        if not self._running.cancelling():
-            self._running.cancel()
+        self.begin_close()
         await asyncio.wait({self._running})
+
+    def begin_close(self) -> None:
+        """Let a supervised engine process end, as `close` does, without waiting for it."""
+        if self._running is not None and not self._running.cancelling():
+            self._running.cancel()
 
     async def _supervise(self, users: Sequence[Supervised]) -> None:
         try:
@@ -113,7 +120,7 @@ class Supervisor:
                 lived_s = self._clock() - began_s
                 if lived_s >= HEALTHY_S:
                     self._delay_s = FIRST_DELAY_S
-                logger.error("the engine ended unexpectedly after %.1f s: %s", lived_s, cause)
+                logger.error("the engine%s ended unexpectedly after %.1f s: %s", self._of, lived_s, cause)
                 death = self._note_death(cause)
                 for user in users:
                     user.on_death(death)
@@ -140,14 +147,14 @@ class Supervisor:
         num_failed, began_s = 0, self._clock()
         while True:
             delay_s, self._delay_s = self._delay_s, min(2 * self._delay_s, MAX_DELAY_S)
-            logger.info("starting another engine in %g s", delay_s)
+            logger.info("starting another engine%s in %g s", self._of, delay_s)
             await self._sleep(delay_s)
             start_s = self._clock()
             try:
                 client = await self._start(self._args, self._hang_timeout_s)
             except Exception as error:  # whatever it is, the only remedy is another attempt
                 num_failed += 1
-                logger.error("the engine could not be started (attempt %d): %s", num_failed, error)
+                logger.error("the engine%s could not be started (attempt %d): %s", self._of, num_failed, error)
                 cause = f"{cause}, and the latest start failed ({error})"[:500]
                 death = self._note_death(cause)
                 if num_failed == MAX_FAILED_STARTS:
@@ -156,5 +163,6 @@ class Supervisor:
                         user.on_loss(death)
             else:
                 self._load_s = self._clock() - start_s
-                logger.info("another engine is running, %.1f s after the last one ended", self._clock() - began_s)
+                seconds = self._clock() - began_s
+                logger.info("another engine%s is running, %.1f s after the last one ended", self._of, seconds)
                 return client

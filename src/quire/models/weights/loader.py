@@ -12,6 +12,7 @@ from torch import Tensor
 from quire.common.errors import CheckpointError, KernelError, UnsupportedModelError
 from quire.common.faults import fault_point
 from quire.common.log import logger
+from quire.common.progress import progress
 from quire.config.checkpoint.formats import open_checkpoint
 from quire.config.checkpoint.tensors import Checkpoint
 from quire.config.model import ModelConfig
@@ -64,11 +65,14 @@ def load_model(config: ModelConfig) -> Model:
     # One buffer for all stacks: fresh ones would leave holes between the packed weights.
     stacks = (sum(_aligned(a.spec.stack_bytes) for a in group if len(a.sources) > 1) for group in by_layer.values())
     scratch = torch.empty(max(stacks, default=0), dtype=torch.uint8)
-    for layer, group in by_layer.items():
-        try:
-            _fill(layer, group, checkpoint, names, scratch)
-        except KernelError as error:
-            raise CheckpointError(f"{config.path}: {group[0].target}: {error}") from error
+    what = "quantizing weights" if config.quantization and config.quant_method is None else "loading weights"
+    with progress(what, sum(assignment.spec.num_bytes for assignment in wanted), "B") as advance:
+        for layer, group in by_layer.items():
+            try:
+                _fill(layer, group, checkpoint, names, scratch)
+            except KernelError as error:
+                raise CheckpointError(f"{config.path}: {group[0].target}: {error}") from error
+            advance(sum(assignment.spec.num_bytes for assignment in group))
     logger.info("loaded %s in %.2f s", config.model, time.perf_counter() - started)
     return model.eval()
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quire import kernels
 from quire.common.errors import ConfigError
+from quire.common.progress import progress
 from quire.config.checkpoint.formats import open_checkpoint
 from quire.config.checkpoint.safetensors import DTYPES, INDEX_FILE, SINGLE_FILE
 from quire.config.model import TOKENIZER_FILES, ModelConfig
@@ -77,10 +78,11 @@ def _write(path: Path, tensors: dict[str, tuple[str, Tensor]]) -> None:
         end += tensor.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-(len(text) + 8) % _ALIGNMENT)
-    with path.open("wb") as file:
+    with path.open("wb") as file, progress("writing weights", end, "B") as advance:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, tensor in tensors.values():
             file.write(tensor.contiguous().view(torch.uint8).numpy().data)
+            advance(tensor.nbytes)
         file.flush()
         os.fsync(file.fileno())
 

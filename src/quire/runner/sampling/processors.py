@@ -34,10 +34,10 @@ def run_processors(
             own.masked_fill_(~torch.from_numpy(allowed), -torch.inf)
         own[draws.banned(index, row)] = -torch.inf
         had_any = _has_any(own)
-        output_token_ids = row.history[row.num_prompt_tokens :].tolist()
+        prompt, output = np.split(row.history, [row.num_prompt_tokens])
         try:
             for name in draws.draws[index].processors:
-                own = _checked(NamedProcessor.named(name)(list(output_token_ids), own), vocab)
+                own = _checked(NamedProcessor.named(name)(prompt.tolist(), output.tolist(), own), vocab)
                 if had_any and not _has_any(own):
                     raise InvalidParamsError("it left no token that could be drawn, only -inf and NaN")
             changed[index] = own

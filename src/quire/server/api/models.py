@@ -1,4 +1,4 @@
-"""/v1/models: the model that is served, under each of its names; in the form of OpenAI's or of Anthropic's API."""
+"""/v1/models: the models that are served, under each of their names; in the form of OpenAI's or of Anthropic's API."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ from quire.server.http.state import ServerState, state_of
 async def list_models(request: Request) -> ASGIApp:
     """GET /v1/models"""
     state = state_of(request)
+    names = [name for entry in state.models.entries for name in entry.spec.names]
     if "anthropic-version" in request.headers:
-        models = [_anthropic_card(state, name) for name in state.model_names]
+        models = [_anthropic_card(state, name) for name in names]
         return json_response(AnthropicModelList(data=models, first_id=models[0].id, last_id=models[-1].id))
-    return json_response(ModelList(data=[_card(state, name) for name in state.model_names]))
+    return json_response(ModelList(data=[_card(state, name) for name in names]))
 
 
 async def retrieve_model(request: Request) -> ASGIApp:
     """GET /v1/models/{model}"""
-    state = state_of(request)
-    name = state.check_model(request.path_params["model"])
+    state, name = state_of(request), request.path_params["model"]
+    state.models.find(name)
     return json_response((_anthropic_card if "anthropic-version" in request.headers else _card)(state, name))
 
 
 def _card(state: ServerState, name: str) -> ModelCard:
-    model = state.llm.model_config
-    return ModelCard(id=name, created=int(state.started), root=model.model, max_model_len=model.max_model_len)
+    entry = state.models.find(name)
+    max_model_len = None if entry.llm is None else entry.llm.model_config.max_model_len
+    created, root = int(state.started), entry.spec.checkpoint
+    return ModelCard(id=name, created=created, root=root, max_model_len=max_model_len, status=entry.status)
 
 
 def _anthropic_card(state: ServerState, name: str) -> AnthropicModelCard:

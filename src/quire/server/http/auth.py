@@ -28,21 +28,38 @@ class ApiKeys:
 
     @classmethod
     def load(cls, args: ServerArgs, environ: Mapping[str, str] = os.environ) -> ApiKeys:
-        """All keys that the arguments, the environment and the key file give. Raises ConfigError."""
-        unnamed = [*args.api_key, *environ.get("QUIRE_API_KEY", "").replace(",", " ").split()]
+        """All API keys that the arguments, the environment and the key file give. Raises ConfigError."""
+        return cls._of("API key", args.api_key, environ.get("QUIRE_API_KEY", ""), "api_key_file", args.api_key_file)
+
+    @classmethod
+    def load_admin(cls, args: ServerArgs, environ: Mapping[str, str] = os.environ) -> ApiKeys:
+        """All keys for administration, from the same sources. Raises ConfigError."""
+        given = environ.get("QUIRE_ADMIN_KEY", "")
+        return cls._of("admin key", args.admin_key, given, "admin_key_file", args.admin_key_file)
+
+    @classmethod
+    def _of(cls, kind: str, given: tuple[str, ...], variable: str, file_name: str, file: str | None) -> ApiKeys:
+        unnamed = [*given, *variable.replace(",", " ").split()]
         named = [(f"key-{number}", key) for number, key in enumerate(unnamed, start=1)]
-        if args.api_key_file is not None:
-            named += _read_key_file(Path(args.api_key_file))
+        if file is not None:
+            named += _read_key_file(file_name, Path(file))
         owners: dict[str, str] = {}
         for name, key in named:
             if not key.strip() or key != key.strip():
-                raise ConfigError(f"the API key named {name!r} is empty or has white space around it")
+                raise ConfigError(f"the {kind} named {name!r} is empty or has white space around it")
             if owners.setdefault(key, name) != name:
-                raise ConfigError(f"the same API key has two names, {owners[key]!r} and {name!r}")
+                raise ConfigError(f"the same {kind} has two names, {owners[key]!r} and {name!r}")
         return cls(tuple((name, sha256(key.encode()).digest()) for name, key in named))
 
     def __bool__(self) -> bool:
         return bool(self._digests)
+
+    def __len__(self) -> int:
+        return len(self._digests)
+
+    def overlaps(self, other: ApiKeys) -> bool:
+        """Whether a key belongs to both."""
+        return any(digest in {known for _, known in other._digests} for _, digest in self._digests)
 
     def name_of(self, key: bytes) -> str | None:
         """The name of a key, or None if it is unknown. The time does not depend on the key."""
@@ -53,21 +70,26 @@ class ApiKeys:
         return found
 
 
-def _read_key_file(path: Path) -> Iterator[tuple[str, str]]:
+def _read_key_file(argument: str, path: Path) -> Iterator[tuple[str, str]]:
     """Parse `name:key` lines, ignoring empty lines and lines that begin with #. Error messages never quote a line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"api_key_file={str(path)!r} cannot be read: {error}") from error
+        raise ConfigError(f"{argument}={str(path)!r} cannot be read: {error}") from error
     for number, line in enumerate(map(str.strip, lines), start=1):
         if not line or line.startswith("#"):
             continue
         name, colon, key = line.partition(":")
         if not colon or not _KEY_NAME.fullmatch(name):
             raise ConfigError(
-                f"api_key_file={str(path)!r}, line {number}: must be name:key; names: letters, digits, '.', '_', '-'"
+                f"{argument}={str(path)!r}, line {number}: must be name:key; names: letters, digits, '.', '_', '-'"
             )
         yield name, key.strip()
+
+
+def callers_are_one_tenant(args: ServerArgs, keys: ApiKeys) -> bool:
+    """Whether all callers may see each other's prompts: they have one key, or none and are on this machine."""
+    return len(keys) == 1 if keys else args.is_local
 
 
 class Authentication:
@@ -84,6 +106,30 @@ class Authentication:
         if not names:
             message = "this server requires an API key: send `Authorization: Bearer KEY` or `x-api-key: KEY`"
             raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+        context_of(scope).tenant = names[0]
+        await self._app(scope, receive, send)
+
+
+class Administration:
+    """Around an endpoint: a request needs a key for administration, sent as an API key is. Its name is the tenant."""
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Call the endpoint if the key is valid. Raises ApiError: 401, or 403 if the server has no such keys."""
+        if not self._keys:
+            raise ApiError(
+                403,
+                "this endpoint is for administrators, and the server has no admin key: start it with admin_key_file, "
+                "admin_key or QUIRE_ADMIN_KEY",
+                code="admin_disabled",
+            )
+        names = [name for key in _given_keys(scope) if (name := self._keys.name_of(key)) is not None]
+        if not names:
+            message = "this endpoint requires an admin key: send `Authorization: Bearer KEY` or `x-api-key: KEY`"
+            raise ApiError(401, message, code="invalid_admin_key", headers={"www-authenticate": "Bearer"})
         context_of(scope).tenant = names[0]
         await self._app(scope, receive, send)
 

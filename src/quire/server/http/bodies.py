@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
-from quire.server.http.errors import ApiError, invalid
+from quire.server.http.errors import OLLAMA_PATH, ApiError, invalid
 from quire.server.http.state import ServerState, context_of, state_of
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -79,6 +79,9 @@ def warning(unknown_fields: list[str]) -> str:
 
 def _check_media_type(request: Request) -> None:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    is_ollama = request.scope.get("path", "").startswith(OLLAMA_PATH)
+    if is_ollama and media_type == "application/x-www-form-urlencoded" and "origin" not in request.headers:
+        media_type = ""  # curl names this type unless told otherwise; a browser's form has an origin, too
     if media_type and media_type != "application/json" and not media_type.endswith("+json"):
         raise ApiError(415, f"content-type is {media_type[:100]!r}; it must be application/json")
     encoding = request.headers.get("content-encoding", "identity").strip().lower()

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from quire.server.http.state import state_of
+from quire.server.http.state import context_of, state_of
 
 Handler: TypeAlias = Callable[[Request], Awaitable[ASGIApp]]
 """Returns the response to a request. May raise ApiError, RequestError or any other exception."""
@@ -37,8 +37,11 @@ class Endpoint:
     media_type: str = "application/json"
     generates: bool = False
     """Whether it makes the engine generate: such requests are counted and limited."""
-    kind: Literal["api", "health", "metrics", "page"] = "api"
-    """Determines access: `api` requires a key if keys are configured."""
+    kind: Literal["api", "admin", "health", "metrics", "page"] = "api"
+    """Determines access: `api` requires a key if keys are configured, `admin` always requires one for administration.
+    """
+    statuses: tuple[int, ...] = ()
+    """Statuses that only this endpoint returns."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request, as an ASGI application; returns when the response was sent or the client disconnected."""
@@ -50,6 +53,7 @@ class Endpoint:
             await answer(scope, receive, send)
         finally:
             state.num_in_flight -= self.generates
+            context_of(request).end()
 
 
 async def choices_response(body: Any) -> Response:

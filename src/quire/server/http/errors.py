@@ -22,7 +22,8 @@ from quire.common.errors import (
 from quire.common.log import logger
 from quire.common.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 
-ANTHROPIC_PATH = "/v1/messages"
+ANTHROPIC_PATH, OLLAMA_PATH = "/v1/messages", "/api/"
+"""Beginnings of paths whose errors have another form than OpenAI's."""
 MAX_MESSAGE_LEN = 2000
 _OPENAI_TYPES = {
     401: "authentication_error",
@@ -85,6 +86,8 @@ class ApiError(Exception):
 
     def to_json(self, path: str) -> bytes:
         """The body alone, which is also used in events of a stream."""
+        if path.startswith(OLLAMA_PATH):
+            return msgspec.json.encode({"error": self._text()})
         body = self._anthropic_body() if path.startswith(ANTHROPIC_PATH) else self._openai_body()
         return msgspec.json.encode(body)
 

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 
 from quire.common.version import __version__
 from quire.server.http.endpoint import Endpoint
-from quire.server.http.errors import ANTHROPIC_PATH, ErrorResponse
+from quire.server.http.errors import ANTHROPIC_PATH, OLLAMA_PATH, ErrorResponse
 
 _ALWAYS = (400, 401, 403, 500)
 _WITH_BODY = (404, 408, 413, 415)
@@ -33,6 +33,7 @@ _ANTHROPIC_ERROR = {
         },
     },
 }
+_OLLAMA_ERROR = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
 
 
 def endpoint(rows: Sequence[Endpoint]) -> Endpoint:
@@ -65,7 +66,7 @@ def describe(rows: Iterable[Endpoint]) -> dict[str, Any]:
         "info": {"title": "Quire", "version": __version__, "description": "OpenAI-compatible API of a Quire server"},
         "paths": paths,
         "components": {
-            "schemas": components | {"AnthropicError": _ANTHROPIC_ERROR},
+            "schemas": components | {"AnthropicError": _ANTHROPIC_ERROR, "OllamaError": _OLLAMA_ERROR},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
@@ -86,7 +87,7 @@ def _operation(row: Endpoint, schema_of: dict[Any, Any]) -> dict[str, Any]:
     if row.request is not None:
         content = {"application/json": {"schema": schema_of[row.request]}}
         operation["requestBody"] = {"required": True, "content": content}
-    if row.kind == "api":
+    if row.kind in ("api", "admin"):
         operation["security"] = [{"key": []}, {}]
     return operation
 
@@ -94,9 +95,13 @@ def _operation(row: Endpoint, schema_of: dict[Any, Any]) -> dict[str, Any]:
 def _responses(row: Endpoint, schema_of: dict[Any, Any]) -> dict[str, Any]:
     content: dict[str, Any] = {row.media_type: {} if row.response is None else {"schema": schema_of[row.response]}}
     if row.chunk is not None:
-        content["text/event-stream"] = {"itemSchema": _event(schema_of[row.chunk])}
+        schema = schema_of[row.chunk]
+        is_ollama = row.path.startswith(OLLAMA_PATH)
+        name = "application/x-ndjson" if is_ollama else "text/event-stream"
+        content[name] = {"itemSchema": schema if is_ollama else _event(schema)}
     responses: dict[str, Any] = {"200": {"description": row.summary, "content": content}}
-    name = "AnthropicError" if row.path.startswith(ANTHROPIC_PATH) else "ErrorResponse"
+    beginnings = {ANTHROPIC_PATH: "AnthropicError", OLLAMA_PATH: "OllamaError"}
+    name = next((name for path, name in beginnings.items() if row.path.startswith(path)), "ErrorResponse")
     error = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
     for status in sorted(_statuses(row)):
         described = content if row.kind == "health" and status == 503 else error
@@ -112,7 +117,7 @@ def _event(schema: Any) -> dict[str, Any]:
 
 def _statuses(row: Endpoint) -> set[int]:
     """All statuses except 200 that the endpoint or its middleware may return; 499 is never received by a client."""
-    statuses = set(_ALWAYS)
+    statuses = {*_ALWAYS, *row.statuses}
     if row.request is not None:
         statuses |= set(_WITH_BODY)
     if "{" in row.path:

@@ -14,7 +14,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from quire.server.http.errors import ApiError
+from quire.server.http.errors import OLLAMA_PATH, ApiError
 from quire.server.http.state import CLIENT_CLOSED_REQUEST, context_of, state_of
 
 T = TypeVar("T")
@@ -23,8 +23,9 @@ KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 PEEK_S = 1.0
 """Time to wait for the first event before the status is sent: an earlier error determines the status."""
+EVENTS, NDJSON = b"text/event-stream; charset=utf-8", b"application/x-ndjson"
+"""Media types of streams: server-sent events, or lines of JSON."""
 _HEADERS = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # proxies must not buffer events
 )
@@ -34,6 +35,16 @@ def frame(data: bytes, event: str | None = None) -> bytes:
     """One event. The data is one line, as JSON is."""
     head = b"" if event is None else b"event: " + event.encode() + b"\n"
     return head + b"data: " + data + b"\n\n"
+
+
+def json_line(body: object) -> bytes:
+    """A line of JSON."""
+    return msgspec.json.encode(body) + b"\n"
+
+
+def error_line(error: ApiError) -> bytes:
+    """The last line of a failed stream of Ollama's."""
+    return error.to_json(OLLAMA_PATH) + b"\n"
 
 
 def event_frame(event: Mapping[str, Any]) -> bytes:
@@ -63,9 +74,15 @@ def openai_error(error: ApiError) -> bytes:
 
 
 async def event_stream(
-    request: Request, events: Events, *, error_event: Callable[[ApiError], bytes], keep_alive: bytes = KEEP_ALIVE
+    request: Request,
+    events: Events,
+    *,
+    error_event: Callable[[ApiError], bytes],
+    keep_alive: bytes = KEEP_ALIVE,
+    kind: bytes = EVENTS,
 ) -> EventStream:
-    """Return the response that sends `events`, which are already framed.
+    """Return the response that sends `events`, which are already framed, as this media type. `keep_alive` is sent while
+    there are none; empty: nothing is.
 
     An exception that they raise within PEEK_S, before the first event, is raised here; a later one becomes the last
     event, made by `error_event`. The events are closed when the response ends for any reason, and when the client
@@ -73,7 +90,7 @@ async def event_stream(
     """
     context = context_of(request)
     keep_alive_s = state_of(request).args.keep_alive_s
-    stream = EventStream(events, lambda error: error_event(context.api_error(error)), keep_alive, keep_alive_s)
+    stream = EventStream(events, lambda error: error_event(context.api_error(error)), keep_alive, keep_alive_s, kind)
     try:
         await unless_disconnected(request, stream.peek())
     except Exception as error:
@@ -97,7 +114,12 @@ class EventStream:
     """A streamed response, as an ASGI application. Its first event can be awaited before the status is sent."""
 
     def __init__(
-        self, events: Events, to_event: Callable[[Exception], bytes], keep_alive: bytes, keep_alive_s: float
+        self,
+        events: Events,
+        to_event: Callable[[Exception], bytes],
+        keep_alive: bytes,
+        keep_alive_s: float,
+        kind: bytes = EVENTS,
     ) -> None:
         """`to_event` makes the last event of an exception that `events` raises."""
         self._events = events
@@ -105,6 +127,7 @@ class EventStream:
         self._first: asyncio.Task[bytes | None] | None = None
         self._keep_alive = keep_alive
         self._keep_alive_s = keep_alive_s
+        self._kind = kind
         self._last_sent_s = 0.0
 
     async def peek(self) -> None:
@@ -122,13 +145,17 @@ class EventStream:
         """Send all events, until the client disconnects."""
         tasks: list[asyncio.Task[None]] = []
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
+            await send(
+                {"type": "http.response.start", "status": 200, "headers": [(b"content-type", self._kind), *_HEADERS]}
+            )
             if scope["method"] == "HEAD":  # there is nothing to wait for
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
                 return
             pump = asyncio.create_task(self._pump(send))
             watch = asyncio.create_task(_disconnected(receive))
-            tasks = [pump, watch, asyncio.create_task(self._keep_alives(send))]
+            tasks = [pump, watch]
+            if self._keep_alive:
+                tasks.append(asyncio.create_task(self._keep_alives(send)))
             await asyncio.wait({pump, watch}, return_when=asyncio.FIRST_COMPLETED)
             if pump.done():
                 pump.result()

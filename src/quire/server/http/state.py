@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -12,14 +13,12 @@ from starlette.requests import Request
 from starlette.types import Scope
 
 from quire.common.params import BeamSearchParams, SamplingParams
-from quire.server.api.tools import ReasoningFormat, ToolFormat, choose_reasoning_format, choose_tool_format
 from quire.server.config import ServerArgs
 from quire.server.http.errors import ApiError, api_error
-from quire.text.chat_template.template import compile_chat_template
 
 if TYPE_CHECKING:
-    from quire.interfaces.async_llm.async_llm import AsyncLLM
     from quire.server.api.responses.run import StoredResponses
+    from quire.server.models.pool import ModelPool
     from quire.server.operations.metrics import Metrics
 
 MAX_REQUEST_ID_LEN = 128
@@ -35,19 +34,13 @@ _CONTEXT = "quire"
 
 @dataclass(kw_only=True)
 class ServerState:
-    """One server: its engine, its arguments and what it keeps between requests. It is `request.app.state`.
+    """One server: its models, its arguments and what it keeps between requests. It is `request.app.state`.
 
     Handlers may change the counters, `is_draining` and `responses`; everything else stays as it was created.
     """
 
-    llm: AsyncLLM
+    models: ModelPool
     args: ServerArgs
-    model_names: tuple[str, ...]
-    """Names under which the model is served; responses use the first."""
-    tool_format: ToolFormat | None = field(init=False)
-    """Format of the model's tool calls. None: its output is not searched for calls."""
-    reasoning_format: ReasoningFormat | None = field(init=False)
-    """Tags around the model's reasoning. None: it marks none."""
     started: float = field(default_factory=time.time)
     num_in_flight: int = 0
     """Requests that generate, at this moment."""
@@ -55,28 +48,14 @@ class ServerState:
     """Size of all bodies that are being received, at this moment."""
     num_cache_watchers: int = 0
     """Open streams of /debug/cache/events."""
+    shows_tokens: bool = False
+    """Whether all callers are one tenant, so that any of them may read the tokens in the cache."""
     is_draining: bool = False
     """The server is shutting down, which /ready reports."""
     responses: StoredResponses | None = None
     """Stored responses; opened when first needed."""
     metrics: Metrics | None = None
     """Metrics, where they are collected."""
-
-    def __post_init__(self) -> None:
-        if (text := self.args.chat_template_text()) is not None:
-            compile_chat_template(text)  # an invalid one stops the server
-            self.llm.tokenizer.chat_templates = {"default": text}
-        templates = self.llm.tokenizer.chat_templates
-        template = templates.get("tool_use") or templates.get("default")
-        self.tool_format = choose_tool_format(self.args.tool_parser, template)
-        self.reasoning_format = choose_reasoning_format(self.args.reasoning_parser, template)
-
-    def check_model(self, name: str | None) -> str:
-        """The model name for the response. Raises ApiError (404) for a model that is not served."""
-        if name is None or name in self.model_names:
-            return name or self.model_names[0]
-        message = f"the model {name[:200]!r} is not served here; available: {', '.join(self.model_names)}"
-        raise ApiError(404, message, param="model", code="model_not_found")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -110,6 +89,8 @@ class RequestContext:
     """Beginning of the body, if bodies are logged."""
     params: SamplingParams | BeamSearchParams | None = None
     """Parameters of the last engine request."""
+    at_end: ExitStack = field(default_factory=ExitStack)
+    """Closed when the response was sent and the background generation has ended."""
     background: asyncio.Task[None] | None = None
     """Generation that continues after the response was sent."""
     start_s: float = field(default_factory=time.monotonic)
@@ -140,6 +121,14 @@ class RequestContext:
     def api_error(self, error: BaseException) -> ApiError:
         """The response to any exception, with the field names of this request's body."""
         return api_error(error, self.request_id, self.field_names)
+
+    def end(self) -> None:
+        """The response was sent, or there will be none."""
+        at_end = self.at_end.pop_all()
+        if self.background is None:
+            at_end.close()
+        else:
+            self.background.add_done_callback(lambda _: at_end.close())
 
     def adopt_id(self, given: str | None) -> None:
         """Use the id given in a body, unless a header has one. Raises ApiError for an invalid id."""

@@ -1,46 +1,103 @@
-"""GET /debug/cache/events: the cache and the queues as they change, for the page and for `quire top`."""
+"""GET /debug/cache/...: the cache and the queues as they change, and blocks' tokens, for the page and `quire top`."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import TYPE_CHECKING
 
+import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from quire.engine.view.cache_frame import CacheUpdate
 from quire.server.http import sse
-from quire.server.http.endpoint import Endpoint
-from quire.server.http.errors import ApiError
+from quire.server.http.endpoint import Endpoint, json_response
+from quire.server.http.errors import ApiError, invalid
 from quire.server.http.state import ServerState, state_of
 
+if TYPE_CHECKING:
+    from quire.interfaces.async_llm.async_llm import AsyncLLM
+
 MAX_WATCHERS = 16
+MAX_BLOCKS_READ = 64
+_TIERS = ("device", "host")
+
+
+class BlockTokens(msgspec.Struct):
+    """The computed tokens in one block; none if it is free."""
+
+    id: int
+    token_ids: list[int]
+    texts: list[str]
+
+
+class BlocksRead(msgspec.Struct):
+    """The answer of /debug/cache/blocks, in the order of the request."""
+
+    blocks: list[BlockTokens]
 
 
 async def cache_events(request: Request) -> ASGIApp:
-    """A stream of CacheUpdates: first a snapshot, then changes. A watcher that is too slow gets a new snapshot when it
-    reads again. Raises ApiError (429) for one watcher too many."""
-    state = state_of(request)
+    """A stream of CacheUpdates of the model that `?model=` names: first a snapshot, then changes. A watcher that is too
+    slow gets a new snapshot when it reads again. Raises ApiError (429) for one watcher too many."""
+    state, llm = state_of(request), _loaded(request)
     if state.num_cache_watchers >= MAX_WATCHERS:
         message = f"too many open streams of the cache: at most {MAX_WATCHERS} are allowed"
         raise ApiError(429, message, code="too_many_watchers", headers={"retry-after": "5"})
     return await sse.event_stream(
-        request, _events(state), error_event=lambda error: sse.frame(error.to_json(request.url.path))
+        request, _events(state, llm), error_event=lambda error: sse.frame(error.to_json(request.url.path))
     )
 
 
-async def _events(state: ServerState) -> AsyncGenerator[bytes, None]:
+def _loaded(request: Request) -> AsyncLLM:
+    """The model that `?model=` names, or the first one. Raises ApiError: 404 if it is unknown, 503 if not loaded."""
+    entry = state_of(request).models.find(request.query_params.get("model"))
+    if entry.llm is None:
+        message = f"the model {entry.name!r} was not loaded yet, so it has no cache"
+        raise ApiError(503, message, code="model_asleep", headers={"retry-after": "5"})
+    return entry.llm
+
+
+async def _events(state: ServerState, llm: AsyncLLM) -> AsyncGenerator[bytes, None]:
     state.num_cache_watchers += 1
     try:
         while True:  # the engine's interface ends the frames of a watcher that is too slow
-            async with aclosing(state.llm.watch_cache()) as frames:
+            async with aclosing(llm.watch_cache()) as frames:
                 async for data in frames:
                     yield sse.frame(data)
     finally:
         state.num_cache_watchers -= 1
 
 
+async def cache_blocks(request: Request) -> ASGIApp:
+    """The tokens in the blocks `ids` of a `tier` of the model that `?model=` names.
+
+    Raises ApiError (403) where callers may have different keys.
+    """
+    state, query = state_of(request), request.query_params
+    if not state.shows_tokens:
+        message = (
+            "tokens in the cache are shown only if all callers are one tenant: "
+            "the server needs exactly one API key, or none and a local address"
+        )
+        raise ApiError(403, message, code="tokens_hidden")
+    tier, ids = query.get("tier", "device"), query.get("ids", "").split(",")[: MAX_BLOCKS_READ + 1]
+    if tier not in _TIERS:
+        raise invalid(f"tier is {tier[:50]!r}; allowed: {', '.join(_TIERS)}", "tier")
+    if len(ids) > MAX_BLOCKS_READ or not all(i.isascii() and i.isdecimal() and len(i) < 10 for i in ids):
+        raise invalid(f"ids must be 1 to {MAX_BLOCKS_READ} numbers of blocks, separated by commas", "ids")
+    block_ids = [int(i) for i in ids]
+    llm = _loaded(request)
+    tokens, decode = await llm.block_tokens(_TIERS.index(tier), block_ids), llm.tokenizer.decode_token
+    rows = zip(block_ids, tokens, strict=True)
+    return json_response(BlocksRead([BlockTokens(i, row, [decode(token) for token in row]) for i, row in rows]))
+
+
 ENDPOINTS = (
+    Endpoint(
+        "/debug/cache/blocks", "GET", cache_blocks, "Read the tokens in blocks of the cache", response=BlocksRead
+    ),
     Endpoint(
         "/debug/cache/events", "GET", cache_events, "Watch the cache and the queues",
         chunk=CacheUpdate, media_type="text/event-stream",

@@ -13,11 +13,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.common.memory import IDLE_S
 from quire.server.http.errors import ANTHROPIC_PATH, ApiError
-from quire.server.http.sse import frame
+from quire.server.http.sse import NDJSON, error_line, frame
 from quire.server.http.state import context_of
 from quire.server.operations.admission import MAX_RETRY_AFTER_S, Admission, tenant_of_address
 
-PROBES = frozenset(["/health", "/ready", "/metrics"])
+PROBES = frozenset(["/health", "/ping", "/ready", "/metrics"])
 _LOADING_RETRY_S = 2
 _ABORT_S = 5.0
 
@@ -135,13 +135,14 @@ class _Response:
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._has_started = self._is_stream = self._is_complete = False
+        self._has_started = self._is_complete = False
+        self._kind = b""
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._has_started = True
             headers = dict(message.get("headers", ()))
-            self._is_stream = headers.get(b"content-type", b"").startswith(b"text/event-stream")
+            self._kind = headers.get(b"content-type", b"")
         elif message["type"] == "http.response.body":
             self._is_complete = not message.get("more_body", False)
         await self._send(message)
@@ -150,9 +151,9 @@ class _Response:
         """End with an error: raised if no response has begun, sent as the last event if it is a stream."""
         if not self._has_started:
             raise error
-        if self._is_stream and not self._is_complete:
+        if self._kind.startswith((b"text/event-stream", NDJSON)) and not self._is_complete:
             name = "error" if scope["path"].startswith(ANTHROPIC_PATH) else None
-            event = frame(error.to_json(scope["path"]), name)
+            event = error_line(error) if self._kind == NDJSON else frame(error.to_json(scope["path"]), name)
             await self._send({"type": "http.response.body", "body": event, "more_body": False})
 
 

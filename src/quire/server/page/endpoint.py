@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from hashlib import blake2b
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -36,16 +38,28 @@ def _handler(content: bytes, media_type: str) -> Handler:
     return answer
 
 
-def _endpoints() -> tuple[Endpoint, ...]:
-    """A row for each file: `/` for index.html, `/page/NAME` for the others."""
+def _files(folder: Traversable, path: str = "") -> Iterator[tuple[str, bytes]]:
+    """The path below `folder` and the content of each file, in a fixed order."""
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
+        if entry.is_dir():
+            yield from _files(entry, f"{path}{entry.name}/")
+        else:
+            yield path + entry.name, entry.read_bytes()
+
+
+def _endpoints(folder: str, root: str, prefix: str) -> tuple[Endpoint, ...]:
+    """A row for each file of a folder: `root` for index.html, `prefix` and the path for the others.
+
+    Nothing is looked up when a request arrives, and files of other types, such as licences, are not served.
+    """
     rows = []
-    for file in sorted(files("quire.server").joinpath("page", "files").iterdir(), key=lambda file: file.name):
-        media_type = _MEDIA_TYPES.get(file.name[file.name.rfind(".") :])
+    for name, content in _files(files("quire.server").joinpath("page", folder)):
+        media_type = _MEDIA_TYPES.get(name[name.rfind(".") :])
         if media_type is not None:
-            path = "/" if file.name == "index.html" else f"/page/{file.name}"
-            handler, summary = _handler(file.read_bytes(), media_type), f"Web page: {file.name}"
+            path = root if name == "index.html" else prefix + name
+            handler, summary = _handler(content, media_type), f"Web page: {name}"
             rows.append(Endpoint(path, "GET", handler, summary, media_type=media_type, kind="page"))
     return tuple(rows)
 
 
-ENDPOINTS = _endpoints()
+ENDPOINTS = (*_endpoints("files", "/", "/page/"), *_endpoints("docs", "/docs", "/docs/"))

@@ -5,6 +5,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import tokenizers
+
 from quire.common.errors import InvalidPromptError, TokenizerError
 from quire.common.faults import fault_point
 from quire.text.chat_template.template import ChatTemplate, compile_chat_template
@@ -33,6 +35,32 @@ class Tokenizer:
         """Read the tokenizer of a checkpoint's folder. Raises TokenizerError if it is missing or damaged."""
         return cls(read_tokenizer_files(Path(path)), str(path))
 
+    @classmethod
+    def of(cls, given: Any) -> "Tokenizer":
+        """Return a tokenizer that callers have: ours, one of transformers (of the fast kind), or the folder of one.
+
+        Raises TokenizerError for anything else.
+        """
+        if isinstance(given, str | Path):
+            return cls.from_path(given)
+        if isinstance(given, cls):
+            return given
+        inner = getattr(given, "tokenizer", None)
+        if isinstance(inner, cls):
+            return inner
+        backend = getattr(given, "backend_tokenizer", None)
+        if not isinstance(backend, tokenizers.Tokenizer):
+            raise TokenizerError(
+                f"a tokenizer must be a folder, one of Quire, or a fast one of transformers, not {type(given).__name__}"
+            )
+        backend = tokenizers.Tokenizer.from_str(backend.to_str())
+        backend.no_truncation()
+        backend.no_padding()
+        special = {role: str(token) for role, token in given.special_tokens_map.items() if isinstance(token, str)}
+        found = given.chat_template
+        templates = found if isinstance(found, dict) else {} if found is None else {"default": found}
+        return cls(TokenizerFiles(backend, special, templates), str(given.name_or_path))
+
     @cached_property
     def vocab_size(self) -> int:
         """Number of tokens, including added ones; a model's vocabulary may be padded to more."""
@@ -41,7 +69,22 @@ class Tokenizer:
     @cached_property
     def max_token_len(self) -> int:
         """Largest number of characters in a token."""
-        return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
+        return max(map(len, self.vocabulary), default=1)
+
+    @cached_property
+    def vocabulary(self) -> Mapping[str, int]:
+        """Maps the tokens, as tokenizer.json spells them, to their ids."""
+        vocabulary: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        return vocabulary
+
+    @cached_property
+    def num_added_tokens(self) -> int:
+        """Number of tokens that were added to those that the tokenizer was trained with."""
+        return self.vocab_size - int(self._backend.get_vocab_size(with_added_tokens=False))
+
+    def token_of(self, token_id: int) -> str | None:
+        """Return the token of an id as tokenizer.json spells it; None if there is none."""
+        return self._backend.id_to_token(token_id)
 
     @cached_property
     def special_token_texts(self) -> Mapping[int, str]:

@@ -18,22 +18,23 @@ from quire.server.api.shared.fields import Usage
 from quire.server.http import sse
 from quire.server.http.bodies import read_struct
 from quire.server.http.endpoint import Endpoint, choices_response
-from quire.server.http.state import context_of, state_of
+from quire.server.http.state import context_of
+from quire.server.models.use import use_model
 
 
 async def create_chat_completion(request: Request) -> ASGIApp:
     """POST /v1/chat/completions"""
-    state, context = state_of(request), context_of(request)
+    context = context_of(request)
     context.field_names["prompt"] = "messages"
     body = await read_struct(request, api.ChatCompletionRequest)
     context.adopt_id(body.request_id)
-    context.model = model = state.check_model(body.model)
+    model = await use_model(request, body.model)
     answer_id = f"chatcmpl-{context.request_id}"
-    events = run_chat(state, body, answer_id, request)
+    events = run_chat(model, body, answer_id, request)
     if body.stream:
-        frames = _frames(events, body, answer_id, model)
+        frames = _frames(events, body, answer_id, context.model)
         return await sse.event_stream(request, frames, error_event=sse.openai_error)
-    answer = await sse.unless_disconnected(request, fold(events, id=answer_id, model=model))
+    answer = await sse.unless_disconnected(request, fold(events, id=answer_id, model=context.model))
     answer.service_tier = body.service_tier or UNSET
     return await choices_response(answer)
 

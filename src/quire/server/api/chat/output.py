@@ -10,7 +10,7 @@ from quire.server.api.chat.prompt import content_text
 from quire.server.api.chat.protocol import ChatCompletionRequest
 from quire.server.api.shared.fields import Timings
 from quire.server.api.shared.generation import chat_logprobs, prompt_logprobs
-from quire.server.api.shared.sampling import structure
+from quire.server.api.shared.sampling import content_format, structure
 from quire.server.api.tools import (
     OutputParser,
     check_tools,
@@ -19,13 +19,13 @@ from quire.server.api.tools import (
     tool_choice_structure,
 )
 from quire.server.http.errors import invalid
-from quire.server.http.state import ServerState
+from quire.server.models.served_model import ServedModel
 
 
 class ChatPlan:
     """How a request's tools and formats determine its grammar and the parsing of its output. Raises RequestError."""
 
-    def __init__(self, state: ServerState, request: ChatCompletionRequest) -> None:
+    def __init__(self, model: ServedModel, request: ChatCompletionRequest) -> None:
         tools, choice = request.tools, request.tool_choice
         check_tools(tools, choice)
         parallel = request.parallel_tool_calls is not False
@@ -33,7 +33,8 @@ class ChatPlan:
         self.forced = forced_tools(tools, choice)
         form = structure(request)
         self.structured_outputs = tool_choice_structure(tools, choice, parallel) or form
-        if self.forced is not None and form is not None:
+        # The content's format may come along: an output of forced calls has no content.
+        if self.forced is not None and form is not None and content_format(request) is None:
             raise invalid(
                 "a tool_choice that forces calls cannot be combined with another constraint on the output",
                 "tool_choice",
@@ -41,9 +42,9 @@ class ChatPlan:
         self.is_named = self.forced is not None and self.forced.name is not None
         self.max_calls = None if parallel else 1
         is_free = form is None and self.forced is None  # a grammar does not permit tags
-        self.tools = state.tool_format if self.shows_tools and is_free else None
-        self.reasoning = state.reasoning_format if is_free else None
-        special = state.llm.tokenizer.special_token_texts.values()
+        self.tools = model.tool_format if self.shows_tools and is_free else None
+        self.reasoning = model.reasoning_format if is_free else None
+        special = model.llm.tokenizer.special_token_texts.values()
         self.shows_special_tokens = shows_special_tokens(self.reasoning, self.tools, set(special))
 
 

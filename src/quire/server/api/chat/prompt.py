@@ -13,7 +13,7 @@ from quire.common.errors import InvalidPromptError
 from quire.server.api.chat.protocol import ChatCompletionRequest, ChatMessage, ContentPart, Tool
 from quire.server.api.tokens.protocol import TokenizeRequest
 from quire.server.http.errors import invalid
-from quire.server.http.state import ServerState
+from quire.server.models.served_model import ServedModel
 
 _RESERVED = (
     "self",
@@ -37,7 +37,7 @@ class ChatPrompt(TypedDict):
 
 
 async def chat_prompt(
-    state: ServerState,
+    model: ServedModel,
     request: ChatCompletionRequest | TokenizeRequest,
     messages: Sequence[ChatMessage],
     tools: Sequence[Tool] | None,
@@ -46,7 +46,7 @@ async def chat_prompt(
     """The prompt of a conversation, made as the request says. `tools` are those that the template shows, `variables`
     its other variables. Raises ApiError or RequestError for messages, tools or a template that are wrong,
     TokenizerError where there is no template."""
-    if request.chat_template is not None and not state.args.allow_client_chat_template:
+    if request.chat_template is not None and not model.args.allow_client_chat_template:
         raise invalid(
             "chat_template is not allowed in requests; the operator can enable allow_client_chat_template",
             "chat_template",
@@ -64,24 +64,24 @@ async def chat_prompt(
             return apply(keeps_text=False)  # this template reads the arguments of calls by name
 
     def apply(*, keeps_text: bool) -> str:
-        return state.llm.tokenizer.apply_chat_template(
+        return model.llm.tokenizer.apply_chat_template(
             [_plain_message(message, f"messages[{i}]", keeps_text) for i, message in enumerate(messages)],
             tools=msgspec.to_builtins(tools) if tools else None,
             chat_template=request.chat_template,
-            content_format=state.args.chat_template_content_format,
+            content_format=model.args.chat_template_content_format,
             add_generation_prompt=not continues if generates is None else generates,
             continue_final_message=continues,
             **variables,
         )
 
-    variables = {**(state.args.default_chat_template_kwargs or {}), **variables}
+    variables = {**(model.args.default_chat_template_kwargs or {}), **variables}
     continues, generates = bool(request.continue_final_message), request.add_generation_prompt
     is_quick = request.chat_template is None and not tools and not variables and len(messages) <= _QUICK_MESSAGES
     if is_quick and sum(map(_num_chars, messages)) <= _QUICK_CHARS:
         text = render()
     else:
         text = await asyncio.to_thread(render)
-    return {"prompt": text, "prompt_token_ids": await state.llm.encode(text, bool(request.add_special_tokens))}
+    return {"prompt": text, "prompt_token_ids": await model.llm.encode(text, bool(request.add_special_tokens))}
 
 
 def _num_chars(message: ChatMessage) -> int:

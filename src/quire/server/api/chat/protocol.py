@@ -172,7 +172,8 @@ class ResponseMessage(msgspec.Struct, kw_only=True):
     content: str | None = None
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
-    reasoning: str | UnsetType = UNSET
+    reasoning: str | None = None
+    """None if there is none; vLLM's clients read the field in any case."""
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 

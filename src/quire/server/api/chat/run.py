@@ -21,23 +21,29 @@ from quire.server.api.shared.fields import Timings, TokenLogprob, Usage
 from quire.server.api.shared.generation import TokenCounts, beside, generate
 from quire.server.api.shared.sampling import check_request, make_params, name_fields
 from quire.server.http.errors import invalid
-from quire.server.http.state import ServerState, context_of
+from quire.server.http.state import context_of
+from quire.server.models.served_model import ServedModel
 
 
 async def run_chat(
-    state: ServerState, request: api.ChatCompletionRequest, request_id: str, http_request: Request
+    model: ServedModel,
+    request: api.ChatCompletionRequest,
+    request_id: str,
+    http_request: Request,
+    prompt: ChatPrompt | None = None,
 ) -> AsyncGenerator[chat.ChatEvent, None]:
-    """Answer a conversation. Raises RequestError or ApiError; for an invalid request, before the first event.
+    """Answer a conversation, whose prompt is made here unless it is given. Raises RequestError or ApiError; for an
+    invalid request, before the first event.
 
     Closing the generator aborts the request. `request_id` need not be unique.
     """
     context = context_of(http_request)
     _name_fields(context.field_names, request)
-    check_request(state, request)
-    plan = ChatPlan(state, request)
-    prompt = await make_prompt(state, request, plan)
+    check_request(model, request)
+    plan = ChatPlan(model, request)
+    prompt = prompt or await make_prompt(model, request, plan)
     params = make_params(
-        state,
+        model,
         context,
         request,
         max_tokens=request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens,
@@ -48,7 +54,7 @@ async def run_chat(
         params = replace(params, skip_special_tokens=False)
     counts, choices = TokenCounts(), ChatChoices(plan, request, prompt["prompt"])
     timings: Timings | None = None
-    async with aclosing(generate(state, [prompt], params, request_id)) as outputs:
+    async with aclosing(generate(model, [prompt], params, request_id)) as outputs:
         async for _, output in outputs:
             counts.add(0, output)
             timings = Timings.of(output.metrics) if output.finished else None
@@ -59,10 +65,10 @@ async def run_chat(
     yield chat.UsageEvent(counts.prompt_tokens, counts.completion_tokens, counts.cached_tokens, timings)
 
 
-async def make_prompt(state: ServerState, request: api.ChatCompletionRequest, plan: ChatPlan) -> ChatPrompt:
+async def make_prompt(model: ServedModel, request: api.ChatCompletionRequest, plan: ChatPlan) -> ChatPrompt:
     """Text and tokens of the prompt. Raises RequestError or ApiError."""
     tools = request.tools if plan.shows_tools else None
-    return await chat_prompt(state, request, request.messages, tools, _variables(request))
+    return await chat_prompt(model, request, request.messages, tools, _variables(request))
 
 
 async def fold(events: AsyncGenerator[chat.ChatEvent, None], *, id: str, model: str) -> api.ChatCompletion:
@@ -130,7 +136,7 @@ class _Fold:
             message=api.ResponseMessage(
                 content=content or (None if self._calls else ""),
                 reasoning_content=reasoning or UNSET,
-                reasoning=reasoning or UNSET,
+                reasoning=reasoning or None,
                 tool_calls=[call for call, _ in self._calls.values()] or UNSET,
             ),
             logprobs=None if self._logprobs is None else api.ChatLogprobs(self._logprobs),

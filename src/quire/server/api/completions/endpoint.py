@@ -26,7 +26,9 @@ from quire.server.http import sse
 from quire.server.http.bodies import read_struct
 from quire.server.http.endpoint import Endpoint, choices_response
 from quire.server.http.errors import invalid
-from quire.server.http.state import RequestContext, ServerState, context_of, state_of
+from quire.server.http.state import RequestContext, context_of
+from quire.server.models.served_model import ServedModel
+from quire.server.models.use import use_model
 
 MAX_COPIED_BYTES = 64 * 1024**2
 """Limit on the size of a request's parameters times its number of prompts."""
@@ -34,11 +36,12 @@ MAX_COPIED_BYTES = 64 * 1024**2
 
 async def create_completion(request: Request) -> ASGIApp:
     """POST /v1/completions"""
-    state, context = state_of(request), context_of(request)
+    context = context_of(request)
     body = await read_struct(request, CompletionRequest)
     context.adopt_id(body.request_id)
     answer_id = f"cmpl-{context.request_id}"
-    chunks = complete(state, context, body, answer_id)
+    model = await use_model(request, body.model)
+    chunks = complete(model, context, body, answer_id)
     if body.stream:
         frames = sse.framed(chunks, lambda chunk: sse.frame(msgspec.json.encode(chunk)), end=sse.DONE)
         return await sse.event_stream(request, frames, error_event=sse.openai_error)
@@ -46,21 +49,20 @@ async def create_completion(request: Request) -> ASGIApp:
 
 
 async def complete(
-    state: ServerState, context: RequestContext, request: CompletionRequest, answer_id: str
+    model: ServedModel, context: RequestContext, request: CompletionRequest, answer_id: str
 ) -> AsyncGenerator[Completion, None]:
     """The chunks of a response; the last one has usage and timings but no choices. Raises RequestError or ApiError."""
-    context.model = model = state.check_model(request.model)
     prompts = _listed(request.prompt)
-    check_request(state, request, len(prompts))
+    check_request(model, request, len(prompts))
     name_fields(context.field_names, request)
-    params = _params(state, context, request)
+    params = _params(model, context, request)
     _check_copies(len(prompts), params)
     if request.add_special_tokens is False:
-        prompts = [await _plainly_encoded(state, prompt) for prompt in prompts]
-    choices = _Choices(state, request)
+        prompts = [await _plainly_encoded(model, prompt) for prompt in prompts]
+    choices = _Choices(model, request)
     counts, created = TokenCounts(), int(time.time())
     num_unfinished, timings = len(prompts), None
-    async with aclosing(generate(state, prompts, params, answer_id)) as outputs:
+    async with aclosing(generate(model, prompts, params, answer_id)) as outputs:
         async for place, output in outputs:
             if request.max_tokens == 0:
                 _forget_tokens(output)
@@ -69,14 +71,14 @@ async def complete(
             made = await beside(output, partial(choices.of, place, output))
             timings = Timings.of(output.metrics) if not num_unfinished else None
             for choice in made:
-                chunk = Completion(id=answer_id, created=created, model=model, choices=[choice])
+                chunk = Completion(id=answer_id, created=created, model=context.model, choices=[choice])
                 if request.includes_usage:
                     chunk.usage = counts.usage() if request.continuous_usage else None
                 if timings is not None and choice is made[-1]:
                     chunk.timings = timings
                 yield chunk
     if request.includes_usage or not request.stream:
-        end = Completion(id=answer_id, created=created, model=model, choices=[], usage=counts.usage())
+        end = Completion(id=answer_id, created=created, model=context.model, choices=[], usage=counts.usage())
         end.timings = timings or UNSET
         yield end
 
@@ -117,16 +119,16 @@ def _listed(prompt: Prompts) -> list[Prompt]:
 
 
 def _params(
-    state: ServerState, context: RequestContext, request: CompletionRequest
+    model: ServedModel, context: RequestContext, request: CompletionRequest
 ) -> SamplingParams | BeamSearchParams:
     if request.suffix:
         raise invalid("suffix is not supported; leave it out", "suffix")
     if request.max_tokens == 0 and not request.echo:
         raise invalid("max_tokens=0 requires echo=true, which returns the scored prompt", "max_tokens")
-    default = state.llm.default_sampling_params().max_tokens
+    default = model.llm.default_sampling_params().max_tokens
     max_tokens = default if request.max_tokens is None else request.max_tokens or 1
     params = make_params(
-        state, context, request, max_tokens=max_tokens, logprobs=request.logprobs, structured_outputs=structure(request)
+        model, context, request, max_tokens=max_tokens, logprobs=request.logprobs, structured_outputs=structure(request)
     )
     if request.echo and request.logprobs is not None and isinstance(params, SamplingParams):
         wanted = {request.logprobs, request.prompt_logprobs or 0}
@@ -134,11 +136,11 @@ def _params(
     return params
 
 
-async def _plainly_encoded(state: ServerState, prompt: Prompt) -> Prompt:
+async def _plainly_encoded(model: ServedModel, prompt: Prompt) -> Prompt:
     """The prompt encoded without the special tokens that the engine's interface would add."""
     if not isinstance(prompt, str):
         return prompt
-    return {"prompt": prompt, "prompt_token_ids": await state.llm.encode(prompt, add_special_tokens=False)}
+    return {"prompt": prompt, "prompt_token_ids": await model.llm.encode(prompt, add_special_tokens=False)}
 
 
 def _forget_tokens(output: RequestOutput) -> None:
@@ -151,8 +153,8 @@ def _forget_tokens(output: RequestOutput) -> None:
 class _Choices:
     """Converts a request's outputs to choices, each beginning with the prompt if `echo` is set."""
 
-    def __init__(self, state: ServerState, request: CompletionRequest) -> None:
-        self._tokenizer = state.llm.tokenizer
+    def __init__(self, model: ServedModel, request: CompletionRequest) -> None:
+        self._tokenizer = model.llm.tokenizer
         self._request = request
         self._num_choices = num_choices(request)
         self._offsets: dict[int, int] = {}

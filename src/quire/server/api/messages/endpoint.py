@@ -20,7 +20,9 @@ from quire.server.http.bodies import read_struct
 from quire.server.http.endpoint import Endpoint, json_response
 from quire.server.http.errors import ANTHROPIC_PATH, ApiError
 from quire.server.http.sse import event_frame, event_stream, frame, framed, read_all, unless_disconnected
-from quire.server.http.state import context_of, state_of
+from quire.server.http.state import context_of
+from quire.server.models.served_model import ServedModel
+from quire.server.models.use import use_model
 
 _FIELD_NAMES = {
     "prompt": "messages",
@@ -35,10 +37,10 @@ async def create(request: Request) -> ASGIApp:
     """Answer a conversation."""
     context_of(request).field_names |= _FIELD_NAMES
     body = await read_struct(request, MessagesRequest)
-    context_of(request).model = model = state_of(request).check_model(body.model)
+    model = await use_model(request, body.model)
     chat = msgspec.convert(chat_request(body), ChatCompletionRequest)
-    builder = MessageBuilder(new_id("msg"), model)
-    events = _events(request, chat, builder)
+    builder = MessageBuilder(new_id("msg"), context_of(request).model)
+    events = _events(request, model, chat, builder)
     if body.stream:  # the first event contains the number of prompt tokens
         chat.stream, chat.stream_options = True, StreamOptions(include_usage=True, continuous_usage_stats=True)
         frames = framed(events, event_frame)
@@ -51,17 +53,16 @@ async def count_tokens(request: Request) -> ASGIApp:
     """Count the tokens of this conversation's prompt."""
     context_of(request).field_names |= _FIELD_NAMES
     body = await read_struct(request, CountTokensRequest)
-    state = state_of(request)
-    state.check_model(body.model)
+    model = await use_model(request, body.model)
     chat = msgspec.convert(prompt_request(body), ChatCompletionRequest)
-    prompt = await make_prompt(state, chat, ChatPlan(state, chat))
+    prompt = await make_prompt(model, chat, ChatPlan(model, chat))
     return json_response(TokenCount(len(prompt["prompt_token_ids"])))
 
 
 async def _events(
-    request: Request, chat: ChatCompletionRequest, builder: MessageBuilder
+    request: Request, model: ServedModel, chat: ChatCompletionRequest, builder: MessageBuilder
 ) -> AsyncGenerator[Event, None]:
-    async with aclosing(run_chat(state_of(request), chat, builder.message.id, request)) as chat_events:
+    async with aclosing(run_chat(model, chat, builder.message.id, request)) as chat_events:
         async for chat_event in chat_events:
             for event in builder.feed(chat_event):
                 yield event

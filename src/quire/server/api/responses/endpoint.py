@@ -22,6 +22,8 @@ from quire.server.http.endpoint import Endpoint, json_response
 from quire.server.http.errors import ApiError, invalid
 from quire.server.http.sse import event_frame, event_stream, framed, read_all, unless_disconnected
 from quire.server.http.state import ServerState, context_of, state_of
+from quire.server.models.served_model import ServedModel
+from quire.server.models.use import use_model
 
 MAX_LISTED = 100
 _QUICK_ITEMS = 256
@@ -121,7 +123,7 @@ async def input_items(request: Request) -> ASGIApp:
 
 async def _make_run(request: Request, body: api.ResponsesRequest, responses: StoredResponses, owner: str) -> Run:
     state = state_of(request)
-    context_of(request).model = model = state.check_model(body.model)
+    model = await use_model(request, body.model)
     check_request(body)
     earlier = await _history(responses, owner, body.previous_response_id, state.args.max_body)
 
@@ -132,7 +134,7 @@ async def _make_run(request: Request, body: api.ResponsesRequest, responses: Sto
     is_quick = len(body.input) + len(earlier) <= _QUICK_ITEMS or isinstance(body.input, str)
     chat, encoded = read() if is_quick else await asyncio.to_thread(read)
     chat.stream = bool(body.stream or body.background)
-    response = _new_response(state, body, model)
+    response = _new_response(model, body, context_of(request).model)
 
     async def keep(run: Run, is_new: bool) -> None:
         now = run.builder.response
@@ -141,11 +143,11 @@ async def _make_run(request: Request, body: api.ResponsesRequest, responses: Sto
         await stored(responses.store.add(owner, row) if is_new else responses.store.update(owner, row))
 
     async def count_tokens(text: str) -> int:
-        return len(await state.llm.encode(text, False))
+        return len(await model.llm.encode(text, False))
 
     return Run(
         ResponseBuilder(response, new_id),
-        run_chat(state, chat, response.id, request),
+        run_chat(model, chat, response.id, request),
         to_api_error=context_of(request).api_error,
         count_tokens=count_tokens,
         keep=keep if response.store else None,
@@ -176,12 +178,12 @@ async def _history(
     return items
 
 
-def _new_response(state: ServerState, body: api.ResponsesRequest, model: str) -> api.Response:
-    defaults = state.llm.default_sampling_params()
+def _new_response(model: ServedModel, body: api.ResponsesRequest, name: str) -> api.Response:
+    defaults = model.llm.default_sampling_params()
     return api.Response(
         id=new_id("resp"),
         created_at=int(time.time()),
-        model=model,
+        model=name,
         store=body.store is not False,
         background=bool(body.background),
         tools=body.tools or [],

@@ -14,7 +14,8 @@ from quire.common.params.sampling import ALL_LOGPROBS
 from quire.engine.requests.input_processor import Prompt
 from quire.server.api.shared.fields import PromptLogprob, PromptLogprobs, TokenLogprob, TopLogprob, Usage
 from quire.server.http.errors import ApiError
-from quire.server.http.state import ServerState, engine_id
+from quire.server.http.state import engine_id
+from quire.server.models.served_model import ServedModel
 
 T = TypeVar("T")
 _QUICK_LOGPROBS = 2000
@@ -24,7 +25,7 @@ LOWEST_LOGPROB = -9999.0
 
 
 async def generate(
-    state: ServerState, prompts: Sequence[Prompt], params: SamplingParams | BeamSearchParams, answer_id: str
+    model: ServedModel, prompts: Sequence[Prompt], params: SamplingParams | BeamSearchParams, answer_id: str
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Yield the outputs of all prompts as they arrive, each with the index of its prompt.
 
@@ -32,7 +33,7 @@ async def generate(
     for an aborted one. Closing the generator aborts the requests that still run.
     """
     streams = [
-        state.llm.generate(prompt, params, request_id=engine_id(answer_id, place))
+        model.llm.generate(prompt, params, request_id=engine_id(answer_id, place))
         for place, prompt in enumerate(prompts)
     ]
     async with aclosing(_merged(streams)) as outputs:

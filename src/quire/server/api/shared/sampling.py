@@ -7,9 +7,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from quire.common.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
-from quire.server.api.shared.fields import SamplingFields
+from quire.server.api.shared.fields import ResponseFormat, SamplingFields
 from quire.server.http.errors import invalid
-from quire.server.http.state import RequestContext, ServerState
+from quire.server.http.state import RequestContext
+from quire.server.models.served_model import ServedModel
 
 _OTHER_MEANING = {"max_tokens", "logit_bias", "structured_outputs", "logprobs"}
 _SAME = tuple(
@@ -27,7 +28,7 @@ _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "cho
 
 
 def make_params(
-    state: ServerState,
+    model: ServedModel,
     context: RequestContext,
     request: SamplingFields,
     *,
@@ -42,10 +43,10 @@ def make_params(
     """
     tenant = "/".join(filter(None, (context.tenant, request.user)))  # no client can act as another key's tenant
     if request.use_beam_search:
-        return _beam_search(state, request, max_tokens, logprobs, structured_outputs, tenant)
+        return _beam_search(model, request, max_tokens, logprobs, structured_outputs, tenant)
     given: dict[str, Any] = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
     return replace(
-        state.llm.default_sampling_params(),
+        model.llm.default_sampling_params(),
         **given,
         max_tokens=max_tokens,
         logprobs=logprobs,
@@ -63,12 +64,18 @@ def name_fields(names: dict[str, str], request: SamplingFields) -> None:
             names.setdefault("structured_outputs", name)
 
 
+def content_format(request: SamplingFields) -> ResponseFormat | None:
+    """The `response_format`, if it constrains the content."""
+    form = request.response_format
+    return None if form is None or form.type == "text" else form
+
+
 def structure(request: SamplingFields) -> StructuredOutputsParams | None:
     """The constraint on the output, from whichever field sets it. Raises ApiError if several do."""
     found: dict[str, StructuredOutputsParams] = {}
-    if request.response_format is not None and request.response_format.type != "text":
-        schema = request.response_format.json_schema
-        if request.response_format.type == "json_object":
+    if (form := content_format(request)) is not None:
+        schema = form.json_schema
+        if form.type == "json_object":
             found["response_format"] = StructuredOutputsParams(json_object=True)
         elif schema is None:
             raise invalid(
@@ -91,9 +98,9 @@ def num_choices(request: SamplingFields) -> int:
     return 1 if request.n is None else request.n
 
 
-def check_request(state: ServerState, request: SamplingFields, num_prompts: int = 1) -> None:
+def check_request(model: ServedModel, request: SamplingFields, num_prompts: int = 1) -> None:
     """Check limits before the request is processed. Raises ApiError."""
-    args, num_samples = state.args, max(num_choices(request), request.best_of or 1)
+    args, num_samples = model.args, max(num_choices(request), request.best_of or 1)
     if num_prompts > args.max_prompts_per_request:
         limit = args.max_prompts_per_request
         raise invalid(f"prompt contains {num_prompts:,} prompts; at most {limit:,} are allowed", "prompt")
@@ -103,7 +110,7 @@ def check_request(state: ServerState, request: SamplingFields, num_prompts: int 
             f"{args.max_choices_per_request:,} are allowed",
             "n",
         )
-    vocab_size = state.llm.model_config.vocab_size
+    vocab_size = model.llm.model_config.vocab_size
     for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):  # checking each of them would take long
         if (num_ids := len(getattr(request, name) or ())) > vocab_size:
             raise invalid(f"{name} contains {num_ids:,} token ids, but this model has only {vocab_size:,}", name)
@@ -112,7 +119,7 @@ def check_request(state: ServerState, request: SamplingFields, num_prompts: int 
 
 
 def _beam_search(
-    state: ServerState,
+    model: ServedModel,
     request: SamplingFields,
     max_tokens: int | None,
     logprobs: int | None,
@@ -130,7 +137,7 @@ def _beam_search(
     given: dict[str, Any] = {name: value for name in names if (value := getattr(request, name)) is not None}
     return BeamSearchParams(
         n if request.best_of is None else request.best_of,
-        state.llm.model_config.max_model_len if max_tokens is None else max_tokens,
+        model.llm.model_config.max_model_len if max_tokens is None else max_tokens,
         n=n,
         structured_outputs=structured_outputs,
         tenant=tenant,

@@ -71,11 +71,14 @@ class ModelCard(msgspec.Struct, kw_only=True):
     root: str
     """The checkpoint."""
     parent: str | None = None
-    max_model_len: int
+    max_model_len: int | None
+    """None as long as the model was never loaded."""
+    status: str
+    """`loaded`, `loading`, `asleep`, `restarting` or `failed`; a request wakes up a model that is asleep."""
 
 
 class ModelList(msgspec.Struct, kw_only=True):
-    """All names of the served model."""
+    """All names of the served models."""
 
     object: str = "list"
     data: list[ModelCard]
@@ -92,7 +95,7 @@ class AnthropicModelCard(msgspec.Struct, kw_only=True):
 
 
 class AnthropicModelList(msgspec.Struct, kw_only=True):
-    """All names of the served model, on one page."""
+    """All names of the served models, on one page."""
 
     data: list[AnthropicModelCard]
     has_more: bool = False

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from quire.common.arguments.vllm_arguments import own_format
 from quire.common.errors import ConfigError
 from quire.server.api.tools.json_text import SPACE, read_string, scan_object
 from quire.server.api.tools.parsed import ParsedList
@@ -205,6 +206,7 @@ REASONING_FORMATS = {"think": ReasoningFormat(), "mistral": ReasoningFormat("[TH
 
 def choose_tool_format(choice: str, chat_template: str | None) -> ToolFormat | None:
     """The format of that name; None for `none`; for `auto` the one whose tags the template has. Raises ConfigError."""
+    choice = own_format("tool_parser", choice, list(TOOL_FORMATS))
     if choice == "auto":
         return _tool_format_of(chat_template or "")
     if choice != "none" and choice not in TOOL_FORMATS:
@@ -225,6 +227,7 @@ def _tool_format_of(template: str) -> ToolFormat | None:
 
 def choose_reasoning_format(choice: str, chat_template: str | None) -> ReasoningFormat | None:
     """Return the format as `choose_tool_format` does. Tags of another format are written `START...END`."""
+    choice = own_format("reasoning_parser", choice, list(REASONING_FORMATS))
     if choice == "auto":
         template = chat_template or ""
         return next((known for known in REASONING_FORMATS.values() if known.end in template), None)

@@ -9,6 +9,12 @@ export function setApiKey(key) {
   else sessionStorage.removeItem(KEY);
 }
 
+let model = "";
+
+// The model that is chosen, where the server has several; "" where it has one.
+export const chooseModel = (name) => (model = name);
+export const forModel = (sign) => (model ? `${sign}model=${encodeURIComponent(model)}` : "");
+
 export async function call(path, { body, signal, accept = "application/json" } = {}) {
   const headers = { Accept: accept };
   if (apiKey()) headers.Authorization = `Bearer ${apiKey()}`;

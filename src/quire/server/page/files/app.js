@@ -1,9 +1,9 @@
 // Puts the two pages together: the playground on the left, the engine on the right.
 
-import { apiKey, call, setApiKey } from "./api.js";
-import { Playground } from "./chat.js";
-import { byId, setText } from "./dom.js";
-import { EngineView } from "./engine.js";
+import { apiKey, call, chooseModel, setApiKey } from "./api.js";
+import { Playground } from "./chat/playground.js";
+import { byId, element, setText } from "./dom.js";
+import { EngineView } from "./engine/view.js";
 
 const THEME = "quire-theme";
 const THEMES = ["auto", "light", "dark"];
@@ -11,14 +11,26 @@ const THEMES = ["auto", "light", "dark"];
 const engine = new EngineView();
 new Playground((own) => engine.measured(own));
 
-async function showModel() {
+async function showModels() {
+  const choice = byId("model");
   try {
     const { data } = await (await call("v1/models")).json();
-    setText(byId("model"), data[0]?.id ?? "no model");
+    const names = data.map(({ id }) => id);
+    const before = choice.value;
+    choice.replaceChildren(...names.map((name) => element("option", { value: name }, name)));
+    if (names.includes(before)) choice.value = before;
+    choice.disabled = names.length < 2;
+    chooseModel(names.length > 1 ? choice.value : "");
   } catch (error) {
-    setText(byId("model"), error.message);
+    choice.replaceChildren(element("option", { value: "" }, error.message));
+    choice.disabled = true;
   }
 }
+
+byId("model").addEventListener("change", () => {
+  chooseModel(byId("model").value);
+  engine.reconnect();
+});
 
 function showTheme() {
   const theme = localStorage.getItem(THEME) ?? "auto";
@@ -36,9 +48,9 @@ byId("theme").addEventListener("click", () => {
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => engine.repaint());
 
 byId("key").value = apiKey();
-byId("key").addEventListener("change", () => {
+byId("key").addEventListener("change", async () => {
   setApiKey(byId("key").value.trim());
-  showModel();
+  await showModels();
   engine.reconnect();
 });
 byId("key-form").addEventListener("submit", (event) => {
@@ -47,5 +59,5 @@ byId("key-form").addEventListener("submit", (event) => {
 });
 
 showTheme();
-showModel();
+await showModels();
 engine.follow();

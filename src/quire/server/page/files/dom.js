@@ -37,7 +37,14 @@ export function keyed(parent, items, keyOf, make, update) {
     else parent.insertBefore(child, place);
     update(child, item);
   }
+  const focused = document.activeElement;
+  const isLost = [...known.values()].some((child) => child.contains(focused));
   for (const child of known.values()) child.remove();
+  if (!isLost) return;
+  // What had the focus is gone: the keyboard goes on from here, and not from the top of the page.
+  const next = parent.querySelector("button, [tabindex='0']") ?? parent;
+  if (next === parent) parent.tabIndex = -1;
+  next.focus({ preventScroll: true });
 }
 
 const styles = new Map();
@@ -50,10 +57,24 @@ export function colour(name) {
 
 export const forgetColours = () => styles.clear();
 
+const widths = new WeakMap();
+const watched = new ResizeObserver((entries) => {
+  for (const { target, contentRect } of entries) widths.set(target, contentRect.width);
+});
+
+// The width of an element as the browser last reported it: asking for it each time would make the browser lay out the page each time.
+export function widthOf(node) {
+  if (!widths.has(node)) {
+    widths.set(node, node.clientWidth);
+    watched.observe(node);
+  }
+  return widths.get(node);
+}
+
 // A canvas of the size it has on the page, sharp on any screen: its context, its width and its height.
 export function prepared(canvas, height) {
   const scale = window.devicePixelRatio || 1;
-  const width = canvas.clientWidth;
+  const width = widthOf(canvas);
   if (canvas.width !== Math.round(width * scale) || canvas.height !== Math.round(height * scale)) {
     canvas.width = Math.round(width * scale);
     canvas.height = Math.round(height * scale);

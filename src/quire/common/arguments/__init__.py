@@ -1,0 +1,1 @@
+"""Arguments by name: vLLM's, and the options of a command line."""

@@ -1,0 +1,94 @@
+"""Command-line options of a dataclass of arguments, the texts of their values, and a parser for programs of users."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from quire.common.arguments.vllm_arguments import take_options
+
+
+def add_field_arguments(parser: argparse.ArgumentParser, kind: Any, title: str, *, with_defaults: bool = False) -> None:
+    """Add one option for each field of a dataclass of arguments.
+
+    The namespace has only the options given, or with `with_defaults` all of them.
+    """
+    group = parser.add_argument_group(title)
+    for field in dataclasses.fields(kind):
+        flag = "--" + field.name.replace("_", "-")
+        text = field.metadata["help"].replace("%", "%%")
+        if field.default not in (None, ()):
+            text += f" (default: {field.default})"
+        kinds = set(str(field.type).split(" | ")) - {"None"}
+        keywords: dict[str, Any] = {"dest": field.name, "help": text}
+        keywords["default"] = field.default if with_defaults else argparse.SUPPRESS
+        if kinds == {"bool"}:
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, **keywords)
+        elif kinds == {"tuple[str, ...]"}:
+            group.add_argument(flag, nargs="+", action="extend", metavar=field.name.upper(), **keywords)
+        else:
+            group.add_argument(flag, type=_TYPES[frozenset(kinds)], metavar=field.name.upper(), **keywords)
+
+
+def _int_or_text(value: str) -> int | str:
+    return int(value) if value.isdecimal() else value
+
+
+def tenant_weights(value: str) -> dict[str, float]:
+    """Parse `a=2,b=0.5` into a mapping; anything else is a command-line error."""
+    weights = {}
+    for item in value.split(","):
+        name, _, weight = item.rpartition("=")
+        try:
+            weights[name] = float(weight)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{value!r}: write weights as in a=2,b=0.5") from error
+    return weights
+
+
+def json_object(value: str) -> dict[str, Any]:
+    """Parse a JSON object; anything else is a command-line error."""
+    try:
+        parsed = json.loads(value)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{value!r} is not JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise argparse.ArgumentTypeError(f"{value!r} is not a JSON object")
+    return parsed
+
+
+_TYPES: dict[frozenset[str], Any] = {
+    frozenset(["int"]): int,
+    frozenset(["float"]): float,
+    frozenset(["str"]): str,
+    frozenset(["int", "str"]): _int_or_text,
+    frozenset(["Mapping[str, float]"]): tenant_weights,
+    frozenset(["Mapping[str, Any]"]): json_object,
+}
+
+
+class FlexibleArgumentParser(argparse.ArgumentParser):
+    """vLLM's parser for programs that add the engine's options with EngineArgs.add_cli_args.
+
+    It accepts underscores for hyphens, and the options of vLLM that Quire does not have: these become attributes of the
+    namespace if they are given, and EngineArgs and LLM say what becomes of them.
+    """
+
+    def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Parse as argparse does."""
+        given = [self._spelt_as_known(text) for text in (sys.argv[1:] if args is None else args)]
+        others = take_options(given, self._option_string_actions)
+        namespace, rest = super().parse_known_args(given, namespace)
+        for name, value in others.items():
+            setattr(namespace, name, value)
+        return namespace, rest
+
+    def _spelt_as_known(self, text: str) -> str:
+        option, equals, value = text.partition("=")
+        if not option.startswith("--") or option in self._option_string_actions:
+            return text
+        return option.replace("_", "-") + equals + value

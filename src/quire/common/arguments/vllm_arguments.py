@@ -1,0 +1,134 @@
+"""What becomes of vLLM's arguments that Quire does not have: vllm_arguments.toml lists them."""
+
+import json
+import tomllib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from quire.common.errors import ConfigError, QuireError, nearest_name
+from quire.common.log import logger
+
+_FILE = Path(__file__).with_suffix(".toml")
+Kind = Literal["engine", "server", "sampling", "structured", "beam"]
+
+
+@dataclass(frozen=True, slots=True)
+class VllmArgument:
+    """An argument of vLLM that Quire does not have under this name."""
+
+    verdict: Literal["ignored", "refused", "renamed"]
+    reason: str
+    allowed: tuple[Any, ...] = ()
+    """Values besides empty ones that ask for nothing, where the verdict is `refused`."""
+    to: str = ""
+    """Quire's name, where the verdict is `renamed`."""
+
+    def asks_for_nothing(self, value: Any) -> bool:
+        """Whether Quire does what this value asks for, or it asks for nothing."""
+        return self.verdict == "ignored" or not value or value in self.allowed
+
+
+@cache
+def _tables() -> dict[str, Any]:
+    return tomllib.loads(_FILE.read_text(encoding="utf-8"))
+
+
+def flags() -> list[str]:
+    """Those that have no value on the command line."""
+    found: list[str] = _tables()["flags"]
+    return found
+
+
+@cache
+def vllm_arguments(kind: Kind) -> dict[str, VllmArgument]:
+    """All of one kind, by name."""
+    found = {}
+    for group in _tables()[kind]:
+        allowed = group.get("allowed", {})
+        for name in (*group.get("arguments", ()), *allowed):
+            values = tuple(allowed.get(name, ()))
+            found[name] = VllmArgument(group["verdict"], group.get("reason", ""), values, group.get("to", ""))
+    return found
+
+
+def translate(
+    kind: Kind, given: Mapping[str, Any], own: Collection[str], error: type[QuireError], what: str = "argument"
+) -> dict[str, Any]:
+    """Return the arguments under Quire's names, `own`, without those of vLLM that make no difference here.
+
+    Raises `error` for a name that neither Quire nor vLLM has, with the nearest that Quire has, and for a value that
+    asks for something that Quire does not have.
+    """
+    known, kept, dropped = vllm_arguments(kind), {}, []
+    for name, value in given.items():
+        argument = known.get(name)
+        if name in own:
+            kept[name] = value
+        elif argument is None:
+            raise error(f"unknown {what} {name!r}{nearest_name(name, own)} (allowed: {', '.join(own)})")
+        elif argument.verdict == "renamed":
+            if value is not None:
+                kept[argument.to] = value
+        elif not argument.asks_for_nothing(value):
+            raise error(f"{name}={str(value)[:80]!r} is not supported: {argument.reason}")
+        else:
+            dropped.append(f"{name} ({argument.reason})")
+    if dropped and kind in ("engine", "server"):
+        logger.info("without effect here: %s", "; ".join(dropped))
+    return kept
+
+
+def parsers(name: str) -> dict[str, list[str]]:
+    """vLLM's parsers, of a `tool_parser` or `reasoning_parser`, by Quire's name of the format; `other` has none."""
+    found: dict[str, list[str]] = _tables()["parsers"][name]
+    return found
+
+
+def own_format(name: str, value: str, own: Sequence[str]) -> str:
+    """Return Quire's name of the format that a parser of vLLM reads, and any other value as it is.
+
+    Raises ConfigError for a parser of vLLM whose format is not one of Quire's `own`.
+    """
+    known = parsers(name)
+    found = next((ours for ours, theirs in known.items() if value in theirs), value)
+    if found == "other":
+        same = [theirs for ours in known if ours != "other" for theirs in known[ours]]
+        raise ConfigError(f"{name}={value!r}: this format is not supported (available: {', '.join([*own, *same])})")
+    return found
+
+
+def take_options(arguments: list[str], known: Collection[str]) -> dict[str, Any]:
+    """Remove the options that only vLLM has from a command line, and return their values by name.
+
+    Options that are `known` remain. A value is parsed as JSON where it is JSON.
+    """
+    if all(argument.partition("=")[0] in known for argument in arguments if argument.startswith("--")):
+        return {}
+    names = {*vllm_arguments("engine"), *vllm_arguments("server")}
+    found: dict[str, Any] = {}
+    place = 0
+    while place < len(arguments):
+        option, equals, value = arguments[place].partition("=")
+        is_off = option.startswith("--no-") and option not in known
+        name = option.removeprefix("--no-" if is_off else "--").replace("-", "_")
+        if not option.startswith("--") or option in known or name not in names:
+            place += 1
+            continue
+        del arguments[place]
+        if equals:
+            found[name] = _parsed(value)
+        elif name in flags() or place == len(arguments):
+            found[name] = not is_off
+        else:
+            found[name] = _parsed(arguments.pop(place))
+    return found
+
+
+def _parsed(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except ValueError:
+        return None if value == "None" else value

@@ -1,0 +1,133 @@
+"""Converts the events of a chat to the parts of Ollama's answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from quire.server.api.chat import events as chat
+from quire.server.api.ollama import protocol as api
+from quire.server.api.shared.fields import Timings, TokenLogprob
+
+
+@dataclass(slots=True)
+class Part:
+    """What an answer, or a part of one, contains."""
+
+    content: list[str] = field(default_factory=list)
+    thinking: list[str] = field(default_factory=list)
+    calls: list[api.Call] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    def add(self, other: Part) -> None:
+        """Append another part."""
+        self.content += other.content
+        self.thinking += other.thinking
+        self.calls += other.calls
+        self.logprobs += other.logprobs
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to send."""
+        return not ("".join(self.content) or "".join(self.thinking) or self.calls or self.logprobs)
+
+
+class AnswerBuilder:
+    """Makes the objects of one answer. Tool calls are sent when they are complete: their arguments are objects."""
+
+    def __init__(self, model: str, start_s: float, load_s: float, *, is_chat: bool) -> None:
+        """`start_s` is when the request arrived, of time.monotonic(); `load_s` how long it waited for the model."""
+        self._model = model
+        self._start_s = start_s
+        self._load_s = load_s
+        self._is_chat = is_chat
+        self._calls: dict[int, tuple[str, str, list[str]]] = {}
+        self._finish_reason = "stop"
+        self._usage = chat.UsageEvent(0, 0, 0)
+        self._token_ids: list[int] = []
+
+    async def stream(self, events: AsyncGenerator[chat.ChatEvent, None]) -> AsyncGenerator[api.Answer, None]:
+        """Yield the parts as they come; the last one is done."""
+        async with aclosing(events):
+            async for event in events:
+                part = self._part(event)
+                if not part.is_empty:
+                    yield self._object(part)
+        yield self.done(Part())
+
+    async def fold(self, events: AsyncGenerator[chat.ChatEvent, None]) -> api.Answer:
+        """The whole answer."""
+        whole = Part()
+        async with aclosing(events):
+            async for event in events:
+                whole.add(self._part(event))
+        return self.done(whole)
+
+    def done(self, part: Part, reason: str | None = None) -> api.Answer:
+        """The last object; with a `reason` that of a request that generated nothing."""
+        answer = self._object(part)
+        answer.done, answer.done_reason = True, reason or self._finish_reason
+        if reason is not None:
+            return answer
+        timings = self._usage.timings or Timings(None, None, None, None)
+        answer.total_duration = _ns(time.monotonic() - self._start_s)
+        answer.load_duration = _ns(self._load_s)
+        answer.prompt_eval_count, answer.prompt_eval_duration = self._usage.prompt_tokens, _ns(timings.prefill_s)
+        answer.eval_count, answer.eval_duration = self._usage.completion_tokens, _ns(timings.decode_s)
+        if isinstance(answer, api.GenerateAnswer):
+            answer.context = self._token_ids
+        return answer
+
+    def _part(self, event: chat.ChatEvent) -> Part:
+        match event:
+            case chat.PromptEvent():
+                self._token_ids += event.token_ids or []
+            case chat.ContentDelta():
+                self._token_ids += event.token_ids or []
+                return Part(content=[event.text], logprobs=event.logprobs or [])
+            case chat.ReasoningDelta():
+                return Part(thinking=[event.text])
+            case chat.ToolCallDelta():
+                call = self._calls.setdefault(event.tool_index, (event.id or "", event.name or "", []))
+                call[2].append(event.arguments)
+            case chat.ChoiceFinished():
+                self._finish_reason = "length" if event.finish_reason == "length" else "stop"
+                return Part(calls=[_call(*call) for call in self._calls.values()])
+            case chat.UsageEvent():
+                self._usage = event
+        return Part()
+
+    def _object(self, part: Part) -> api.Answer:
+        content, thinking = "".join(part.content), "".join(part.thinking) or None
+        common: dict[str, Any] = {
+            "model": self._model, "created_at": rfc3339(time.time()), "done": False, "logprobs": part.logprobs or None,
+        }  # fmt: skip
+        if not self._is_chat:
+            return api.GenerateAnswer(response=content, thinking=thinking, **common)
+        calls = part.calls or None
+        message = api.OutputMessage(role="assistant", content=content, thinking=thinking, tool_calls=calls)
+        return api.ChatAnswer(message=message, **common)
+
+
+def rfc3339(seconds: float) -> str:
+    """A time as clients of Ollama expect it."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+def _call(call_id: str, name: str, arguments: list[str]) -> api.Call:
+    text = "".join(arguments)
+    try:
+        parsed = msgspec.json.decode(text or "{}", type=dict[str, Any])
+    except msgspec.DecodeError:  # cut off, or not an object
+        parsed = {"invalid_json": text}
+    return api.Call(id=call_id, function=api.CalledFunction(name=name, arguments=parsed))
+
+
+def _ns(seconds: float | None) -> int:
+    return round((seconds or 0.0) * 1e9)

@@ -1,0 +1,27 @@
+"""ModelSpec: a model that the server offers, before it is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.config.args import EngineArgs
+from quire.config.model import EMBEDDED_CHECKPOINTS
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Under which names a model is served, and the arguments of its engine."""
+
+    names: tuple[str, ...]
+    """At least one; responses to requests that name no model use the first."""
+    engine: EngineArgs
+
+    @property
+    def name(self) -> str:
+        """The first name."""
+        return self.names[0]
+
+    @property
+    def checkpoint(self) -> str:
+        """The folder, hub id or embedded checkpoint."""
+        return self.engine.model or EMBEDDED_CHECKPOINTS[0]

@@ -1,0 +1,153 @@
+"""`quire doctor`: what it finds on machines of several kinds, laid out as folders."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quire.cli import main
+from quire.cli.doctor import Finding, examine
+
+_MIB = 1024  # in KiB, the unit of /proc/meminfo
+_GIB = 1024 * _MIB
+
+
+def lay_out(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def meminfo(total_gib: int, available_mib: int, swap_gib: int = 0) -> str:
+    """/proc/meminfo of a machine whose swap is in use."""
+    sizes = {"MemTotal": total_gib * _GIB, "MemFree": 0, "MemAvailable": available_mib * _MIB}
+    sizes |= {"SwapTotal": swap_gib * _GIB, "SwapFree": 0}
+    return "".join(f"{name}: {kib} kB\n" for name, kib in sizes.items())
+
+
+def machine(root: Path, **changes: str) -> Path:
+    """A machine without anything to improve, except for `changes`: texts of the files."""
+    texts = {
+        "cpuinfo": "model name : Fast CPU\nflags : fpu avx2 avx512f avx512_bf16\n",
+        "meminfo": meminfo(64, 48 * 1024),
+        "mounts": "/dev/sda / ext4 rw 0 0\n",
+        "hugepages": "always [madvise] never\n",
+        "governor": "performance\n",
+    } | changes
+    files = {
+        "proc/cpuinfo": texts["cpuinfo"],
+        "proc/meminfo": texts["meminfo"],
+        "proc/mounts": texts["mounts"],
+        "sys/kernel/mm/transparent_hugepage/enabled": texts["hugepages"],
+        "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": texts["governor"],
+    }
+    return lay_out(root, files)
+
+
+def finding(root: Path, name: str) -> Finding:
+    (found,) = [found for found in examine(root, measures=False) if found.name == name]
+    return found
+
+
+@pytest.mark.parametrize("name", ["instructions", "memory", "huge pages", "clock governor"])
+def test_a_good_machine_gets_no_advice(tmp_path, name):
+    assert finding(machine(tmp_path), name).advice == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "value", "advice"),
+    [
+        (
+            {"cpuinfo": "model name : Old\nflags : avx2 avx512f\n"},
+            "instructions",
+            "avx2 avx512f",
+            "--quantization int8",
+        ),
+        ({"hugepages": "always madvise [never]\n"}, "huge pages", "never", "echo madvise"),
+        ({"governor": "powersave\n"}, "clock governor", "powersave", "--governor performance"),
+        ({"meminfo": meminfo(8, 4096, 1)}, "swap", "1.00 GiB in use", "--kv-cache-memory"),
+        ({"mounts": "server:/models / nfs4 rw 0 0\n"}, "models", "(nfs4)", "HF_HOME"),
+    ],
+)
+def test_what_slows_a_machine_down_gets_advice(tmp_path, change, name, value, advice):
+    found = finding(machine(tmp_path, **change), name)
+    assert value in found.value
+    assert advice in found.advice
+
+
+def test_a_machine_with_several_nodes_gets_advice(tmp_path):
+    root = machine(tmp_path)
+    for node in ("node0", "node1"):
+        (root / "sys/devices/system/node" / node).mkdir(parents=True)
+    found = finding(root, "NUMA nodes")
+    assert found.value == "2"
+    assert "numactl" in found.advice
+
+
+def test_threads_that_share_a_core_are_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)
+    monkeypatch.setattr("quire.kernels.num_threads", lambda: 2)
+    topology = {f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list": "0-1\n" for cpu in (0, 1)}
+    found = finding(lay_out(machine(tmp_path), topology), "threads")
+    assert "1 cores" in found.value
+    assert "--num-threads 1" in found.advice
+
+
+def test_a_quota_that_leaves_cpus_unused_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr("quire.kernels.num_threads", lambda: 2)
+    assert "quota" in finding(machine(tmp_path), "threads").advice
+
+
+def test_a_control_group_s_limit_is_named(tmp_path):
+    group = {"proc/self/cgroup": "0::/box\n", "sys/fs/cgroup/box/memory.max": str(4 * 2**30)}
+    found = finding(lay_out(machine(tmp_path), group), "memory")
+    assert "of 4.00 GiB; the machine has 64.00 GiB" in found.value
+
+
+def test_the_nearest_mount_tells_the_file_system(tmp_path, monkeypatch):
+    folder = tmp_path / "hub"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder))
+    mounts = f"/dev/sda / ext4 rw 0 0\nnas:/ {tmp_path} cifs rw 0 0\n"
+    assert "(cifs)" in finding(machine(tmp_path / "root", mounts=mounts), "models").value
+
+
+def test_an_instruction_set_that_was_chosen_is_named(tmp_path, monkeypatch):
+    native = pytest.importorskip("quire._native")
+    monkeypatch.setenv("QUIRE_ISA", "portable")
+    if native.available_isas()[0] != "portable":
+        assert "QUIRE_ISA=portable is set" in finding(machine(tmp_path), "kernels").advice
+
+
+def test_torch_that_cannot_be_imported_is_fatal(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "torch", None)
+    found = finding(machine(tmp_path), "torch")
+    assert found.is_fatal
+    assert "install.md" in found.advice
+
+
+def test_a_machine_without_these_files_is_examined(tmp_path):
+    """As on macOS. Every finding that needs no file is there."""
+    assert {"quire", "kernels", "threads", "memory", "models"} <= {f.name for f in examine(tmp_path, measures=False)}
+
+
+def test_the_command_prints_findings_and_their_number(capsys):
+    assert main(["doctor", "--no-measure"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("installation\n")
+    assert out.splitlines()[-1].endswith(("hint", "hints", "was found"))
+
+
+def test_the_command_prints_json(capsys):
+    assert main(["doctor", "--no-measure", "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {"area", "name", "value", "advice", "is_fatal"} == set(rows[0])
+
+
+def test_speeds_are_measured(capsys):
+    pytest.importorskip("quire._native")
+    assert main(["doctor", "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    (reads,) = [row["value"] for row in rows if row["name"] == "memory reads"]
+    assert float(reads.removesuffix(" GB/s")) > 0

@@ -1,0 +1,255 @@
+"""Ollama's API over models that say what a test wants."""
+
+import json
+from datetime import datetime
+from typing import Any
+
+import pytest
+
+from quire.common.errors import CheckpointError
+from quire.config.args import EngineArgs
+from quire.server.api.ollama.input import keep_alive_s
+from quire.server.api.tools import TOOL_FORMATS
+from quire.server.app import ROUTES, make_app
+from quire.server.http.errors import ApiError
+from tests.server.in_process import Answer, Server, saying
+
+CHAT = {"model": "quire-tiny", "messages": [{"role": "user", "content": "Hi"}]}
+GENERATE = {"model": "quire-tiny", "prompt": "Hi"}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+
+def lines(answer: Answer) -> list[dict[str, Any]]:
+    """The objects of a stream that ended as it should."""
+    assert answer.status == 200, answer.body
+    assert answer.headers["content-type"] == "application/x-ndjson"
+    found = [json.loads(line) for line in answer.body.decode().splitlines()]
+    assert [line["done"] for line in found] == [False] * (len(found) - 1) + [True]
+    return found
+
+
+@pytest.fixture(scope="module")
+def hello() -> Server:
+    return saying("Hello there!")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/api/chat", CHAT), ("/api/generate", GENERATE), ("/api/generate", GENERATE | {"raw": True})]
+)
+def test_a_stream_equals_the_whole_answer(hello: Server, path: str, body: dict[str, Any]) -> None:
+    def text(part: dict[str, Any]) -> str:
+        return part["message"]["content"] if path == "/api/chat" else part["response"]
+
+    whole = hello.post(path, body | {"stream": False}).json
+    streamed = lines(hello.post(path, body))
+    assert text(whole) == "".join(map(text, streamed)) == "Hello there!"
+    for end in (whole, streamed[-1]):
+        assert (end["model"], end["done_reason"]) == ("quire-tiny", "stop")
+        assert end["total_duration"] >= end["eval_duration"] >= 0
+        assert end["load_duration"] >= 0
+        assert end["prompt_eval_count"] > 0
+        assert end["eval_count"] > 1
+        datetime.fromisoformat(end["created_at"])
+    assert all(part["model"] == "quire-tiny" for part in streamed)
+
+
+def test_options_are_sampling_parameters(hello: Server) -> None:
+    options = {"num_predict": 1, "temperature": 0, "top_k": 5, "top_p": 0.5, "min_p": 0.1, "seed": 3, "stop": ["x"],
+               "repeat_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5, "num_ctx": 64,
+               "repeat_last_n": 4}  # fmt: skip
+    answer = hello.post("/api/chat", CHAT | {"stream": False, "options": options})
+    assert (answer.json["done_reason"], answer.json["eval_count"]) == ("length", 1)
+    assert "x-quire-warning" not in answer.headers
+    assert lines(hello.post("/api/chat", CHAT | {"options": {"num_predict": -1}}))[-1]["done_reason"] == "stop"
+    unknown = hello.post("/api/chat", CHAT | {"stream": False, "options": {"num_gpu": 1}})
+    assert "options.num_gpu" in unknown.headers["x-quire-warning"]
+
+
+@pytest.mark.parametrize(
+    ("path", "wrong", "words"),
+    [
+        ("/api/chat", {"options": {"temperature": -1}}, "options.temperature=-1.0: must be"),
+        ("/api/chat", {"options": {"num_predict": 0}}, "options.num_predict=0: must be"),
+        ("/api/chat", {"options": {"mirostat": 1}}, "options.mirostat is not supported"),
+        ("/api/chat", {"options": {"typical_p": 0.5}}, "options.typical_p is not supported"),
+        ("/api/chat", {"format": "xml"}, "format='xml': must be"),
+        ("/api/chat", {"think": "hard"}, "think='hard': must be"),
+        ("/api/chat", {"keep_alive": "5x"}, "keep_alive='5x': must be"),
+        ("/api/chat", {"messages": [{"role": "user", "images": ["aGk="]}]}, "messages[0].images: images are not"),
+        ("/api/chat", {"top_logprobs": 2}, "top_logprobs requires logprobs"),
+        ("/api/generate", {"images": ["aGk="]}, "images: images are not"),
+        ("/api/generate", {"suffix": "}"}, "suffix: no supported model"),
+        ("/api/generate", {"template": "{{ .Prompt }}"}, "template: Ollama's templates are not supported"),
+        ("/api/generate", {"context": [10**9]}, "10"),
+        ("/api/generate", {"prompt": 5}, "prompt: expected"),
+        ("/api/generate", {"stream": "yes"}, "stream: expected"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_wrong_or_not_supported_is_named(
+    hello: Server, path: str, wrong: Any, words: str, stream: bool
+) -> None:
+    body = (CHAT if path == "/api/chat" else GENERATE) | {"stream": stream} | wrong
+    answer = hello.post(path, body)
+    assert answer.status == 400, answer.body
+    assert words in answer.json["error"]
+
+
+def test_unknown_models_paths_and_methods_have_the_apis_form_of_errors(hello: Server) -> None:
+    for answer, status in (
+        (hello.post("/api/chat", CHAT | {"model": "none"}), 404),
+        (hello.post("/api/create", {}), 404),
+        (hello.get("/api/chat"), 405),
+        (hello.post("/api/embed", {}), 400),
+        (hello.call("DELETE", "/api/delete"), 403),
+        (hello.post("/api/chat", b"{"), 400),
+    ):
+        assert (answer.status, type(answer.json["error"])) == (status, str), answer.body
+
+
+def test_a_failure_within_a_stream_is_its_last_line() -> None:
+    server = saying("Hello there!")
+    generate = server.llm.generate
+
+    async def breaking(*args: Any, **kwargs: Any) -> Any:
+        async for output in generate(*args, **kwargs):
+            yield output
+            raise ApiError(503, "the engine has died")
+
+    server.llm.generate = breaking
+    answer = server.post("/api/chat", CHAT)
+    assert json.loads(answer.body.splitlines()[-1]) == {"error": "the engine has died"}
+
+
+def test_curl_needs_no_content_type_but_a_form_of_a_web_site_is_refused(hello: Server) -> None:
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    assert hello.post("/api/chat", CHAT, headers=form).status == 200
+    assert hello.post("/api/chat", CHAT, headers=form | {"origin": "https://evil.example"}).status == 415
+    assert hello.post("/v1/chat/completions", CHAT, headers=form).status == 415
+
+
+def test_tool_calls_are_objects() -> None:
+    call = '<tool_call>{"name": "look", "arguments": {"at": [1, 2]}}</tool_call>'
+    server = saying(f"So: {call}{call}", tool_format=TOOL_FORMATS["hermes"])
+    history = [
+        *CHAT["messages"],
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {"at": 1}}}]},
+        {"role": "tool", "content": "nothing", "tool_name": "look"},
+        {"role": "assistant", "content": "x", "thinking": "y"},
+        {"role": "user", "content": "Again"},
+    ]
+    body = CHAT | {"messages": history, "tools": [TOOL]}
+    streamed = lines(server.post("/api/chat", body))
+    whole = server.post("/api/chat", body | {"stream": False}).json
+    for calls in (whole["message"]["tool_calls"], [c for p in streamed for c in p["message"].get("tool_calls", ())]):
+        assert [found["function"] for found in calls] == [{"name": "look", "arguments": {"at": [1, 2]}}] * 2
+    assert whole["message"]["content"].strip() == "So:"
+    assert whole["done_reason"] == "stop"
+
+
+def test_thinking_is_apart_and_can_be_left_out() -> None:
+    server = saying("<think>Well.</think>Yes.", args=None)
+    from quire.server.api.tools import choose_reasoning_format
+
+    server.model.reasoning_format = choose_reasoning_format("think", None)
+    message = server.post("/api/chat", CHAT | {"stream": False, "think": True}).json["message"]
+    assert (message["thinking"], message["content"]) == ("Well.", "Yes.")
+    generated = server.post("/api/generate", GENERATE | {"stream": False}).json
+    assert (generated["thinking"], generated["response"]) == ("Well.", "Yes.")
+    hidden = server.post("/api/chat", CHAT | {"stream": False, "think": False}).json["message"]
+    assert "thinking" not in hidden
+    assert hidden["content"] == "Yes."
+
+
+def test_context_continues_an_answer(hello: Server) -> None:
+    first = hello.post("/api/generate", GENERATE | {"stream": False}).json
+    second = hello.post("/api/generate", GENERATE | {"stream": False, "context": first["context"]}).json
+    assert second["prompt_eval_count"] == len(first["context"]) + first["prompt_eval_count"]
+    assert second["context"][: len(first["context"])] == first["context"]
+    raw = hello.post("/api/generate", GENERATE | {"stream": False, "raw": True}).json
+    assert raw["prompt_eval_count"] < first["prompt_eval_count"]
+
+
+def test_a_request_without_a_prompt_loads_or_unloads() -> None:
+    server = saying()
+    calls: list[str] = []
+    (entry,) = server.state.models.entries
+
+    async def sleep() -> None:
+        calls.append("sleep")
+
+    async def wake_up() -> None:
+        calls.append("wake_up")
+
+    server.llm.sleep, server.llm.wake_up = sleep, wake_up
+    for path, body in (("/api/chat", {"model": "quire-tiny", "messages": []}), ("/api/generate", {"model": "alias"})):
+        loaded = server.post(path, body).json
+        assert (loaded["done"], loaded["done_reason"]) == (True, "load")
+        unloaded = server.post(path, body | {"keep_alive": 0}).json
+        assert (unloaded["done"], unloaded["done_reason"]) == (True, "unload")
+        assert server.get("/api/ps").json == {"models": []}
+    assert calls == ["sleep", "wake_up", "sleep"]
+    server.post("/api/chat", CHAT | {"keep_alive": "10m"})
+    assert entry.keep_alive_s == 600
+    (running,) = server.get("/api/ps").json["models"]
+    left_s = datetime.fromisoformat(running["expires_at"]).timestamp() - datetime.now().timestamp()
+    assert 590 < left_s < 601
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [(5, 5), (0, 0), ("0", 0), ("300", 300), ("5m", 300), ("1h30m", 5400), ("1.5s", 1.5), ("500ms", 0.5), (-1, None),
+     ("-1", None), ("-1m", None), ("24h", 86400), (1e300, None)],
+)  # fmt: skip
+def test_durations(given: float | str, seconds: float | None) -> None:
+    assert keep_alive_s(given) == seconds
+
+
+@pytest.mark.parametrize("given", ["", "m", "5 m", "5m5", "five", "nan", "--5m", "1h-1m"])
+def test_other_durations_are_refused(given: str) -> None:
+    with pytest.raises(ApiError, match="keep_alive"):
+        keep_alive_s(given)
+
+
+def test_the_models_are_listed_and_shown(hello: Server) -> None:
+    assert hello.get("/api/version").json.keys() == {"version"}
+    models = hello.get("/api/tags").json["models"]
+    assert [model["name"] for model in models] == ["quire-tiny", "alias"]
+    assert models[0]["size"] > 10**6
+    assert len(models[0]["digest"]) == 64
+    assert models[0]["details"]["family"] == "llama"
+    (running,) = hello.get("/api/ps").json["models"]
+    assert running["context_length"] == hello.llm.model_config.max_model_len
+    for body in ({"model": "quire-tiny"}, {"name": "alias:latest", "verbose": True}):
+        shown = hello.post("/api/show", body).json
+        assert shown["modelfile"] == "FROM quire-tiny"
+        assert shown["model_info"]["general.parameter_count"] == 6_819_072
+        assert "completion" in shown["capabilities"]
+    assert hello.post("/api/show", {}).status == 400
+    assert hello.post("/api/show", {"model": "none"}).status == 404
+
+
+def test_a_pulled_model_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = saying()
+    server.app = make_app(server.state)  # in `quire serve`, administrators alone may pull
+    assert {row.kind for row in ROUTES if row.path == "/api/pull"} == {"admin"}
+    asked: list[str | None] = []
+
+    def resolve(args: EngineArgs) -> None:
+        asked.append(args.model)
+        if args.model == "org/missing":
+            raise CheckpointError("there is no such model")
+
+    monkeypatch.setattr(EngineArgs, "resolve", resolve)
+    assert [json.loads(line) for line in server.post("/api/pull", {"model": "org/new:latest"}).body.splitlines()] == [
+        {"status": "pulling manifest"},
+        {"status": "success"},
+    ]
+    assert server.post("/api/pull", {"name": "org/new", "stream": False}).json == {"status": "success"}
+    assert asked == ["org/new", "org/new"]
+    assert [card["id"] for card in server.get("/v1/models").json["data"]] == ["quire-tiny", "alias", "org/new"]
+    assert server.get("/api/tags").json["models"][-1]["size"] == 0
+    missing = server.post("/api/pull", {"model": "org/missing", "stream": False})
+    assert (missing.status, missing.json) == (404, {"error": "pull failed: there is no such model"})
+    for name in ("../etc", "/etc", "http://x/y", "src/quire", "x"):
+        assert server.post("/api/pull", {"model": name}).status == 400
