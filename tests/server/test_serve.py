@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import os
 import re
 import signal
 import socket
@@ -22,7 +23,7 @@ from quire.server.config import ServerArgs
 from quire.server.serve import _listening, _uvicorn_config
 
 SMALL = ["--kv-cache-memory", "16MiB", "--max-num-seqs", "8"]
-WAIT_S = 60
+WAIT_S = 150
 CHAT = {"messages": [{"role": "user", "content": "Count."}], "ignore_eos": True}
 
 
@@ -37,6 +38,7 @@ class Server:
             stderr=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             text=True,
+            env=os.environ | {"PYTHONFAULTHANDLER": "1"},
         )
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
@@ -48,16 +50,26 @@ class Server:
                 self._changed.notify_all()
 
     def wait_for(self, pattern: str) -> re.Match[str]:
-        """The first line that has it."""
+        """The first line that has it. If none comes, the stacks of all threads are printed before the test fails."""
 
         def find() -> re.Match[str] | None:
             return next((found for line in self.lines if (found := re.search(pattern, line))), None)
 
         with self._changed:
-            assert self._changed.wait_for(lambda: find() is not None, WAIT_S), "\n".join(self.lines)
+            self._changed.wait_for(lambda: find() is not None, WAIT_S)
         found = find()
-        assert found is not None
+        if found is None:
+            self._print_stacks()
+        assert found is not None, pattern
         return found
+
+    def _print_stacks(self) -> None:
+        """Among the server's lines; this ends its processes."""
+        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        for pid in [*(int(pid) for path in tasks for pid in path.read_text().split()), self.process.pid]:
+            os.kill(pid, signal.SIGABRT)
+        self.process.wait()
+        self._reader.join(5)
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
