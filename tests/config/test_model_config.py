@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from quire.common.errors import CheckpointError, ConfigError, UnsupportedModelError
+from quire.config.checkpoint.location import is_downloadable
 from quire.config.hf_config import HFConfig
-from quire.config.model import ModelConfig, is_downloadable, rope_config
+from quire.config.model import ModelConfig, rope_config
 
 FIELDS: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM", "Other"],

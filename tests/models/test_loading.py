@@ -17,8 +17,9 @@ import transformers
 
 from quire.common.errors import CheckpointError, ConfigError, UnsupportedModelError
 from quire.config.checkpoint.formats import open_checkpoint
+from quire.config.checkpoint.location import EMBEDDED_CHECKPOINTS
 from quire.config.kv_cache import FullAttentionSpec, SlidingWindowSpec
-from quire.config.model import EMBEDDED_CHECKPOINTS, ModelConfig
+from quire.config.model import ModelConfig
 from quire.models.registry import model_class
 from quire.models.weights.loader import load_model, weight_bytes
 

@@ -168,7 +168,7 @@ def accepts():
     from llguidance import LLMatcher, LLTokenizer
 
     from quire.config.args import EngineArgs
-    from quire.config.model import EMBEDDED_CHECKPOINTS
+    from quire.config.checkpoint.location import EMBEDDED_CHECKPOINTS
     from quire.text.tokenizer.tokenizer import Tokenizer
 
     config = EngineArgs(model=EMBEDDED_CHECKPOINTS[0]).resolve()

@@ -86,7 +86,7 @@ async def _run(options: argparse.Namespace) -> int:
 
 def _batch_run(llm: AsyncLLM, args: ServerArgs, options: argparse.Namespace) -> BatchRun:
     """Return a run over the server's application, with all endpoints that generate."""
-    from quire.config.model import EMBEDDED_CHECKPOINTS
+    from quire.config.checkpoint.location import EMBEDDED_CHECKPOINTS
     from quire.server.api.batch_file import BatchRun
     from quire.server.app import ROUTES, make_app
     from quire.server.http.state import ServerState

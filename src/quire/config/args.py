@@ -66,10 +66,15 @@ class EngineArgs(metaclass=_NamesChecked):
     other names, and for values that ask for something that Quire does not have.
     """
 
-    model: str | None = arg(None, "checkpoint folder, hub id, or quire-tiny / quire-draft; none: quire-tiny")
+    model: str | None = arg(
+        None,
+        "checkpoint folder, .gguf file, hub id (org/name, or org/name:Q4_K_M for its GGUF file), or quire-tiny / "
+        "quire-draft; none: quire-tiny",
+    )
     tokenizer: str | None = arg(None, "folder or hub id of the tokenizer; none: the model's")
     revision: str | None = arg(None, "branch, tag or commit of a hub id")
     download_dir: str | None = arg(None, "folder for downloads from the hub")
+    gguf_file: str | None = arg(None, "name of a GGUF file in the folder or hub id, or a part of it such as Q4_K_M")
     dtype: str = arg("auto", "auto, bfloat16 or float32; float16 checkpoints compute in bfloat16")
     quantization: str | None = arg(None, "int8 or int4: quantize the weights while they are loaded; none: do not")
     max_model_len: int | str | None = arg(
@@ -144,6 +149,7 @@ class EngineArgs(metaclass=_NamesChecked):
             dtype=self.dtype,
             quantization=self.quantization,
             revision=self.revision,
+            gguf_file=self.gguf_file,
             download_dir=self.download_dir,
             hf_overrides=self.hf_overrides or {},
             override_generation_config=self.override_generation_config or {},

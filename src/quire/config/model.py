@@ -1,30 +1,20 @@
-"""ModelConfig: which checkpoint, where its files are, and what its config.json says."""
+"""ModelConfig: which checkpoint, where its files are, and what its config.json or GGUF header says."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from quire.common.errors import CheckpointError, ConfigError, UnsupportedModelError, check_choice, nearest_name
+from quire.common.errors import CheckpointError, ConfigError, UnsupportedModelError, check_choice
 from quire.common.log import logger
-from quire.common.progress import hub_bar
 from quire.config.architectures import supported_architecture
-from quire.config.checkpoint.formats import FORMATS, find_format
+from quire.config.checkpoint.formats import find_format
+from quire.config.checkpoint.gguf.files import read_gguf
+from quire.config.checkpoint.gguf.hf_values import generation_values, hf_values
+from quire.config.checkpoint.location import CONFIG_FILE, EMBEDDED_CHECKPOINTS, Location
 from quire.config.hf_config import HFConfig, read_json_object
 from quire.config.quantization import check_quantization, read_quantization
-
-EMBEDDED_CHECKPOINTS = ("quire-tiny", "quire-draft")
-"""Names of the checkpoints inside this package."""
-
-_EMBEDDED_ROOT = Path(__file__).parents[1] / "models" / "embedded"
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_CONFIG_FILES = ("*.json", "*.jinja")
-TOKENIZER_FILES = (*_CONFIG_FILES, "*.model", "*.txt")
-_NOT_OURS = ("*/*", "consolidated*", "*.bin.index.json")
-"""Files that are not downloaded: subfolders (other formats, original weights), and copies of the weights under other
-names."""
 
 _HALF = ("float16", "half", "fp16")
 _DTYPES = dict.fromkeys(("float32", "float", "fp32"), "float32")
@@ -41,8 +31,11 @@ class ModelConfig:
     model: str
     """The name that was given."""
     path: Path
+    """The checkpoint's folder, or a GGUF file."""
     tokenizer_path: Path
+    """The tokenizer's folder, or a GGUF file."""
     hf_config: HFConfig
+    """The contents of config.json, or what would be there for a GGUF file."""
     generation_config: Mapping[str, Any]
     """The contents of generation_config.json; empty if the checkpoint has no such file."""
     architecture: str
@@ -73,15 +66,17 @@ class ModelConfig:
         dtype: str = "auto",
         quantization: str | None = None,
         revision: str | None = None,
+        gguf_file: str | None = None,
         download_dir: str | Path | None = None,
         hf_overrides: Mapping[str, Any] = MappingProxyType({}),
         override_generation_config: Mapping[str, Any] = MappingProxyType({}),
     ) -> "ModelConfig":
         """Find the checkpoint and read its config.
 
-        `model` is None or `quire-tiny` / `quire-draft` (inside this package), a folder (the network is never touched),
-        or a hub id `org/name`, which is downloaded: JSON, tokenizer and safetensors files, never pickles. `tokenizer`
-        is the same, for the tokenizer files alone. The last two replace values of config.json and
+        `model` is None or `quire-tiny` / `quire-draft` (inside this package), a folder or GGUF file (the network is
+        never touched), or a hub id `org/name`, which is downloaded: JSON, tokenizer and safetensors files, never
+        pickles; with `org/name:Q4_K_M` or `gguf_file`, that GGUF file alone. `tokenizer` is the same, for the tokenizer
+        files alone. The last two replace values of config.json and
         generation_config.json. Raises ConfigError for an unknown dtype or quantization,
         UnsupportedModelError for a checkpoint that another tool quantized, and CheckpointError for a checkpoint that is
         missing or malformed.
@@ -89,14 +84,16 @@ class ModelConfig:
         check_choice("dtype", dtype, ("auto", *_DTYPES))
         check_quantization(quantization)
         name = EMBEDDED_CHECKPOINTS[0] if model is None else str(model)
-        path = _find(name, ("config.json",), revision, download_dir)
-        hf = HFConfig.read(path / "config.json").replaced(hf_overrides)
+        location = Location(name, gguf_file, revision, download_dir)
+        path = location.find()
+        stated, generation = _read_configs(path)
+        hf = stated.replaced(hf_overrides)
         architecture = supported_architecture(hf)  # before gigabytes of weights that could not be used are downloaded
         if hf.get("auto_map"):
             logger.warning("%s asks for its own code (auto_map): never run, Quire's own model is used", hf.source)
-        path = _find(name, (*TOKENIZER_FILES, *_weight_patterns()), revision, download_dir)
-        tokenizer_path = path if tokenizer is None else _find(str(tokenizer), TOKENIZER_FILES, None, download_dir)
-        generation = _generation_config(path).replaced(override_generation_config)
+        path = location.complete(path)
+        generation = (_generation_config(path) if path.is_dir() else generation).replaced(override_generation_config)
+        tokenizer_path = path if tokenizer is None else Location(str(tokenizer), None, None, download_dir).tokenizer()
         checkpoint_dtype = _checkpoint_dtype(hf, path)
         _check_layers(hf)
         max_positions = hf.size("max_position_embeddings")
@@ -145,51 +142,12 @@ def rope_config(hf: HFConfig) -> HFConfig:
     )
 
 
-def _weight_patterns() -> tuple[str, ...]:
-    return tuple(pattern for format in FORMATS.values() for pattern in format.patterns)
-
-
-def is_downloadable(name: str) -> bool:
-    """Whether this is an id of the hub, and no folder or embedded checkpoint has this name."""
-    return bool(_HUB_ID.fullmatch(name)) and name not in EMBEDDED_CHECKPOINTS and not Path(name).expanduser().exists()
-
-
-def _find(name: str, patterns: tuple[str, ...], revision: str | None, download_dir: str | Path | None) -> Path:
-    """The folder that holds the checkpoint `name`, downloaded first if it is a hub id."""
-    if name in EMBEDDED_CHECKPOINTS:
-        return _EMBEDDED_ROOT / name
-    path = Path(name).expanduser()
+def _read_configs(path: Path) -> tuple[HFConfig, HFConfig]:
+    """What config.json says; or for a GGUF file what the header says, and the generation config in it."""
     if path.is_dir():
-        return path
-    if path.exists():
-        raise CheckpointError(f"{name!r} is a file: give the folder that holds config.json and the weights")
-    if not _HUB_ID.fullmatch(name):
-        raise CheckpointError(
-            f"there is no folder {name!r}{nearest_name(name, EMBEDDED_CHECKPOINTS)} "
-            f"(allowed: a folder, a hub id such as 'org/name', or {', '.join(EMBEDDED_CHECKPOINTS)})"
-        )
-    return _download(name, patterns, revision, download_dir)
-
-
-def _download(name: str, patterns: tuple[str, ...], revision: str | None, download_dir: str | Path | None) -> Path:
-    import huggingface_hub  # slow to import, and not needed for local checkpoints
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-    from huggingface_hub.utils.tqdm import tqdm
-
-    try:
-        folder = huggingface_hub.snapshot_download(
-            name,
-            revision=revision,
-            cache_dir=download_dir,
-            allow_patterns=list(patterns),
-            ignore_patterns=list(_NOT_OURS),
-            tqdm_class=hub_bar(tqdm, name),
-        )
-    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
-        raise CheckpointError(
-            f"there is no folder {name!r}, and it cannot be downloaded from the hub either: {error}"
-        ) from error
-    return Path(folder)
+        return HFConfig.read(path / CONFIG_FILE), HFConfig({}, str(path))  # not downloaded yet
+    model = read_gguf(path)
+    return hf_values(model), generation_values(model)
 
 
 def _generation_config(path: Path) -> HFConfig:

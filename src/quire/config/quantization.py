@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from quire.common.errors import ConfigError, UnsupportedModelError, nearest_name
+from quire.config.checkpoint.gguf.hf_values import QUANT_METHOD as GGUF_METHOD
 from quire.config.hf_config import HFConfig
 
 QUANTIZATIONS = ("int8", "int4")
@@ -48,6 +49,6 @@ def _saved_by_quire(section: HFConfig) -> str:
     return format
 
 
-METHODS: dict[str, Callable[[HFConfig], str]] = {QUANT_METHOD: _saved_by_quire}
-"""quant_method -> reads the rest of `quantization_config` and names the quantization. How the weights are then loaded
-is the pass of the same name in quire.models.weights.quantization."""
+METHODS: dict[str, Callable[[HFConfig], str | None]] = {QUANT_METHOD: _saved_by_quire, GGUF_METHOD: lambda _: None}
+"""quant_method -> reads the rest of `quantization_config` and names the quantization, None where each tensor has its
+own. How the weights are then loaded is the pass of the same name in quire.models.weights.quantization."""

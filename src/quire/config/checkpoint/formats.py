@@ -1,10 +1,11 @@
-"""The formats of checkpoints that Quire reads, and the choice between them by what a folder holds."""
+"""The formats of checkpoints that Quire reads, and the choice between them by what a folder or a file is."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from quire.common.errors import CheckpointError
+from quire.config.checkpoint.gguf.files import is_gguf, open_gguf
 from quire.config.checkpoint.safetensors import INDEX_FILE, SINGLE_FILE, open_safetensors
 from quire.config.checkpoint.tensors import Checkpoint
 
@@ -33,7 +34,10 @@ def find_format(folder: Path) -> CheckpointFormat | None:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """The weights in `folder`. Raises CheckpointError if they are missing, incomplete or in no format of the table."""
+    """The weights in `folder`, or in a GGUF file and its parts. Raises CheckpointError if they are missing, incomplete
+    or in no format of the table."""
+    if is_gguf(folder):
+        return open_gguf(folder)
     if found := find_format(folder):
         return found.open(folder)
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))

@@ -3,7 +3,7 @@
 import mmap
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -18,6 +18,15 @@ class TensorInfo:
     are rows of uint8."""
     shape: tuple[int, ...]
     num_bytes: int
+    block_type: str | None = field(default=None, kw_only=True)
+    """The type of the blocks in which the elements are stored, such as q4_k; None for plain numbers."""
+    block_shape: tuple[int, ...] | None = field(default=None, kw_only=True)
+    """The shape of the tensor that the blocks stand for."""
+
+    @property
+    def logical_shape(self) -> tuple[int, ...]:
+        """The shape of the tensor, however it is stored."""
+        return self.block_shape or self.shape
 
 
 class Checkpoint(Protocol):
@@ -41,6 +50,10 @@ class MappedTensor(TensorInfo):
 
     path: Path
     offset: int
+
+    def placed_at(self, offset: int) -> "MappedTensor":
+        """The same tensor at another place of the file."""
+        return replace(self, offset=offset)
 
 
 class MappedCheckpoint:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from quire import kernels
+from quire.common.errors import CheckpointError
+from quire.kernels.backends import reference_blocks
 from quire.models.layers.weighted_layer import Part, WeightSpec
 
 Matrix = kernels.PackedWeight | kernels.QuantizedWeight
@@ -67,3 +69,65 @@ class SavedQuantized:
 
     def matrix(self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Matrix:
         return kernels.mapped_weight(*shape, dtype, self.format, tensors["weight"])
+
+
+@dataclass(frozen=True, slots=True)
+class Expanded:
+    """Blocks of a GGUF file, made plain numbers when they are loaded, and then kept as `inner` keeps those.
+
+    The modules that a layer fuses may have different types of blocks, or none.
+    """
+
+    block_types: tuple[str | None, ...]
+    """Of each part; None for plain numbers."""
+    inner: WeightFormat = Packed()
+
+    def specs(self, parts: tuple[Part, ...], dtype: torch.dtype) -> Mapping[str, WeightSpec]:
+        kept_bytes = sum(spec.num_bytes for spec in self.inner.specs(parts, dtype).values())
+        specs = {}
+        for i, (part, block_type) in enumerate(zip(parts, self.block_types, strict=True)):
+            stored = part if block_type is None else in_blocks(part, block_type)
+            stored_dtype = dtype if block_type is None else torch.uint8
+            kept = kept_bytes if i == 0 else 0
+            specs[f"weight.{i}"] = WeightSpec((stored,), stored_dtype, kept_bytes=kept, module=i)
+        return specs
+
+    def matrix(self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Matrix:
+        weight, start = torch.empty(shape, dtype=dtype), 0
+        for i, block_type in enumerate(self.block_types):
+            stored = tensors[f"weight.{i}"]
+            rows = weight[start : start + len(stored)]
+            if block_type is None:
+                rows.copy_(stored)
+            else:
+                expand_into(rows, stored, block_type)
+            start += len(stored)
+        return self.inner.matrix({"weight": weight}, shape, dtype)
+
+
+_PIECE_ELEMENTS = 2**20
+"""Weights that are expanded at once, which takes about 12 bytes of each."""
+
+
+def in_blocks(part: Part, block_type: str) -> Part:
+    """The part as rows of blocks. Raises CheckpointError if its columns are not whole blocks."""
+    kind = reference_blocks.BLOCKS[block_type]
+
+    def num_bytes(columns: int) -> int:
+        if columns % kind.elements:
+            raise CheckpointError(
+                f"{columns} columns are not whole {block_type} blocks of {kind.elements}: the matrix has another shape "
+                "than the config says, or cannot be split there"
+            )
+        return columns // kind.elements * kind.num_bytes
+
+    columns = None if part.columns is None else (num_bytes(part.columns[0]), num_bytes(part.columns[1]))
+    return Part((part.shape[0], num_bytes(part.shape[1])), part.rows, columns)
+
+
+def expand_into(out: Tensor, blocks: Tensor, block_type: str) -> None:
+    """Write the weights that `blocks` [n, row_bytes] uint8 stand for into `out` [n, k], some rows at a time."""
+    num_rows = max(1, _PIECE_ELEMENTS // out.shape[1])
+    for start in range(0, len(out), num_rows):
+        rows = slice(start, start + num_rows)
+        out[rows].copy_(reference_blocks.expand(blocks[rows], block_type))

@@ -44,6 +44,9 @@ class WeightSpec:
     """Whether the layer keeps this very tensor. If not, it copies what it needs before `set_weights` returns."""
     kept_bytes: int | None = None
     """The size of what the layer makes of it. None: as large as the stack."""
+    module: int | None = None
+    """Of a layer that fuses modules: the index of the one whose tensor this is, under this spec's name without its last
+    part (`weight.1` is the `weight` of module 1). None: the parts are those of all modules."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -122,9 +122,11 @@ def assignments(model: Model) -> list[Assignment]:
     for module_name, layer in model.weighted_layers():
         parent, _, own = module_name.rpartition(".")
         for name, spec in layer.weight_specs().items():
-            parts = model.fused.get(own, (own,)) if len(spec.parts) > 1 else (own,)
+            parts, suffix = model.fused.get(own, (own,)) if len(spec.parts) > 1 else (own,), name
+            if spec.module is not None:
+                parts, suffix = (model.fused.get(own, (own,))[spec.module],), name.rpartition(".")[0]
             modules = [f"{parent}.{part}" if parent else part for part in parts]
-            sources = tuple(f"{module}.{name}" for module in modules)
+            sources = tuple(f"{module}.{suffix}" for module in modules)
             found.append(Assignment(f"{module_name}.{name}", layer, name, spec, sources))
     return found
 

@@ -14,8 +14,9 @@ from quire import kernels
 from quire.common.errors import ConfigError
 from quire.common.progress import progress
 from quire.config.checkpoint.formats import open_checkpoint
+from quire.config.checkpoint.location import TOKENIZER_FILES
 from quire.config.checkpoint.safetensors import DTYPES, INDEX_FILE, SINGLE_FILE
-from quire.config.model import TOKENIZER_FILES, ModelConfig
+from quire.config.model import ModelConfig
 from quire.config.quantization import QUANT_METHOD, QUANTIZED_VERSION
 from quire.models.base import Model
 from quire.models.layers.embedding import Embedding

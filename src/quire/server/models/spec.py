@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.config.args import EngineArgs
-from quire.config.model import EMBEDDED_CHECKPOINTS
+from quire.config.checkpoint.location import EMBEDDED_CHECKPOINTS
 
 
 @dataclass(frozen=True, slots=True)

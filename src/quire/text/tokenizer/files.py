@@ -12,7 +12,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from quire.common.errors import RequestError, TokenizerError
 from quire.config.hf_config import check_file, read_json_object
 
-_MAX_TEMPLATE_BYTES = 1024**2
+MAX_TEMPLATE_BYTES = 1024**2
 _MAX_TOKENIZER_BYTES = 256 * 1024**2
 _WHOLE = "tokenizer.json"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -38,7 +38,7 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
         backend = _read_backend(folder, config)
         _add_special_tokens(backend, folder, config, special_tokens)
         if not (folder / _WHOLE).exists():  # tokenizer.json itself says which tokens are put around a text
-            _frame_with_special_tokens(backend, config, special_tokens)
+            frame_with_special_tokens(backend, config, special_tokens)
         return TokenizerFiles(backend, special_tokens, _read_chat_templates(folder, config))
 
 
@@ -129,7 +129,7 @@ def _added_token(token: str, value: Mapping[str, Any]) -> AddedToken:
     return AddedToken(token, normalized=bool(value.get("normalized", not flags["special"])), **flags)
 
 
-def _frame_with_special_tokens(
+def frame_with_special_tokens(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> None:
     """Make the backend put the special tokens of add_bos_token and add_eos_token around each text."""
@@ -169,7 +169,7 @@ def _read_chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, s
 
 def _read_template(path: Path) -> str:
     with library_errors(f"{path} cannot be read"):
-        check_file(path, _MAX_TEMPLATE_BYTES)
+        check_file(path, MAX_TEMPLATE_BYTES)
         return path.read_text(encoding="utf-8")
 
 

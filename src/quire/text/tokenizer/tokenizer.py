@@ -9,8 +9,10 @@ import tokenizers
 
 from quire.common.errors import InvalidPromptError, TokenizerError
 from quire.common.faults import fault_point
+from quire.config.checkpoint.gguf.files import is_gguf
 from quire.text.chat_template.template import ChatTemplate, compile_chat_template
 from quire.text.tokenizer.files import TokenizerFiles, library_errors, read_tokenizer_files
+from quire.text.tokenizer.gguf import read_gguf_tokenizer
 from quire.text.tokenizer.token_decoder import TextStream, TokenDecoder
 
 
@@ -32,8 +34,11 @@ class Tokenizer:
 
     @classmethod
     def from_path(cls, path: str | Path) -> "Tokenizer":
-        """Read the tokenizer of a checkpoint's folder. Raises TokenizerError if it is missing or damaged."""
-        return cls(read_tokenizer_files(Path(path)), str(path))
+        """Read the tokenizer of a checkpoint's folder or GGUF file. Raises TokenizerError if it is missing or damaged,
+        and CheckpointError for a malformed GGUF file."""
+        folder = Path(path)
+        files = read_gguf_tokenizer(folder) if is_gguf(folder) else read_tokenizer_files(folder)
+        return cls(files, str(path))
 
     @classmethod
     def of(cls, given: Any) -> "Tokenizer":

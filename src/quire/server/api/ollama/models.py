@@ -16,7 +16,8 @@ from starlette.types import ASGIApp
 from quire.common.errors import QuireError
 from quire.common.version import __version__
 from quire.config.checkpoint.formats import open_checkpoint
-from quire.config.model import ModelConfig, is_downloadable
+from quire.config.checkpoint.location import is_downloadable
+from quire.config.model import ModelConfig
 from quire.server.api.ollama import protocol as api
 from quire.server.api.ollama.stream import rfc3339
 from quire.server.api.tokens.protocol import Version

@@ -1,0 +1,1 @@
+"""GGUF files: header, tensors, and the config that the header stands for."""

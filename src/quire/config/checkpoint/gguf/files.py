@@ -1,0 +1,165 @@
+"""GGUF models of one file or several: which files belong together, and their tensors under the names of config.json's
+architecture."""
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.common.errors import CheckpointError
+from quire.config.checkpoint.gguf.architectures import architecture_of
+from quire.config.checkpoint.gguf.header import Header, read_header
+from quire.config.checkpoint.tensors import MappedCheckpoint, MappedTensor
+from quire.config.hf_config import HFConfig
+
+_PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+_NO_MODEL = re.compile(r"(?i)(^|[-._])mmproj[-._]|(^|[-._])imatrix[-._]")
+"""Files beside models: encoders of images, and statistics for quantizing."""
+_MAX_NAMED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFModel:
+    """The headers of a model's files."""
+
+    metadata: HFConfig
+    """The first file's keys."""
+    tensors: Mapping[str, MappedTensor]
+    """All files' tensors, by their names there."""
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether this is the path of a GGUF file, not of a folder."""
+    return path.suffix.lower() == ".gguf" and not path.is_dir()
+
+
+def read_gguf(path: Path) -> GGUFModel:
+    """Read the headers of the model that `path` is, or is a part of. Raises CheckpointError if a file is missing or
+    malformed, or belongs to another model."""
+    paths = parts_of(path)
+    headers = [read_header(part) for part in paths]
+    tensors: dict[str, MappedTensor] = {}
+    for number, (part, header) in enumerate(zip(paths, headers, strict=True)):
+        _check_part(part, header, number, len(paths))
+        if twice := sorted(tensors.keys() & header.tensors.keys()):
+            raise CheckpointError(f"{part} holds {twice[0]!r} again, which an earlier part of this model has")
+        tensors |= header.tensors
+    first = headers[0].metadata
+    if len(paths) > 1 and first.get("split.tensors.count", len(tensors)) != len(tensors):
+        raise CheckpointError(
+            f"{paths[0]} promises {first['split.tensors.count']} tensors, the {len(paths)} parts hold {len(tensors)}"
+        )
+    return GGUFModel(HFConfig(first, str(paths[0])), tensors)
+
+
+def open_gguf(path: Path) -> "GGUFCheckpoint":
+    """The tensors of a model, under the names that a Hugging Face checkpoint has for them. Raises the errors of
+    read_gguf, and UnsupportedModelError for an architecture that Quire does not run."""
+    model = read_gguf(path)
+    architecture = architecture_of(model.metadata)
+    tensors, heads = {}, {}
+    for name, tensor in model.tensors.items():
+        if (ours := architecture.weight_name(name)) is None:
+            continue
+        tensors[ours] = tensor
+        if num_heads := architecture.permuted_heads(name, model.metadata):
+            heads[ours] = num_heads
+            if tensor.logical_shape[0] % (2 * num_heads):
+                raise CheckpointError(
+                    f"{tensor.path}: the {tensor.logical_shape[0]} rows of {name!r} are not those of {num_heads} heads"
+                )
+    return GGUFCheckpoint(tensors, heads)
+
+
+class GGUFCheckpoint(MappedCheckpoint):
+    """A model's tensors, with rows in the order of a Hugging Face checkpoint.
+
+    Converters reorder the rows of some query and key projections, for a rotary embedding that rotates neighbours: row
+    2i + j of a head is row i + j * head_dim / 2 there. Such tensors are gathered when they are read.
+    """
+
+    def __init__(self, tensors: Mapping[str, MappedTensor], permuted_heads: Mapping[str, int]) -> None:
+        super().__init__(tensors)
+        self._permuted_heads = permuted_heads
+
+    @contextmanager
+    def reading(self, name: str, rows: tuple[int, int] | None = None) -> Iterator[memoryview]:
+        """As Checkpoint says."""
+        num_heads = self._permuted_heads.get(name)
+        if num_heads is None:
+            with super().reading(name, rows) as data:
+                yield data
+            return
+        num_rows = self.tensors[name].shape[0]
+        row_bytes, head_dim = self.tensors[name].num_bytes // num_rows, num_rows // num_heads
+        first, end = rows or (0, num_rows)
+        ordered = bytearray((end - first) * row_bytes)
+        with super().reading(name) as data:
+            for to, row in enumerate(range(first, end)):
+                head, j, i = row // head_dim, row % head_dim // (head_dim // 2), row % (head_dim // 2)
+                start = (head * head_dim + 2 * i + j) * row_bytes
+                ordered[to * row_bytes : (to + 1) * row_bytes] = data[start : start + row_bytes]
+        yield memoryview(ordered)
+
+
+def parts_of(path: Path) -> list[Path]:
+    """All files of the model that `path` is a file of, in order. Raises CheckpointError if one is missing."""
+    match = _PART.fullmatch(path.name)
+    if match is None:
+        return [path]
+    count, number = int(match["count"]), int(match["number"])
+    if not 1 <= number <= count:
+        raise CheckpointError(f"{path} is called part {number} of {count}")
+    present = {file.name for file in path.parent.glob("*.gguf")}
+    names = (f"{match['stem']}-{i:05}-of-{count:05}.gguf" for i in range(1, count + 1))
+    parts = []
+    for name in names:
+        if name not in present:
+            raise CheckpointError(f"{path.parent} lacks {name}, a part of this model (download it again)")
+        parts.append(path.parent / name)
+    return parts
+
+
+def models_in(folder: Path, *, recursive: bool = False) -> list[Path]:
+    """The first file of each model in `folder`, sorted."""
+    found = set()
+    for path in folder.glob("**/*.gguf" if recursive else "*.gguf"):
+        match = _PART.fullmatch(path.name)
+        if _NO_MODEL.search(path.name) is None and (match is None or int(match["number"]) == 1):
+            found.add(path)
+    return sorted(found)
+
+
+def only_model(folder: Path, wanted: str | None = None, *, recursive: bool = False) -> Path:
+    """The one model in `folder`. `wanted` is the name of a file, or a quantization such as Q4_K_M that is part of one.
+
+    Raises CheckpointError, which names those that are there, unless there is exactly one.
+    """
+    there = models_in(folder, recursive=recursive)
+    found = there if wanted is None else [path for path in there if _is_named(path, wanted)]
+    if len(found) == 1:
+        return found[0]
+    names = ", ".join(str(path.relative_to(folder)) for path in there[:_MAX_NAMED])
+    names += " and others" if len(there) > _MAX_NAMED else ""
+    what = f"{len(found)} GGUF models" if wanted is None else f"{len(found)} GGUF models named {wanted!r}"
+    raise CheckpointError(
+        f"{folder} has {what}{f' (there are {names})' if there else ''}: give the path of one, or its name as gguf_file"
+    )
+
+
+def _is_named(path: Path, wanted: str) -> bool:
+    match = _PART.fullmatch(path.name)
+    stem = match["stem"] if match else path.stem
+    if wanted.lower() in (path.name.lower(), stem.lower()):
+        return True
+    return re.search(rf"(?i)(^|[-._]){re.escape(wanted)}$", stem) is not None
+
+
+def _check_part(path: Path, header: Header, number: int, count: int) -> None:
+    said = header.metadata.get("split.count", 1), header.metadata.get("split.no", 0)
+    if said != (count, number) and (count > 1 or said[0] not in (0, 1)):
+        raise CheckpointError(
+            f"{path} says that it is part {said[1]} (from 0) of {said[0]}, but its name says part {number} of {count}: "
+            "the parts of a model must keep their names"
+        )
