@@ -93,13 +93,13 @@ class Expanded:
         return specs
 
     def matrix(self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Matrix:
-        weight, start = torch.empty(shape, dtype=dtype), 0
+        weight, start = torch.empty(shape, dtype=dtype, device=tensors["weight.0"].device), 0
         for i, block_type in enumerate(self.block_types):
             stored = tensors[f"weight.{i}"]
             rows = weight[start : start + len(stored)]
             if block_type is None:
                 rows.copy_(stored)
-            else:
+            elif not rows.is_meta:  # of a meta model, only sizes are asked for
                 expand_into(rows, stored, block_type)
             start += len(stored)
         return self.inner.matrix({"weight": weight}, shape, dtype)
