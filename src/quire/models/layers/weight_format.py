@@ -105,8 +105,8 @@ class Expanded:
         return self.inner.matrix({"weight": weight}, shape, dtype)
 
 
-_PIECE_ELEMENTS = 2**20
-"""Weights that are expanded at once, which takes about 12 bytes of each."""
+_PIECE_ELEMENTS = 2**15
+"""Weights that are expanded at once: few enough for the caches, and for torch not to wait for its threads."""
 
 
 def in_blocks(part: Part, block_type: str) -> Part:

@@ -137,7 +137,7 @@ def only_model(folder: Path, wanted: str | None = None, *, recursive: bool = Fal
     Raises CheckpointError, which names those that are there, unless there is exactly one.
     """
     there = models_in(folder, recursive=recursive)
-    found = there if wanted is None else [path for path in there if _is_named(path, wanted)]
+    found = there if wanted is None else _named(there, wanted)
     if len(found) == 1:
         return found[0]
     names = ", ".join(str(path.relative_to(folder)) for path in there[:_MAX_NAMED])
@@ -148,12 +148,12 @@ def only_model(folder: Path, wanted: str | None = None, *, recursive: bool = Fal
     )
 
 
-def _is_named(path: Path, wanted: str) -> bool:
-    match = _PART.fullmatch(path.name)
-    stem = match["stem"] if match else path.stem
-    if wanted.lower() in (path.name.lower(), stem.lower()):
-        return True
-    return re.search(rf"(?i)(^|[-._]){re.escape(wanted)}$", stem) is not None
+def _named(paths: list[Path], wanted: str) -> list[Path]:
+    """Those with this name, or else those whose name ends with it."""
+    stems = {path: match["stem"] if (match := _PART.fullmatch(path.name)) else path.stem for path in paths}
+    whole = [path for path, stem in stems.items() if wanted.lower() in (path.name.lower(), stem.lower())]
+    end = re.compile(rf"(?i)[-._]{re.escape(wanted)}$")
+    return whole or [path for path, stem in stems.items() if end.search(stem)]
 
 
 def _check_part(path: Path, header: Header, number: int, count: int) -> None:

@@ -1,0 +1,125 @@
+"""Where a GGUF checkpoint is found: a file, a folder, a hub id. (Other checkpoints: tests/models/test_loading.py.)"""
+
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+
+from quire.common.errors import CheckpointError, ConfigError
+from quire.config.args import EngineArgs
+from quire.config.checkpoint.location import Location
+from quire.config.model import ModelConfig
+from tests.config.gguf_file import model_bytes
+
+HUB = ("tiny-Q4_K_M.gguf", "tiny-Q8_0.gguf", "BF16/tiny-BF16-00001-of-00002.gguf", "BF16/tiny-BF16-00002-of-00002.gguf")
+HUB += ("mmproj-Q8_0.gguf", "README.md", "IQ2_M.gguf")
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """A repository `org/tiny-GGUF` with the files of HUB; returns what each download brought."""
+    downloads: list[list[str]] = []
+
+    def download(name: str, **options: Any) -> str:
+        if name != "org/tiny-GGUF":
+            raise OSError("no such repository")
+        allowed, ignored = options["allow_patterns"], options["ignore_patterns"]
+        found = [file for file in HUB if any(fnmatch(file, each) for each in allowed)]
+        downloads.append([file for file in found if not any(fnmatch(file, each) for each in ignored)])
+        for file in downloads[-1]:
+            (tmp_path / "cache" / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / "cache" / file).write_bytes(model_bytes())
+        return str(tmp_path / "cache")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *_, **__: list(HUB))
+    return downloads
+
+
+def test_a_file_is_a_model(tmp_path: Path) -> None:
+    path = tmp_path / "m.GGUF"
+    path.write_bytes(model_bytes())
+    config = ModelConfig.resolve(path)
+    assert (config.model, config.path) == (str(path), path)
+    assert Location(str(path), "m.GGUF").find() == path
+    with pytest.raises(ConfigError, match=r"gguf_file='other': the model is the file '.*m\.GGUF' already"):
+        ModelConfig.resolve(path, gguf_file="other")
+    assert ModelConfig.resolve(None, tokenizer=path).tokenizer_path == path
+
+
+@pytest.mark.parametrize("name", ["model.bin", "gone.gguf"])
+def test_what_is_neither_a_folder_nor_a_gguf_file_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "model.bin").touch()
+    with pytest.raises(CheckpointError, match=r"is a file: give a \.gguf file|no folder or file '.*gone\.gguf'"):
+        ModelConfig.resolve(tmp_path / name)
+
+
+def test_a_folder_of_one_gguf_file_is_that_file(tmp_path: Path) -> None:
+    path = tmp_path / "tiny-Q8_0.gguf"
+    path.write_bytes(model_bytes())
+    assert Location(str(tmp_path)).find() == path
+    (tmp_path / "config.json").write_text("{}")
+    assert Location(str(tmp_path)).find() == path, "a config without weights is not a checkpoint"
+    (tmp_path / "tiny-Q4_0.gguf").write_bytes(model_bytes())
+    with pytest.raises(CheckpointError, match=r"has 2 GGUF models \(there are tiny-Q4_0\.gguf, tiny-Q8_0\.gguf\)"):
+        ModelConfig.resolve(tmp_path)
+    assert EngineArgs(model=str(tmp_path), gguf_file="Q8_0").resolve().model.path == path
+    (tmp_path / "model.safetensors").touch()
+    assert Location(str(tmp_path)).find() == tmp_path, "safetensors come first"
+
+
+def test_a_tokenizer_beside_gguf_files_is_used_if_it_is_asked_for(tmp_path: Path) -> None:
+    for name in ("a.gguf", "b.gguf", "tokenizer.json"):
+        (tmp_path / name).touch()
+    assert Location(str(tmp_path)).tokenizer() == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "gguf_file", "files"),
+    [
+        ("org/tiny-GGUF:Q4_K_M", None, [HUB[0]]),
+        ("org/tiny-GGUF:q4_k_m", None, [HUB[0]]),
+        ("org/tiny-GGUF", "tiny-Q8_0.gguf", [HUB[1]]),
+        ("org/tiny-GGUF:Q8_0", None, [HUB[1]]),
+        ("org/tiny-GGUF:BF16", None, list(HUB[2:4])),
+        ("org/tiny-GGUF", "tiny-BF16-00001-of-00002.gguf", list(HUB[2:4])),
+        ("org/tiny-GGUF:IQ2_M", None, [HUB[6]]),
+    ],
+)
+def test_a_hub_id_downloads_the_files_of_one_model(
+    hub: list[list[str]], tmp_path: Path, name: str, gguf_file: str | None, files: list[str]
+) -> None:
+    assert Location(name, gguf_file).find() == tmp_path / "cache" / files[0]
+    assert hub == [files]
+
+
+def test_a_model_of_the_hub_is_resolved_once(hub: list[list[str]], tmp_path: Path) -> None:
+    config = ModelConfig.resolve("org/tiny-GGUF:Q8_0", tokenizer="org/tiny-GGUF:Q4_K_M")
+    assert config.path == tmp_path / "cache" / HUB[1]
+    assert config.tokenizer_path == tmp_path / "cache" / HUB[0]
+    assert hub == [[HUB[1]], [HUB[0]]]
+
+
+def test_a_hub_id_without_the_file_says_which_it_has(hub: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = r"it has tiny-Q4_K_M\.gguf, .*: name one, as in org/tiny-GGUF:Q4_K_M"
+    with pytest.raises(CheckpointError, match=rf"has no GGUF file named 'Q3_K_S'; {listed}"):
+        ModelConfig.resolve("org/tiny-GGUF:Q3_K_S")
+    with pytest.raises(CheckpointError, match=rf"has no config\.json; {listed}"):
+        ModelConfig.resolve("org/tiny-GGUF")
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *_, **__: [f"{i}.gguf" for i in range(20)])
+    with pytest.raises(CheckpointError, match=r"11\.gguf and others"):
+        ModelConfig.resolve("org/tiny-GGUF")
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *_, **__: [])
+    with pytest.raises(CheckpointError, match=r"has no config\.json$"):
+        ModelConfig.resolve("org/tiny-GGUF")
+
+    def offline(*_: Any, **__: Any) -> None:
+        raise OSError("offline")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", offline)
+    with pytest.raises(CheckpointError, match=r"has no config\.json$"):
+        ModelConfig.resolve("org/tiny-GGUF")
+    with pytest.raises(CheckpointError, match="cannot be downloaded from the hub either: no such repository"):
+        ModelConfig.resolve("org/unknown:Q8_0")
