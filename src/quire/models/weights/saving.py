@@ -14,6 +14,7 @@ from quire import kernels
 from quire.common.errors import ConfigError
 from quire.common.progress import progress
 from quire.config.checkpoint.formats import open_checkpoint
+from quire.config.checkpoint.gguf.files import is_gguf
 from quire.config.checkpoint.location import TOKENIZER_FILES
 from quire.config.checkpoint.safetensors import DTYPES, INDEX_FILE, SINGLE_FILE
 from quire.config.model import ModelConfig
@@ -33,6 +34,11 @@ def save_quantized(config: ModelConfig, folder: Path) -> None:
     Packed matrices go under the model's names, stacked as its layers have them; all else as and where it was. The
     folder appears when it is complete. Raises ConfigError if it is there already or there is nothing to quantize.
     """
+    if is_gguf(config.path):
+        raise ConfigError(
+            f"{config.model}: weights of a GGUF file are not saved in another format; load the file itself, with "
+            f"--quantization {config.quantization} if they should be quantized again"
+        )
     if config.quantization is None or config.quant_method is not None:
         raise ConfigError(
             f"{config.model}: " + ("quantized already" if config.quant_method is not None else "quantize to what?")
