@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.common.errors import CheckpointError
-from quire.config.checkpoint.gguf.files import is_gguf, open_gguf
+from quire.config.checkpoint.gguf.files import is_gguf, open_gguf, parts_of
 from quire.config.checkpoint.safetensors import INDEX_FILE, SINGLE_FILE, open_safetensors
 from quire.config.checkpoint.tensors import Checkpoint
 
@@ -31,6 +31,11 @@ FORMATS: dict[str, CheckpointFormat] = {
 def find_format(folder: Path) -> CheckpointFormat | None:
     """The format of the weights in `folder`; None if there are none that Quire reads."""
     return next((f for f in FORMATS.values() if any(any(folder.glob(p)) for p in f.patterns)), None)
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The files of the weights in a folder, or of a GGUF model. Raises CheckpointError if a part of one is missing."""
+    return parts_of(path) if is_gguf(path) else sorted(path.glob("*.safetensors"))
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import hashlib
 import math
+from collections import Counter
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,8 @@ from starlette.types import ASGIApp
 
 from quire.common.errors import QuireError
 from quire.common.version import __version__
-from quire.config.checkpoint.formats import open_checkpoint
+from quire.config.checkpoint.formats import open_checkpoint, weight_files
+from quire.config.checkpoint.gguf.files import is_gguf
 from quire.config.checkpoint.location import is_downloadable
 from quire.config.model import ModelConfig
 from quire.server.api.ollama import protocol as api
@@ -47,6 +49,8 @@ class _Facts:
     num_bytes: int = 0
     modified_s: float = 0.0
     digest: str = ""
+    block_type: str | None = None
+    """The type of most blocks of a GGUF file; None if it has none."""
 
     @classmethod
     def read(cls, entry: ModelEntry) -> _Facts:
@@ -58,8 +62,9 @@ class _Facts:
                 return cls()
             else:
                 config = entry.spec.engine.resolve().model
-            num_params = sum(math.prod(tensor.shape) for tensor in open_checkpoint(config.path).tensors.values())
-            stats = [(file.name, file.stat()) for file in sorted(config.path.glob("*.safetensors"))]
+            tensors = open_checkpoint(config.path).tensors.values()
+            num_params = sum(math.prod(tensor.logical_shape) for tensor in tensors)
+            stats = [(file.name, file.stat()) for file in weight_files(config.path)]
         except (QuireError, OSError):
             return cls()
         named = repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
@@ -69,6 +74,7 @@ class _Facts:
             sum(stat.st_size for _, stat in stats),
             max((stat.st_mtime for _, stat in stats), default=0.0),
             hashlib.sha256(named.encode()).hexdigest(),
+            next((name for name, _ in Counter(t.block_type for t in tensors if t.block_type).most_common(1)), None),
         )
 
     @property
@@ -81,8 +87,14 @@ class _Facts:
         if self.config is None:
             return api.Details()
         size = f"{self.num_params / 1e9:.1f}B" if self.num_params >= 1e9 else f"{self.num_params / 1e6:.1f}M"
-        level = (self.config.quantization or self.config.dtype).replace("float", "F").replace("bF", "BF").upper()
-        return api.Details(family=self.family, families=[self.family], parameter_size=size, quantization_level=level)
+        level = self.config.quantization or self.block_type or self.config.dtype
+        return api.Details(
+            family=self.family,
+            families=[self.family],
+            parameter_size=size,
+            quantization_level=level.replace("float", "F").replace("bF", "BF").upper(),
+            format="gguf" if is_gguf(self.config.path) else "safetensors",
+        )
 
 
 async def tags(request: Request) -> ASGIApp:
