@@ -45,7 +45,7 @@ def test_misspelt_embedded_name_is_corrected() -> None:
 
 
 def test_file_instead_of_folder(folder: Path) -> None:
-    with pytest.raises(CheckpointError, match="is a file: give the folder"):
+    with pytest.raises(CheckpointError, match=r"is a file: give a \.gguf file, or the folder"):
         ModelConfig.resolve(folder / "model.safetensors")
 
 
