@@ -53,7 +53,7 @@ from quire.server.api.tools import (
 )
 from quire.server.http import sse
 from quire.server.http.protocol import limited_protocol
-from reliability import fuzz_files, fuzz_requests
+from reliability import fuzz_files, fuzz_gguf, fuzz_requests
 from reliability.fuzz_target import JSON, Target, refusal, tried
 
 # --- a model's output
@@ -358,6 +358,7 @@ _TAGS = b'<tool_call> </tool_call> <think> </think> [TOOL_CALLS] [ARGS] <|python
 _HTTP = b"\r\n|\n|\r\n\r\n|:|content-length: |transfer-encoding: chunked\r\n|HTTP/1.1|0\r\n\r\n|CONNECT |\0|upgrade: "
 TARGETS = {
     **fuzz_files.TARGETS,
+    **fuzz_gguf.TARGETS,
     **fuzz_requests.TARGETS,
     "output": Target(output, _output_corpus, (*JSON, *_TAGS.split())),
     "tools": Target(tools, _tools_corpus, (*JSON, *b"$ref #/$defs/a function parameters required name".split())),
