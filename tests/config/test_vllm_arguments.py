@@ -61,7 +61,7 @@ def test_arguments_that_make_no_difference_are_accepted_in_one_line(caplog, monk
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"load_format": "gguf"}, "load_format='gguf' is not supported: checkpoints are safetensors"),
+        ({"load_format": "pt"}, "load_format='pt' is not supported: checkpoints are safetensors"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size='2' is not supported: one engine process"),
         ({"speculative_config": {"method": "ngram"}}, "no speculative decoding"),
         ({"device": "cuda"}, "Quire runs on CPUs"),
