@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quire.common.errors import CheckpointError, QuireError, UnsupportedModelError
-from quire.config.checkpoint.formats import open_checkpoint
+from quire.config.checkpoint.formats import open_checkpoint, weight_files
 from quire.config.checkpoint.gguf.files import models_in, only_model, open_gguf, read_gguf
 from quire.config.checkpoint.gguf.header import Array, read_header
 from quire.config.model import ModelConfig
@@ -230,6 +230,8 @@ def test_any_part_stands_for_all(tmp_path: Path, number: int) -> None:
     assert list(model.tensors) == ["token_embd.weight", "blk.1.attn_norm.weight", "blk.2.attn_norm.weight"]
     assert [tensor.path.name[6] for tensor in model.tensors.values()] == ["1", "2", "3"]
     assert model.metadata["general.architecture"] == "llama"
+    assert weight_files(tmp_path / f"m-0000{number}-of-00003.gguf") == sorted(tmp_path.iterdir())
+    assert weight_files(tmp_path) == [], "a folder's are safetensors"
 
 
 @pytest.mark.parametrize(
