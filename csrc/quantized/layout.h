@@ -14,7 +14,7 @@ enum class Number : int8_t { kNone, kHalf, kBFloat, kFloat, kExponent, kZeroPoin
 
 struct QuantizedFormat {
   int bits;              // of a stored integer, 4 or 8
-  int group;             // 16, 32 or 64 along k: x is quantized in these groups, and scales are constant in them
+  int group;             // 16 or 32 along k, or 0 for all of k: x is quantized in these groups, a scale holds for all
   int zero;              // what a stored integer has too much
   Number scale, min;
   bool has_steps;        // whether a group's scale (and min) is that number times a byte: signed (unsigned)
@@ -35,7 +35,7 @@ consteval QuantizedFormat plain_format(int bits, Number scale, bool has_zero_poi
 
 // The order is that of FORMATS in src/quire/kernels/weights.py.
 inline constexpr QuantizedFormat kQuantizedFormats[] = {
-    {8, 64, 128, Number::kBFloat, Number::kNone, false, 64, nullptr},     // int8
+    {8, 0, 128, Number::kFloat, Number::kNone, false, 0, nullptr},        // int8
     {4, 32, 8, Number::kBFloat, Number::kNone, false, 32, nullptr},       // int4
     {8, 32, 128, Number::kHalf, Number::kNone, false, 32, nullptr},       // q8_0
     {4, 32, 8, Number::kHalf, Number::kNone, false, 32, nullptr},         // q4_0
@@ -83,14 +83,18 @@ struct QuantizedShape {
 
   QUIRE_MEMBER QuantizedShape(int code, int64_t base_group, int64_t n, int64_t k)
       : format(kQuantizedFormats[code]), n(n), k(k) {
+    if (format.group == 0) {
+      format.group = int((k + kBlock - 1) / kBlock * kBlock);
+      base_group = format.group;
+    }
     if (format.base_group == 0) format.base_group = int(base_group);
   }
 
   QUIRE_MEMBER int64_t panels() const { return (n + kPanelColumns - 1) / kPanelColumns; }
-  QUIRE_MEMBER int64_t groups() const { return (k + format.group - 1) / format.group; }
+  QUIRE_MEMBER int64_t groups() const { return ranges(format.group); }
   QUIRE_MEMBER int64_t padded_k() const { return groups() * format.group; }
   QUIRE_MEMBER int64_t blocks() const { return (padded_k() + kBlock - 1) / kBlock; }
-  QUIRE_MEMBER int64_t bases() const { return (k + format.base_group - 1) / format.base_group; }
+  QUIRE_MEMBER int64_t bases() const { return ranges(format.base_group); }
   QUIRE_MEMBER int64_t block_bytes() const { return kBlock * format.bits / (8 * kUnitBytes) * kUnitRowBytes; }
 
   // Where the fields of a panel begin.
@@ -104,6 +108,7 @@ struct QuantizedShape {
   QUIRE_MEMBER int64_t bytes() const { return panels() * panel_bytes(); }
 
  private:
+  QUIRE_MEMBER int64_t ranges(int64_t length) const { return k == 0 ? 0 : (k + length - 1) / length; }
   QUIRE_MEMBER static int64_t field(int64_t ranges, int64_t bytes) {
     return (ranges * kPanelColumns * bytes + 63) / 64 * 64;
   }

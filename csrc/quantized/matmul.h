@@ -18,26 +18,24 @@ constexpr float kQuantizedZero = 1e-30f;
 // Rows of x that are kept quantized at once: enough that reading the weights anew for the next ones costs nothing.
 constexpr int64_t kMostQuantizedRows = 512;
 
-// A row of x as the tiles read it: its values, then of each group its scale, then what the sum of its products has too
-// much because stored integers are (QuantizedFormat::zero), then the sum of its values times the scale.
+// A row of x as the tiles read it: its values, then of each group its scale, then what the sum of its products lacks
+// because stored integers have too much (QuantizedFormat::zero), then the sum of its values times the scale.
 struct QuantizedRow {
   int64_t k, group, groups, zero;
   bool has_mins;
+  int64_t scales_at, lacks_at, sums_at, bytes;
 
   QUIRE_MEMBER explicit QuantizedRow(const QuantizedShape& shape)
       : k(shape.k),
         group(shape.format.group),
         groups(shape.groups()),
         zero(shape.format.zero),
-        has_mins(shape.format.min != Number::kNone) {}
-
-  QUIRE_MEMBER int64_t scales_at() const { return groups * group * int64_t(sizeof(XValue)); }
-  QUIRE_MEMBER int64_t excess_at() const { return scales_at() + groups * int64_t(sizeof(float)); }
-  QUIRE_MEMBER int64_t sums_at() const { return excess_at() + groups * int64_t(sizeof(int32_t)); }
-  // Odd numbers of cache lines keep rows out of each other's sets.
-  QUIRE_MEMBER int64_t bytes() const {
-    return (ceil_div(sums_at() + (has_mins ? groups : 0) * int64_t(sizeof(float)), 64) | 1) * 64;
-  }
+        has_mins(shape.format.min != Number::kNone),
+        scales_at(groups * group * int64_t(sizeof(XValue))),
+        lacks_at(scales_at + groups * int64_t(sizeof(float))),
+        sums_at(lacks_at + groups * int64_t(sizeof(int32_t))),
+        // Odd numbers of cache lines keep rows out of each other's sets.
+        bytes((ceil_div(sums_at + (has_mins ? groups : 0) * int64_t(sizeof(float)), 64) | 1) * 64) {}
 };
 
 // The largest magnitude of a row; NaN if an element is not finite.
@@ -55,11 +53,11 @@ static float largest_of(const T* row, int64_t k) {
 // A value is x * (127 / largest) to the nearest (even) integer, the scale largest / 127. A group that holds something
 // not finite has the scale NaN.
 template <typename T>
-static void quantize_row(const T* x, QuantizedRow layout, char* row) {
+static void quantize_row(const T* x, const QuantizedRow& layout, char* row) {
   XValue* values = reinterpret_cast<XValue*>(row);
-  float* scales = reinterpret_cast<float*>(row + layout.scales_at());
-  int32_t* excess = reinterpret_cast<int32_t*>(row + layout.excess_at());
-  float* sums = reinterpret_cast<float*>(row + layout.sums_at());
+  float* scales = reinterpret_cast<float*>(row + layout.scales_at);
+  int32_t* lacks = reinterpret_cast<int32_t*>(row + layout.lacks_at);
+  float* sums = reinterpret_cast<float*>(row + layout.sums_at);
   for (int64_t group = 0; group < layout.groups; ++group, values += layout.group) {
     const T* from = x + group * layout.group;
     const int64_t count = smaller(layout.group, layout.k - group * layout.group);
@@ -76,7 +74,7 @@ static void quantize_row(const T* x, QuantizedRow layout, char* row) {
     }
     const float total = reduce_add(sum);
     scales[group] = scale;
-    excess[group] = int32_t(total) * int32_t(layout.zero);
+    lacks[group] = -int32_t(total) * int32_t(layout.zero);
     if (layout.has_mins) sums[group] = total * scale;
   }
 }
@@ -88,15 +86,34 @@ struct WeightPiece {
   int64_t first, groups;  // the first group's index in a row
 };
 
+// kHalves: the units of plain halves of bytes, as they lie in a panel (PanelReader::has_plain_halves).
+template <bool kHalves>
 struct QuantizedTile {
   static constexpr int kMost = kPanelVectors;
+
+  template <int R, int G>
+  QUIRE_INLINE void multiply(i32 (&acc)[R][G], const char* units, const XValue* x, int64_t x_stride, int shift) {
+    Quads w[G];
+    QUIRE_UNROLL
+    for (int g = 0; g < G; ++g) {
+      const i32 bytes = load_lanes(units + g * W * kUnitBytes);
+      w[g] = weight_quads(kHalves ? (bytes >> shift) & 0x0f0f0f0f : bytes);
+    }
+    QUIRE_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const Quads value = set1_quad(x + r * x_stride);
+      QUIRE_UNROLL
+      for (int g = 0; g < G; ++g) acc[r][g] = dot4(acc[r][g], w[g], value);
+    }
+  }
 
   // sums += the products of R quantized rows and G vectors of columns, from `column` on; sums' rows are 32 apart.
   template <int R, int G>
   static void run(const char* rows, const QuantizedRow& layout, const WeightPiece& piece, int64_t column,
                   float* sums) {
-    const int64_t row_bytes = layout.bytes(), scales_at = layout.scales_at(), excess_at = layout.excess_at();
-    const int64_t unit_rows = layout.group / kUnitBytes;
+    const int64_t row_bytes = layout.bytes, scales_at = layout.scales_at, lacks_at = layout.lacks_at;
+    const int64_t unit_rows = layout.group / kUnitBytes / (kHalves ? 2 : 1);
+    const int64_t x_stride = row_bytes / int64_t(sizeof(XValue));
     const char* units = piece.units + column * kUnitBytes;
     f32 sum[R][G];
     QUIRE_UNROLL
@@ -110,20 +127,15 @@ struct QuantizedTile {
       i32 acc[R][G];
       QUIRE_UNROLL
       for (int r = 0; r < R; ++r) {
-        const i32 excess = set1_lane(rows + r * row_bytes + excess_at + group * int64_t(sizeof(int32_t)));
+        const i32 lack = set1_lane(rows + r * row_bytes + lacks_at + group * int64_t(sizeof(int32_t)));
         QUIRE_UNROLL
-        for (int g = 0; g < G; ++g) acc[r][g] = -excess;
+        for (int g = 0; g < G; ++g) acc[r][g] = lack;
       }
       for (int64_t unit = 0; unit < unit_rows; ++unit, units += kUnitRowBytes, x += kUnitBytes) {
-        Quads w[G];
         QUIRE_UNROLL
-        for (int g = 0; g < G; ++g) w[g] = weight_quads(load_lanes(units + g * W * kUnitBytes));
-        QUIRE_UNROLL
-        for (int r = 0; r < R; ++r) {
-          const Quads value = set1_quad(x + r * (row_bytes / int64_t(sizeof(XValue))));
-          QUIRE_UNROLL
-          for (int g = 0; g < G; ++g) acc[r][g] = dot4(acc[r][g], w[g], value);
-        }
+        for (int g = 0; g < G; ++g) __builtin_prefetch(units + g * W * kUnitBytes + kBytesAhead, 0, 2);
+        multiply<R, G>(acc, units, x, x_stride, 0);
+        if constexpr (kHalves) multiply<R, G>(acc, units, x + QuantizedShape::kBlock / 2, x_stride, 4);
       }
       f32 scale[G];
       QUIRE_UNROLL
@@ -150,7 +162,7 @@ static void add_mins(const char* rows, int64_t num_rows, const QuantizedRow& lay
                      float* minuses) {
   constexpr int64_t kVectors = kPanelColumns / W;
   for (int64_t row = 0; row < num_rows; ++row, minuses += kPanelColumns) {
-    const float* x_sums = reinterpret_cast<const float*>(rows + row * layout.bytes() + layout.sums_at()) + piece.first;
+    const float* x_sums = reinterpret_cast<const float*>(rows + row * layout.bytes + layout.sums_at) + piece.first;
     f32 sum[kVectors];
     QUIRE_UNROLL
     for (int64_t g = 0; g < kVectors; ++g) sum[g] = load(minuses + g * W);
@@ -169,27 +181,31 @@ static void add_mins(const char* rows, int64_t num_rows, const QuantizedRow& lay
 // The sums of a task's rows and one panel. Pieces of the panel are unpacked once for all of them.
 static void multiply_panel(const char* rows, int64_t num_rows, const PanelReader& reader, const QuantizedRow& layout,
                            const char* panel, float* sums) {
-  alignas(64) char bytes[kPieceK * kPanelColumns];
+  alignas(64) char bytes[kUnpackedK * kPanelColumns];
   alignas(64) float scales[kPieceGroups * kPanelColumns], mins[kPieceGroups * kPanelColumns];
   alignas(64) float minuses[kTaskRows * kPanelColumns];
-  const int64_t num_sums = num_rows * kPanelColumns, row_bytes = layout.bytes();
+  const int64_t num_sums = num_rows * kPanelColumns, row_bytes = layout.bytes;
   for (int64_t i = 0; i < num_sums; i += W) store(sums + i, set1(0));
   if (layout.has_mins) {
     for (int64_t i = 0; i < num_sums; i += W) store(minuses + i, set1(0));
   }
-  const int64_t piece_groups = kPieceK / layout.group, row_blocks = ceil_div(num_rows, kTileRows);
+  const bool has_halves = reader.has_plain_halves(), is_plain = has_halves || reader.shape.format.bits == 8;
+  const int64_t piece_k = is_plain ? kPieceK : kUnpackedK, row_blocks = ceil_div(num_rows, kTileRows);
+  const int64_t piece_groups = layout.group > piece_k ? 1 : piece_k / layout.group;
   for (int64_t first = 0; first < layout.groups; first += piece_groups) {
     const int64_t end = smaller(first + piece_groups, layout.groups);
     reader.read_scales(panel, first, end, scales, mins);
     const int64_t begin_block = first * layout.group / QuantizedShape::kBlock;
     const int64_t end_block = ceil_div(end * layout.group, QuantizedShape::kBlock);
-    const WeightPiece piece = {reader.read_units(panel, begin_block, end_block, bytes), scales, mins, first,
-                               end - first};
+    const char* units = is_plain ? panel + reader.integers_at + begin_block * reader.shape.block_bytes()
+                                 : reader.unpack(panel, begin_block, end_block, bytes);
+    const WeightPiece piece = {units, scales, mins, first, end - first};
     for (int64_t block = 0; block < row_blocks; ++block) {
       const int64_t row = block * num_rows / row_blocks, height = (block + 1) * num_rows / row_blocks - row;
-      for_tiles<QuantizedTile>(height, 1, [&](int64_t vector, int64_t width) {
-        tile_function<QuantizedTile>(height, width)(rows + row * row_bytes, layout, piece, vector * W,
-                                                    sums + row * kPanelColumns);
+      for_tiles<QuantizedTile<false>>(height, 1, [&](int64_t vector, int64_t width) {
+        const auto run = has_halves ? tile_function<QuantizedTile<true>>(height, width)
+                                    : tile_function<QuantizedTile<false>>(height, width);
+        run(rows + row * row_bytes, layout, piece, vector * W, sums + row * kPanelColumns);
       });
     }
     if (layout.has_mins) add_mins(rows, num_rows, layout, piece, minuses);
@@ -200,14 +216,14 @@ static void multiply_panel(const char* rows, int64_t num_rows, const PanelReader
 }
 
 static int64_t quantized_rows_bytes(const QuantizedShape& shape, int64_t rows) {
-  return smaller(rows, kMostQuantizedRows) * QuantizedRow(shape).bytes();
+  return smaller(rows, kMostQuantizedRows) * QuantizedRow(shape).bytes;
 }
 
 template <typename T>
 static void quantized_matmul(const QuantizedMatmulArgs& args) {
   const QuantizedRow layout(args.shape);
   const PanelReader reader(args.shape);
-  const int64_t row_bytes = layout.bytes(), panel_bytes = args.shape.panel_bytes();
+  const int64_t row_bytes = layout.bytes, panel_bytes = args.shape.panel_bytes();
   for (int64_t first = 0; first < args.rows; first += kMostQuantizedRows) {
     const int64_t rows = smaller(kMostQuantizedRows, args.rows - first);
     const T* x = static_cast<const T*>(args.x) + first * args.x_stride;

@@ -15,8 +15,10 @@ QUIRE_INLINE f32 round_within(f32 v, f32 inverse, float lowest, float highest) {
   return max(select(rounded < set1(highest), rounded, set1(highest)), set1(lowest));
 }
 
-// 1 / v, and 0 where v is as good as zero.
-QUIRE_INLINE f32 inverse_or_zero(f32 v) { return select(abs(v) > set1(kQuantizedZero), set1(1) / v, set1(0)); }
+// `over` / v, and 0 where v is as good as zero.
+QUIRE_INLINE f32 ratio_or_zero(float over, f32 v) {
+  return select(abs(v) > set1(kQuantizedZero), set1(over) / v, set1(0));
+}
 
 QUIRE_INLINE f32 rounded_to_bf16(f32 v) {
   alignas(64) bf16 rounded[W];
@@ -24,20 +26,19 @@ QUIRE_INLINE f32 rounded_to_bf16(f32 v) {
   return load(rounded);
 }
 
-// kCount elements of the 32 rows of a panel, transposed; zero where the matrix ends.
-template <int64_t kCount>
-struct WeightGroup {
-  float values[kCount][kPanelColumns];
+// kBlockK elements of the 32 rows of a panel, transposed; zero where the matrix ends.
+struct WeightBlock {
+  float values[kBlockK][kPanelColumns];
 
   template <typename T>
   QUIRE_MEMBER void read(const T* rows, int64_t stride, int64_t num_rows, int64_t count) {
-    if (num_rows < kPanelColumns || count < kCount) std::memset(values, 0, sizeof values);
+    if (num_rows < kPanelColumns || count < kBlockK) std::memset(values, 0, sizeof values);
     for (int64_t j = 0; j < num_rows; ++j) {
-      alignas(64) float row[kCount];
-      for (int64_t i = 0; i < kCount; i += W) {
+      alignas(64) float row[kBlockK];
+      for (int64_t i = 0; i < kBlockK; i += W) {
         store(row + i, i < count ? load_some(rows + j * stride + i, smaller(W, count - i)) : set1(0));
       }
-      for (int64_t i = 0; i < kCount; ++i) values[i][j] = row[i];
+      for (int64_t i = 0; i < kBlockK; ++i) values[i][j] = row[i];
     }
   }
 
@@ -50,11 +51,11 @@ struct WeightGroup {
       const f32 value = round_within(load(values[i] + first), inverse, kLowest, kHighest);
       return __builtin_convertvector(value, i32) + kZero;
     };
-    for (int64_t row = 0; row < kCount * kBits / (8 * kUnitBytes); ++row) {
+    for (int64_t row = 0; row < kBlockK * kBits / (8 * kUnitBytes); ++row) {
       i32 unit = {};
       for (int byte = 0; byte < 4; ++byte) {
         i32 bits = stored(row * 4 + byte);
-        if constexpr (kBits == 4) bits = bits | stored(row * 4 + byte + kCount / 2) << 4;
+        if constexpr (kBits == 4) bits = bits | stored(row * 4 + byte + kBlockK / 2) << 4;
         unit = unit | bits << (8 * byte);
       }
       store_lanes(out + row * kUnitRowBytes + first * kUnitBytes, unit);
@@ -68,8 +69,8 @@ struct WeightGroup {
 struct ScaleSearch {
   f32 scale{}, error{}, products{}, squares{};
 
-  QUIRE_MEMBER void try_scale(const WeightGroup<32>& block, int64_t first, f32 wanted, bool is_first = false) {
-    const f32 tried = rounded_to_bf16(wanted), inverse = inverse_or_zero(tried);
+  QUIRE_MEMBER void try_scale(const WeightBlock& block, int64_t first, f32 wanted, bool is_first = false) {
+    const f32 tried = rounded_to_bf16(wanted), inverse = ratio_or_zero(1, tried);
     f32 new_error = set1(0), new_products = set1(0), new_squares = set1(0);
     for (int64_t i = 0; i < kBlockK; ++i) {
       const f32 v = load(block.values[i] + first), integer = round_within(v, inverse, -8, 7);
@@ -85,7 +86,7 @@ struct ScaleSearch {
     error = select(is_better, new_error, error);
   }
 
-  QUIRE_MEMBER void run(const WeightGroup<32>& block, int64_t first) {
+  QUIRE_MEMBER void run(const WeightBlock& block, int64_t first) {
     f32 extreme = set1(0);
     for (int64_t i = 0; i < kBlockK; ++i) {
       const f32 v = load(block.values[i] + first);
@@ -100,32 +101,35 @@ struct ScaleSearch {
   }
 };
 
-// The scales of W rows of W (lanes) in which the largest magnitude becomes 127.
-QUIRE_INLINE f32 largest_scale(const WeightGroup<64>& group, int64_t first) {
-  f32 largest = set1(0);
-  for (const auto& values : group.values) largest = max(largest, abs(load(values + first)));
-  return rounded_to_bf16(largest / set1(127));
+// int8: one scale for each row of W; its largest magnitude becomes 127.
+template <typename T>
+static void quantize_bytes(const T* rows, int64_t stride, int64_t num_rows, const float* largest,
+                           const QuantizedShape& shape, char* panel) {
+  float* scales = reinterpret_cast<float*>(panel);
+  for (int64_t j = 0; j < kPanelColumns; ++j) scales[j] = largest[j] / 127;
+  WeightBlock block;
+  for (int64_t index = 0; index < shape.blocks(); ++index) {
+    block.read(rows + index * kBlockK, stride, num_rows, smaller(kBlockK, shape.k - index * kBlockK));
+    for (int64_t first = 0; first < kPanelColumns; first += W) {
+      const f32 inverse = ratio_or_zero(127, load(largest + first));
+      block.store_units<8>(first, inverse, panel + shape.integers_at() + index * shape.block_bytes());
+    }
+  }
 }
 
-template <int kBits, typename T>
-static void quantize_panel(const T* rows, int64_t stride, int64_t num_rows, const QuantizedShape& shape, char* panel) {
-  constexpr int64_t kGroup = kBits == 8 ? 64 : 32, kGroupBytes = kGroup * kBits / 8 * kPanelColumns;
-  WeightGroup<kGroup> group;
-  char* units = panel + shape.integers_at();
-  for (int64_t index = 0; index < shape.groups(); ++index, units += kGroupBytes) {
-    const int64_t begin = index * kGroup;
-    group.read(rows + begin, stride, num_rows, smaller(kGroup, shape.k - begin));
+// int4: one scale for each block.
+template <typename T>
+static void quantize_halves(const T* rows, int64_t stride, int64_t num_rows, const QuantizedShape& shape,
+                            char* panel) {
+  WeightBlock block;
+  ScaleSearch search;
+  for (int64_t index = 0; index < shape.blocks(); ++index) {
+    block.read(rows + index * kBlockK, stride, num_rows, smaller(kBlockK, shape.k - index * kBlockK));
     for (int64_t first = 0; first < kPanelColumns; first += W) {
-      f32 scale;
-      if constexpr (kBits == 8) {
-        scale = largest_scale(group, first);
-      } else {
-        ScaleSearch search;
-        search.run(group, first);
-        scale = search.scale;
-      }
-      store(reinterpret_cast<bf16*>(panel) + index * kPanelColumns + first, scale);
-      group.template store_units<kBits>(first, inverse_or_zero(scale), units);
+      search.run(block, first);
+      store(reinterpret_cast<bf16*>(panel) + index * kPanelColumns + first, search.scale);
+      block.store_units<4>(first, ratio_or_zero(1, search.scale),
+                           panel + shape.integers_at() + index * shape.block_bytes());
     }
   }
 }
@@ -137,11 +141,17 @@ static bool quantize(const void* weight, int64_t stride, const QuantizedShape& s
   auto task = [&](int64_t index, int) {
     const int64_t row = index * kPanelColumns, num_rows = smaller(kPanelColumns, shape.n - row);
     const T* rows = static_cast<const T*>(weight) + row * stride;
+    alignas(64) float largest[kPanelColumns] = {};
     for (int64_t j = 0; j < num_rows; ++j) {
-      const float largest = largest_of(rows + j * stride, shape.k);
-      if (largest != largest) __atomic_store_n(&is_finite, false, __ATOMIC_RELAXED);
+      largest[j] = largest_of(rows + j * stride, shape.k);
+      if (largest[j] != largest[j]) __atomic_store_n(&is_finite, false, __ATOMIC_RELAXED);
     }
-    quantize_panel<kBits>(rows, stride, num_rows, shape, out + index * shape.panel_bytes());
+    char* panel = out + index * shape.panel_bytes();
+    if constexpr (kBits == 8) {
+      quantize_bytes(rows, stride, num_rows, largest, shape, panel);
+    } else {
+      quantize_halves(rows, stride, num_rows, shape, panel);
+    }
   };
   parallel_for(shape.panels(), task);
   return is_finite;

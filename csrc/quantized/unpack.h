@@ -6,7 +6,10 @@
 
 namespace quire::QUIRE_ISA {
 
-constexpr int64_t kPieceK = 256;  // of k; a multiple of all groups
+// Of k, multiples of all groups but those that are all of k: pieces whose integers are read as they lie in the panel,
+// and pieces that are unpacked, which must stay in the nearest cache.
+constexpr int64_t kPieceK = 1024, kUnpackedK = 256;
+constexpr int64_t kPieceAhead = 6144;  // bytes of weights that are asked for before they are needed
 constexpr int64_t kPieceGroups = kPieceK / 16;
 
 // IEEE's binary16, as W lanes of 16 bits in 32.
@@ -17,27 +20,60 @@ QUIRE_INLINE f32 half_to_float(i32 half) {
   return as_float(as_int(magnitude) | special | (half & 0x8000) << 16);
 }
 
-// W numbers from `p` on. `scales` are what zero points count.
-QUIRE_INLINE f32 load_numbers(Number number, const char* p, f32 scales) {
-  switch (number) {
-    case Number::kHalf:
-      return half_to_float(load_integers<u16_lanes>(p));
-    case Number::kBFloat:
-      return load(reinterpret_cast<const bf16*>(p));
-    case Number::kFloat:
-      return load(reinterpret_cast<const float*>(p));
-    case Number::kExponent: {
-      const i32 e = load_integers<u8_lanes>(p);  // 2^(e - 128): denormal where e < 2
-      const i32 is_denormal = (i32)(e < 2);
-      return as_float((((e - 1) << 23) & ~is_denormal) | ((0x00200000 + 0x00200000 * e) & is_denormal));
-    }
-    case Number::kZeroPoint:
-      return __builtin_convertvector(load_integers<u8_lanes>(p), f32) * scales;
-    case Number::kNone:
-      break;
+template <Number kNumber>
+QUIRE_INLINE f32 load_numbers(const char* p) {
+  if constexpr (kNumber == Number::kHalf) {
+    return half_to_float(load_integers<u16_lanes>(p));
+  } else if constexpr (kNumber == Number::kBFloat) {
+    return load(reinterpret_cast<const bf16*>(p));
+  } else if constexpr (kNumber == Number::kFloat) {
+    return load(reinterpret_cast<const float*>(p));
+  } else if constexpr (kNumber == Number::kExponent) {
+    const i32 e = load_integers<u8_lanes>(p);  // 2^(e - 128): denormal where e < 2
+    const i32 is_denormal = (i32)(e < 2);
+    return as_float((((e - 1) << 23) & ~is_denormal) | ((0x00200000 + 0x00200000 * e) & is_denormal));
+  } else {
+    return __builtin_convertvector(load_integers<u8_lanes>(p), f32);
   }
-  return set1(0);
 }
+
+// Groups of a panel, and where their scales (or mins) come from.
+struct NumberField {
+  const char *numbers, *steps;  // steps may be null
+  int64_t groups_per_number, begin, end;
+
+  // -> out [end - begin][32]. Zero points count `scales`.
+  template <Number kNumber, typename Steps>
+  QUIRE_MEMBER void read(const float* scales, float* out) const {
+    constexpr int64_t kVectors = kPanelColumns / W, kBytes = bytes_of(kNumber);
+    if (groups_per_number == 1 && steps == nullptr && kNumber != Number::kZeroPoint) {
+      for (int64_t i = begin * kPanelColumns; i < end * kPanelColumns; i += W, out += W) {
+        store(out, load_numbers<kNumber>(numbers + i * kBytes));
+      }
+      return;
+    }
+    int64_t index = begin / groups_per_number, next = index * groups_per_number;
+    f32 number[kVectors];
+    for (int64_t group = begin; group < end; ++group, out += kPanelColumns, scales += kPanelColumns) {
+      if (group >= next || group == begin) {
+        QUIRE_UNROLL
+        for (int64_t v = 0; v < kVectors; ++v) {
+          number[v] = load_numbers<kNumber>(numbers + (index * kPanelColumns + v * W) * kBytes);
+        }
+        next = ++index * groups_per_number;
+      }
+      QUIRE_UNROLL
+      for (int64_t v = 0; v < kVectors; ++v) {
+        f32 value = number[v];
+        if constexpr (kNumber == Number::kZeroPoint) value = value * load(scales + v * W);
+        if (steps != nullptr) {
+          value = value * __builtin_convertvector(load_integers<Steps>(steps + group * kPanelColumns + v * W), f32);
+        }
+        store(out + v * W, value);
+      }
+    }
+  }
+};
 
 // Where a panel's fields are, for one format.
 struct PanelReader {
@@ -54,36 +90,41 @@ struct PanelReader {
   // Scales and mins of groups [begin, end) -> [end - begin][32] each.
   QUIRE_MEMBER void read_scales(const char* panel, int64_t begin, int64_t end, float* scales, float* mins) const {
     const QuantizedFormat& format = shape.format;
-    const int64_t scale_bytes = bytes_of(format.scale), min_bytes = bytes_of(format.min);
-    const bool has_mins = format.min != Number::kNone;
-    for (int64_t group = begin; group < end; ++group, scales += kPanelColumns, mins += kPanelColumns) {
-      const int64_t base = group * format.group / format.base_group * kPanelColumns, step = group * kPanelColumns;
-      for (int64_t j = 0; j < kPanelColumns; j += W) {
-        const f32 number = load_numbers(format.scale, panel + (base + j) * scale_bytes, set1(0));
-        f32 scale = number;
-        if (format.has_steps) {
-          scale = scale * __builtin_convertvector(load_integers<i8_lanes>(panel + steps_at + step + j), f32);
-        }
-        store(scales + j, scale);
-        if (!has_mins) continue;
-        f32 min = load_numbers(format.min, panel + mins_at + (base + j) * min_bytes, number);
-        if (format.has_steps) {
-          min = min * __builtin_convertvector(load_integers<u8_lanes>(panel + min_steps_at + step + j), f32);
-        }
-        store(mins + j, min);
-      }
+    const int64_t groups_per_number = format.base_group / format.group;
+    const NumberField field = {panel, format.has_steps ? panel + steps_at : nullptr, groups_per_number, begin, end};
+    if (format.scale == Number::kHalf) {
+      field.read<Number::kHalf, i8_lanes>(nullptr, scales);
+    } else if (format.scale == Number::kBFloat) {
+      field.read<Number::kBFloat, i8_lanes>(nullptr, scales);
+    } else if (format.scale == Number::kFloat) {
+      field.read<Number::kFloat, i8_lanes>(nullptr, scales);
+    } else {
+      field.read<Number::kExponent, i8_lanes>(nullptr, scales);
+    }
+    if (format.min == Number::kNone) return;
+    const char* min_steps = format.has_steps ? panel + min_steps_at : nullptr;
+    const NumberField min_field = {panel + mins_at, min_steps, groups_per_number, begin, end};
+    if (format.min == Number::kHalf) {
+      min_field.read<Number::kHalf, u8_lanes>(nullptr, mins);
+    } else {
+      min_field.read<Number::kZeroPoint, u8_lanes>(scales, mins);
     }
   }
 
-  // The units of blocks [begin, end) with a byte for each integer: in the panel itself, or in `piece`.
-  QUIRE_MEMBER const char* read_units(const char* panel, int64_t begin, int64_t end, char* piece) const {
-    const char* units = panel + integers_at + begin * shape.block_bytes();
-    if (shape.format.bits == 8) return units;
+  // Whether the integers of a block are one group and stand for themselves, two in each byte.
+  QUIRE_MEMBER bool has_plain_halves() const {
+    return shape.format.bits == 4 && shape.format.table == nullptr && shape.format.group == QuantizedShape::kBlock;
+  }
+
+  // The units of blocks [begin, end) of 4 bits with a byte for each integer -> piece.
+  QUIRE_MEMBER const char* unpack(const char* panel, int64_t begin, int64_t end, char* piece) const {
     constexpr int64_t kHalf = QuantizedShape::kBlock / 2 / kUnitBytes * kUnitRowBytes;
+    const char* units = panel + integers_at + begin * shape.block_bytes();
     const auto each = [&](auto&& value) __attribute__((always_inline)) {
       char* to = piece;
       for (int64_t block = begin; block < end; ++block, units += kHalf, to += 2 * kHalf) {
         for (int64_t i = 0; i < kHalf; i += W * kUnitBytes) {
+          __builtin_prefetch(units + i + kPieceAhead, 0, 2);
           const i32 bits = load_lanes(units + i);
           store_lanes(to + i, value(bits & 0x0f0f0f0f));
           store_lanes(to + kHalf + i, value((bits >> 4) & 0x0f0f0f0f));

@@ -23,8 +23,9 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtyp
     return (out if bias is None else out + bias.float()).to(out_dtype)
 
 
-GROUPS = {"int8": 64, "int4": 32}
-"""How many weights along k share a scale."""
+def group_size(k: int, format: str) -> int:
+    """How many weights along k share a scale: all of a row in `int8`, 32 in `int4`."""
+    return max(k, 1) if format == "int8" else 32
 
 
 def quantize_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
@@ -44,15 +45,14 @@ def quantize_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 def quantize_weight(weight: Tensor, format: str) -> tuple[Tensor, Tensor]:
     """weight [n, k] -> integers [n, num_groups, group] int8 and scales [n, num_groups] float32.
 
-    Scales are rounded to bfloat16. `int8`: groups of 64, whose largest magnitude becomes 127. `int4`: integers in
-    [-8, 7]; each group of 32 takes the scale of least squared error among 16 that send the weight of largest magnitude
-    to -8 or 7, times 0.7 to 1.05, and the least squares scale of the best of them.
+    `int8`: quantize_rows, one group per row. `int4`: integers in [-8, 7]; each group of 32 takes the bfloat16 scale of
+    least squared error among 16 that send the weight of largest magnitude to -8 or 7, times 0.7 to 1.05, and the least
+    squares scale of the best of them.
     """
-    w = _in_groups(weight, GROUPS[format])
+    group = group_size(weight.shape[1], format)
     if format == "int8":
-        scales = (w.abs().amax(2) / 127).bfloat16().float()
-        inverse = torch.where(scales > 1e-30, 1 / scales, 0)
-        return (w * inverse[..., None]).round().clamp(-127, 127).to(torch.int8), scales
+        return quantize_rows(weight, group)
+    w = _in_groups(weight, group)
     extreme = w.gather(2, w.abs().argmax(2, keepdim=True))[..., 0]
     factors = [torch.tensor(14.0 + step) / 20 for step in range(8)]
     tries = [extreme * (factor / end) for factor in factors for end in (-8, 7)]

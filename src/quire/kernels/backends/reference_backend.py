@@ -63,7 +63,7 @@ class ReferenceBackend:
         return reference.matmul(x, packed.data, bias, out_dtype)
 
     def quantized_bytes(self, n: int, k: int, format: str, scale_range: int) -> int:
-        group = reference.GROUPS.get(format) or reference_blocks.GROUPS.get(format, 32)
+        group = reference_blocks.GROUPS.get(format) or reference.group_size(k, format)
         has_mins = format in reference_blocks.WITH_MINS or format.endswith("_zeros")
         return n * -(-k // group) * (2 * group + 4 + 4 * has_mins)
 
