@@ -82,6 +82,7 @@ static void quantize_row(const T* x, const QuantizedRow& layout, char* row) {
 // A piece of a panel: of `groups` groups the units [group / 4][32], scales and mins [groups][32].
 struct WeightPiece {
   const char* units;
+  const bf16* stored_scales;  // where the panel has a scale for each group: its own, and `scales` are not used
   const float *scales, *mins;
   int64_t first, groups;  // the first group's index in a row
 };
@@ -139,7 +140,10 @@ struct QuantizedTile {
       }
       f32 scale[G];
       QUIRE_UNROLL
-      for (int g = 0; g < G; ++g) scale[g] = load(piece.scales + index * kPanelColumns + column + g * W);
+      for (int g = 0; g < G; ++g) {
+        const int64_t at = index * kPanelColumns + column + g * W;
+        scale[g] = piece.stored_scales != nullptr ? load(piece.stored_scales + at) : load(piece.scales + at);
+      }
       QUIRE_UNROLL
       for (int r = 0; r < R; ++r) {
         const f32 x_scale = set1(reinterpret_cast<const float*>(rows + r * row_bytes + scales_at)[group]);
@@ -190,16 +194,20 @@ static void multiply_panel(const char* rows, int64_t num_rows, const PanelReader
     for (int64_t i = 0; i < num_sums; i += W) store(minuses + i, set1(0));
   }
   const bool has_halves = reader.has_plain_halves(), is_plain = has_halves || reader.shape.format.bits == 8;
+  const bool has_stored_scales = reader.has_stored_scales();
   const int64_t piece_k = is_plain ? kPieceK : kUnpackedK, row_blocks = ceil_div(num_rows, kTileRows);
   const int64_t piece_groups = layout.group > piece_k ? 1 : piece_k / layout.group;
+  // The tiles ask for what lies kBytesAhead of the integers they read: all but these lines, as they skip the fields.
+  for (int64_t at = 0; at < reader.integers_at; at += 64) __builtin_prefetch(panel + kBytesAhead + at, 0, 2);
   for (int64_t first = 0; first < layout.groups; first += piece_groups) {
     const int64_t end = smaller(first + piece_groups, layout.groups);
-    reader.read_scales(panel, first, end, scales, mins);
+    if (!has_stored_scales) reader.read_scales(panel, first, end, scales, mins);
     const int64_t begin_block = first * layout.group / QuantizedShape::kBlock;
     const int64_t end_block = ceil_div(end * layout.group, QuantizedShape::kBlock);
     const char* units = is_plain ? panel + reader.integers_at + begin_block * reader.shape.block_bytes()
                                  : reader.unpack(panel, begin_block, end_block, bytes);
-    const WeightPiece piece = {units, scales, mins, first, end - first};
+    const bf16* stored_scales = reinterpret_cast<const bf16*>(panel) + first * kPanelColumns;
+    const WeightPiece piece = {units, has_stored_scales ? stored_scales : nullptr, scales, mins, first, end - first};
     for (int64_t block = 0; block < row_blocks; ++block) {
       const int64_t row = block * num_rows / row_blocks, height = (block + 1) * num_rows / row_blocks - row;
       for_tiles<QuantizedTile<false>>(height, 1, [&](int64_t vector, int64_t width) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "isa/simd.h"
+#include "matmul/tiles.h"
 #include "quantized/layout.h"
 
 namespace quire::QUIRE_ISA {
@@ -9,7 +10,6 @@ namespace quire::QUIRE_ISA {
 // Of k, multiples of all groups but those that are all of k: pieces whose integers are read as they lie in the panel,
 // and pieces that are unpacked, which must stay in the nearest cache.
 constexpr int64_t kPieceK = 1024, kUnpackedK = 256;
-constexpr int64_t kPieceAhead = 6144;  // bytes of weights that are asked for before they are needed
 constexpr int64_t kPieceGroups = kPieceK / 16;
 
 // IEEE's binary16, as W lanes of 16 bits in 32.
@@ -116,6 +116,12 @@ struct PanelReader {
     return shape.format.bits == 4 && shape.format.table == nullptr && shape.format.group == QuantizedShape::kBlock;
   }
 
+  // Whether each group has a scale in bfloat16, and no min.
+  QUIRE_MEMBER bool has_stored_scales() const {
+    const QuantizedFormat& format = shape.format;
+    return format.scale == Number::kBFloat && format.min == Number::kNone && format.base_group == format.group;
+  }
+
   // The units of blocks [begin, end) of 4 bits with a byte for each integer -> piece.
   QUIRE_MEMBER const char* unpack(const char* panel, int64_t begin, int64_t end, char* piece) const {
     constexpr int64_t kHalf = QuantizedShape::kBlock / 2 / kUnitBytes * kUnitRowBytes;
@@ -124,7 +130,7 @@ struct PanelReader {
       char* to = piece;
       for (int64_t block = begin; block < end; ++block, units += kHalf, to += 2 * kHalf) {
         for (int64_t i = 0; i < kHalf; i += W * kUnitBytes) {
-          __builtin_prefetch(units + i + kPieceAhead, 0, 2);
+          __builtin_prefetch(units + i + kBytesAhead, 0, 2);
           const i32 bits = load_lanes(units + i);
           store_lanes(to + i, value(bits & 0x0f0f0f0f));
           store_lanes(to + kHalf + i, value((bits >> 4) & 0x0f0f0f0f));
