@@ -1,8 +1,9 @@
-// Quantized weights: integers of 4 or 8 bits, and what turns them into numbers. One layout for all formats, which no ISA
-// variant changes.
+// Quantized weights: integers of 4 or 8 bits, and what turns them into numbers. One layout for all formats, which no
+// ISA variant changes.
 //
-// A weight is `integer * scale - min`. Scale and min belong to a row of W and a range of k. Each is a number, or a number
-// for a long range times a small integer for a short one, as the formats of https://github.com/ggml-org/ggml have them.
+// A weight is `integer * scale - min`. Scale and min belong to a row of W and a range of k. Each is a number, or a
+// number for a long range times a small integer for a short one, as the formats of https://github.com/ggml-org/ggml
+// have them.
 #pragma once
 
 #include "matmul/layout.h"
@@ -13,9 +14,9 @@ enum class Number : int8_t { kNone, kHalf, kBFloat, kFloat, kExponent, kZeroPoin
 // kExponent: a byte e that means 2^(e - 128). kZeroPoint: a byte that means itself times the scale.
 
 struct QuantizedFormat {
-  int bits;              // of a stored integer, 4 or 8
-  int group;             // 16 or 32 along k, or 0 for all of k: x is quantized in these groups, a scale holds for all
-  int zero;              // what a stored integer has too much
+  int bits;   // of a stored integer, 4 or 8
+  int group;  // 16 or 32 along k, or 0 for all of k: x is quantized in these groups, a scale holds for all
+  int zero;   // what a stored integer has too much
   Number scale, min;
   bool has_steps;        // whether a group's scale (and min) is that number times a byte: signed (unsigned)
   int base_group;        // the range of k of such a number; 0: the weight says it
@@ -25,43 +26,48 @@ struct QuantizedFormat {
 // The integers of the "non-linear" formats of ggml, and twice the values of MXFP4 (Open Compute Project, Microscaling
 // Formats 1.0), + 128.
 inline constexpr uint8_t kNonLinear[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
-inline constexpr uint8_t kFloat4[16] = {128, 129, 130, 131, 132, 134, 136, 140,
-                                        128, 127, 126, 125, 124, 122, 120, 116};
+inline constexpr uint8_t kFloat4[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};
 
 consteval QuantizedFormat plain_format(int bits, Number scale, bool has_zero_points) {
-  return {bits, 32, has_zero_points ? 0 : 1 << (bits - 1), scale, has_zero_points ? Number::kZeroPoint : Number::kNone,
-          false, 0, nullptr};
+  return {bits,
+          32,
+          has_zero_points ? 0 : 1 << (bits - 1),
+          scale,
+          has_zero_points ? Number::kZeroPoint : Number::kNone,
+          false,
+          0,
+          nullptr};
 }
 
 // The order is that of FORMATS in src/quire/kernels/weights.py.
 inline constexpr QuantizedFormat kQuantizedFormats[] = {
-    {8, 0, 128, Number::kFloat, Number::kNone, false, 0, nullptr},        // int8
-    {4, 32, 8, Number::kBFloat, Number::kNone, false, 32, nullptr},       // int4
-    {8, 32, 128, Number::kHalf, Number::kNone, false, 32, nullptr},       // q8_0
-    {4, 32, 8, Number::kHalf, Number::kNone, false, 32, nullptr},         // q4_0
-    {4, 32, 0, Number::kHalf, Number::kHalf, false, 32, nullptr},         // q4_1
-    {8, 32, 16, Number::kHalf, Number::kNone, false, 32, nullptr},        // q5_0
-    {8, 32, 0, Number::kHalf, Number::kHalf, false, 32, nullptr},         // q5_1
-    {4, 16, 0, Number::kHalf, Number::kHalf, true, 256, nullptr},         // q2_k
-    {4, 16, 4, Number::kHalf, Number::kNone, true, 256, nullptr},         // q3_k
-    {4, 32, 0, Number::kHalf, Number::kHalf, true, 256, nullptr},         // q4_k
-    {8, 32, 0, Number::kHalf, Number::kHalf, true, 256, nullptr},         // q5_k
-    {8, 16, 32, Number::kHalf, Number::kNone, true, 256, nullptr},        // q6_k
-    {4, 32, 128, Number::kHalf, Number::kNone, false, 32, kNonLinear},    // iq4_nl
-    {4, 32, 128, Number::kHalf, Number::kNone, true, 256, kNonLinear},    // iq4_xs
-    {4, 32, 128, Number::kExponent, Number::kNone, false, 32, kFloat4},   // mxfp4
-    plain_format(4, Number::kHalf, false),                                // u4_half
-    plain_format(4, Number::kHalf, true),                                 // u4_half_zeros
-    plain_format(4, Number::kBFloat, false),                              // u4_bfloat
-    plain_format(4, Number::kBFloat, true),                               // u4_bfloat_zeros
-    plain_format(4, Number::kFloat, false),                               // u4_float
-    plain_format(4, Number::kFloat, true),                                // u4_float_zeros
-    plain_format(8, Number::kHalf, false),                                // u8_half
-    plain_format(8, Number::kHalf, true),                                 // u8_half_zeros
-    plain_format(8, Number::kBFloat, false),                              // u8_bfloat
-    plain_format(8, Number::kBFloat, true),                               // u8_bfloat_zeros
-    plain_format(8, Number::kFloat, false),                               // u8_float
-    plain_format(8, Number::kFloat, true),                                // u8_float_zeros
+    {8, 0, 128, Number::kFloat, Number::kNone, false, 0, nullptr},       // int8
+    {4, 32, 8, Number::kBFloat, Number::kNone, false, 32, nullptr},      // int4
+    {8, 32, 128, Number::kHalf, Number::kNone, false, 32, nullptr},      // q8_0
+    {4, 32, 8, Number::kHalf, Number::kNone, false, 32, nullptr},        // q4_0
+    {4, 32, 0, Number::kHalf, Number::kHalf, false, 32, nullptr},        // q4_1
+    {8, 32, 16, Number::kHalf, Number::kNone, false, 32, nullptr},       // q5_0
+    {8, 32, 0, Number::kHalf, Number::kHalf, false, 32, nullptr},        // q5_1
+    {4, 16, 0, Number::kHalf, Number::kHalf, true, 256, nullptr},        // q2_k
+    {4, 16, 4, Number::kHalf, Number::kNone, true, 256, nullptr},        // q3_k
+    {4, 32, 0, Number::kHalf, Number::kHalf, true, 256, nullptr},        // q4_k
+    {8, 32, 0, Number::kHalf, Number::kHalf, true, 256, nullptr},        // q5_k
+    {8, 16, 32, Number::kHalf, Number::kNone, true, 256, nullptr},       // q6_k
+    {4, 32, 128, Number::kHalf, Number::kNone, false, 32, kNonLinear},   // iq4_nl
+    {4, 32, 128, Number::kHalf, Number::kNone, true, 256, kNonLinear},   // iq4_xs
+    {4, 32, 128, Number::kExponent, Number::kNone, false, 32, kFloat4},  // mxfp4
+    plain_format(4, Number::kHalf, false),                               // u4_half
+    plain_format(4, Number::kHalf, true),                                // u4_half_zeros
+    plain_format(4, Number::kBFloat, false),                             // u4_bfloat
+    plain_format(4, Number::kBFloat, true),                              // u4_bfloat_zeros
+    plain_format(4, Number::kFloat, false),                              // u4_float
+    plain_format(4, Number::kFloat, true),                               // u4_float_zeros
+    plain_format(8, Number::kHalf, false),                               // u8_half
+    plain_format(8, Number::kHalf, true),                                // u8_half_zeros
+    plain_format(8, Number::kBFloat, false),                             // u8_bfloat
+    plain_format(8, Number::kBFloat, true),                              // u8_bfloat_zeros
+    plain_format(8, Number::kFloat, false),                              // u8_float
+    plain_format(8, Number::kFloat, true),                               // u8_float_zeros
 };
 
 QUIRE_INLINE constexpr int64_t bytes_of(Number number) {
@@ -70,11 +76,11 @@ QUIRE_INLINE constexpr int64_t bytes_of(Number number) {
   return number == Number::kExponent || number == Number::kZeroPoint ? 1 : 2;
 }
 
-// Panels of 32 rows of W. A panel is four fields and its integers, each field an array [ranges of k][32 rows], filled up
-// to a multiple of 64 bytes. Integers lie in blocks of 32 along k, each of rows of 32 units of four bytes. 8 bits: a unit
-// holds four integers that follow each other along k. 4 bits: unit u holds k = 4 u to 4 u + 3 of its block in the lower
-// halves of its bytes, and those 16 further on in the upper halves. What a panel has beyond the matrix is zero, or
-// multiplies zeros.
+// Panels of 32 rows of W. A panel is four fields and its integers, each field an array [ranges of k][32 rows], filled
+// up to a multiple of 64 bytes. Integers lie in blocks of 32 along k, each of rows of 32 units of four bytes. 8 bits: a
+// unit holds four integers that follow each other along k. 4 bits: unit u holds k = 4 u to 4 u + 3 of its block in the
+// lower halves of its bytes, and those 16 further on in the upper halves. What a panel has beyond the matrix is zero,
+// or multiplies zeros.
 struct QuantizedShape {
   static constexpr int64_t kBlock = 32;
 
@@ -84,7 +90,7 @@ struct QuantizedShape {
   QUIRE_MEMBER QuantizedShape(int code, int64_t base_group, int64_t n, int64_t k)
       : format(kQuantizedFormats[code]), n(n), k(k) {
     if (format.group == 0) {
-      format.group = int((k + kBlock - 1) / kBlock * kBlock);
+      format.group = k == 0 ? int(kBlock) : int((k + kBlock - 1) / kBlock * kBlock);
       base_group = format.group;
     }
     if (format.base_group == 0) format.base_group = int(base_group);

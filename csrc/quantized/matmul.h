@@ -110,8 +110,7 @@ struct QuantizedTile {
 
   // sums += the products of R quantized rows and G vectors of columns, from `column` on; sums' rows are 32 apart.
   template <int R, int G>
-  static void run(const char* rows, const QuantizedRow& layout, const WeightPiece& piece, int64_t column,
-                  float* sums) {
+  static void run(const char* rows, const QuantizedRow& layout, const WeightPiece& piece, int64_t column, float* sums) {
     const int64_t row_bytes = layout.bytes, scales_at = layout.scales_at, lacks_at = layout.lacks_at;
     const int64_t unit_rows = layout.group / kUnitBytes / (kHalves ? 2 : 1);
     const int64_t x_stride = row_bytes / int64_t(sizeof(XValue));

@@ -199,9 +199,9 @@ struct BlockType {
 
 constexpr int kFirstBlockType = 2;  // q8_0 in kQuantizedFormats
 constexpr BlockType kBlockTypes[] = {
-    {32, 34, read_q8_0},     {32, 18, read_q4_0},     {32, 20, read_q4_1},      {32, 22, read_q5_0},
-    {32, 24, read_q5_1},     {kSuper, 84, read_q2_k}, {kSuper, 110, read_q3_k}, {kSuper, 144, read_q4_k},
-    {kSuper, 176, read_q5_k}, {kSuper, 210, read_q6_k}, {32, 18, read_q4_0},     {kSuper, 136, read_iq4_xs},
+    {32, 34, read_q8_0},      {32, 18, read_q4_0},      {32, 20, read_q4_1},      {32, 22, read_q5_0},
+    {32, 24, read_q5_1},      {kSuper, 84, read_q2_k},  {kSuper, 110, read_q3_k}, {kSuper, 144, read_q4_k},
+    {kSuper, 176, read_q5_k}, {kSuper, 210, read_q6_k}, {32, 18, read_q4_0},      {kSuper, 136, read_iq4_xs},
     {32, 17, read_mxfp4},
 };
 

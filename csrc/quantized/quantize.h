@@ -119,8 +119,7 @@ static void quantize_bytes(const T* rows, int64_t stride, int64_t num_rows, cons
 
 // int4: one scale for each block.
 template <typename T>
-static void quantize_halves(const T* rows, int64_t stride, int64_t num_rows, const QuantizedShape& shape,
-                            char* panel) {
+static void quantize_halves(const T* rows, int64_t stride, int64_t num_rows, const QuantizedShape& shape, char* panel) {
   WeightBlock block;
   ScaleSearch search;
   for (int64_t index = 0; index < shape.blocks(); ++index) {
@@ -153,7 +152,7 @@ static bool quantize(const void* weight, int64_t stride, const QuantizedShape& s
       quantize_halves(rows, stride, num_rows, shape, panel);
     }
   };
-  parallel_for(shape.panels(), task);
+  if (shape.k > 0) parallel_for(shape.panels(), task);
   return is_finite;
 }
 

@@ -130,7 +130,7 @@ def test_a_failure_while_saving_leaves_nothing_behind(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"version": 99}, "version 99.*readable are int8, int4 in version 1"),
+        ({"version": 99}, "version 99.*readable are int8, int4 in version 2"),
         ({"format": "int2"}, "'int2'"),
         ({"quant_method": "gptq"}, "take the unquantized checkpoint"),
     ],

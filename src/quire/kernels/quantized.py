@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.common.errors import KernelError
 from quire.kernels.backends import backend_for, backend_of
 from quire.kernels.checks import DTYPES, describe, refusal
-from quire.kernels.weights import BLOCK_FORMATS, INTEGER_FORMATS, QUANTIZED_FORMATS, QuantizedWeight
+from quire.kernels.weights import BLOCK_FORMATS, QUANTIZED_FORMATS, QuantizedWeight
 
 _MAX_K = 65536
 """A sum of at most this many products of bytes fits an int32."""
@@ -111,8 +111,8 @@ def pack_integers(
         and dtype in DTYPES
     ):
         takes = (
-            f"contiguous integers uint8 [n, k <= {_MAX_K}], scales [n, ranges] float16, bfloat16 or float32, zeros None "
-            "or uint8 [n, ranges], bits 4 or 8, and scale_range a multiple of 32 or at least k"
+            f"contiguous integers uint8 [n, k <= {_MAX_K}], scales [n, ranges] float16, bfloat16 or float32, zeros uint8 "
+            "[n, ranges] or None, bits 4 or 8, and scale_range a multiple of 32 or at least k"
         )
         given = {"integers": integers, "scales": scales, "zeros": zeros, "bits": bits, "scale_range": scale_range}
         raise refusal("pack_integers", takes, **given)

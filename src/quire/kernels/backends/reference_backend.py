@@ -85,7 +85,8 @@ class ReferenceBackend:
     ) -> QuantizedWeight:
         bits = 8 if format.startswith("u8") else 4
         parts = reference.split_integers(integers, scales, zeros, bits, scale_range or 32)
-        return _kept(*integers.shape, dtype, format, *parts)
+        n, k = integers.shape
+        return _kept(n, k, dtype, format, *parts)
 
     def quantized_matmul(
         self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out_dtype: torch.dtype

@@ -71,7 +71,8 @@ class ShapesBackend(ReferenceBackend):
     def pack_integers(
         self, integers: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype, format: str, scale_range: int
     ) -> QuantizedWeight:
-        return self.mapped_weight(*integers.shape, dtype, format, integers)
+        n, k = integers.shape
+        return self.mapped_weight(n, k, dtype, format, integers)
 
     def quantized_matmul(
         self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out_dtype: torch.dtype
