@@ -266,7 +266,7 @@ def test_a_pulled_model_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_pull_counts_the_bytes_of_its_download(monkeypatch: pytest.MonkeyPatch) -> None:
     """The download goes on whenever a line has told what it has done before."""
-    told = threading.Semaphore(0)
+    told, state = threading.Semaphore(0), saying().state
 
     def resolve(args: EngineArgs) -> None:
         with hub_bar(hub_tqdm, "org/new")(desc="Downloading", total=0, unit="B") as bar:
@@ -278,7 +278,7 @@ def test_a_pull_counts_the_bytes_of_its_download(monkeypatch: pytest.MonkeyPatch
     async def statuses() -> list[PullStatus]:
         found: list[PullStatus] = []
         spec = ModelSpec(("org/new",), EngineArgs(model="org/new"))
-        async for status in _pull(saying().state, spec, is_new=True):
+        async for status in _pull(state, spec, is_new=True):
             if not found or status != found[-1]:  # a line may come twice before the download goes on
                 found.append(status)
                 if status.status == "downloading org/new":

@@ -42,12 +42,12 @@ def _is_logged() -> bool:
 
 
 def shows_bars() -> bool:
-    """Return whether bars appear in this process: in a notebook, or on a terminal that is standard error and not a log."""
+    """Return whether bars appear in this process: in a notebook, or on a terminal as standard error."""
     return not _is_logged() and (_in_notebook() or (sys.stderr is not None and sys.stderr.isatty()))
 
 
 def _in_notebook() -> bool:
-    """Whether this runs in a notebook. IPython is not imported for it: its kernels add `get_ipython` to the builtins."""
+    """Whether this runs in a notebook. IPython is not imported for it: its kernels have the builtin `get_ipython`."""
     get_ipython = getattr(builtins, "get_ipython", None)
     kinds = () if get_ipython is None else type(get_ipython()).__mro__  # Colab's shell is a subclass
     return any(kind.__name__ == "ZMQInteractiveShell" for kind in kinds)
