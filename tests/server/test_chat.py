@@ -212,6 +212,7 @@ BARE = '{"name": "weather", "parameters": {"city": "Ulm"}}'
         ("hermes", CALL, None, ["Bonn"]),
         ("hermes", CALL + "\n" + CALL.replace("Bonn", "Ulm"), None, ["Bonn", "Ulm"]),
         ("hermes", '{"city": "Rome"}', '{"city": "Rome"}', []),
+        ("hermes", '{\n  "city":\n  "Rome"}', '{\n  "city":\n  "Rome"}', []),
         ("hermes", json.dumps({"city": "<tool_call>" + BARE}), json.dumps({"city": "<tool_call>" + BARE}), []),
         ("mistral", ARRAY, None, ["Ulm", "Bonn"]),
         ("mistral", '{"city": "Rome"}', '{"city": "Rome"}', []),

@@ -6,7 +6,7 @@ The names are those of xgrammar's structural tags, which vLLM uses, and of the o
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, get_args
 
 import msgspec
 
@@ -114,7 +114,6 @@ class TagsWithSeparator(_Struct, frozen=True, tag="tags_with_separator"):
 Format: TypeAlias = (
     ConstString | JsonSchema | Regex | AnyText | Token | Sequence | Or | Tag | TriggeredTags | TagsWithSeparator
 )
-_TYPES = (ConstString, JsonSchema, Regex, AnyText, Token, Sequence, Or, Tag, TriggeredTags, TagsWithSeparator)
 
 
 class _Whole(_Struct, frozen=True, tag="structural_tag"):
@@ -142,7 +141,7 @@ def read_structural_tag(given: str | dict[str, Any]) -> Format:
         tags = [{"begin": s.begin, "content": JsonSchema(s.schema), "end": s.end} for s in old.structures]
         return msgspec.convert({"triggers": old.triggers, "tags": tags}, TriggeredTags)
     except (msgspec.DecodeError, RecursionError) as error:
-        names = ", ".join(str(kind.__struct_config__.tag) for kind in _TYPES)
+        names = ", ".join(str(kind.__struct_config__.tag) for kind in get_args(Format))
         raise InvalidParamsError(
             f"structural_tag is refused: {error}; give either 'format', of the types {names}, or 'structures' (begin, "
             "schema, end) with 'triggers'"

@@ -33,14 +33,14 @@ def library_grammar(params: StructuredOutputsParams) -> str:
     if not params.disable_any_whitespace:
         options["whitespace_pattern"] = params.whitespace_pattern or _JSON_WHITESPACE
 
+    closed = _closed if params.disable_additional_properties else lambda schema: schema
     if params.structural_tag is not None:
-        rules = LarkRules(lambda schema: _json_in_lark(_closed_if(params, schema), options), _regex_in_lark)
+        rules = LarkRules(lambda schema: _json_in_lark(closed(schema) | {"x-guidance": options}), _regex_in_lark)
         return LLMatcher.grammar_from_lark(rules.grammar(read_structural_tag(params.structural_tag)))
     schema: Any = {"type": "object"}
     if params.json is not None:
         schema = msgspec.json.decode(params.json) if isinstance(params.json, str) else params.json
-    encoded = msgspec.json.encode(_closed_if(params, schema)).decode()
-    return LLMatcher.grammar_from_json_schema(encoded, overrides=options)  # type: ignore[arg-type]
+    return LLMatcher.grammar_from_json_schema(msgspec.json.encode(closed(schema)).decode(), overrides=options)  # type: ignore[arg-type]
 
 
 def num_beginnings(params: StructuredOutputsParams) -> int | None:
@@ -61,8 +61,8 @@ def num_beginnings(params: StructuredOutputsParams) -> int | None:
     return sum(len(text) - len(commonprefix([before, text])) for before, text in pairs)  # noqa: RUF071
 
 
-def _json_in_lark(schema: dict[str, Any], options: dict[str, Any]) -> str:
-    return f"%json {msgspec.json.encode(schema | {'x-guidance': options}).decode()}"
+def _json_in_lark(schema: dict[str, Any]) -> str:
+    return f"%json {msgspec.json.encode(schema).decode()}"
 
 
 def _regex_in_lark(pattern: str) -> str:
@@ -76,10 +76,6 @@ def _regex_in_lark(pattern: str) -> str:
 def _literal(text: str) -> str:
     """Return a regular expression that matches exactly this text."""
     return "".join("\\" + char if char in _ESCAPED else char for char in text)
-
-
-def _closed_if(params: StructuredOutputsParams, schema: Any) -> Any:
-    return _closed(schema) if params.disable_additional_properties else schema
 
 
 def _closed(schema: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from msgspec.structs import replace
 
 from quire.common.outputs import CompletionOutput, RequestOutput
@@ -35,11 +37,6 @@ class ChatPlan:
         form = structure(request)
         special = {text: i for i, text in model.llm.tokenizer.special_token_texts.items()}
         self.structured_outputs = tool_choice_structure(tools, choice, parallel) or form
-        tool_format = model.tool_format if self.shows_tools and self.forced is None else None
-        self.calls_or_content = False
-        if tools and tool_format and form and content_format(request) is not None and form.structural_tag is None:
-            self.calls_or_content = True
-            self.structured_outputs = calls_or_content(tools, form, tool_format, special, parallel)
         # The content's format may come along: an output of forced calls has no content.
         if self.forced is not None and form is not None and content_format(request) is None:
             raise invalid(
@@ -49,7 +46,12 @@ class ChatPlan:
         self.is_named = self.forced is not None and self.forced.name is not None
         self.max_calls = None if parallel else 1
         is_free = form is None and self.forced is None  # a grammar does not permit tags
-        self.tools = tool_format if is_free or self.calls_or_content else None
+        self.tools = model.tool_format if self.shows_tools and self.forced is None else None
+        if form is not None and tools and self.tools is not None:
+            has_both = content_format(request) is not None and form.structural_tag is None
+            if has_both:
+                self.structured_outputs = calls_or_content(tools, form, self.tools, special, parallel)
+            self.tools = dataclasses.replace(self.tools, excludes_content=True) if has_both else None
         self.reasoning = model.reasoning_format if is_free else None
         self.shows_special_tokens = shows_special_tokens(self.reasoning, self.tools, special)
 
@@ -103,12 +105,7 @@ class ChatChoices:
     def _new_parser(self, index: int) -> OutputParser:
         plan = self._plan
         return OutputParser(
-            index,
-            reasoning=self._reasoning,
-            tools=plan.tools,
-            forced=plan.forced,
-            calls_or_content=plan.calls_or_content,
-            max_calls=plan.max_calls,
+            index, reasoning=self._reasoning, tools=plan.tools, forced=plan.forced, max_calls=plan.max_calls
         )
 
     def _attach_tokens(self, found: list[chat.ChatEvent], delta: CompletionOutput) -> None:

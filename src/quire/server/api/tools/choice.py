@@ -87,20 +87,17 @@ def calls_or_content(
     if tool_format.separator is None:
         calls["json_schema"] = _array(schema, parallel)
     space = {"type": "const_string", "value": tool_format.space}
-    tagged = {
-        "begin": "" if tool_format.begins_bare else tag(tool_format.tag),
-        "content": {"type": "sequence", "elements": [space, calls, space]},
-        "end": tag(tool_format.end),
-    }
+    content = {"type": "sequence", "elements": [space, calls, space]}
+    begin = "" if tool_format.begins_bare else tag(tool_format.tag)
     several = {
         "type": "tags_with_separator",
-        "tags": [tagged],
+        "tags": [{"begin": begin, "content": content, "end": tag(tool_format.end)}],
         "separator": tool_format.separator or "",
         "at_least_one": True,
         "stop_after_first": tool_format.separator is None or not parallel,
     }
-    content = {"type": "json_schema", "json_schema": form.json or {"type": "object"}}
-    return StructuredOutputsParams(structural_tag={"format": {"type": "or", "elements": [content, several]}})
+    answer = {"type": "json_schema", "json_schema": {"type": "object"} if form.json is None else form.json}
+    return StructuredOutputsParams(structural_tag={"format": {"type": "or", "elements": [answer, several]}})
 
 
 def _check_function(function: FunctionDefinition, where: str) -> None:

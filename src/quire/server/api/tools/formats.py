@@ -181,6 +181,8 @@ class ToolFormat:
     """Between two calls. None: the calls are items of an array."""
     arguments: str = "arguments"
     """Key of the arguments."""
+    excludes_content: bool = False
+    """Whether an output that does not begin with a call is content, whatever it contains."""
 
 
 @dataclass(frozen=True, slots=True)

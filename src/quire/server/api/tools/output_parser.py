@@ -38,27 +38,20 @@ class OutputParser:
         reasoning: ReasoningFormat | None = None,
         tools: ToolFormat | None = None,
         forced: ForcedTools | None = None,
-        calls_or_content: bool = False,
         max_calls: int | None = None,
         new_id: Callable[[], str] = new_call_id,
     ) -> None:
         """`index` is the index of the choice.
 
-        With `forced` the other formats are ignored, because the grammar excludes them. With `calls_or_content` an
-        output that does not begin with a call is content, whatever it contains. Calls beyond `max_calls` are left out.
-        Without any format all text is content, and is passed on unchanged.
+        With `forced` the other formats are ignored, because the grammar excludes them. Calls beyond `max_calls` are
+        left out. Without any format all text is content, and is passed on unchanged.
         """
         self._index = index
         self._reader = Reader()
         self._found = ParsedList(index, new_id, max_calls)
         self._calls = CallReader(self._reader, self._found)
         self._is_plain = reasoning is None and tools is None and forced is None
-        if forced is not None:
-            self._reading = self._read_forced(forced)
-        elif tools is not None and calls_or_content:
-            self._reading = self._read_calls_or_content(tools)
-        else:
-            self._reading = self._read(reasoning, tools)
+        self._reading = self._read_forced(forced) if forced is not None else self._read(reasoning, tools)
 
     def feed(self, text: str) -> list[Parsed]:
         """Add text; returns the parts that are certain now."""
@@ -84,18 +77,16 @@ class OutputParser:
         if tools is not None:
             if tools.begins_bare:
                 yield from self._read_calls(tools, "")
-            while (yield from self._reader.until(tools.tag, self._found.content)):
+            while (yield from self._next_tag(tools)):
                 yield from self._read_calls(tools, tools.tag)
         yield from self._read_content()
 
-    def _read_calls_or_content(self, tools: ToolFormat) -> Reading[None]:
-        if tools.begins_bare:
-            yield from self._read_calls(tools, "")
-        else:
-            while (yield from self._reader.match(tools.tag)):
-                yield from self._read_calls(tools, tools.tag)
-                yield from self._reader.run(SPACE, self._found.content)
-        yield from self._read_content()
+    def _next_tag(self, tools: ToolFormat) -> Reading[bool]:
+        """Read up to the end of the next tag. Returns False if there is none, or not where calls may be."""
+        if not tools.excludes_content:
+            return (yield from self._reader.until(tools.tag, self._found.content))
+        yield from self._reader.run(SPACE, self._found.content)
+        return not tools.begins_bare and (yield from self._reader.match(tools.tag))
 
     def _read_reasoning(self, reasoning: ReasoningFormat) -> Reading[None]:
         self._reader.hold()
