@@ -160,6 +160,8 @@ def test_a_masked_model_writes_tags() -> None:
         ({"format": triggered(triggers=["<a"])}, "tags[1].begin must begin with exactly one of the triggers"),
         ({"format": triggered(triggers=["<a", "<a>", "[b"])}, "tags[0].begin must begin with exactly one"),
         ({"format": triggered(tags=[tag(begin=END)])}, "tags[0].begin must begin with exactly one"),
+        ({"format": triggered(triggers=["<a"] * 129)}, "Expected `array` of length <= 128"),
+        ({"format": triggered(tags=[tag()] * 1025)}, "Expected `array` of length <= 1024"),
         (OLD_FORM | {"triggers": []}, "at `$.triggers`"),
         (OLD_FORM | {"structures": [{"begin": "<f=", "end": ""}]}, "missing required field `schema`"),
         (OLD_FORM | {"more": 1}, "unknown field `more`"),

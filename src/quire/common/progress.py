@@ -53,7 +53,7 @@ def _in_notebook() -> bool:
     return any(kind.__name__ == "ZMQInteractiveShell" for kind in kinds)
 
 
-def _bar_class() -> type[tqdm[Any]]:
+def _bar_class() -> Any:
     """tqdm's class for where bars appear. In a notebook without ipywidgets, its bars are text, as on a terminal."""
     if not _in_notebook():
         return tqdm

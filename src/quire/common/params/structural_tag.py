@@ -12,6 +12,9 @@ import msgspec
 
 from quire.common.errors import InvalidParamsError
 
+MAX_TRIGGERS = 128
+MAX_TAGS = 1024
+"""Of one `triggered_tags`: each tag is compared with each trigger."""
 _Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
 _Off: TypeAlias = Annotated[list[str], msgspec.Meta(max_length=0)]
 """An option that is accepted where it is empty."""
@@ -87,8 +90,8 @@ class Tag(_Struct, frozen=True, tag="tag"):
 class TriggeredTags(_Struct, frozen=True, tag="triggered_tags"):
     """Free text in which a trigger forces one of the tags that begin with it."""
 
-    triggers: Annotated[list[_Text], msgspec.Meta(min_length=1)]
-    tags: Annotated[list[Tag], msgspec.Meta(min_length=1)]
+    triggers: Annotated[list[_Text], msgspec.Meta(min_length=1, max_length=MAX_TRIGGERS)]
+    tags: Annotated[list[Tag], msgspec.Meta(min_length=1, max_length=MAX_TAGS)]
     at_least_one: bool = False
     """Whether the output begins with a tag."""
     stop_after_first: bool = False

@@ -19,8 +19,7 @@ class LarkRules:
 
     def grammar(self, form: tags.Format) -> str:
         """Return the grammar of an output in this format."""
-        start = f"start: {self._of(form)}"
-        return "\n".join([start, *self._rules])
+        return "\n".join([f"start: {self._of(form)}", *self._rules])
 
     def _of(self, form: tags.Format) -> str:
         match form:
@@ -73,9 +72,8 @@ class LarkRules:
 
     def _rule(self, expression: str, *, is_lazy: bool = False) -> str:
         """Make a rule and return its name."""
-        name = f"r{len(self._rules)}"
-        self._rules.append(f"{name}{'[lazy]' if is_lazy else ''}: {expression}")
-        return name
+        self._rules.append(f"r{len(self._rules)}{'[lazy]' if is_lazy else ''}: {expression}")
+        return f"r{len(self._rules) - 1}"
 
 
 def _one_of(expressions: Iterable[str]) -> str:
