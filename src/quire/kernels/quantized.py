@@ -111,8 +111,8 @@ def pack_integers(
         and dtype in DTYPES
     ):
         takes = (
-            f"contiguous integers uint8 [n, k <= {_MAX_K}], scales [n, ranges] float16, bfloat16 or float32, zeros uint8 "
-            "[n, ranges] or None, bits 4 or 8, and scale_range a multiple of 32 or at least k"
+            f"contiguous integers uint8 [n, k <= {_MAX_K}], scales [n, ranges] float16, bfloat16 or float32, zeros "
+            "uint8 [n, ranges] or None, bits 4 or 8, and scale_range a multiple of 32 or at least k"
         )
         given = {"integers": integers, "scales": scales, "zeros": zeros, "bits": bits, "scale_range": scale_range}
         raise refusal("pack_integers", takes, **given)
