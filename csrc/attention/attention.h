@@ -16,9 +16,8 @@
 
 namespace quire::QUIRE_ISA {
 
-// C: what the cache is made of. T, which only the functions that read queries or write outputs depend on: what those are
-// made of. So the loops are compiled once for each cache.
-template <typename C>
+// T: what queries and outputs are made of; C: the cache.
+template <typename T, typename C>
 class AttentionTask {
   using Lane = KeyLane<C>;
   using Values = ValueLane<C>;
@@ -33,24 +32,8 @@ class AttentionTask {
     head_rows_ = rows_ / item_.num_kv_heads;
   }
 
-  template <typename T>
   void run(LookAhead<C>& ahead) {
-    stage_queries<T>();
-    attend(ahead);
-    if (item_.state < 0) write_output<T>();
-  }
-
-  // Merge the sections' states, first section first, and write the output.
-  template <typename T>
-  void finish() {
-    clear(total());
-    for (int64_t section = item_.section_begin; section < item_.section_end; ++section) merge(partial(section));
-    write_output<T>();
-  }
-
- private:
-  // Let the staged queries see all keys of the item.
-  void attend(LookAhead<C>& ahead) {
+    stage_queries();
     KeyTile<C> tile;
     const KeyRange keys = key_range(a_, item_);
     int64_t start = keys.first / kTileKeys * kTileKeys;
@@ -70,8 +53,17 @@ class AttentionTask {
       }
       if (item_.state < 0 && !is_first) merge(state);
     }
+    if (item_.state < 0) write_output();
   }
 
+  // Merge the sections' states, first section first, and write the output.
+  void finish() {
+    clear(total());
+    for (int64_t section = item_.section_begin; section < item_.section_end; ++section) merge(partial(section));
+    write_output();
+  }
+
+ private:
   // A softmax state of the item's rows: in each row the output and, in one vector, the parts of the sum.
   struct State {
     float* rows;
@@ -93,7 +85,6 @@ class AttentionTask {
     return reinterpret_cast<typename Lane::Query*>(s_.queries) + r * a_.head_dim;
   }
 
-  template <typename T>
   void stage_queries() const {
     for (int64_t r = 0; r < rows_; ++r) {
       const int64_t token = item_.token_begin + r / token_rows_, head = item_.kv_head * group_ + r % token_rows_;
@@ -113,7 +104,6 @@ class AttentionTask {
 
   // Stage row r's query as int16 multiples of a step that goes into its scale. The number of multiples is such that no
   // sum overflows.
-  template <typename T>
   void quantize_query(int64_t r, const T* from) const {
     const float levels = float(min_of(32767, (int64_t{1} << 24) / a_.head_dim));
     f32 largest = set1(0.0f);
@@ -262,7 +252,6 @@ class AttentionTask {
     }
   }
 
-  template <typename T>
   void write_output() {
     for (int64_t r = 0; r < rows_; ++r) {
       const int64_t token = item_.token_begin + r / token_rows_, head = item_.kv_head * group_ + r % token_rows_;
@@ -288,13 +277,13 @@ template <typename T, typename C = T>
 static void attention_items(const AttentionArgs& args, const AttentionItem* items, int64_t count,
                             const AttentionScratch& scratch) {
   LookAhead<C> ahead(args, items, count);
-  for (int64_t i = 0; i < count; ++i) AttentionTask<C>(args, items[i], scratch).template run<T>(ahead);
+  for (int64_t i = 0; i < count; ++i) AttentionTask<T, C>(args, items[i], scratch).run(ahead);
 }
 
 template <typename T>
 static void attention_finish(const AttentionArgs& args, const AttentionItem* items, int64_t count,
                              const AttentionScratch& scratch) {
-  for (int64_t i = 0; i < count; ++i) AttentionTask<T>(args, items[i], scratch).template finish<T>();  // for any cache
+  for (int64_t i = 0; i < count; ++i) AttentionTask<T, T>(args, items[i], scratch).finish();  // the same for any cache
 }
 
 constexpr AttentionTable kAttention = {
