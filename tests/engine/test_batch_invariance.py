@@ -60,8 +60,9 @@ def mixed_params(num_prompts: int) -> list[SamplingParams]:
     ]
 
 
-# Of blocks in a cache with room for all. Every step checks each block of the cache, and the default has tens of thousands.
 ROOMY = 128
+"""blocks: room for all. Every step checks each block of the cache, and by default it has tens of thousands."""
+
 STORAGE = [("bfloat16", "auto"), ("float32", "auto"), ("bfloat16", "int8")]
 
 

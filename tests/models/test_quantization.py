@@ -60,7 +60,13 @@ def test_every_family_is_near_itself_unquantized_and_the_same_when_saved(
 @pytest.mark.parametrize("quantization", FORMATS)
 def test_whatever_runs_beside_a_request_it_gets_what_it_gets_alone(quantization: str) -> None:
     prompts, params = make_prompts(16, 8192, 60), mixed_params(16)
-    solo = LLM(quantization=quantization, enable_prefix_caching=False, max_model_len=96, max_num_seqs=1, num_gpu_blocks_override=ROOMY)
+    solo = LLM(
+        quantization=quantization,
+        enable_prefix_caching=False,
+        max_model_len=96,
+        max_num_seqs=1,
+        num_gpu_blocks_override=ROOMY,
+    )
     expected = [run(solo, [prompt], [param])[0] for prompt, param in zip(prompts, params, strict=True)]
     plain = LLM(enable_prefix_caching=False, max_model_len=96, num_gpu_blocks_override=ROOMY)
     assert run(plain, prompts, params) != expected
