@@ -23,6 +23,10 @@ WERROR ?= $(if $(CI),ON,OFF)
 export QUIRE_REQUIRE_NATIVE ?= $(if $(CI),1,0)
 # Where this is set, as in many containers, each of the processes that the tests start compiles all of Quire again.
 export PYTHONDONTWRITEBYTECODE :=
+# prints the dependencies in pyproject.toml, one in a line
+DEPENDENCIES := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")
+# some packages hold files for other versions of Python, which do not compile
+COMPILE = -$(BIN)/python -W ignore -m compileall -qq -j 0
 BUILD := --no-build-isolation --config-settings=cmake.define.QUIRE_WERROR=$(WERROR)
 
 .PHONY: help docs screenshots run demo test test-all check essential lint coverage mutants soak hostile fuzz sanitize overload chaos injections kills digest diagrams format build wheel wheels container clean
@@ -127,23 +131,37 @@ clean:  ## remove the virtual environment and everything built
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests tools -name __pycache__ -prune -exec rm -rf {} +
 
-# The environment, the build requirements and torch.
-$(VENV)/.base: pyproject.toml
+# The environment and the build requirements. Here and for what Quire itself needs, pip leaves it to the first import to
+# compile a module of Python: most modules of torch are never imported.
+$(VENV)/.build: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Quire needs Python 3.11 or newer; name one with: make PYTHON=python3.12 ..." >&2; exit 1; }
 	@echo "Setting up $(VENV) (the first time, torch is a few hundred megabytes)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet --upgrade 'pip>=25.1'
-	$(PIP) install --quiet --group build
-	$(PIP) install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) 'torch==2.13.*'
+	$(PIP) install --quiet --no-compile --upgrade 'pip>=25.1'
+	$(PIP) install --quiet --no-compile --group build
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.base $(NATIVE_SOURCES)
-	$(PIP) install --quiet $(BUILD) --editable .
+# And torch, and what else Quire needs when it runs.
+$(VENV)/.base: $(VENV)/.build
+	$(PIP) install --quiet --no-compile --no-warn-conflicts $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) 'torch==2.13.*'
+	$(BIN)/python -c '$(DEPENDENCIES)' >$(VENV)/dependencies.txt
+	$(PIP) install --quiet --no-compile --no-warn-conflicts --requirement $(VENV)/dependencies.txt
 	@touch $@
 
+$(VENV)/.kernels: $(VENV)/.build $(NATIVE_SOURCES)
+	$(PIP) install --quiet --no-deps $(BUILD) --editable .
+	@touch $@
+
+# The kernels compile while torch is downloaded and unpacked.
+$(VENV)/.installed: pyproject.toml $(NATIVE_SOURCES)
+	@$(MAKE) --no-print-directory -j2 $(VENV)/.base $(VENV)/.kernels
+	@touch $@
+
+# Modules that the tests import are compiled before, by all cores, since there a compiler's warning would be an error.
 $(VENV)/.dev: $(VENV)/.base
-	$(PIP) install --quiet --group dev
+	$(PIP) install --quiet --no-compile --group dev
+	$(COMPILE) $(VENV)/lib
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.base
@@ -155,7 +173,8 @@ $(VENV)/.packaging: $(VENV)/.base
 	@touch $@
 
 $(VENV)/.clients: $(VENV)/.dev tools/fetch_vllm_examples.py
-	$(PIP) install --quiet --group clients
+	$(PIP) install --quiet --no-compile --group clients
+	$(COMPILE) $(VENV)/lib
 	test -x $(VENV)/clients-apart/bin/python || $(BIN)/python -m venv --without-pip $(VENV)/clients-apart
 	$(PIP) --python $(VENV)/clients-apart/bin/python install --quiet --group clients-apart
 	$(BIN)/python tools/fetch_vllm_examples.py $(VENV)/vllm-examples

@@ -64,24 +64,24 @@ struct MatmulTable {
 };
 
 struct QuantizedMatmulArgs {
+  QuantizedShape shape;
   const void* x;  // [rows, k], rows x_stride apart
-  int64_t x_stride, rows, k;
+  int64_t x_stride, rows;
   const char* weight;
-  char* rows_of_x;  // of rows_bytes(rows, k), to work in
+  char* rows_of_x;  // of rows_bytes(shape, rows), to work in
   ProductOut to;
 };
 
-// Indexed by QuantizedFormat, then by the DType of x and of the weight that was quantized.
+// Indexed by the DType of x and of the weight that was quantized.
 struct QuantizedTable {
   // What matmul needs as rows_of_x.
-  int64_t (*rows_bytes[kNumQuantizedFormats])(int64_t rows, int64_t k);
-  // False if an element is not finite.
-  bool (*quantize[kNumQuantizedFormats][kNumDTypes])(const void* weight, int64_t stride, int64_t n, int64_t k,
-                                                     char* out);
-  void (*matmul[kNumQuantizedFormats][kNumDTypes])(const QuantizedMatmulArgs& args);
+  int64_t (*rows_bytes)(const QuantizedShape& shape, int64_t rows);
+  // To int8 or int4. False if an element is not finite.
+  bool (*quantize[2][kNumDTypes])(const void* weight, int64_t stride, const QuantizedShape& shape, char* out);
+  void (*matmul[kNumDTypes])(const QuantizedMatmulArgs& args);
   // out [count, k] = rows of the weight; ids must be in [0, n).
-  void (*gather[kNumQuantizedFormats][kNumDTypes])(const int64_t* ids, int64_t count, const char* weight, int64_t n,
-                                                   int64_t k, void* out);
+  void (*gather[kNumDTypes])(const QuantizedShape& shape, const int64_t* ids, int64_t count, const char* weight,
+                             void* out);
 };
 
 struct ProbeTable {

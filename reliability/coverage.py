@@ -34,6 +34,7 @@ TESTS = (
     "tests/config",
     "tests/engine",
     "tests/kv",
+    "tests/grammar/test_structural_tags.py",
     "tests/grammar/test_structures.py",
     "tests/grammar/test_waiting.py",
     "tests/grammar/test_refused.py::test_refused_when_made",

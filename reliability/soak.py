@@ -49,7 +49,6 @@ _LEAVING = 0.45
 _INJECTED = "BufferError"
 """The type of injected errors, which nothing else raises: a request that the log names with it failed by injection."""
 _REQUEST_LIMIT_S = 120.0
-_SETTLE_S = 60.0
 _SHARED = "All of these requests begin with the same words, whose blocks they share. " * 3
 _PLACES = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"]
 _WRONG: list[tuple[str, object]] = [
@@ -225,11 +224,11 @@ async def load(served: Served, seconds: float, options: argparse.Namespace, tall
     )
 
 
-def holdings(served: Served) -> dict[str, Resources]:
+def holdings(served: Served, settle_s: float) -> dict[str, Resources]:
     """Return the resources of both processes when they are idle. Raises RuntimeError if they do not become idle."""
-    if not served.wait_until_idle(_SETTLE_S):
+    if not served.wait_until_idle(settle_s):
         used = served.metric("vllm:kv_cache_usage_perc")
-        raise RuntimeError(f"not idle after {_SETTLE_S:g} s: {used:.1%} of the blocks are in use")
+        raise RuntimeError(f"not idle after {settle_s:g} s: {used:.1%} of the blocks are in use")
     engine_pid = served.engine_pid
     if engine_pid is None:
         raise RuntimeError("no engine process is running")
@@ -284,9 +283,9 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         seconds = options.minutes * 60
         warm_up_s = min(120.0, seconds / 3)
         run(load(served, warm_up_s, options, tally, options.seed))
-        before = holdings(served)
+        before = holdings(served, options.settle_s)
         run(load(served, seconds - warm_up_s, options, tally, options.seed + 1))
-        after = holdings(served)
+        after = holdings(served, options.settle_s)
         tally.wrong += left_behind(before, after)
     except RuntimeError as error:
         tally.wrong.append(str(error))
@@ -320,6 +319,7 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=24)
     parser.add_argument("--kill-every-s", type=float, default=60, help="seconds between kills of the engine; 0: none")
     parser.add_argument("--fault-probability", type=float, default=1e-4, help="at each pass of a fault point")
+    parser.add_argument("--settle-s", type=float, default=60, help="after which an idle server must hold nothing")
     parser.add_argument("--plant-leak", choices=_LEAKS, help="make the server leak on purpose")
     parser.add_argument("--record", action="store_true", help="write the result into docs/reliability.md")
     options = parser.parse_args()

@@ -110,6 +110,46 @@ def test_without_a_standard_error_nothing_is_shown(monkeypatch: pytest.MonkeyPat
     assert not progress.shows_bars()
 
 
+class ZMQInteractiveShell:
+    """Named as IPython's class of shells in notebooks."""
+
+
+class Shell(ZMQInteractiveShell):
+    """As Colab's."""
+
+
+class TerminalInteractiveShell:
+    """Named as IPython's class of shells on terminals."""
+
+
+@pytest.mark.parametrize(
+    ("shell", "is_notebook"), [(ZMQInteractiveShell, True), (Shell, True), (TerminalInteractiveShell, False)]
+)
+def test_bars_appear_in_notebooks(
+    monkeypatch: pytest.MonkeyPatch, at_once: None, shell: type[Any], is_notebook: bool
+) -> None:
+    made: list[dict[str, Any]] = []
+
+    class NotebookBar(tqdm):  # type: ignore[misc]
+        def __init__(self, **look: Any) -> None:
+            made.append(look)
+            super().__init__(**look)
+
+    monkeypatch.setattr("builtins.get_ipython", shell, raising=False)
+    monkeypatch.setattr("tqdm.auto.tqdm", NotebookBar)
+    num_modules = len([name for name in sys.modules if name.startswith("IPython")])
+    with standard_error(monkeypatch, is_terminal=False) as written:
+        assert progress.shows_bars() is is_notebook
+        with progress.progress("counting", 4000, "B") as advance:
+            advance(4000)
+        scripted_llm()[0].generate(["a"], GREEDY)
+    assert [look["desc"] for look in made] == ["counting", "Processed prompts"] * is_notebook
+    assert is_bar(written, "counting") is is_notebook
+    assert num_modules == len([name for name in sys.modules if name.startswith("IPython")])
+    monkeypatch.setattr("quire.common.log.chosen_format", "text")
+    assert not progress.shows_bars()
+
+
 def test_where_progress_is_logged_no_bar_appears(
     monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
 ) -> None:
@@ -273,6 +313,25 @@ def test_downloads_of_a_server_are_logged(monkeypatch: pytest.MonkeyPatch, logge
         files.update()
     assert logged.messages == ["some/model: Downloading: 1.5 of 4.0 MB"]
     assert written.data == b""
+
+
+def test_another_thread_can_read_how_much_of_a_download_is_done() -> None:
+    download = progress.Download()
+    token = progress.current_download.set(download)
+    bar_class = progress.hub_bar(hub_tqdm, "some/model")
+    progress.current_download.reset(token)
+    other_class = progress.hub_bar(hub_tqdm, "other/model")
+    with (
+        bar_class(desc="Writing", total=0, unit="B") as bar,
+        bar_class(desc="Receiving", total=0, unit="B") as late,
+        bar_class(desc="Files", total=900) as files,
+        other_class(desc="Writing", total=900, unit="B") as other,
+    ):
+        assert (download.num_bytes, download.total) == (0, 0)
+        bar.total = late.total = 500
+        for one, num in ((bar, 200), (late, 100), (files, 700), (other, 800), (bar, 250), (late, 1)):
+            one.update(num)
+    assert (download.num_bytes, download.total) == (450, 500)
 
 
 @pytest.mark.slow

@@ -35,6 +35,7 @@
 //   load, load_n(p, n)                     from float* or bf16*; _n: the first n <= W lanes, the rest 0
 //   store, store_n(p, v, n)                to float* or bf16* (to nearest even, NaN stays NaN)
 //   set1, fma(a, b, c) = a * b + c         (the portable variant rounds twice, except on arm64)
+//   ByteTable                              16 bytes, looked up for each byte of an i32
 //   multiply_pairs(a, b)                   a.lower * b.lower + a.upper * b.upper of two int16 in each int32 lane
 //   max, reduce_add, reduce_max            max(a, b) is b if either is NaN; reductions are fixed trees
 
@@ -62,10 +63,22 @@ QUIRE_INLINE i32 load_lanes(const void* p) {
   std::memcpy(&lanes, p, sizeof lanes);
   return lanes;
 }
+QUIRE_INLINE void store_lanes(void* p, i32 lanes) { std::memcpy(p, &lanes, sizeof lanes); }
 QUIRE_INLINE i32 set1_lane(const void* p) {
   int32_t bits;
   std::memcpy(&bits, p, sizeof bits);
   return i32{} + bits;
+}
+
+// W integers of one or two bytes from p on.
+typedef uint8_t u8_lanes __attribute__((vector_size(W)));
+typedef int8_t i8_lanes __attribute__((vector_size(W)));
+typedef uint16_t u16_lanes __attribute__((vector_size(2 * W)));
+template <typename Lanes>
+QUIRE_INLINE i32 load_integers(const void* p) {
+  Lanes lanes;
+  std::memcpy(&lanes, p, sizeof lanes);
+  return __builtin_convertvector(lanes, i32);
 }
 
 // W lanes of two bf16, the earlier one in the lower half.

@@ -64,6 +64,15 @@ QUIRE_INLINE float reduce_max(f32 v) {
   return _mm_cvtss_f32(_mm_max_ss(c, _mm_movehdup_ps(c)));
 }
 
+// A byte for each byte of an index below 16.
+struct ByteTable {
+  __m256i bytes;
+
+  QUIRE_MEMBER explicit ByteTable(const uint8_t* sixteen)
+      : bytes(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)sixteen))) {}
+  QUIRE_MEMBER i32 look_up(i32 indices) const { return (i32)_mm256_shuffle_epi8(bytes, (__m256i)indices); }
+};
+
 QUIRE_INLINE i32 multiply_pairs(i32 a, i32 b) { return (i32)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
 
 }  // namespace quire::QUIRE_ISA

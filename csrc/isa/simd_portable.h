@@ -79,4 +79,22 @@ QUIRE_INLINE i32 multiply_pairs(i32 a, i32 b) {
 #endif
 }
 
+// A byte for each byte of an index below 16.
+struct ByteTable {
+  uint8_t bytes[16];
+
+  QUIRE_MEMBER explicit ByteTable(const uint8_t* sixteen) { std::memcpy(bytes, sixteen, sizeof bytes); }
+  QUIRE_MEMBER i32 look_up(i32 indices) const {
+#if defined(__aarch64__)
+    return (i32)vqtbl1q_u8(vld1q_u8(bytes), (uint8x16_t)indices);
+#else
+    uint8_t each[sizeof indices];
+    std::memcpy(each, &indices, sizeof each);
+    for (uint8_t& byte : each) byte = bytes[byte];
+    std::memcpy(&indices, each, sizeof each);
+    return indices;
+#endif
+  }
+};
+
 }  // namespace quire::QUIRE_ISA

@@ -40,7 +40,7 @@ constexpr int tile_vectors(int rows, int most) {
   return vectors;
 }
 
-// Tile::run<R, G> for these numbers of rows and vectors; at most tile_vectors(rows, Tile::kMost) vectors.
+// Tile::run<R, G> for these numbers of rows and vectors (up to tile_vectors(rows, Tile::kMost)).
 template <typename Tile, int R = 1>
 static auto tile_function(int64_t rows, int64_t vectors) {
   if constexpr (R < kTileRows) {

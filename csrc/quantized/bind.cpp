@@ -1,40 +1,58 @@
 #include "binding.h"
 #include "checks.h"
 #include "matmul/pack.h"
+#include "quantized/pack.h"
 
 namespace quire {
-namespace {
 
-int64_t quantized_bytes(int format, int64_t n, int64_t k) {
-  return format == kInt8 ? QuantizedShape<Int8>{n, k}.bytes() : QuantizedShape<Int4>{n, k}.bytes();
-}
-
-}  // namespace
-
+// A format is its index in kQuantizedFormats and the range of k of a scale, which only some formats need.
 void bind_quantized(nb::module_& module) {
-  module.def("quantized_bytes", &quantized_bytes);
-  module.def("quantized_rows_bytes",
-             [](int format, int64_t rows, int64_t k) { return kernels().quantized.rows_bytes[format](rows, k); });
+  module.def("num_quantized_formats", [] { return std::size(kQuantizedFormats); });
+  module.def("quantized_bytes", [](int format, int64_t base_group, int64_t n, int64_t k) {
+    return QuantizedShape(format, base_group, n, k).bytes();
+  });
+  module.def("quantized_rows_bytes", [](int format, int64_t base_group, int64_t rows, int64_t k) {
+    return kernels().quantized.rows_bytes(QuantizedShape(format, base_group, 0, k), rows);
+  });
   add_function(
       module, "quantize",
       +[](int format, int dtype, const void* weight, int64_t stride, int64_t n, int64_t k, char* out) {
-        ask_for_large_pages(out, quantized_bytes(format, n, k));
-        return kernels().quantized.quantize[format][dtype](weight, stride, n, k, out);
+        const QuantizedShape shape(format, 0, n, k);
+        ask_for_large_pages(out, shape.bytes());
+        return kernels().quantized.quantize[format][dtype](weight, stride, shape, out);
+      },
+      Unlocked());
+  add_function(
+      module, "pack_blocks",
+      +[](int format, const uint8_t* rows, int64_t row_bytes, int64_t n, int64_t k, char* out) {
+        const QuantizedShape shape(format, 0, n, k);
+        ask_for_large_pages(out, shape.bytes());
+        pack_blocks(format, rows, row_bytes, shape, out);
+      },
+      Unlocked());
+  add_function(
+      module, "pack_integers",
+      +[](int format, int64_t base_group, const uint8_t* integers, const char* scales, const uint8_t* zeros, int64_t n,
+          int64_t k, char* out) {
+        const QuantizedShape shape(format, base_group, n, k);
+        ask_for_large_pages(out, shape.bytes());
+        pack_integers(shape, integers, scales, zeros, out);
       },
       Unlocked());
   add_kernel(
       module, "quantized_matmul",
-      +[](int format, int dtype, const void* x, int64_t x_stride, int64_t rows, const char* weight, int64_t n,
-          int64_t k, const float* bias, void* out, int out_dtype, char* rows_of_x) {
-        kernels().quantized.matmul[format][dtype](
-            {x, x_stride, rows, k, weight, rows_of_x, {n, bias, out, DType(out_dtype)}});
+      +[](int format, int64_t base_group, int dtype, const void* x, int64_t x_stride, int64_t rows, const char* weight,
+          int64_t n, int64_t k, const float* bias, void* out, int out_dtype, char* rows_of_x) {
+        const QuantizedShape shape(format, base_group, n, k);
+        kernels().quantized.matmul[dtype](
+            {shape, x, x_stride, rows, weight, rows_of_x, {n, bias, out, DType(out_dtype)}});
       });
   add_kernel(
       module, "gather_quantized",
-      +[](int format, int dtype, const int64_t* ids, int64_t count, const char* weight, int64_t n, int64_t k,
-          void* out) {
+      +[](int format, int64_t base_group, int dtype, const int64_t* ids, int64_t count, const char* weight, int64_t n,
+          int64_t k, void* out) {
         check_range("embedding: token id", ids, count, n);
-        kernels().quantized.gather[format][dtype](ids, count, weight, n, k, out);
+        kernels().quantized.gather[dtype](QuantizedShape(format, base_group, n, k), ids, count, weight, out);
       });
 }
 

@@ -1,46 +1,123 @@
-// The layouts of quantized weights, which no ISA variant changes. As in matmul/layout.h, panels of 32 rows of W; along
-// k a panel is made of groups, each of rows of 32 units of four bytes, then the scales of the 32 rows.
+// Quantized weights: integers of 4 or 8 bits, and what turns them into numbers. One layout for all formats, which no
+// ISA variant changes.
+//
+// A weight is `integer * scale - min`. Scale and min belong to a row of W and a range of k. Each is a number, or a
+// number for a long range times a small integer for a short one, as the formats of https://github.com/ggml-org/ggml
+// have them.
 #pragma once
 
 #include "matmul/layout.h"
 
 namespace quire {
 
-// One group, so one scale for each row of W. A byte is a value in [-127, 127] + 128; a unit holds four that follow each
-// other along k. What the last unit has beyond the matrix multiplies zeros.
-struct Int8 {
-  using Scale = float;
-  static constexpr int32_t kBits = 8, kZero = 128;
-  static constexpr int64_t kGroup = 0;  // all of k
+enum class Number : int8_t { kNone, kHalf, kBFloat, kFloat, kExponent, kZeroPoint };
+// kExponent: a byte e that means 2^(e - 128). kZeroPoint: a byte that means itself times the scale.
+
+struct QuantizedFormat {
+  int bits;   // of a stored integer, 4 or 8
+  int group;  // 16 or 32 along k, or 0 for all of k: x is quantized in these groups, a scale holds for all
+  int zero;   // what a stored integer has too much
+  Number scale, min;
+  bool has_steps;        // whether a group's scale (and min) is that number times a byte: signed (unsigned)
+  int base_group;        // the range of k of such a number; 0: the weight says it
+  const uint8_t* table;  // what the 4 bits stand for, + zero; null: themselves
 };
 
-// Groups of 32 along k. A byte holds two values in [-8, 7], each + 8: unit u has k = 4 u to 4 u + 3 of its group in the
-// lower halves of its bytes, and those 16 further on in the upper halves.
-struct Int4 {
-  using Scale = bf16;
-  static constexpr int32_t kBits = 4, kZero = 8;
-  static constexpr int64_t kGroup = 32;
+// The integers of the "non-linear" formats of ggml, and twice the values of MXFP4 (Open Compute Project, Microscaling
+// Formats 1.0), + 128.
+inline constexpr uint8_t kNonLinear[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+inline constexpr uint8_t kFloat4[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};
+
+consteval QuantizedFormat plain_format(int bits, Number scale, bool has_zero_points) {
+  return {bits,
+          32,
+          has_zero_points ? 0 : 1 << (bits - 1),
+          scale,
+          has_zero_points ? Number::kZeroPoint : Number::kNone,
+          false,
+          0,
+          nullptr};
+}
+
+// The order is that of FORMATS in src/quire/kernels/weights.py.
+inline constexpr QuantizedFormat kQuantizedFormats[] = {
+    {8, 0, 128, Number::kFloat, Number::kNone, false, 0, nullptr},       // int8
+    {4, 32, 8, Number::kBFloat, Number::kNone, false, 32, nullptr},      // int4
+    {8, 32, 128, Number::kHalf, Number::kNone, false, 32, nullptr},      // q8_0
+    {4, 32, 8, Number::kHalf, Number::kNone, false, 32, nullptr},        // q4_0
+    {4, 32, 0, Number::kHalf, Number::kHalf, false, 32, nullptr},        // q4_1
+    {8, 32, 16, Number::kHalf, Number::kNone, false, 32, nullptr},       // q5_0
+    {8, 32, 0, Number::kHalf, Number::kHalf, false, 32, nullptr},        // q5_1
+    {4, 16, 0, Number::kHalf, Number::kHalf, true, 256, nullptr},        // q2_k
+    {4, 16, 4, Number::kHalf, Number::kNone, true, 256, nullptr},        // q3_k
+    {4, 32, 0, Number::kHalf, Number::kHalf, true, 256, nullptr},        // q4_k
+    {8, 32, 0, Number::kHalf, Number::kHalf, true, 256, nullptr},        // q5_k
+    {8, 16, 32, Number::kHalf, Number::kNone, true, 256, nullptr},       // q6_k
+    {4, 32, 128, Number::kHalf, Number::kNone, false, 32, kNonLinear},   // iq4_nl
+    {4, 32, 128, Number::kHalf, Number::kNone, true, 256, kNonLinear},   // iq4_xs
+    {4, 32, 128, Number::kExponent, Number::kNone, false, 32, kFloat4},  // mxfp4
+    plain_format(4, Number::kHalf, false),                               // u4_half
+    plain_format(4, Number::kHalf, true),                                // u4_half_zeros
+    plain_format(4, Number::kBFloat, false),                             // u4_bfloat
+    plain_format(4, Number::kBFloat, true),                              // u4_bfloat_zeros
+    plain_format(4, Number::kFloat, false),                              // u4_float
+    plain_format(4, Number::kFloat, true),                               // u4_float_zeros
+    plain_format(8, Number::kHalf, false),                               // u8_half
+    plain_format(8, Number::kHalf, true),                                // u8_half_zeros
+    plain_format(8, Number::kBFloat, false),                             // u8_bfloat
+    plain_format(8, Number::kBFloat, true),                              // u8_bfloat_zeros
+    plain_format(8, Number::kFloat, false),                              // u8_float
+    plain_format(8, Number::kFloat, true),                               // u8_float_zeros
 };
 
-enum QuantizedFormat : int { kInt8 = 0, kInt4 = 1, kNumQuantizedFormats = 2 };
+QUIRE_INLINE constexpr int64_t bytes_of(Number number) {
+  if (number == Number::kNone) return 0;
+  if (number == Number::kFloat) return 4;
+  return number == Number::kExponent || number == Number::kZeroPoint ? 1 : 2;
+}
 
-template <typename Format>
+// Panels of 32 rows of W. A panel is four fields and its integers, each field an array [ranges of k][32 rows], filled
+// up to a multiple of 64 bytes. Integers lie in blocks of 32 along k, each of rows of 32 units of four bytes. 8 bits: a
+// unit holds four integers that follow each other along k. 4 bits: unit u holds k = 4 u to 4 u + 3 of its block in the
+// lower halves of its bytes, and those 16 further on in the upper halves. What a panel has beyond the matrix is zero,
+// or multiplies zeros.
 struct QuantizedShape {
-  static constexpr int64_t kBlock = Format::kGroup == 0 ? 4 : Format::kGroup;
+  static constexpr int64_t kBlock = 32;
+
+  QuantizedFormat format;
   int64_t n, k;
 
+  QUIRE_MEMBER QuantizedShape(int code, int64_t base_group, int64_t n, int64_t k)
+      : format(kQuantizedFormats[code]), n(n), k(k) {
+    if (format.group == 0) {
+      format.group = k == 0 ? int(kBlock) : int((k + kBlock - 1) / kBlock * kBlock);
+      base_group = format.group;
+    }
+    if (format.base_group == 0) format.base_group = int(base_group);
+  }
+
   QUIRE_MEMBER int64_t panels() const { return (n + kPanelColumns - 1) / kPanelColumns; }
-  QUIRE_MEMBER int64_t groups() const {
-    if constexpr (Format::kGroup == 0) return 1;
-    return (k + kBlock - 1) / kBlock;
+  QUIRE_MEMBER int64_t groups() const { return ranges(format.group); }
+  QUIRE_MEMBER int64_t padded_k() const { return groups() * format.group; }
+  QUIRE_MEMBER int64_t blocks() const { return (padded_k() + kBlock - 1) / kBlock; }
+  QUIRE_MEMBER int64_t bases() const { return ranges(format.base_group); }
+  QUIRE_MEMBER int64_t block_bytes() const { return kBlock * format.bits / (8 * kUnitBytes) * kUnitRowBytes; }
+
+  // Where the fields of a panel begin.
+  QUIRE_MEMBER int64_t steps_at() const { return field(bases(), bytes_of(format.scale)); }
+  QUIRE_MEMBER int64_t mins_at() const { return steps_at() + field(groups(), format.has_steps); }
+  QUIRE_MEMBER int64_t min_steps_at() const { return mins_at() + field(bases(), bytes_of(format.min)); }
+  QUIRE_MEMBER int64_t integers_at() const {
+    return min_steps_at() + field(groups(), format.has_steps && format.min != Number::kNone);
   }
-  QUIRE_MEMBER int64_t group_k() const { return Format::kGroup == 0 ? (k + 3) / 4 * 4 : kBlock; }
-  QUIRE_MEMBER int64_t unit_rows() const { return group_k() * Format::kBits / (8 * kUnitBytes); }
-  QUIRE_MEMBER int64_t group_bytes() const {
-    return unit_rows() * kUnitRowBytes + kPanelColumns * int64_t(sizeof(typename Format::Scale));
-  }
-  QUIRE_MEMBER int64_t panel_bytes() const { return groups() * group_bytes(); }
+  QUIRE_MEMBER int64_t panel_bytes() const { return integers_at() + blocks() * block_bytes(); }
   QUIRE_MEMBER int64_t bytes() const { return panels() * panel_bytes(); }
+
+ private:
+  QUIRE_MEMBER int64_t ranges(int64_t length) const { return k == 0 ? 0 : (k + length - 1) / length; }
+  QUIRE_MEMBER static int64_t field(int64_t ranges, int64_t bytes) {
+    return (ranges * kPanelColumns * bytes + 63) / 64 * 64;
+  }
 };
 
 }  // namespace quire

@@ -1,12 +1,14 @@
-// y = x W^T + bias on quantized weights (quantized/layout.h), x being quantized too, each row (and group) by itself.
+// y = x W^T + bias on quantized weights (quantized/layout.h), x being quantized too, each group of a row by itself.
 //
-// The products of a group are summed in int32, where no order matters; those sums are scaled and added up in float32,
-// group after group, without fused operations. So an element has the same bits in any batch and in every variant.
+// The products of a group are summed in int32, where no order matters. Those sums are scaled and added up in float32,
+// group after group, without fused operations; so are, apart, the sums of x times the mins, which are subtracted in the
+// end. So an element has the same bits in any batch and in every variant.
 #pragma once
 
 #include "isa/rows.h"
 #include "matmul/tiles.h"
 #include "quantized/quads.h"
+#include "quantized/unpack.h"
 
 namespace quire::QUIRE_ISA {
 
@@ -16,27 +18,24 @@ constexpr float kQuantizedZero = 1e-30f;
 // Rows of x that are kept quantized at once: enough that reading the weights anew for the next ones costs nothing.
 constexpr int64_t kMostQuantizedRows = 512;
 
-// So few rows, and int4 weights, are read as fast as the processor's own prefetchers go.
-#if defined(__AVX512VNNI__)
-constexpr int kUnfetchedQuantizedRows = 4;
-#else
-constexpr int kUnfetchedQuantizedRows = 1;
-#endif
-
-// A row of x as the tiles read it: its values, then of each group the scale, then of each group what the sum of the
-// products has too much because weights lie shifted by Format::kZero.
-template <typename Format>
+// A row of x as the tiles read it: its values, then of each group its scale, then what the sum of its products lacks
+// because stored integers have too much (QuantizedFormat::zero), then the sum of its values times the scale.
 struct QuantizedRow {
-  QuantizedShape<Format> shape;
+  int64_t k, group, groups, zero;
+  bool has_mins;
+  int64_t scales_at, lacks_at, sums_at, bytes;
 
-  QUIRE_MEMBER int64_t scales_at() const {
-    return ceil_div(shape.groups() * shape.group_k(), W) * W * int64_t(sizeof(XValue));
-  }
-  QUIRE_MEMBER int64_t excess_at() const { return scales_at() + shape.groups() * int64_t(sizeof(float)); }
-  // Odd numbers of cache lines keep rows out of each other's sets.
-  QUIRE_MEMBER int64_t bytes() const {
-    return (ceil_div(excess_at() + shape.groups() * int64_t(sizeof(int32_t)), 64) | 1) * 64;
-  }
+  QUIRE_MEMBER explicit QuantizedRow(const QuantizedShape& shape)
+      : k(shape.k),
+        group(shape.format.group),
+        groups(shape.groups()),
+        zero(shape.format.zero),
+        has_mins(shape.format.min != Number::kNone),
+        scales_at(groups * group * int64_t(sizeof(XValue))),
+        lacks_at(scales_at + groups * int64_t(sizeof(float))),
+        sums_at(lacks_at + groups * int64_t(sizeof(int32_t))),
+        // Odd numbers of cache lines keep rows out of each other's sets.
+        bytes((ceil_div(sums_at + (has_mins ? groups : 0) * int64_t(sizeof(float)), 64) | 1) * 64) {}
 };
 
 // The largest magnitude of a row; NaN if an element is not finite.
@@ -53,161 +52,201 @@ static float largest_of(const T* row, int64_t k) {
 
 // A value is x * (127 / largest) to the nearest (even) integer, the scale largest / 127. A group that holds something
 // not finite has the scale NaN.
-template <typename Format, typename T>
-static void quantize_row(const T* x, QuantizedRow<Format> layout, char* row) {
+template <typename T>
+static void quantize_row(const T* x, const QuantizedRow& layout, char* row) {
   XValue* values = reinterpret_cast<XValue*>(row);
-  float* scales = reinterpret_cast<float*>(row + layout.scales_at());
-  int32_t* excess = reinterpret_cast<int32_t*>(row + layout.excess_at());
-  const int64_t group_k = layout.shape.group_k();
-  for (int64_t group = 0; group < layout.shape.groups(); ++group, values += group_k) {
-    const T* from = x + group * group_k;
-    const int64_t count = smaller(group_k, layout.shape.k - group * group_k);
+  float* scales = reinterpret_cast<float*>(row + layout.scales_at);
+  int32_t* lacks = reinterpret_cast<int32_t*>(row + layout.lacks_at);
+  float* sums = reinterpret_cast<float*>(row + layout.sums_at);
+  for (int64_t group = 0; group < layout.groups; ++group, values += layout.group) {
+    const T* from = x + group * layout.group;
+    const int64_t count = smaller(layout.group, layout.k - group * layout.group);
     const float largest = largest_of(from, count);
     const bool is_zero = !(largest > kQuantizedZero);  // or has no largest value
-    scales[group] = largest / 127;
+    const float scale = largest / 127;
     const f32 inverse = set1(is_zero ? 0 : 127 / largest), shifter = set1(12582912.0f);  // 1.5 * 2^23: rounds
     f32 sum = set1(0);                                                                   // exact: below 2^24
-    for (int64_t i = 0; i < group_k; i += W) {
+    for (int64_t i = 0; i < layout.group; i += W) {
       const f32 v = i < count && !is_zero ? load_some(from + i, smaller(W, count - i)) : set1(0);
       const f32 rounded = v * inverse + shifter;
       sum = sum + (rounded - shifter);
       store_values(values + i, as_int(rounded) - as_int(shifter));
     }
-    excess[group] = int32_t(reduce_add(sum)) * Format::kZero;
+    const float total = reduce_add(sum);
+    scales[group] = scale;
+    lacks[group] = -int32_t(total) * int32_t(layout.zero);
+    if (layout.has_mins) sums[group] = total * scale;
   }
 }
 
-// acc[r][g] += x[r] * w[g] for one unit of the tile's rows and vectors of columns.
-template <int R, int G>
-QUIRE_INLINE void multiply_quads(i32 (&acc)[R][G], const XValue* x, int64_t x_stride, const i32 (&units)[G]) {
-  Quads w[G];
-  QUIRE_UNROLL
-  for (int g = 0; g < G; ++g) w[g] = weight_quads(units[g]);
-  QUIRE_UNROLL
-  for (int r = 0; r < R; ++r) {
-    const Quads value = set1_quad(x + r * x_stride);
-    QUIRE_UNROLL
-    for (int g = 0; g < G; ++g) acc[r][g] = dot4(acc[r][g], w[g], value);
-  }
-}
+// A piece of a panel: of `groups` groups the units [group / 4][32], scales and mins [groups][32].
+struct WeightPiece {
+  const char* units;
+  const bf16* stored_scales;  // where the panel has a scale for each group: its own, and `scales` are not used
+  const float *scales, *mins;
+  int64_t first, groups;  // the first group's index in a row
+};
 
-template <typename Format>
+// kHalves: the units of plain halves of bytes, as they lie in a panel (PanelReader::has_plain_halves).
+template <bool kHalves>
 struct QuantizedTile {
   static constexpr int kMost = kPanelVectors;
 
-  // Sums of one group for R rows of x, x_stride values apart, and G vectors of columns. The halves of an int4 unit are
-  // two units, the second half a group further on.
   template <int R, int G>
-  QUIRE_INLINE void multiply_group(i32 (&acc)[R][G], const XValue* x, int64_t x_stride, const char* weight,
-                                   int64_t unit_rows) {
+  QUIRE_INLINE void multiply(i32 (&acc)[R][G], const char* units, const XValue* x, int64_t x_stride, int shift) {
+    Quads w[G];
+    QUIRE_UNROLL
+    for (int g = 0; g < G; ++g) {
+      const i32 bytes = load_lanes(units + g * W * kUnitBytes);
+      w[g] = weight_quads(kHalves ? (bytes >> shift) & 0x0f0f0f0f : bytes);
+    }
     QUIRE_UNROLL
     for (int r = 0; r < R; ++r) {
+      const Quads value = set1_quad(x + r * x_stride);
       QUIRE_UNROLL
-      for (int g = 0; g < G; ++g) acc[r][g] = i32{};
-    }
-    for (int64_t row = 0; row < unit_rows; ++row, weight += kUnitRowBytes) {
-      if constexpr (Format::kBits == 8 && R > kUnfetchedQuantizedRows) {
-        QUIRE_UNROLL
-        for (int g = 0; g < G; ++g) __builtin_prefetch(weight + g * W * kUnitBytes + kBytesAhead, 0, 2);
-      }
-      i32 units[G];
-      QUIRE_UNROLL
-      for (int g = 0; g < G; ++g) units[g] = load_lanes(weight + g * W * kUnitBytes);
-      if constexpr (Format::kBits == 8) {
-        multiply_quads<R, G>(acc, x + row * 4, x_stride, units);
-      } else {
-        i32 half[G];
-        QUIRE_UNROLL
-        for (int g = 0; g < G; ++g) half[g] = units[g] & 0x0f0f0f0f;
-        multiply_quads<R, G>(acc, x + row * 4, x_stride, half);
-        QUIRE_UNROLL
-        for (int g = 0; g < G; ++g) half[g] = (units[g] >> 4) & 0x0f0f0f0f;
-        multiply_quads<R, G>(acc, x + row * 4 + Format::kGroup / 2, x_stride, half);
-      }
+      for (int g = 0; g < G; ++g) acc[r][g] = dot4(acc[r][g], w[g], value);
     }
   }
 
-  // The products of R quantized rows and G vectors of columns, from the vector `first` of `weight` on -> out, G * W
-  // columns wide.
+  // sums += the products of R quantized rows and G vectors of columns, from `column` on; sums' rows are 32 apart.
   template <int R, int G>
-  static void run(const char* rows, QuantizedRow<Format> layout, const char* weight, int64_t first, float* out) {
-    using Scale = typename Format::Scale;
-    const int64_t row_bytes = layout.bytes(), group_k = layout.shape.group_k(), unit_rows = layout.shape.unit_rows();
-    const int64_t column = first % kVectorsPerPanel * W;
-    const char* units = weight + first / kVectorsPerPanel * layout.shape.panel_bytes() + column * kUnitBytes;
-    const int64_t to_scales = unit_rows * kUnitRowBytes + column * (int64_t(sizeof(Scale)) - kUnitBytes);
+  static void run(const char* rows, const QuantizedRow& layout, const WeightPiece& piece, int64_t column, float* sums) {
+    const int64_t row_bytes = layout.bytes, scales_at = layout.scales_at, lacks_at = layout.lacks_at;
+    const int64_t unit_rows = layout.group / kUnitBytes / (kHalves ? 2 : 1);
+    const int64_t x_stride = row_bytes / int64_t(sizeof(XValue));
+    const char* units = piece.units + column * kUnitBytes;
     f32 sum[R][G];
     QUIRE_UNROLL
     for (int r = 0; r < R; ++r) {
       QUIRE_UNROLL
-      for (int g = 0; g < G; ++g) sum[r][g] = set1(0);
+      for (int g = 0; g < G; ++g) sum[r][g] = load(sums + r * kPanelColumns + column + g * W);
     }
-    for (int64_t group = 0; group < layout.shape.groups(); ++group) {
+    for (int64_t index = 0; index < piece.groups; ++index) {
+      const int64_t group = piece.first + index;
+      const XValue* x = reinterpret_cast<const XValue*>(rows) + group * layout.group;
       i32 acc[R][G];
-      multiply_group<R, G>(acc, reinterpret_cast<const XValue*>(rows) + group * group_k,
-                           row_bytes / int64_t(sizeof(XValue)), units,
-                           Format::kGroup == 0 ? unit_rows : Format::kGroup * Format::kBits / (8 * kUnitBytes));
-      f32 scale[G];
-      QUIRE_UNROLL
-      for (int g = 0; g < G; ++g) scale[g] = load(reinterpret_cast<const Scale*>(units + to_scales) + g * W);
-      units += layout.shape.group_bytes();
       QUIRE_UNROLL
       for (int r = 0; r < R; ++r) {
-        const char* row = rows + r * row_bytes;
-        const f32 x_scale = set1(reinterpret_cast<const float*>(row + layout.scales_at())[group]);
-        const int32_t excess = reinterpret_cast<const int32_t*>(row + layout.excess_at())[group];
+        const i32 lack = set1_lane(rows + r * row_bytes + lacks_at + group * int64_t(sizeof(int32_t)));
+        QUIRE_UNROLL
+        for (int g = 0; g < G; ++g) acc[r][g] = lack;
+      }
+      for (int64_t unit = 0; unit < unit_rows; ++unit, units += kUnitRowBytes, x += kUnitBytes) {
+        QUIRE_UNROLL
+        for (int g = 0; g < G; ++g) __builtin_prefetch(units + g * W * kUnitBytes + kBytesAhead, 0, 2);
+        multiply<R, G>(acc, units, x, x_stride, 0);
+        if constexpr (kHalves) multiply<R, G>(acc, units, x + QuantizedShape::kBlock / 2, x_stride, 4);
+      }
+      f32 scale[G];
+      QUIRE_UNROLL
+      for (int g = 0; g < G; ++g) {
+        const int64_t at = index * kPanelColumns + column + g * W;
+        scale[g] = piece.stored_scales != nullptr ? load(piece.stored_scales + at) : load(piece.scales + at);
+      }
+      QUIRE_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const f32 x_scale = set1(reinterpret_cast<const float*>(rows + r * row_bytes + scales_at)[group]);
         QUIRE_UNROLL
         for (int g = 0; g < G; ++g) {
-          sum[r][g] = sum[r][g] + __builtin_convertvector(acc[r][g] - excess, f32) * (x_scale * scale[g]);
+          sum[r][g] = sum[r][g] + __builtin_convertvector(acc[r][g], f32) * (x_scale * scale[g]);
         }
       }
     }
     QUIRE_UNROLL
     for (int r = 0; r < R; ++r) {
       QUIRE_UNROLL
-      for (int g = 0; g < G; ++g) store(out + (r * G + g) * W, sum[r][g]);
+      for (int g = 0; g < G; ++g) store(sums + r * kPanelColumns + column + g * W, sum[r][g]);
     }
   }
 };
 
-template <typename Format>
-static int64_t quantized_rows_bytes(int64_t rows, int64_t k) {
-  return smaller(rows, kMostQuantizedRows) * QuantizedRow<Format>{{0, k}}.bytes();
-}
-
-template <typename Format>
-static void run_quantized_task(const QuantizedMatmulArgs& args, const ProductTask& task) {
-  const QuantizedRow<Format> layout{{args.to.n, args.k}};
-  const int64_t row_blocks = ceil_div(task.rows, kTileRows), row_bytes = layout.bytes();
-  for_tiles<QuantizedTile<Format>>(ceil_div(task.rows, row_blocks), task.panels, [&](int64_t vector, int64_t width) {
-    const int64_t first_vector = task.panel * kVectorsPerPanel + vector;
-    for (int64_t block = 0; block < row_blocks; ++block) {
-      const int64_t first = task.row + block * task.rows / row_blocks;
-      const int64_t rows = task.row + (block + 1) * task.rows / row_blocks - first;
-      alignas(64) float sums[kAccumulators * W];
-      tile_function<QuantizedTile<Format>>(rows, width)(args.rows_of_x + first * row_bytes, layout, args.weight,
-                                                        first_vector, sums);
-      finish(args.to, first, rows, first_vector * W, sums, width * W, width * W);
+// minuses [rows][32] += the sums of x's groups times the mins.
+static void add_mins(const char* rows, int64_t num_rows, const QuantizedRow& layout, const WeightPiece& piece,
+                     float* minuses) {
+  constexpr int64_t kVectors = kPanelColumns / W;
+  for (int64_t row = 0; row < num_rows; ++row, minuses += kPanelColumns) {
+    const float* x_sums = reinterpret_cast<const float*>(rows + row * layout.bytes + layout.sums_at) + piece.first;
+    f32 sum[kVectors];
+    QUIRE_UNROLL
+    for (int64_t g = 0; g < kVectors; ++g) sum[g] = load(minuses + g * W);
+    for (int64_t group = 0; group < piece.groups; ++group) {
+      const f32 x_sum = set1(x_sums[group]);
+      QUIRE_UNROLL
+      for (int64_t g = 0; g < kVectors; ++g) {
+        sum[g] = sum[g] + x_sum * load(piece.mins + group * kPanelColumns + g * W);
+      }
     }
-  });
+    QUIRE_UNROLL
+    for (int64_t g = 0; g < kVectors; ++g) store(minuses + g * W, sum[g]);
+  }
 }
 
-template <typename Format, typename T>
+// The sums of a task's rows and one panel. Pieces of the panel are unpacked once for all of them.
+static void multiply_panel(const char* rows, int64_t num_rows, const PanelReader& reader, const QuantizedRow& layout,
+                           const char* panel, float* sums) {
+  alignas(64) char bytes[kUnpackedK * kPanelColumns];
+  alignas(64) float scales[kPieceGroups * kPanelColumns], mins[kPieceGroups * kPanelColumns];
+  alignas(64) float minuses[kTaskRows * kPanelColumns];
+  const int64_t num_sums = num_rows * kPanelColumns, row_bytes = layout.bytes;
+  for (int64_t i = 0; i < num_sums; i += W) store(sums + i, set1(0));
+  if (layout.has_mins) {
+    for (int64_t i = 0; i < num_sums; i += W) store(minuses + i, set1(0));
+  }
+  const bool has_halves = reader.has_plain_halves(), is_plain = has_halves || reader.shape.format.bits == 8;
+  const bool has_stored_scales = reader.has_stored_scales();
+  const int64_t piece_k = is_plain ? kPieceK : kUnpackedK, row_blocks = ceil_div(num_rows, kTileRows);
+  const int64_t piece_groups = layout.group > piece_k ? 1 : piece_k / layout.group;
+  // The tiles ask for what lies kBytesAhead of the integers they read: all but these lines, as they skip the fields.
+  for (int64_t at = 0; at < reader.integers_at; at += 64) __builtin_prefetch(panel + kBytesAhead + at, 0, 2);
+  for (int64_t first = 0; first < layout.groups; first += piece_groups) {
+    const int64_t end = smaller(first + piece_groups, layout.groups);
+    if (!has_stored_scales) reader.read_scales(panel, first, end, scales, mins);
+    const int64_t begin_block = first * layout.group / QuantizedShape::kBlock;
+    const int64_t end_block = ceil_div(end * layout.group, QuantizedShape::kBlock);
+    const char* units = is_plain ? panel + reader.integers_at + begin_block * reader.shape.block_bytes()
+                                 : reader.unpack(panel, begin_block, end_block, bytes);
+    const bf16* stored_scales = reinterpret_cast<const bf16*>(panel) + first * kPanelColumns;
+    const WeightPiece piece = {units, has_stored_scales ? stored_scales : nullptr, scales, mins, first, end - first};
+    for (int64_t block = 0; block < row_blocks; ++block) {
+      const int64_t row = block * num_rows / row_blocks, height = (block + 1) * num_rows / row_blocks - row;
+      for_tiles<QuantizedTile<false>>(height, 1, [&](int64_t vector, int64_t width) {
+        const auto run = has_halves ? tile_function<QuantizedTile<true>>(height, width)
+                                    : tile_function<QuantizedTile<false>>(height, width);
+        run(rows + row * row_bytes, layout, piece, vector * W, sums + row * kPanelColumns);
+      });
+    }
+    if (layout.has_mins) add_mins(rows, num_rows, layout, piece, minuses);
+  }
+  if (layout.has_mins) {
+    for (int64_t i = 0; i < num_sums; i += W) store(sums + i, load(sums + i) - load(minuses + i));
+  }
+}
+
+static int64_t quantized_rows_bytes(const QuantizedShape& shape, int64_t rows) {
+  return smaller(rows, kMostQuantizedRows) * QuantizedRow(shape).bytes;
+}
+
+template <typename T>
 static void quantized_matmul(const QuantizedMatmulArgs& args) {
-  const QuantizedRow<Format> layout{{args.to.n, args.k}};
+  const QuantizedRow layout(args.shape);
+  const PanelReader reader(args.shape);
+  const int64_t row_bytes = layout.bytes, panel_bytes = args.shape.panel_bytes();
   for (int64_t first = 0; first < args.rows; first += kMostQuantizedRows) {
-    QuantizedMatmulArgs part = args;
-    part.rows = smaller(kMostQuantizedRows, args.rows - first);
+    const int64_t rows = smaller(kMostQuantizedRows, args.rows - first);
     const T* x = static_cast<const T*>(args.x) + first * args.x_stride;
-    const int64_t out_bytes = args.to.dtype == kFloat32 ? int64_t(sizeof(float)) : int64_t(sizeof(bf16));
-    part.to.out = static_cast<char*>(args.to.out) + first * args.to.n * out_bytes;
-    for_rows(part.rows, args.k, [&](int64_t begin, int64_t end) {
+    for_rows(rows, layout.k, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
-        quantize_row<Format>(x + row * args.x_stride, layout, args.rows_of_x + row * layout.bytes());
+        quantize_row(x + row * args.x_stride, layout, args.rows_of_x + row * row_bytes);
       }
     });
-    for_tasks(part.rows, args.to.n, args.k, kTaskPanels,
-              [&](const ProductTask& task, int) { run_quantized_task<Format>(part, task); });
+    for_tasks(rows, args.to.n, layout.k, kTaskPanels, [&](const ProductTask& task, int) {
+      alignas(64) float sums[kTaskRows * kPanelColumns];
+      for (int64_t panel = task.panel; panel < task.panel + task.panels; ++panel) {
+        multiply_panel(args.rows_of_x + task.row * row_bytes, task.rows, reader, layout,
+                       args.weight + panel * panel_bytes, sums);
+        finish(args.to, first + task.row, task.rows, panel * kPanelColumns, sums, kPanelColumns, kPanelColumns);
+      }
+    });
   }
 }
 

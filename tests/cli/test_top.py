@@ -50,14 +50,22 @@ class Handler(BaseHTTPRequestHandler):
     """Tells two frames, or refuses."""
 
     def do_GET(self) -> None:
-        assert self.path == "/debug/cache/events"
-        if self.headers["authorization"] != "Bearer right":
-            body = b'{"error": {"message": "no such key"}}'
-            self.send_response(401)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-            return
+        path, _, query = self.path.partition("?")
+        assert path == "/debug/cache/events"
+        if query not in ("", "model=org%2FB%26c"):
+            self.refuse(404, b'{"error": {"message": "the model is not served here; available: A, org/B&c"}}')
+        elif self.headers["authorization"] != "Bearer right":
+            self.refuse(401, b'{"error": {"message": "no such key"}}')
+        else:
+            self.tell()
+
+    def refuse(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def tell(self) -> None:
         self.send_response(200)
         self.end_headers()
         for update in (LATER, SNAPSHOT, LATER):  # the first is meant for somebody who has watched before
@@ -97,6 +105,15 @@ def test_once_prints_one_picture(url: str, capsys: pytest.CaptureFixture[str]) -
     assert "prompt ██████████ output █████····· 30/60 tokens, 2 blocks, preempted 1x" in lines[5]
     assert lines[6] == "waiting 1"
     assert all(len(line) <= 100 for line in lines)
+
+
+def test_one_of_several_models_is_named(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", "--url", url, "--api-key", "right", "--once", "--model", "org/B&c"]) == 0
+    assert "25.0% of 8 blocks" in capsys.readouterr().out
+    assert main(["top", "--url", url, "--api-key", "right", "--once", "--model", "C"]) == 2
+    error = capsys.readouterr().err
+    assert error.endswith("answers 404: the model is not served here; available: A, org/B&c\n")
+    assert error.count("\n") == 1
 
 
 def test_without_a_terminal_there_is_one_picture_without_escapes(url: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,7 +65,8 @@ def test_options_go_with_json(structure, option):
 def test_options_go_with_nothing_else(structure, option):
     (name,) = structure
     with pytest.raises(
-        InvalidParamsError, match=f"^{next(iter(option))} can be used with json or json_object, not with {name}$"
+        InvalidParamsError,
+        match=f"^{next(iter(option))} can be used with json or json_object or structural_tag, not with {name}$",
     ):
         StructuredOutputsParams(**structure, **option)
     assert StructuredOutputsParams(**structure, disable_any_whitespace=False).structure == name

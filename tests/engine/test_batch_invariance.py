@@ -60,6 +60,9 @@ def mixed_params(num_prompts: int) -> list[SamplingParams]:
     ]
 
 
+ROOMY = 128
+"""blocks: room for all. Every step checks each block of the cache, and by default it has tens of thousands."""
+
 STORAGE = [("bfloat16", "auto"), ("float32", "auto"), ("bfloat16", "int8")]
 
 
@@ -67,7 +70,7 @@ STORAGE = [("bfloat16", "auto"), ("float32", "auto"), ("bfloat16", "int8")]
 @pytest.mark.parametrize(("dtype", "kv_cache_dtype"), STORAGE)
 def test_64_mixed_prompts_in_a_tiny_cache_equal_their_solo_runs(dtype, kv_cache_dtype):
     storage = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype}
-    solo = LLM(**storage, enable_prefix_caching=False, max_model_len=96, max_num_seqs=1)
+    solo = LLM(**storage, enable_prefix_caching=False, max_model_len=96, max_num_seqs=1, num_gpu_blocks_override=ROOMY)
     prompts, params = make_prompts(64, 8192, 60), mixed_params(64)
     expected = [run(solo, [prompt], [param])[0] for prompt, param in zip(prompts, params, strict=True)]
     assert len({tuple(tokens) for (tokens,) in expected}) > 32, "outputs too alike to tell requests apart"
@@ -101,7 +104,7 @@ def test_64_mixed_prompts_in_a_tiny_cache_equal_their_solo_runs(dtype, kv_cache_
 def test_a_preemption_at_every_step_changes_nothing(dtype, kv_cache_dtype):
     """Both ways, with and without caching, single answers and samples: bit for bit what each request gives alone."""
     storage = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype}
-    solo = LLM(**storage, enable_prefix_caching=False, max_model_len=96, max_num_seqs=3)
+    solo = LLM(**storage, enable_prefix_caching=False, max_model_len=96, max_num_seqs=3, num_gpu_blocks_override=ROOMY)
     prompts, params = make_prompts(12, 8192, 60), mixed_params(12)
     params[3] = SamplingParams(n=3, temperature=0.8, seed=3, max_tokens=9, ignore_eos=True)
     params[7] = SamplingParams(n=2, temperature=1.0, seed=7, max_tokens=17, ignore_eos=True)
@@ -130,9 +133,9 @@ def test_requests_with_one_new_prefix_compute_it_once(budget):
     """In one step they join the first one's blocks; where the prefix takes several steps they wait for it."""
     shared, params = make_prompts(3, 8192, 400)[0][:70], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     prompts = [[*shared, 100 + i] for i in range(20)]
-    solo = LLM(enable_prefix_caching=False, max_model_len=96, max_num_seqs=1)
+    solo = LLM(enable_prefix_caching=False, max_model_len=96, max_num_seqs=1, num_gpu_blocks_override=ROOMY)
     expected = run(solo, prompts, [params] * 20)
-    llm = LLM(max_model_len=96, max_num_batched_tokens=budget)
+    llm = LLM(max_model_len=96, max_num_batched_tokens=budget, num_gpu_blocks_override=ROOMY)
     executed, counts = llm.engine.executor.execute, []
 
     def execute(batch):
@@ -183,7 +186,7 @@ def test_logits_are_bitwise_the_same_in_any_chunking_and_block_size(monkeypatch,
 @pytest.fixture(scope="module")
 def solo_outputs():
     """Twelve requests, each run alone."""
-    solo = LLM(enable_prefix_caching=False, max_model_len=96, max_num_seqs=1)
+    solo = LLM(enable_prefix_caching=False, max_model_len=96, max_num_seqs=1, num_gpu_blocks_override=ROOMY)
     prompts, params = make_prompts(12, 8192, 60), mixed_params(12)
     return prompts, params, [run(solo, [p], [s])[0] for p, s in zip(prompts, params, strict=True)]
 
@@ -228,7 +231,7 @@ def test_any_schedule_equals_the_solo_runs(
 def test_a_preempted_request_gets_the_same_random_tokens():
     prompts = [[10 + i] * 20 for i in range(6)]
     params = [SamplingParams(temperature=1.0, seed=7, max_tokens=40, ignore_eos=True)] * 6
-    roomy = LLM(max_model_len=96)
+    roomy = LLM(max_model_len=96, num_gpu_blocks_override=ROOMY)
     tight = LLM(max_model_len=96, num_gpu_blocks_override=8)
     assert run(roomy, prompts, params) == run(tight, prompts, params)
     assert tight.engine.stats().num_preemptions > 0

@@ -48,7 +48,7 @@ CIRCULAR["items"] = CIRCULAR
         ({"grammar": ""}, "grammar='': must be a non-empty string"),
         ({"grammar": "root ::= " + '"a" ' * 5_000}, "at most 16,384"),
         ({"json_object": 1}, "json_object=1: must be True or False"),
-        ({"regex": "a", "disable_any_whitespace": True}, "can be used with json or json_object, not with regex"),
+        ({"regex": "a", "disable_any_whitespace": True}, "can be used with json or json_object or structural_tag, not"),
         ({"json_object": True, "disable_any_whitespace": "yes"}, "must be a bool"),
         ({"json_object": True, "whitespace_pattern": 1}, "must be a str"),
         ({"json_object": True, "whitespace_pattern": " " * 257}, "257 bytes"),

@@ -28,7 +28,7 @@ def dequantize(packed):
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_products_have_the_references_bits_for_any_number_of_rows(isa, format, dtype, n, k):
     weight, bias, x = make_weight(n, k, dtype), randn(n), randn(193, k).to(dtype)
-    sums = reference.quantized_matmul(x, *reference.quantize_weight(weight, format), None, torch.float32)
+    sums = reference.quantized_matmul(x, *reference.quantize_weight(weight, format), None, None, torch.float32)
     with using(isa):
         packed = kernels.quantize_weight(weight, format)
         for rows in [*range(18), 24, 25, 40, 193]:
@@ -45,7 +45,7 @@ def test_products_have_the_references_bits_for_any_number_of_rows(isa, format, d
 @pytest.mark.parametrize("k", [1, 7, 33, 129])
 def test_what_lies_in_a_workspace_does_not_leak_into_padding(isa, format, dtype, k):
     weight, x = make_weight(40, k, dtype), randn(13, k).to(dtype)
-    expected = reference.quantized_matmul(x, *reference.quantize_weight(weight, format), None, torch.float32)
+    expected = reference.quantized_matmul(x, *reference.quantize_weight(weight, format), None, None, torch.float32)
     backend = kernels.backend_for("cpu")
     workspace = backend.workspace()
     with using(isa), workspace.recording():
@@ -98,7 +98,7 @@ def test_a_row_alone_has_the_bits_it_has_in_any_batch_on_any_number_of_threads(i
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_longest_sums_do_not_overflow(isa, format, sign):
     weight, x = torch.ones(2, 65536), torch.ones(1, 65536) * sign
-    expected = reference.quantized_matmul(x, *reference.quantize_weight(weight, format), None, torch.float32)
+    expected = reference.quantized_matmul(x, *reference.quantize_weight(weight, format), None, None, torch.float32)
     with using(isa):
         actual = kernels.matmul(x, kernels.quantize_weight(weight, format))
     assert torch.equal(actual, expected)
@@ -137,7 +137,7 @@ def test_weights_and_x_may_be_strided_and_what_follows_a_row_does_not_leak_into_
     table[:, 7:40], wide[:, 3:36] = make_weight(40, 33, dtype), randn(6, 33).to(dtype)
     weight, x = table[:, 7:40], wide[:, 3:36]
     quantized = reference.quantize_weight(weight, format)
-    expected = reference.quantized_matmul(x, *quantized, None, dtype)
+    expected = reference.quantized_matmul(x, *quantized, None, None, dtype)
     assert torch.equal(kernels.matmul(x, kernels.quantize_weight(weight, format)), expected)
 
 

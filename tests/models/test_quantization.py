@@ -18,7 +18,7 @@ from quire.models.layers.embedding import Embedding
 from quire.models.weights.loader import assignments, load_model, weight_bytes
 from quire.runner.memory_plan import plan_memory
 
-from ..engine.test_batch_invariance import make_prompts, mixed_params, run
+from ..engine.test_batch_invariance import ROOMY, make_prompts, mixed_params, run
 from .test_against_transformers import VARIANTS
 
 FORMATS = ["int8", "int4"]
@@ -60,9 +60,15 @@ def test_every_family_is_near_itself_unquantized_and_the_same_when_saved(
 @pytest.mark.parametrize("quantization", FORMATS)
 def test_whatever_runs_beside_a_request_it_gets_what_it_gets_alone(quantization: str) -> None:
     prompts, params = make_prompts(16, 8192, 60), mixed_params(16)
-    solo = LLM(quantization=quantization, enable_prefix_caching=False, max_model_len=96, max_num_seqs=1)
+    solo = LLM(
+        quantization=quantization,
+        enable_prefix_caching=False,
+        max_model_len=96,
+        max_num_seqs=1,
+        num_gpu_blocks_override=ROOMY,
+    )
     expected = [run(solo, [prompt], [param])[0] for prompt, param in zip(prompts, params, strict=True)]
-    plain = LLM(enable_prefix_caching=False, max_model_len=96)
+    plain = LLM(enable_prefix_caching=False, max_model_len=96, num_gpu_blocks_override=ROOMY)
     assert run(plain, prompts, params) != expected
     for num_blocks, caching, batched_tokens in [(6, True, 64), (9, False, 7), (40, True, 2048)]:
         llm = LLM(
@@ -130,7 +136,7 @@ def test_a_failure_while_saving_leaves_nothing_behind(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"version": 99}, "version 99.*readable are int8, int4 in version 1"),
+        ({"version": 99}, "version 99.*readable are int8, int4 in version 2"),
         ({"format": "int2"}, "'int2'"),
         ({"quant_method": "gptq"}, "take the unquantized checkpoint"),
     ],

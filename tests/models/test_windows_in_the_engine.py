@@ -26,7 +26,9 @@ def checkpoint(save_checkpoint):
 
 
 def make_llm(folder, **kwargs) -> LLM:
-    return LLM(str(folder), tokenizer="quire-tiny", dtype="float32", block_size=4, max_model_len=200, **kwargs)
+    """There is room for all by default, but not more: every step checks each block of the cache."""
+    arguments = {"num_gpu_blocks_override": 1000, "block_size": 4, "max_model_len": 200} | kwargs
+    return LLM(str(folder), tokenizer="quire-tiny", dtype="float32", **arguments)
 
 
 def run(llm, prompts, max_tokens):

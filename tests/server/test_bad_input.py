@@ -60,6 +60,8 @@ COMPLETION_CASES = [
     ({"stream": True, "stream_options": {"include_usage": "yes"}}, "stream_options.include_usage"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "structural_tag"}}, "response_format"),
+    ({"response_format": {"type": "structural_tag", "format": {"type": "x"}}}, "response_format"),
     ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "response_format"),
     ({"structured_outputs": {"json": "{}", "regex": "a"}}, "structured_outputs"),
     ({"structured_outputs": {"jsn": "{}"}}, "structured_outputs"),

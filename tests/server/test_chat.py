@@ -2,12 +2,15 @@
 
 import json
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.common.errors import ConfigError, TokenizerError
-from quire.server.api.tools import REASONING_FORMATS, TOOL_FORMATS
+from quire.common.params import StructuredOutputsParams
+from quire.server.api.chat.protocol import Tool
+from quire.server.api.tools import REASONING_FORMATS, TOOL_FORMATS, calls_or_content
 from quire.server.config import ServerArgs
 from tests.effort import examples
 from tests.scripted_engine import recital
@@ -194,6 +197,77 @@ def test_a_forced_call_does_not_have_the_form_of_the_content(tiny, choice, form)
     _same_ids(formed["message"], plain["message"])
     assert formed == plain
     assert formed["message"]["tool_calls"]
+
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+AS_CITY = {"type": "json_schema", "json_schema": {"name": "n", "schema": CITY | {"additionalProperties": False}}}
+WRITTEN = [{"name": "weather", "arguments": {"city": city}} for city in ("Ulm", "Bonn")]
+ARRAY = f"[TOOL_CALLS]{json.dumps(WRITTEN)}"
+BARE = '{"name": "weather", "parameters": {"city": "Ulm"}}'
+
+
+@pytest.mark.parametrize(
+    ("format_name", "said", "content", "cities"),
+    [
+        ("hermes", CALL, None, ["Bonn"]),
+        ("hermes", CALL + "\n" + CALL.replace("Bonn", "Ulm"), None, ["Bonn", "Ulm"]),
+        ("hermes", '{"city": "Rome"}', '{"city": "Rome"}', []),
+        ("hermes", '{\n  "city":\n  "Rome"}', '{\n  "city":\n  "Rome"}', []),
+        ("hermes", json.dumps({"city": "<tool_call>" + BARE}), json.dumps({"city": "<tool_call>" + BARE}), []),
+        ("mistral", ARRAY, None, ["Ulm", "Bonn"]),
+        ("mistral", '{"city": "Rome"}', '{"city": "Rome"}', []),
+        ("llama3_json", BARE, None, ["Ulm"]),
+        ("llama3_json", f"{BARE}; {BARE}", None, ["Ulm", "Ulm"]),
+        ("llama3_json", '{"city": "<|python_tag|>"}', '{"city": "<|python_tag|>"}', []),
+    ],
+)
+@pytest.mark.parametrize("form", [AS_CITY, {"type": "json_object"}])
+def test_with_a_format_the_model_may_still_call_tools(format_name, said, content, cities, form):
+    server = saying(said, tool_format=TOOL_FORMATS[format_name])
+    request = HELLO | {"tools": [WEATHER], "response_format": form, "temperature": 0}
+    (choice,) = server.post(PATH, request).json["choices"]
+    message = choice["message"]
+    assert message["content"] == content
+    calls = [json.loads(call["function"]["arguments"])["city"] for call in message.get("tool_calls", ())]
+    assert calls == cities
+    assert choice["finish_reason"] == ("tool_calls" if cities else "stop")
+    (streamed,) = added_up(server.post(PATH, request | {"stream": True}).events)
+    _same_ids(streamed["message"], message)
+    assert streamed == choice
+
+
+FORBIDDEN = "stopped after"
+"""What a request is told whose next token the grammar does not allow."""
+
+
+@pytest.mark.parametrize("said", [CALL.replace("Bonn", "Rome"), CALL.replace("weather", "other"), "Hello", "[1]"])
+def test_calls_beside_a_format_fit_their_schema(said):
+    server = saying(said, tool_format=TOOL_FORMATS["hermes"])
+    answer = server.post(PATH, HELLO | {"tools": [WEATHER], "response_format": AS_CITY, "temperature": 0})
+    assert FORBIDDEN in answer.error["message"]
+
+
+@pytest.mark.parametrize(
+    "more", [{"tool_choice": "none"}, {"tools": []}, {"guided_json": CITY, "response_format": None}]
+)
+def test_without_a_choice_the_format_is_all_there_is(more):
+    request = HELLO | {"tools": [WEATHER], "response_format": AS_CITY, "temperature": 0} | more
+    server = saying('{"city": "Rome"}', tool_format=TOOL_FORMATS["hermes"])
+    assert server.post(PATH, request).json["choices"][0]["message"]["content"] == '{"city": "Rome"}'
+    server = saying(CALL, tool_format=TOOL_FORMATS["hermes"])
+    assert FORBIDDEN in server.post(PATH, request).error["message"]
+
+
+def test_tags_that_are_special_tokens_stay_special():
+    """The grammar of calls has the token itself, as the model writes it, and not its letters."""
+    tools = msgspec.convert([WEATHER], list[Tool])
+    form = StructuredOutputsParams(json_object=True)
+    ids = {"<tool_call>": 7, "</tool_call>": 8}
+    tag = calls_or_content(tools, form, TOOL_FORMATS["hermes"], ids, parallel=False).structural_tag
+    calls = tag["format"]["elements"][1]
+    assert calls["tags"][0]["begin"] == {"type": "token", "token": 7}
+    assert calls["tags"][0]["end"] == {"type": "token", "token": 8}
+    assert calls["stop_after_first"]
 
 
 def test_logprobs_in_the_shape_of_chats(tiny):

@@ -1,17 +1,26 @@
 """Ollama's API over models that say what a test wants."""
 
+import asyncio
+import hashlib
 import json
+import threading
 from datetime import datetime
 from typing import Any
 
+import msgspec
 import pytest
+from huggingface_hub.utils.tqdm import tqdm as hub_tqdm
 
 from quire.common.errors import CheckpointError
+from quire.common.progress import hub_bar
 from quire.config.args import EngineArgs
 from quire.server.api.ollama.input import keep_alive_s
+from quire.server.api.ollama.models import _pull
+from quire.server.api.ollama.protocol import PullStatus
 from quire.server.api.tools import TOOL_FORMATS
 from quire.server.app import ROUTES, make_app
 from quire.server.http.errors import ApiError
+from quire.server.models.spec import ModelSpec
 from tests.server.in_process import Answer, Server, saying
 
 CHAT = {"model": "quire-tiny", "messages": [{"role": "user", "content": "Hi"}]}
@@ -253,3 +262,33 @@ def test_a_pulled_model_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (missing.status, missing.json) == (404, {"error": "pull failed: there is no such model"})
     for name in ("../etc", "/etc", "http://x/y", "src/quire", "x"):
         assert server.post("/api/pull", {"model": name}).status == 400
+
+
+def test_a_pull_counts_the_bytes_of_its_download(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The download goes on whenever a line has told what it has done before."""
+    told, state = threading.Semaphore(0), saying().state
+
+    def resolve(args: EngineArgs) -> None:
+        with hub_bar(hub_tqdm, "org/new")(desc="Downloading", total=0, unit="B") as bar:
+            for total in (0, 1000, 1000):
+                bar.total = total
+                bar.update(350 if total else 0)
+                assert told.acquire(timeout=30)
+
+    async def statuses() -> list[PullStatus]:
+        found: list[PullStatus] = []
+        spec = ModelSpec(("org/new",), EngineArgs(model="org/new"))
+        async for status in _pull(state, spec, is_new=True):
+            if not found or status != found[-1]:  # a line may come twice before the download goes on
+                found.append(status)
+                if status.status == "downloading org/new":
+                    told.release()
+        return found
+
+    monkeypatch.setattr(EngineArgs, "resolve", resolve)
+    monkeypatch.setattr("quire.server.api.ollama.models._STATUS_S", 0.001)
+    first, *between, last = asyncio.run(statuses())
+    assert (first, last) == (PullStatus("pulling manifest"), PullStatus("success"))
+    assert [(status.completed, status.total) for status in between] == [(None, None), (350, 1000), (700, 1000)]
+    assert {status.digest for status in between} == {"sha256:" + hashlib.sha256(b"org/new").hexdigest()}
+    assert msgspec.json.decode(msgspec.json.encode(between[0])).keys() == {"status", "digest"}

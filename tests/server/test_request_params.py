@@ -109,6 +109,15 @@ def test_a_response_format_may_have_a_schema():
     assert structure(SamplingFields()) is None
 
 
+def test_a_response_format_may_be_a_structural_tag():
+    form = {"type": "regex", "pattern": "a"}
+    given = ResponseFormat(type="structural_tag", format=form)
+    assert structure(SamplingFields(response_format=given)) == StructuredOutputsParams(structural_tag={"format": form})
+    parts = {"structures": [{"begin": "<a>", "schema": {}, "end": "</a>"}], "triggers": ["<"]}
+    given = ResponseFormat(type="structural_tag", **parts)
+    assert structure(SamplingFields(response_format=given)) == StructuredOutputsParams(structural_tag=parts)
+
+
 def test_two_constraints_are_refused_and_both_named():
     error = refusal(structure, SamplingFields(guided_regex="a", structured_outputs=FORM))
     assert error.param == "structured_outputs"

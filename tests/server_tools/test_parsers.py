@@ -1,6 +1,7 @@
 """What each format takes for reasoning, content and calls."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -254,3 +255,23 @@ def test_tags_that_are_special_tokens_must_be_shown():
     assert shows_special_tokens(THINK, None, {"</think>"})
     assert not shows_special_tokens(THINK, HERMES, {"[TOOL_CALLS]"})
     assert not shows_special_tokens(None, None, {"</s>"})
+
+
+@pytest.mark.parametrize(
+    ("tools", "text", "content", "calls"),
+    [
+        (HERMES, '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', "", [F]),
+        (HERMES, '<tool_call>{"name":"f","arguments":{"a": 1}}</tool_call>\n' * 2, "", [F, F]),
+        (HERMES, '\n{"a": "<tool_call>{}"} ', '\n{"a": "<tool_call>{}"} ', []),
+        (HERMES, "<tool_cal", "<tool_cal", []),
+        (MISTRAL, '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]', "", [F]),
+        (MISTRAL, '["[TOOL_CALLS]f{}"]', '["[TOOL_CALLS]f{}"]', []),
+        (LLAMA, '{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}', "", [F, G]),
+        (LLAMA, '{"a": "<|python_tag|>"}', '{"a": "<|python_tag|>"}', []),
+    ],
+)
+def test_beside_a_format_only_a_call_at_the_beginning_is_one(tools, text, content, calls):
+    tools = replace(tools, excludes_content=True)
+    for pieces in ([text], list(text)):
+        answer = parse(pieces, tools=tools)
+        assert (answer.content, answer.calls) == (content, calls)

@@ -1,14 +1,16 @@
-"""How long work shows its progress: by a bar on standard error, where that is a terminal, and otherwise not at all.
+"""How long work shows its progress: by a bar in a notebook, or on standard error if that is a terminal, otherwise not.
 
 A server and an engine in a process of its own log lines instead, because their standard error is a log: `log_progress`.
 """
 
 from __future__ import annotations
 
+import builtins
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any, TypeAlias, TypeVar
 
 from tqdm import tqdm
@@ -40,8 +42,24 @@ def _is_logged() -> bool:
 
 
 def shows_bars() -> bool:
-    """Return whether bars appear in this process: standard error is a terminal and not a log."""
-    return not _is_logged() and sys.stderr is not None and sys.stderr.isatty()
+    """Return whether bars appear in this process: in a notebook, or on a terminal as standard error."""
+    return not _is_logged() and (_in_notebook() or (sys.stderr is not None and sys.stderr.isatty()))
+
+
+def _in_notebook() -> bool:
+    """Whether this runs in a notebook. IPython is not imported for it: its kernels have the builtin `get_ipython`."""
+    get_ipython = getattr(builtins, "get_ipython", None)
+    kinds = () if get_ipython is None else type(get_ipython()).__mro__  # Colab's shell is a subclass
+    return any(kind.__name__ == "ZMQInteractiveShell" for kind in kinds)
+
+
+def _bar_class() -> Any:
+    """tqdm's class for where bars appear. In a notebook without ipywidgets, its bars are text, as on a terminal."""
+    if not _in_notebook():
+        return tqdm
+    from tqdm.auto import tqdm as automatic
+
+    return automatic
 
 
 @contextmanager
@@ -59,7 +77,7 @@ def progress(
         yield _show_nothing
     else:
         look = _look(what, total, unit)
-        with tqdm(**look, initial=initial, leave=at_once, delay=0 if at_once else DELAY_S) as bar:
+        with _bar_class()(**look, initial=initial, leave=at_once, delay=0 if at_once else DELAY_S) as bar:
             yield bar.update
 
 
@@ -94,6 +112,22 @@ def above_bars() -> Iterator[None]:
         yield
 
 
+class Download:
+    """How much of a download is done. It counts the downloads that begin in the context in which it was made current,
+    and in copies of that context; other threads may read it."""
+
+    num_bytes = 0
+    total = 0
+    """0 while it is not known."""
+
+    def count(self, num_bytes: int, total: int) -> None:
+        """Note the state of one bar. The hub library shows the same bytes in two bars, of which one may lag behind."""
+        self.num_bytes, self.total = max(self.num_bytes, num_bytes), max(self.total, total)
+
+
+current_download: ContextVar[Download | None] = ContextVar("current_download", default=None)
+
+
 class LoggedBytes:
     """Logs how many bytes of the total are done, every LOG_INTERVAL_S at most; nothing if all is done sooner."""
 
@@ -126,7 +160,7 @@ class PromptsBar:
     ) -> None:
         """`num_compiling` returns how many requests wait for their grammars."""
         look = _look("Processed prompts", total, "prompt") | {"miniters": 0, "mininterval": 0}  # shown at every update
-        make = shown if callable(shown) else tqdm if shown and shows_bars() else None
+        make = shown if callable(shown) else _bar_class() if shown and shows_bars() else None
         self._bar: Any = None if make is None else make(**look)
         self._stats, self._num_compiling, self._clock = stats, num_compiling, clock
         self._start, self._start_s = stats(), clock()
@@ -169,18 +203,25 @@ def hub_bar(base: type[Any], name: str) -> type[Any]:
     `base` is the hub library's own class, which obeys its environment variables.
     """
 
+    download = current_download.get()
+
     class HubBar(base):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             if not shows_bars():
                 kwargs["disable"] = True
             super().__init__(*args, **kwargs)
-            is_logged = _is_logged() and kwargs.get("unit") == "B"
+            self._num_bytes = 0
+            self._has_bytes = kwargs.get("unit") == "B"
+            is_logged = _is_logged() and self._has_bytes
             self._logged = LoggedBytes(f"{name}: {kwargs.get('desc') or 'downloading'}", 0) if is_logged else None
 
         def update(self, n: float | None = 1) -> Any:
             if self._logged is not None:
                 self._logged.total = self.total or 0
                 self._logged.update(int(n or 0))
+            if download is not None and self._has_bytes:
+                self._num_bytes += int(n or 0)
+                download.count(self._num_bytes, int(self.total or 0))
             return super().update(n)
 
     return HubBar

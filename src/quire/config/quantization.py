@@ -9,7 +9,7 @@ from quire.config.hf_config import HFConfig
 QUANTIZATIONS = ("int8", "int4")
 """What weights can be quantized to while they are loaded."""
 QUANT_METHOD = "quire"
-QUANTIZED_VERSION = 1
+QUANTIZED_VERSION = 2
 """The version of the layout that `quire quantize` saves: csrc/quantized/layout.h, under the model's names."""
 
 

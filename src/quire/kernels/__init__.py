@@ -11,13 +11,22 @@ from quire.kernels.embedding import embedding
 from quire.kernels.kv_cache import copy_blocks, copy_slots, gather_kv, make_layer_cache, write_kv
 from quire.kernels.matmul import matmul, pack_weight, unpack_weight
 from quire.kernels.norm import add, add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from quire.kernels.quantized import mapped_weight, quantize_weight, quantized_bytes
+from quire.kernels.quantized import (
+    block_size,
+    integer_format,
+    mapped_weight,
+    pack_blocks,
+    pack_integers,
+    quantize_weight,
+    quantized_bytes,
+)
 from quire.kernels.rotary import rotary_embedding
 from quire.kernels.sampling import processed_logits, sample, top_logprobs
 from quire.kernels.sampling_tensors import LogitChanges, SamplingTensors, TokenLists
-from quire.kernels.weights import QUANTIZED_FORMATS, PackedWeight, QuantizedWeight
+from quire.kernels.weights import BLOCK_FORMATS, QUANTIZED_FORMATS, PackedWeight, QuantizedWeight
 
 __all__ = [
+    "BLOCK_FORMATS",
     "QUANTIZED_FORMATS",
     "Backend",
     "KernelGraph",
@@ -34,18 +43,22 @@ __all__ = [
     "add_rms_norm",
     "backend_for",
     "backend_of",
+    "block_size",
     "borrowed",
     "copy_blocks",
     "copy_slots",
     "embedding",
     "gated_activation",
     "gather_kv",
+    "integer_format",
     "isa",
     "layer_norm",
     "make_layer_cache",
     "mapped_weight",
     "matmul",
     "num_threads",
+    "pack_blocks",
+    "pack_integers",
     "pack_weight",
     "paged_attention",
     "processed_logits",

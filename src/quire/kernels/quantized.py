@@ -1,7 +1,8 @@
-"""Weights of 8 and 4 bits, made from float32 or bfloat16 ones. `kernels.matmul` and `kernels.embedding` take them.
+"""Weights of 8 and 4 bits, made from float32 or bfloat16 ones or by other tools. `kernels.matmul` and
+`kernels.embedding` take them.
 
 `reference.quantize_weight` and `reference.quantized_matmul` say which integers and what arithmetic; all variants of the
-native kernels give exactly its bits.
+native kernels give exactly its bits. Weights of other tools keep their values, and nothing of them is rounded.
 """
 
 import torch
@@ -10,15 +11,26 @@ from torch import Tensor
 from quire.common.errors import KernelError
 from quire.kernels.backends import backend_for, backend_of
 from quire.kernels.checks import DTYPES, describe, refusal
-from quire.kernels.weights import QUANTIZED_FORMATS, QuantizedWeight
+from quire.kernels.weights import BLOCK_FORMATS, QUANTIZED_FORMATS, QuantizedWeight
 
 _MAX_K = 65536
 """A sum of at most this many products of bytes fits an int32."""
 
 
-def quantized_bytes(n: int, k: int, format: str) -> int:
+_BLOCKS = {"q8_0": (32, 34), "q4_0": (32, 18), "q4_1": (32, 20), "q5_0": (32, 22), "q5_1": (32, 24)}
+_BLOCKS |= {"q2_k": (256, 84), "q3_k": (256, 110), "q4_k": (256, 144), "q5_k": (256, 176), "q6_k": (256, 210)}
+_BLOCKS |= {"iq4_nl": (32, 18), "iq4_xs": (256, 136), "mxfp4": (32, 17)}
+_SCALES = {torch.float16: "half", torch.bfloat16: "bfloat", torch.float32: "float"}
+
+
+def block_size(format: str) -> tuple[int, int]:
+    """The elements and the bytes of a block of one of BLOCK_FORMATS."""
+    return _BLOCKS[format]
+
+
+def quantized_bytes(n: int, k: int, format: str, scale_range: int = 0) -> int:
     """The size of a quantized weight [n, k] on the CPU."""
-    return backend_for("cpu").quantized_bytes(n, k, format)
+    return backend_for("cpu").quantized_bytes(n, k, format, scale_range)
 
 
 def mapped_weight(n: int, k: int, dtype: torch.dtype, format: str, data: Tensor) -> QuantizedWeight:
@@ -27,7 +39,7 @@ def mapped_weight(n: int, k: int, dtype: torch.dtype, format: str, data: Tensor)
     Raises KernelError on the reference backend, which keeps weights in another layout.
     """
     backend = backend_of(data)
-    num_bytes = backend.quantized_bytes(n, k, format)
+    num_bytes = backend.quantized_bytes(n, k, format, 0)
     if data.dtype is not torch.uint8 or data.shape != (num_bytes,):
         raise refusal("mapped_weight", f"data uint8 [{num_bytes}] for [{n}, {k}]", data=data)
     return backend.mapped_weight(n, k, dtype, format, data)
@@ -56,3 +68,63 @@ def quantize_weight(weight: Tensor, format: str) -> QuantizedWeight:
             f"quantize_weight takes finite weights; this one holds infinities or NaNs: {describe(weight)}"
         )
     return quantized
+
+
+def pack_blocks(rows: Tensor, k: int, dtype: torch.dtype, format: str) -> QuantizedWeight:
+    """A weight [n, k] from rows of ggml's blocks: uint8 [n, k / elements * bytes], contiguous in a row (`block_size`).
+
+    `dtype` is that of the rows it will be multiplied with. Its scales are taken as they are, even infinities.
+    """
+    if format in BLOCK_FORMATS and rows.dim() == 2 and rows.dtype is torch.uint8 and dtype in DTYPES:
+        elements, num_bytes = block_size(format)
+        if k % elements == 0 and k <= _MAX_K and rows.shape[1] == k // elements * num_bytes and _has_whole_rows(rows):
+            return backend_of(rows).pack_blocks(rows, k, dtype, format)
+    takes = f"rows uint8 [n, bytes of {k} elements <= {_MAX_K} in whole blocks] and format {', '.join(BLOCK_FORMATS)}"
+    raise refusal("pack_blocks", takes, rows=rows, k=k, format=format, dtype=dtype)
+
+
+def pack_integers(
+    integers: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype, bits: int, scale_range: int
+) -> QuantizedWeight:
+    """A weight [n, k] of (integer - zero) * scale, where `scale_range` neighbours along k share scale and zero.
+
+    integers uint8 [n, k] below 2 ** bits (4 or 8); scales [n, ranges] float16, bfloat16 or float32; zeros uint8
+    [n, ranges], or None where all are 2 ** (bits - 1). `scale_range` is a multiple of 32, or at least k. uint8 scales
+    and 4 bits are MXFP4: bits of its numbers, and exponents for each 32. All contiguous. `dtype` is that of the rows
+    that it will be multiplied with.
+    """
+    n, k = integers.shape if integers.dim() == 2 else (0, 0)
+    is_float4 = scales.dtype is torch.uint8 and bits == 4 and scale_range == 32 and zeros is None
+    ranges = (n, -(-k // max(scale_range, 1)))
+    if not (
+        integers.dim() == 2
+        and integers.dtype is torch.uint8
+        and bits in (4, 8)
+        and k <= _MAX_K
+        and (is_float4 or scales.dtype in _SCALES)
+        and scale_range > 0
+        and (scale_range % 32 == 0 or scale_range >= k)
+        and scales.shape == ranges
+        and (zeros is None or (zeros.dtype is torch.uint8 and zeros.shape == ranges and zeros.is_contiguous()))
+        and integers.is_contiguous()
+        and scales.is_contiguous()
+        and dtype in DTYPES
+    ):
+        takes = (
+            f"contiguous integers uint8 [n, k <= {_MAX_K}], scales [n, ranges] float16, bfloat16 or float32, zeros "
+            "uint8 [n, ranges] or None, bits 4 or 8, and scale_range a multiple of 32 or at least k"
+        )
+        given = {"integers": integers, "scales": scales, "zeros": zeros, "bits": bits, "scale_range": scale_range}
+        raise refusal("pack_integers", takes, **given)
+    format = "mxfp4" if is_float4 else integer_format(bits, scales.dtype, has_zeros=zeros is not None)
+    scale_range = 0 if is_float4 else -(-scale_range // 32) * 32
+    return backend_of(integers).pack_integers(integers, scales, zeros, dtype, format, scale_range)
+
+
+def integer_format(bits: int, scales: torch.dtype, *, has_zeros: bool) -> str:
+    """The format that `pack_integers` gives."""
+    return f"u{bits}_{_SCALES[scales]}{'_zeros' if has_zeros else ''}"
+
+
+def _has_whole_rows(rows: Tensor) -> bool:
+    return rows.stride(1) == 1 or rows.shape[1] <= 1

@@ -6,7 +6,18 @@ import torch
 from torch import Tensor
 
 QUANTIZED_FORMATS = ("int8", "int4")
-"""The formats of quantized weights. A format's index here is its number in csrc/quantized/layout.h."""
+"""The formats that `quantize_weight` makes of other weights."""
+BLOCK_FORMATS = (
+    "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4",
+)  # fmt: skip
+"""The formats of ggml's blocks, of which `pack_blocks` makes weights."""
+INTEGER_FORMATS = tuple(
+    f"u{bits}_{scale}{zeros}" for bits in (4, 8) for scale in ("half", "bfloat", "float") for zeros in ("", "_zeros")
+)
+"""Integers of 4 or 8 bits with a scale for each of some range along k, in float16, bfloat16 or float32, and with a zero
+point beside it or the zero 8 or 128: what `pack_integers` takes besides `mxfp4`."""
+FORMATS = (*QUANTIZED_FORMATS, *BLOCK_FORMATS, *INTEGER_FORMATS)
+"""All formats of quantized weights. A format's index here is its number in csrc/quantized/layout.h."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,8 +44,8 @@ class PackedWeight:
 class QuantizedWeight:
     """A weight [n, k] as integers and scales. The native layout is the same for every ISA variant and machine.
 
-    `data` is uint8 and holds integers and scales, except on the reference backend: there it holds the integers
-    [n, num_groups, group] int8, and `scales` [n, num_groups] float32 stand beside it.
+    A weight is integer * scale - min. `data` is uint8 and holds all of them, except on the reference backend: there it
+    holds the integers [n, num_groups, group] int16, and `scales` and `mins` [n, num_groups] float32 stand beside it.
     """
 
     n: int
@@ -42,12 +53,16 @@ class QuantizedWeight:
     dtype: torch.dtype
     """The dtype of the weight that was quantized, and of the rows that the weight is multiplied with."""
     format: str
-    """One of QUANTIZED_FORMATS."""
+    """One of FORMATS."""
     data: Tensor
     address: int
+    scale_range: int = 0
+    """How many k share a scale, for INTEGER_FORMATS, which leave it open: a multiple of 32, or at least k. 0 for the
+    others."""
     scales: Tensor | None = None
+    mins: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes kept, padding included."""
-        return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
+        return sum(part.nbytes for part in (self.data, self.scales, self.mins) if part is not None)

@@ -46,7 +46,7 @@ def flags() -> list[str]:
 def vllm_arguments(kind: Kind) -> dict[str, VllmArgument]:
     """All of one kind, by name."""
     found = {}
-    for group in _tables()[kind]:
+    for group in _tables().get(kind, ()):
         allowed = group.get("allowed", {})
         for name in (*group.get("arguments", ()), *allowed):
             values = tuple(allowed.get(name, ()))

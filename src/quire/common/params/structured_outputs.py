@@ -8,8 +8,10 @@ from quire.common.arguments.vllm_arguments import Kind
 from quire.common.errors import InvalidParamsError
 from quire.common.params.base import NamesChecked
 from quire.common.params.checks import refuse
+from quire.common.params.structural_tag import read_structural_tag
 
-MAX_BYTES = {"json": 256 * 1024, "regex": 64 * 1024, "choice": 256 * 1024, "grammar": 64 * 1024, "json_object": 4}
+MAX_BYTES = {"json": 256 * 1024, "regex": 64 * 1024, "choice": 256 * 1024, "grammar": 64 * 1024, "json_object": 4,
+             "structural_tag": 512 * 1024}  # fmt: skip
 """Largest size of each structure, in bytes of UTF-8."""
 MAX_GBNF_BYTES = 16 * 1024
 """Largest size of a GBNF grammar (`::=` rules), which is first translated in time quadratic in its size."""
@@ -21,8 +23,10 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "choice": (list,),
     "grammar": (str,),
     "json_object": (bool,),
+    "structural_tag": (str, dict),
 }
 _ALLOWED = {str: "a non-empty string", dict: "a dict", list: "a non-empty list", bool: "True or False"}
+_OF_JSON = ("json", "json_object", "structural_tag")
 _JSON_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 
 
@@ -48,6 +52,8 @@ class StructuredOutputsParams(
     """A context-free grammar in GBNF (`root ::= ...`) or Lark (`start: ...`)."""
     json_object: bool | None = None
     """True for any JSON object."""
+    structural_tag: str | dict[str, Any] | None = None
+    """Free text with structured parts in it, as JSON; `quire.common.params.structural_tag` defines the formats."""
     disable_any_whitespace: bool = False
     """If True, the JSON has no spaces and line breaks between its tokens."""
     disable_additional_properties: bool = False
@@ -72,6 +78,8 @@ class StructuredOutputsParams(
         _check_bytes(name, value, MAX_GBNF_BYTES if is_gbnf else MAX_BYTES[name])
         if name == "json":
             self._check_schema()
+        if self.structural_tag is not None:
+            read_structural_tag(self.structural_tag)
         self._check_json_options(name)
 
     @property
@@ -104,8 +112,8 @@ class StructuredOutputsParams(
                 continue
             if not isinstance(value, wanted) or value == "":
                 raise InvalidParamsError(f"{option}={value!r}: must be a {wanted.__name__}")
-            if value and name not in ("json", "json_object"):
-                raise InvalidParamsError(f"{option} can be used with json or json_object, not with {name}")
+            if value and name not in _OF_JSON:
+                raise InvalidParamsError(f"{option} can be used with {' or '.join(_OF_JSON)}, not with {name}")
         if self.whitespace_pattern is not None:
             _check_bytes("whitespace_pattern", self.whitespace_pattern, MAX_WHITESPACE_PATTERN_BYTES)
             if self.disable_any_whitespace:

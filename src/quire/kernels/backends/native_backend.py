@@ -13,12 +13,12 @@ from quire.kernels.backends.recording import KernelGraph
 from quire.kernels.backends.workspace import Workspace, empty, zeroed_blocks
 from quire.kernels.checks import ACTIVATIONS, DTYPES
 from quire.kernels.sampling_tensors import SamplingTensors
-from quire.kernels.weights import QUANTIZED_FORMATS, PackedWeight, QuantizedWeight
+from quire.kernels.weights import FORMATS, PackedWeight, QuantizedWeight
 
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 """The dtypes by their number in csrc/common.h."""
 
-_FORMAT_CODES = {format: code for code, format in enumerate(QUANTIZED_FORMATS)}
+_FORMAT_CODES = {format: code for code, format in enumerate(FORMATS)}
 _ACTIVATION_CODES = {kind: code for code, kind in enumerate(ACTIVATIONS)}
 _SEES_ALL = 2**63 - 1
 
@@ -76,30 +76,45 @@ class NativeBackend:
         self.native.matmul(code, x.data_ptr(), x_stride, rows, packed.address, n, k, bias_at, to, out_code)
         return out
 
-    def quantized_bytes(self, n: int, k: int, format: str) -> int:
-        return int(self.native.quantized_bytes(_FORMAT_CODES[format], n, k))
+    def quantized_bytes(self, n: int, k: int, format: str, scale_range: int) -> int:
+        return int(self.native.quantized_bytes(_FORMAT_CODES[format], scale_range, n, k))
 
     def mapped_weight(self, n: int, k: int, dtype: torch.dtype, format: str, data: Tensor) -> QuantizedWeight:
         return QuantizedWeight(n, k, dtype, format, data, data.data_ptr())
 
     def quantize_weight(self, weight: Tensor, format: str) -> QuantizedWeight | None:
         n, k = weight.shape
-        data = torch.empty(self.quantized_bytes(n, k, format), dtype=torch.uint8)
+        data = torch.empty(self.quantized_bytes(n, k, format, 0), dtype=torch.uint8)
         codes = _FORMAT_CODES[format], DTYPE_CODES[weight.dtype]
         is_finite = self.native.quantize(*codes, weight.data_ptr(), weight.stride(0), n, k, data.data_ptr())
         return QuantizedWeight(n, k, weight.dtype, format, data, data.data_ptr()) if is_finite else None
 
+    def pack_blocks(self, rows: Tensor, k: int, dtype: torch.dtype, format: str) -> QuantizedWeight:
+        n = rows.shape[0]
+        data = torch.empty(self.quantized_bytes(n, k, format, 0), dtype=torch.uint8)
+        self.native.pack_blocks(_FORMAT_CODES[format], rows.data_ptr(), rows.stride(0), n, k, data.data_ptr())
+        return QuantizedWeight(n, k, dtype, format, data, data.data_ptr())
+
+    def pack_integers(
+        self, integers: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype, format: str, scale_range: int
+    ) -> QuantizedWeight:
+        n, k = integers.shape
+        data = torch.empty(self.quantized_bytes(n, k, format, scale_range), dtype=torch.uint8)
+        tensors = integers.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr()
+        self.native.pack_integers(_FORMAT_CODES[format], scale_range, *tensors, n, k, data.data_ptr())
+        return QuantizedWeight(n, k, dtype, format, data, data.data_ptr(), scale_range)
+
     def quantized_matmul(
         self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out_dtype: torch.dtype
     ) -> Tensor:
-        n, k, rows, format_code = weight.n, weight.k, x.shape[0], _FORMAT_CODES[weight.format]
+        n, k, rows, codes = weight.n, weight.k, x.shape[0], (_FORMAT_CODES[weight.format], weight.scale_range)
         out = empty((rows, n), out_dtype)
-        work = empty((self.native.quantized_rows_bytes(format_code, rows, k),), torch.uint8)
+        work = empty((self.native.quantized_rows_bytes(*codes, rows, k),), torch.uint8)
         x_stride = k if x.is_contiguous() else x.stride(0)
         code, out_code = DTYPE_CODES[weight.dtype], DTYPE_CODES[out_dtype]
         bias_at, to = 0 if bias is None else bias.data_ptr(), out.data_ptr()
         given = x.data_ptr(), x_stride, rows, weight.address, n, k, bias_at
-        self.native.quantized_matmul(format_code, code, *given, to, out_code, work.data_ptr())
+        self.native.quantized_matmul(*codes, code, *given, to, out_code, work.data_ptr())
         return out
 
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
@@ -117,7 +132,8 @@ class NativeBackend:
 
     def gather_quantized(self, token_ids: Tensor, table: QuantizedWeight) -> Tensor:
         n, k, count = table.n, table.k, token_ids.numel()
-        out, codes = empty((count, k), table.dtype), (_FORMAT_CODES[table.format], DTYPE_CODES[table.dtype])
+        out, dtype = empty((count, k), table.dtype), DTYPE_CODES[table.dtype]
+        codes = _FORMAT_CODES[table.format], table.scale_range, dtype
         self.native.gather_quantized(*codes, token_ids.data_ptr(), count, table.address, n, k, out.data_ptr())
         return out
 

@@ -101,19 +101,47 @@ def _sum_in_order(terms: Tensor) -> Tensor:
 
 
 def quantized_matmul(
-    x: Tensor, integers: Tensor, scales: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+    x: Tensor, integers: Tensor, scales: Tensor, mins: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    """`x @ weight.T + bias` for a weight of quantize_weight, x [num_tokens, k] being quantized in the same groups.
+    """`x @ weight.T + bias` for a weight of integers [n, num_groups, group] times scales [n, num_groups] minus mins,
+    x [num_tokens, k] being quantized in the same groups.
 
     Integers are multiplied and summed exactly. Each group's sum is rounded to float32 and scaled; those are added in
-    order. A row with an infinity or a NaN gives NaNs.
+    order. So are the products of mins and sums of x, whose sum is subtracted then. A row with an infinity or a NaN
+    gives NaNs.
     """
     x_integers, x_scales = quantize_rows(x, integers.shape[2])
+    x_sums = x_integers.sum(2, dtype=torch.float32) * x_scales
     out = scales.new_zeros(x.shape[0], integers.shape[0])
+    minus = torch.zeros_like(out)
     for group in range(integers.shape[1]):
         exact = x_integers[:, group].double() @ integers[:, group].double().T
         out = out + exact.float() * (x_scales[:, group, None] * scales[:, group])
+        if mins is not None:
+            minus = minus + x_sums[:, group, None] * mins[:, group]
+    out = out if mins is None else out - minus
     return (out if bias is None else out + bias).to(out_dtype)
+
+
+_FLOAT4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Twice the numbers of MXFP4 (Open Compute Project, Microscaling Formats 1.0)."""
+
+
+def split_integers(
+    integers: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, scale_range: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As kernels.pack_integers, to integers [n, num_groups, 32] int16, scales and mins [n, num_groups] float32."""
+    if scales.dtype is torch.uint8:
+        table = torch.tensor(_FLOAT4, dtype=torch.int16)
+        numbers, scales = table[integers.long()], torch.ldexp(torch.tensor(1.0), scales.int() - 128)
+    else:
+        numbers, scales = integers.to(torch.int16), scales.float()
+        numbers = numbers if zeros is not None else numbers - 2 ** (bits - 1)
+    groups = -(-integers.shape[1] // 32)
+    per_group = torch.arange(groups) * 32 // scale_range
+    scales = scales[:, per_group]
+    mins = None if zeros is None else zeros[:, per_group] * scales
+    return F.pad(numbers, (0, -numbers.shape[1] % 32)).view(-1, groups, 32), scales, mins
 
 
 def embedding(token_ids: Tensor, table: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.common.errors import ConfigError, KernelError
 from quire.common.faults import fault_point
-from quire.kernels.backends import key_layout, reference, reference_sampling
+from quire.kernels.backends import key_layout, reference, reference_blocks, reference_sampling
 from quire.kernels.backends.recording import KernelGraph
 from quire.kernels.backends.workspace import Workspace, zeroed_blocks
 from quire.kernels.weights import PackedWeight, QuantizedWeight
@@ -62,9 +62,10 @@ class ReferenceBackend:
     def matmul(self, x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
         return reference.matmul(x, packed.data, bias, out_dtype)
 
-    def quantized_bytes(self, n: int, k: int, format: str) -> int:
-        group = reference.group_size(k, format)
-        return n * -(-k // group) * (group + 4)
+    def quantized_bytes(self, n: int, k: int, format: str, scale_range: int) -> int:
+        group = reference_blocks.GROUPS.get(format) or reference.group_size(k, format)
+        has_mins = format in reference_blocks.WITH_MINS or format.endswith("_zeros")
+        return n * -(-k // group) * (2 * group + 4 + 4 * has_mins)
 
     def mapped_weight(self, n: int, k: int, dtype: torch.dtype, format: str, data: Tensor) -> QuantizedWeight:
         raise KernelError("quantized weights that were saved need the native kernels, which are not in use")
@@ -74,20 +75,32 @@ class ReferenceBackend:
             return None
         n, k = weight.shape
         data, scales = reference.quantize_weight(weight, format)
-        return QuantizedWeight(n, k, weight.dtype, format, data, data.data_ptr(), scales)
+        return _kept(n, k, weight.dtype, format, data.to(torch.int16), scales, None)
+
+    def pack_blocks(self, rows: Tensor, k: int, dtype: torch.dtype, format: str) -> QuantizedWeight:
+        return _kept(len(rows), k, dtype, format, *reference_blocks.split(rows, format))
+
+    def pack_integers(
+        self, integers: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype, format: str, scale_range: int
+    ) -> QuantizedWeight:
+        bits = 8 if format.startswith("u8") else 4
+        parts = reference.split_integers(integers, scales, zeros, bits, scale_range or 32)
+        n, k = integers.shape
+        return _kept(n, k, dtype, format, *parts)
 
     def quantized_matmul(
         self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out_dtype: torch.dtype
     ) -> Tensor:
         assert weight.scales is not None
-        return reference.quantized_matmul(x, weight.data, weight.scales, bias, out_dtype)
+        return reference.quantized_matmul(x, weight.data, weight.scales, weight.mins, bias, out_dtype)
 
     def gather_packed(self, token_ids: Tensor, table: PackedWeight) -> Tensor:
         return reference.embedding(token_ids, table.data)
 
     def gather_quantized(self, token_ids: Tensor, table: QuantizedWeight) -> Tensor:
         assert table.scales is not None
-        rows = (table.data * table.scales[..., None]).flatten(1)[:, : table.k]
+        rows = table.data * table.scales[..., None]
+        rows = (rows if table.mins is None else rows - table.mins[..., None]).flatten(1)[:, : table.k]
         return reference.embedding(token_ids, rows.to(table.dtype))
 
     embedding = staticmethod(reference.embedding)
@@ -121,6 +134,12 @@ class _TorchThreads:
 
     def __exit__(self, *error: object) -> None:
         torch.set_num_threads(self._before)
+
+
+def _kept(
+    n: int, k: int, dtype: torch.dtype, format: str, integers: Tensor, scales: Tensor, mins: Tensor | None
+) -> QuantizedWeight:
+    return QuantizedWeight(n, k, dtype, format, integers, integers.data_ptr(), 0, scales, mins)
 
 
 def _refuse_pinning(cpus: Sequence[int]) -> None:

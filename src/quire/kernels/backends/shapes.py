@@ -55,8 +55,8 @@ class ShapesBackend(ReferenceBackend):
     def matmul(self, x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
         return self.empty((len(x), packed.n), out_dtype)
 
-    def quantized_bytes(self, n: int, k: int, format: str) -> int:
-        return self._host.quantized_bytes(n, k, format)
+    def quantized_bytes(self, n: int, k: int, format: str, scale_range: int) -> int:
+        return self._host.quantized_bytes(n, k, format, scale_range)
 
     def mapped_weight(self, n: int, k: int, dtype: torch.dtype, format: str, data: Tensor) -> QuantizedWeight:
         return QuantizedWeight(n, k, dtype, format, data, 0)
@@ -65,12 +65,21 @@ class ShapesBackend(ReferenceBackend):
         n, k = weight.shape
         return self.mapped_weight(n, k, weight.dtype, format, weight)
 
+    def pack_blocks(self, rows: Tensor, k: int, dtype: torch.dtype, format: str) -> QuantizedWeight:
+        return self.mapped_weight(rows.shape[0], k, dtype, format, rows)
+
+    def pack_integers(
+        self, integers: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype, format: str, scale_range: int
+    ) -> QuantizedWeight:
+        n, k = integers.shape
+        return self.mapped_weight(n, k, dtype, format, integers)
+
     def quantized_matmul(
         self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out_dtype: torch.dtype
     ) -> Tensor:
         out = self.empty((len(x), weight.n), out_dtype)
-        # Rows of x in at most 16 bits, a scale and a correction for each 32, padded.
-        self.empty((len(x), 2 * weight.k + weight.k // 4 + 256), torch.uint8)
+        # Rows of x in at most 16 bits, a scale, a correction and a sum for each 16, padded.
+        self.empty((len(x), 2 * weight.k + 3 * weight.k // 4 + 512), torch.uint8)
         return out
 
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ from typing import Any
 import msgspec
 
 from quire.common.params import StructuredOutputsParams
+from quire.common.params.structural_tag import read_structural_tag
+from quire.text.grammar.structural_tag import LarkRules
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 """Keywords of JSON schema whose value maps names to schemas."""
@@ -27,15 +29,18 @@ def library_grammar(params: StructuredOutputsParams) -> str:
         return LLMatcher.grammar_from_regex("|".join(map(_literal, params.choice)))
     if params.grammar is not None:
         return grammar_from("grammar", params.grammar)
-    schema: Any = {"type": "object"}
-    if params.json is not None:
-        schema = msgspec.json.decode(params.json) if isinstance(params.json, str) else params.json
-    if params.disable_additional_properties:
-        schema = _closed(schema)
     options: dict[str, Any] = {"whitespace_flexible": not params.disable_any_whitespace}
     if not params.disable_any_whitespace:
         options["whitespace_pattern"] = params.whitespace_pattern or _JSON_WHITESPACE
-    return LLMatcher.grammar_from_json_schema(msgspec.json.encode(schema).decode(), overrides=options)  # type: ignore[arg-type]
+
+    closed = _closed if params.disable_additional_properties else lambda schema: schema
+    if params.structural_tag is not None:
+        rules = LarkRules(lambda schema: _json_in_lark(closed(schema) | {"x-guidance": options}), _regex_in_lark)
+        return LLMatcher.grammar_from_lark(rules.grammar(read_structural_tag(params.structural_tag)))
+    schema: Any = {"type": "object"}
+    if params.json is not None:
+        schema = msgspec.json.decode(params.json) if isinstance(params.json, str) else params.json
+    return LLMatcher.grammar_from_json_schema(msgspec.json.encode(closed(schema)).decode(), overrides=options)  # type: ignore[arg-type]
 
 
 def num_beginnings(params: StructuredOutputsParams) -> int | None:
@@ -54,6 +59,18 @@ def num_beginnings(params: StructuredOutputsParams) -> int | None:
         return None
     pairs = pairwise([b"", *sorted(texts)])
     return sum(len(text) - len(commonprefix([before, text])) for before, text in pairs)  # noqa: RUF071
+
+
+def _json_in_lark(schema: dict[str, Any]) -> str:
+    return f"%json {msgspec.json.encode(schema).decode()}"
+
+
+def _regex_in_lark(pattern: str) -> str:
+    """Return the regular expression between slashes, as Lark has them. The library knows what to escape."""
+    from llguidance import LLMatcher
+
+    whole = msgspec.json.decode(LLMatcher.grammar_from_regex(pattern))
+    return str(whole["grammars"][0]["lark_grammar"]).removeprefix("start: ")
 
 
 def _literal(text: str) -> str:

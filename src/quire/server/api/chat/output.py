@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from msgspec.structs import replace
 
 from quire.common.outputs import CompletionOutput, RequestOutput
@@ -13,6 +15,7 @@ from quire.server.api.shared.generation import chat_logprobs, prompt_logprobs
 from quire.server.api.shared.sampling import content_format, structure
 from quire.server.api.tools import (
     OutputParser,
+    calls_or_content,
     check_tools,
     forced_tools,
     shows_special_tokens,
@@ -32,6 +35,7 @@ class ChatPlan:
         self.shows_tools = bool(tools) and choice != "none"
         self.forced = forced_tools(tools, choice)
         form = structure(request)
+        special = {text: i for i, text in model.llm.tokenizer.special_token_texts.items()}
         self.structured_outputs = tool_choice_structure(tools, choice, parallel) or form
         # The content's format may come along: an output of forced calls has no content.
         if self.forced is not None and form is not None and content_format(request) is None:
@@ -42,10 +46,14 @@ class ChatPlan:
         self.is_named = self.forced is not None and self.forced.name is not None
         self.max_calls = None if parallel else 1
         is_free = form is None and self.forced is None  # a grammar does not permit tags
-        self.tools = model.tool_format if self.shows_tools and is_free else None
+        self.tools = model.tool_format if self.shows_tools and self.forced is None else None
+        if form is not None and tools and self.tools is not None:
+            has_both = content_format(request) is not None and form.structural_tag is None
+            if has_both:
+                self.structured_outputs = calls_or_content(tools, form, self.tools, special, parallel)
+            self.tools = dataclasses.replace(self.tools, excludes_content=True) if has_both else None
         self.reasoning = model.reasoning_format if is_free else None
-        special = model.llm.tokenizer.special_token_texts.values()
-        self.shows_special_tokens = shows_special_tokens(self.reasoning, self.tools, set(special))
+        self.shows_special_tokens = shows_special_tokens(self.reasoning, self.tools, special)
 
 
 class ChatChoices:

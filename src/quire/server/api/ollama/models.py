@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from quire.common.errors import QuireError
+from quire.common.progress import Download, current_download
 from quire.common.version import __version__
 from quire.config.checkpoint.formats import open_checkpoint, weight_files
 from quire.config.checkpoint.gguf.files import is_gguf
@@ -36,7 +37,7 @@ from quire.text.tokenizer.tokenizer import Tokenizer
 
 _NEVER = "9999-12-31T23:59:59Z"
 _RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
-_STATUS_S = 5.0
+_STATUS_S = 1.0
 """Time between two lines of a download."""
 
 
@@ -196,9 +197,14 @@ async def pull(request: Request) -> ASGIApp:
 
 async def _pull(state: ServerState, spec: ModelSpec, *, is_new: bool) -> AsyncGenerator[api.PullStatus, None]:
     yield api.PullStatus("pulling manifest")
-    task = asyncio.create_task(asyncio.to_thread(spec.engine.resolve))
+    download = Download()
+    token = current_download.set(download)
+    task = asyncio.create_task(asyncio.to_thread(spec.engine.resolve))  # with a copy of this context
+    current_download.reset(token)
+    what, digest = f"downloading {spec.checkpoint}", hashlib.sha256(spec.checkpoint.encode()).hexdigest()
     while not (await asyncio.wait({task}, timeout=_STATUS_S))[0]:
-        yield api.PullStatus(f"downloading {spec.checkpoint}")
+        total = download.total or None
+        yield api.PullStatus(what, f"sha256:{digest}", total, None if total is None else download.num_bytes)
     try:
         task.result()
     except QuireError as error:

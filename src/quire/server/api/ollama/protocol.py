@@ -215,7 +215,12 @@ class PullRequest(msgspec.Struct, kw_only=True):
     """Accepted without effect."""
 
 
-class PullStatus(msgspec.Struct):
+class PullStatus(msgspec.Struct, omit_defaults=True):
     """Progress of a download."""
 
     status: str
+    digest: str | None = None
+    """Names the download, for clients that show a bar for each: the SHA-256 of the checkpoint's id."""
+    total: int | None = None
+    """Bytes; None while unknown."""
+    completed: int | None = None

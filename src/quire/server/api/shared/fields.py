@@ -24,10 +24,15 @@ class JsonSchemaFormat(msgspec.Struct, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
-    """OpenAI's format for a constraint on the output."""
+    """OpenAI's format for a constraint on the output, and vLLM's structural tags."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
+    format: dict[str, Any] | None = None
+    """The format of a structural tag."""
+    structures: list[dict[str, Any]] | None = None
+    """Of a structural tag in its older form."""
+    triggers: list[str] | None = None
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):

@@ -77,6 +77,10 @@ def structure(request: SamplingFields) -> StructuredOutputsParams | None:
         schema = form.json_schema
         if form.type == "json_object":
             found["response_format"] = StructuredOutputsParams(json_object=True)
+        elif form.type == "structural_tag":
+            parts = {name: getattr(form, name) for name in ("format", "structures", "triggers")}
+            given = {name: value for name, value in parts.items() if value is not None}
+            found["response_format"] = StructuredOutputsParams(structural_tag=given)
         elif schema is None:
             raise invalid(
                 "response_format of type json_schema requires the field json_schema", "response_format.json_schema"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -10,7 +10,7 @@ import msgspec
 from quire.common.errors import InvalidParamsError, nearest_name
 from quire.common.params import StructuredOutputsParams
 from quire.server.api.chat.protocol import FunctionDefinition, NamedToolChoice, Tool, ToolChoice
-from quire.server.api.tools.formats import FUNCTION_NAME
+from quire.server.api.tools.formats import FUNCTION_NAME, ToolFormat
 from quire.server.api.tools.output_parser import ForcedTools
 
 MAX_TOOLS = 128
@@ -63,18 +63,41 @@ def tool_choice_structure(
     forced = forced_tools(tools, tool_choice)
     if forced is None or tools is None:
         return None
-    schemas = {tool.function.name: {**(tool.function.parameters or {}), "type": "object"} for tool in tools}
-    if forced.name is not None:
-        schema = schemas[forced.name]
-    else:
-        schema = {
-            "type": "array",
-            "items": {"anyOf": [_call_schema(name, i) for i, name in enumerate(schemas)]},
-            "minItems": 1,
-            **({} if parallel else {"maxItems": 1}),
-            "$defs": {f"f{i}": _moved(schema, f"#/$defs/f{i}") for i, schema in enumerate(schemas.values())},
-        }
+    schemas = _schemas(tools)
+    schema = _array(_call_schema(schemas, "parameters"), parallel) if forced.name is None else schemas[forced.name]
     return StructuredOutputsParams(json=schema, whitespace_pattern=_WHITESPACE)
+
+
+def calls_or_content(
+    tools: Sequence[Tool],
+    form: StructuredOutputsParams,
+    tool_format: ToolFormat,
+    special_token_ids: Mapping[str, int],
+    parallel: bool,
+) -> StructuredOutputsParams:
+    """Return the grammar of an output that is either content in this form, which is JSON, or calls as the model writes
+    them. Raises InvalidParamsError if the schemas together are too large."""
+
+    def tag(text: str) -> Any:
+        token_id = special_token_ids.get(text)
+        return text if token_id is None else {"type": "token", "token": token_id}
+
+    schema = _call_schema(_schemas(tools), tool_format.arguments)
+    calls = {"type": "json_schema", "json_schema": schema}
+    if tool_format.separator is None:
+        calls["json_schema"] = _array(schema, parallel)
+    space = {"type": "const_string", "value": tool_format.space}
+    content = {"type": "sequence", "elements": [space, calls, space]}
+    begin = "" if tool_format.begins_bare else tag(tool_format.tag)
+    several = {
+        "type": "tags_with_separator",
+        "tags": [{"begin": begin, "content": content, "end": tag(tool_format.end)}],
+        "separator": tool_format.separator or "",
+        "at_least_one": True,
+        "stop_after_first": tool_format.separator is None or not parallel,
+    }
+    answer = {"type": "json_schema", "json_schema": {"type": "object"} if form.json is None else form.json}
+    return StructuredOutputsParams(structural_tag={"format": {"type": "or", "elements": [answer, several]}})
 
 
 def _check_function(function: FunctionDefinition, where: str) -> None:
@@ -100,12 +123,29 @@ def _check_depth(value: Any, where: str) -> None:
     raise InvalidParamsError(f"{where} is nested too deeply: at most {MAX_SCHEMA_DEPTH} levels are allowed")
 
 
-def _call_schema(name: str, index: int) -> dict[str, Any]:
+def _schemas(tools: Sequence[Tool]) -> dict[str, dict[str, Any]]:
+    return {tool.function.name: {**(tool.function.parameters or {}), "type": "object"} for tool in tools}
+
+
+def _array(items: dict[str, Any], parallel: bool) -> dict[str, Any]:
+    limit = {} if parallel else {"maxItems": 1}
+    return {"type": "array", "items": {"anyOf": items["anyOf"]}, "minItems": 1, **limit, "$defs": items["$defs"]}
+
+
+def _call_schema(schemas: Mapping[str, dict[str, Any]], arguments: str) -> dict[str, Any]:
+    """The schema of one call of any function, in which `arguments` is the key of the arguments."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, arguments: {"$ref": f"#/$defs/f{i}"}},
+            "required": ["name", arguments],
+            "additionalProperties": False,
+        }
+        for i, name in enumerate(schemas)
+    ]
     return {
-        "type": "object",
-        "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/f{index}"}},
-        "required": ["name", "parameters"],
-        "additionalProperties": False,
+        "anyOf": calls,
+        "$defs": {f"f{i}": _moved(schema, f"#/$defs/f{i}") for i, schema in enumerate(schemas.values())},
     }
 
 

@@ -173,6 +173,16 @@ class ToolFormat:
     """Reads the text after the tag."""
     begins_bare: bool = False
     """Whether a call at the beginning of the output needs no tag."""
+    end: str = ""
+    """Follows a call that a grammar writes."""
+    space: str = ""
+    """Between a call and the tags around it."""
+    separator: str | None = None
+    """Between two calls. None: the calls are items of an array."""
+    arguments: str = "arguments"
+    """Key of the arguments."""
+    excludes_content: bool = False
+    """Whether an output that does not begin with a call is content, whatever it contains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,8 +206,10 @@ class ReasoningFormat:
 TOOL_FORMATS = {
     tool_format.name: tool_format
     for tool_format in (
-        ToolFormat("hermes", "<tool_call>", _read_hermes),
-        ToolFormat("llama3_json", "<|python_tag|>", _read_llama3_json, begins_bare=True),
+        ToolFormat("hermes", "<tool_call>", _read_hermes, end="</tool_call>", space="\n", separator="\n"),
+        ToolFormat(
+            "llama3_json", "<|python_tag|>", _read_llama3_json, begins_bare=True, separator="; ", arguments="parameters"
+        ),
         ToolFormat("mistral", "[TOOL_CALLS]", _read_mistral),
     )
 }

@@ -77,9 +77,16 @@ class OutputParser:
         if tools is not None:
             if tools.begins_bare:
                 yield from self._read_calls(tools, "")
-            while (yield from self._reader.until(tools.tag, self._found.content)):
+            while (yield from self._next_tag(tools)):
                 yield from self._read_calls(tools, tools.tag)
         yield from self._read_content()
+
+    def _next_tag(self, tools: ToolFormat) -> Reading[bool]:
+        """Read up to the end of the next tag. Returns False if there is none, or not where calls may be."""
+        if not tools.excludes_content:
+            return (yield from self._reader.until(tools.tag, self._found.content))
+        yield from self._reader.run(SPACE, self._found.content)
+        return not tools.begins_bare and (yield from self._reader.match(tools.tag))
 
     def _read_reasoning(self, reasoning: ReasoningFormat) -> Reading[None]:
         self._reader.hold()

@@ -1,0 +1,150 @@
+// Pieces of a quantized panel as the products read them: integers of 8 bits, scales and mins in float32.
+#pragma once
+
+#include "isa/simd.h"
+#include "matmul/tiles.h"
+#include "quantized/layout.h"
+
+namespace quire::QUIRE_ISA {
+
+// Of k, multiples of all groups but those that are all of k: pieces whose integers are read as they lie in the panel,
+// and pieces that are unpacked, which must stay in the nearest cache.
+constexpr int64_t kPieceK = 1024, kUnpackedK = 256;
+constexpr int64_t kPieceGroups = kPieceK / 16;
+
+// IEEE's binary16, as W lanes of 16 bits in 32.
+QUIRE_INLINE f32 half_to_float(i32 half) {
+  // Moved to float32's place, exponents are off by 112; denormals come right by the multiplication, too.
+  const f32 magnitude = as_float((half & 0x7fff) << 13) * set1(0x1p112f);
+  const i32 special = (i32)((half & 0x7c00) == 0x7c00) & 0x7f800000;
+  return as_float(as_int(magnitude) | special | (half & 0x8000) << 16);
+}
+
+template <Number kNumber>
+QUIRE_INLINE f32 load_numbers(const char* p) {
+  if constexpr (kNumber == Number::kHalf) {
+    return half_to_float(load_integers<u16_lanes>(p));
+  } else if constexpr (kNumber == Number::kBFloat) {
+    return load(reinterpret_cast<const bf16*>(p));
+  } else if constexpr (kNumber == Number::kFloat) {
+    return load(reinterpret_cast<const float*>(p));
+  } else if constexpr (kNumber == Number::kExponent) {
+    const i32 e = load_integers<u8_lanes>(p);  // 2^(e - 128): denormal where e < 2
+    const i32 is_denormal = (i32)(e < 2);
+    return as_float((((e - 1) << 23) & ~is_denormal) | ((0x00200000 + 0x00200000 * e) & is_denormal));
+  } else {
+    return __builtin_convertvector(load_integers<u8_lanes>(p), f32);
+  }
+}
+
+// Groups of a panel, and where their scales (or mins) come from.
+struct NumberField {
+  const char *numbers, *steps;  // steps may be null
+  int64_t groups_per_number, begin, end;
+
+  // -> out [end - begin][32]. Zero points count `scales`.
+  template <Number kNumber, typename Steps>
+  QUIRE_MEMBER void read(const float* scales, float* out) const {
+    constexpr int64_t kVectors = kPanelColumns / W, kBytes = bytes_of(kNumber);
+    if (groups_per_number == 1 && steps == nullptr && kNumber != Number::kZeroPoint) {
+      for (int64_t i = begin * kPanelColumns; i < end * kPanelColumns; i += W, out += W) {
+        store(out, load_numbers<kNumber>(numbers + i * kBytes));
+      }
+      return;
+    }
+    int64_t index = begin / groups_per_number, next = index * groups_per_number;
+    f32 number[kVectors];
+    for (int64_t group = begin; group < end; ++group, out += kPanelColumns, scales += kPanelColumns) {
+      if (group >= next || group == begin) {
+        QUIRE_UNROLL
+        for (int64_t v = 0; v < kVectors; ++v) {
+          number[v] = load_numbers<kNumber>(numbers + (index * kPanelColumns + v * W) * kBytes);
+        }
+        next = ++index * groups_per_number;
+      }
+      QUIRE_UNROLL
+      for (int64_t v = 0; v < kVectors; ++v) {
+        f32 value = number[v];
+        if constexpr (kNumber == Number::kZeroPoint) value = value * load(scales + v * W);
+        if (steps != nullptr) {
+          value = value * __builtin_convertvector(load_integers<Steps>(steps + group * kPanelColumns + v * W), f32);
+        }
+        store(out + v * W, value);
+      }
+    }
+  }
+};
+
+// Where a panel's fields are, for one format.
+struct PanelReader {
+  QuantizedShape shape;
+  int64_t steps_at, mins_at, min_steps_at, integers_at;
+
+  QUIRE_MEMBER explicit PanelReader(QuantizedShape shape)
+      : shape(shape),
+        steps_at(shape.steps_at()),
+        mins_at(shape.mins_at()),
+        min_steps_at(shape.min_steps_at()),
+        integers_at(shape.integers_at()) {}
+
+  // Scales and mins of groups [begin, end) -> [end - begin][32] each.
+  QUIRE_MEMBER void read_scales(const char* panel, int64_t begin, int64_t end, float* scales, float* mins) const {
+    const QuantizedFormat& format = shape.format;
+    const int64_t groups_per_number = format.base_group / format.group;
+    const NumberField field = {panel, format.has_steps ? panel + steps_at : nullptr, groups_per_number, begin, end};
+    if (format.scale == Number::kHalf) {
+      field.read<Number::kHalf, i8_lanes>(nullptr, scales);
+    } else if (format.scale == Number::kBFloat) {
+      field.read<Number::kBFloat, i8_lanes>(nullptr, scales);
+    } else if (format.scale == Number::kFloat) {
+      field.read<Number::kFloat, i8_lanes>(nullptr, scales);
+    } else {
+      field.read<Number::kExponent, i8_lanes>(nullptr, scales);
+    }
+    if (format.min == Number::kNone) return;
+    const char* min_steps = format.has_steps ? panel + min_steps_at : nullptr;
+    const NumberField min_field = {panel + mins_at, min_steps, groups_per_number, begin, end};
+    if (format.min == Number::kHalf) {
+      min_field.read<Number::kHalf, u8_lanes>(nullptr, mins);
+    } else {
+      min_field.read<Number::kZeroPoint, u8_lanes>(scales, mins);
+    }
+  }
+
+  // Whether the integers of a block are one group and stand for themselves, two in each byte.
+  QUIRE_MEMBER bool has_plain_halves() const {
+    return shape.format.bits == 4 && shape.format.table == nullptr && shape.format.group == QuantizedShape::kBlock;
+  }
+
+  // Whether each group has a scale in bfloat16, and no min.
+  QUIRE_MEMBER bool has_stored_scales() const {
+    const QuantizedFormat& format = shape.format;
+    return format.scale == Number::kBFloat && format.min == Number::kNone && format.base_group == format.group;
+  }
+
+  // The units of blocks [begin, end) of 4 bits with a byte for each integer -> piece.
+  QUIRE_MEMBER const char* unpack(const char* panel, int64_t begin, int64_t end, char* piece) const {
+    constexpr int64_t kHalf = QuantizedShape::kBlock / 2 / kUnitBytes * kUnitRowBytes;
+    const char* units = panel + integers_at + begin * shape.block_bytes();
+    const auto each = [&](auto&& value) __attribute__((always_inline)) {
+      char* to = piece;
+      for (int64_t block = begin; block < end; ++block, units += kHalf, to += 2 * kHalf) {
+        for (int64_t i = 0; i < kHalf; i += W * kUnitBytes) {
+          __builtin_prefetch(units + i + kBytesAhead, 0, 2);
+          const i32 bits = load_lanes(units + i);
+          store_lanes(to + i, value(bits & 0x0f0f0f0f));
+          store_lanes(to + kHalf + i, value((bits >> 4) & 0x0f0f0f0f));
+        }
+      }
+    };
+    if (shape.format.table == nullptr) {
+      each([](i32 v) __attribute__((always_inline)) { return v; });
+    } else {
+      const ByteTable table(shape.format.table);
+      each([&](i32 v) __attribute__((always_inline)) { return table.look_up(v); });
+    }
+    return piece;
+  }
+};
+
+}  // namespace quire::QUIRE_ISA
