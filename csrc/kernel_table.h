@@ -44,9 +44,9 @@ struct RotaryTable {
                              const int64_t* positions, const float* cos_sin, int64_t rotary_dim);
 };
 
-// Where a product [rows, n] goes, contiguous, and what is added to each row.
+// Where a product [rows, n] goes, rows `stride` apart, and what is added to each row.
 struct ProductOut {
-  int64_t n;
+  int64_t n, stride;
   const float* bias;  // [n] or null
   void* out;
   DType dtype;

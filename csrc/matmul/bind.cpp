@@ -12,8 +12,9 @@ void bind_matmul(nb::module_& module) {
   add_kernel(
       module, "matmul",
       +[](int dtype, const void* x, int64_t x_stride, int64_t rows, const char* packed, int64_t n, int64_t k,
-          const float* bias, void* out, int out_dtype) {
-        kernels().matmul.matmul[dtype]({x, x_stride, rows, {packed, n, k}, {n, bias, out, DType(out_dtype)}});
+          const float* bias, void* out, int64_t out_stride, int out_dtype) {
+        const ProductOut to = {n, out_stride, bias, out, DType(out_dtype)};
+        kernels().matmul.matmul[dtype]({x, x_stride, rows, {packed, n, k}, to});
       });
 }
 

@@ -77,7 +77,7 @@ static void finish_as(const ProductOut& to, int64_t row, int64_t rows, int64_t c
                       int64_t stride, int64_t width) {
   const int64_t columns = smaller(width, to.n - column);
   for (int64_t r = 0; r < rows; ++r) {
-    Out* out = static_cast<Out*>(to.out) + (row + r) * to.n + column;
+    Out* out = static_cast<Out*>(to.out) + (row + r) * to.stride + column;
     for (int64_t j = 0; j < columns; j += W) {
       const int64_t count = smaller(W, columns - j);
       f32 sum = load(sums + r * stride + j);
@@ -100,7 +100,7 @@ QUIRE_INLINE void finish(const ProductOut& to, int64_t row, int64_t rows, int64_
 QUIRE_INLINE void expect_out(const ProductOut& to, int64_t row, int64_t rows, int64_t column) {
   const int64_t bytes = to.dtype == kFloat32 ? int64_t(sizeof(float)) : int64_t(sizeof(bf16));
   for (int64_t r = 0; r < rows; ++r) {
-    __builtin_prefetch(static_cast<char*>(to.out) + ((row + r) * to.n + column) * bytes, 1, 2);
+    __builtin_prefetch(static_cast<char*>(to.out) + ((row + r) * to.stride + column) * bytes, 1, 2);
   }
 }
 

@@ -23,7 +23,7 @@ from quire.kernels.quantized import (
 from quire.kernels.rotary import rotary_embedding
 from quire.kernels.sampling import processed_logits, sample, top_logprobs
 from quire.kernels.sampling_tensors import LogitChanges, SamplingTensors, TokenLists
-from quire.kernels.weights import BLOCK_FORMATS, QUANTIZED_FORMATS, PackedWeight, QuantizedWeight
+from quire.kernels.weights import BLOCK_FORMATS, QUANTIZED_FORMATS, Matrix, PackedWeight, QuantizedWeight, StackedWeight
 
 __all__ = [
     "BLOCK_FORMATS",
@@ -31,10 +31,12 @@ __all__ = [
     "Backend",
     "KernelGraph",
     "LogitChanges",
+    "Matrix",
     "Meter",
     "PackedWeight",
     "QuantizedWeight",
     "SamplingTensors",
+    "StackedWeight",
     "TokenLists",
     "Workspace",
     "activation",

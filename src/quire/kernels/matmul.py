@@ -6,7 +6,7 @@ from torch import Tensor
 from quire.kernels.backends import backend_of
 from quire.kernels.backends.base import Backend
 from quire.kernels.checks import DTYPES, kernel_errors, refusal
-from quire.kernels.weights import PackedWeight, QuantizedWeight
+from quire.kernels.weights import Matrix, PackedWeight, QuantizedWeight, StackedWeight
 
 
 def pack_weight(weight: Tensor) -> PackedWeight:
@@ -24,9 +24,7 @@ def unpack_weight(packed: PackedWeight) -> Tensor:
     return backend_of(packed.data).unpack_weight(packed)
 
 
-def matmul(
-    x: Tensor, packed: PackedWeight | QuantizedWeight, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
-) -> Tensor:
+def matmul(x: Tensor, packed: Matrix, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
     """`x @ weight.T + bias`, accumulated in float32: x [num_tokens, k] -> [num_tokens, n] in out_dtype (default: x's).
 
     x has the weight's dtype and contiguous rows, which may be strided; bias [n] float32. By a quantized weight, x is
@@ -47,18 +45,32 @@ def matmul(
     ):
         raise _refusal(x, packed, bias, out_dtype)
     with kernel_errors():
-        if isinstance(packed, PackedWeight):
-            return backend.matmul(x, packed, bias, out_dtype)
-        return backend.quantized_matmul(x, packed, bias, out_dtype)
+        out = backend.empty((shape[0], packed.n), out_dtype)
+        if isinstance(packed, StackedWeight):
+            start = 0
+            for part in packed.parts:
+                end = start + part.n
+                _multiply(backend, x, part, None if bias is None else bias[start:end], out[:, start:end])
+                start = end
+        else:
+            _multiply(backend, x, packed, bias, out)
+    return out
+
+
+def _multiply(
+    backend: Backend, x: Tensor, packed: PackedWeight | QuantizedWeight, bias: Tensor | None, out: Tensor
+) -> None:
+    if isinstance(packed, PackedWeight):
+        backend.matmul(x, packed, bias, out)
+    else:
+        backend.quantized_matmul(x, packed, bias, out)
 
 
 def _is_bias(backend: Backend, bias: Tensor, n: int) -> bool:
     return bias.dtype is torch.float32 and bias.shape == (n,) and bias.is_contiguous() and backend.holds(bias)
 
 
-def _refusal(
-    x: Tensor, packed: PackedWeight | QuantizedWeight, bias: Tensor | None, out_dtype: torch.dtype
-) -> Exception:
+def _refusal(x: Tensor, packed: Matrix, bias: Tensor | None, out_dtype: torch.dtype) -> Exception:
     dtype = str(packed.dtype).removeprefix("torch.")
     takes = (
         f"x [num_tokens, {packed.k}] {dtype} with stride 1 in the last dimension for this weight "

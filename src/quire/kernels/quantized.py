@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quire.common.errors import KernelError
 from quire.kernels.backends import backend_for, backend_of
+from quire.kernels.backends.reference_blocks import BLOCKS
 from quire.kernels.checks import DTYPES, describe, refusal
 from quire.kernels.weights import BLOCK_FORMATS, QUANTIZED_FORMATS, QuantizedWeight
 
@@ -17,15 +18,13 @@ _MAX_K = 65536
 """A sum of at most this many products of bytes fits an int32."""
 
 
-_BLOCKS = {"q8_0": (32, 34), "q4_0": (32, 18), "q4_1": (32, 20), "q5_0": (32, 22), "q5_1": (32, 24)}
-_BLOCKS |= {"q2_k": (256, 84), "q3_k": (256, 110), "q4_k": (256, 144), "q5_k": (256, 176), "q6_k": (256, 210)}
-_BLOCKS |= {"iq4_nl": (32, 18), "iq4_xs": (256, 136), "mxfp4": (32, 17)}
 _SCALES = {torch.float16: "half", torch.bfloat16: "bfloat", torch.float32: "float"}
 
 
 def block_size(format: str) -> tuple[int, int]:
     """The elements and the bytes of a block of one of BLOCK_FORMATS."""
-    return _BLOCKS[format]
+    kind = BLOCKS[format]
+    return kind.elements, kind.num_bytes
 
 
 def quantized_bytes(n: int, k: int, format: str, scale_range: int = 0) -> int:

@@ -66,3 +66,39 @@ class QuantizedWeight:
     def nbytes(self) -> int:
         """Bytes kept, padding included."""
         return sum(part.nbytes for part in (self.data, self.scales, self.mins) if part is not None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StackedWeight:
+    """Weights [n_i, k] of different formats, one below the other: a weight [sum of n_i, k]."""
+
+    parts: tuple[PackedWeight | QuantizedWeight, ...]
+
+    @property
+    def n(self) -> int:
+        """Rows of all parts."""
+        return sum(part.n for part in self.parts)
+
+    @property
+    def k(self) -> int:
+        """Columns."""
+        return self.parts[0].k
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the rows that the weight is multiplied with."""
+        return self.parts[0].dtype
+
+    @property
+    def data(self) -> Tensor:
+        """What the first part keeps; all parts are on its device."""
+        return self.parts[0].data
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept, padding included."""
+        return sum(part.nbytes for part in self.parts)
+
+
+Matrix = PackedWeight | QuantizedWeight | StackedWeight
+"""What `kernels.matmul` multiplies by."""

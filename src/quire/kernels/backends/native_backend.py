@@ -23,6 +23,12 @@ _ACTIVATION_CODES = {kind: code for code, kind in enumerate(ACTIVATIONS)}
 _SEES_ALL = 2**63 - 1
 
 
+def _place(out: Tensor) -> tuple[int, int, int]:
+    """Where a product goes: address, distance of rows in elements, and dtype."""
+    stride = out.shape[1] if out.is_contiguous() else out.stride(0)  # asking for a stride costs more than is_contiguous
+    return out.data_ptr(), stride, DTYPE_CODES[out.dtype]
+
+
 class NativeBackend:
     """Passes addresses, sizes and strides to `quire._native`, which checks values and knows nothing of tensors."""
 
@@ -67,14 +73,12 @@ class NativeBackend:
         self.native.unpack(packed.address, packed.n, packed.k, weight.element_size(), weight.data_ptr())
         return weight
 
-    def matmul(self, x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    def matmul(self, x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor) -> None:
         n, k, rows = packed.n, packed.k, x.shape[0]
-        out = empty((rows, n), out_dtype)
         x_stride = k if x.is_contiguous() else x.stride(0)  # asking for a stride costs more than is_contiguous
-        code, out_code = DTYPE_CODES[packed.dtype], DTYPE_CODES[out_dtype]
-        bias_at, to = 0 if bias is None else bias.data_ptr(), out.data_ptr()
-        self.native.matmul(code, x.data_ptr(), x_stride, rows, packed.address, n, k, bias_at, to, out_code)
-        return out
+        bias_at, to = 0 if bias is None else bias.data_ptr(), _place(out)
+        given = x.data_ptr(), x_stride, rows, packed.address, n, k, bias_at
+        self.native.matmul(DTYPE_CODES[packed.dtype], *given, *to)
 
     def quantized_bytes(self, n: int, k: int, format: str, scale_range: int) -> int:
         return int(self.native.quantized_bytes(_FORMAT_CODES[format], scale_range, n, k))
@@ -104,18 +108,13 @@ class NativeBackend:
         self.native.pack_integers(_FORMAT_CODES[format], scale_range, *tensors, n, k, data.data_ptr())
         return QuantizedWeight(n, k, dtype, format, data, data.data_ptr(), scale_range)
 
-    def quantized_matmul(
-        self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out_dtype: torch.dtype
-    ) -> Tensor:
+    def quantized_matmul(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor) -> None:
         n, k, rows, codes = weight.n, weight.k, x.shape[0], (_FORMAT_CODES[weight.format], weight.scale_range)
-        out = empty((rows, n), out_dtype)
         work = empty((self.native.quantized_rows_bytes(*codes, rows, k),), torch.uint8)
         x_stride = k if x.is_contiguous() else x.stride(0)
-        code, out_code = DTYPE_CODES[weight.dtype], DTYPE_CODES[out_dtype]
-        bias_at, to = 0 if bias is None else bias.data_ptr(), out.data_ptr()
+        bias_at, to = 0 if bias is None else bias.data_ptr(), _place(out)
         given = x.data_ptr(), x_stride, rows, weight.address, n, k, bias_at
-        self.native.quantized_matmul(*codes, code, *given, to, out_code, work.data_ptr())
-        return out
+        self.native.quantized_matmul(*codes, DTYPE_CODES[weight.dtype], *given, *to, work.data_ptr())
 
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
         count, (vocab, hidden) = token_ids.numel(), table.shape

@@ -59,8 +59,8 @@ class ReferenceBackend:
     def unpack_weight(self, packed: PackedWeight) -> Tensor:
         return packed.data.clone()
 
-    def matmul(self, x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-        return reference.matmul(x, packed.data, bias, out_dtype)
+    def matmul(self, x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor) -> None:
+        out.copy_(reference.matmul(x, packed.data, bias, out.dtype))
 
     def quantized_bytes(self, n: int, k: int, format: str, scale_range: int) -> int:
         group = reference_blocks.GROUPS.get(format) or reference.group_size(k, format)
@@ -88,11 +88,9 @@ class ReferenceBackend:
         n, k = integers.shape
         return _kept(n, k, dtype, format, *parts)
 
-    def quantized_matmul(
-        self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out_dtype: torch.dtype
-    ) -> Tensor:
+    def quantized_matmul(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor) -> None:
         assert weight.scales is not None
-        return reference.quantized_matmul(x, weight.data, weight.scales, weight.mins, bias, out_dtype)
+        out.copy_(reference.quantized_matmul(x, weight.data, weight.scales, weight.mins, bias, out.dtype))
 
     def gather_packed(self, token_ids: Tensor, table: PackedWeight) -> Tensor:
         return reference.embedding(token_ids, table.data)

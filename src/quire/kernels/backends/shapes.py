@@ -52,8 +52,7 @@ class ShapesBackend(ReferenceBackend):
         n, k = weight.shape
         return PackedWeight(n, k, weight.dtype, weight, 0)
 
-    def matmul(self, x: Tensor, packed: PackedWeight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-        return self.empty((len(x), packed.n), out_dtype)
+    def matmul(self, x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor) -> None: ...
 
     def quantized_bytes(self, n: int, k: int, format: str, scale_range: int) -> int:
         return self._host.quantized_bytes(n, k, format, scale_range)
@@ -74,13 +73,9 @@ class ShapesBackend(ReferenceBackend):
         n, k = integers.shape
         return self.mapped_weight(n, k, dtype, format, integers)
 
-    def quantized_matmul(
-        self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out_dtype: torch.dtype
-    ) -> Tensor:
-        out = self.empty((len(x), weight.n), out_dtype)
+    def quantized_matmul(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor) -> None:
         # Rows of x in at most 16 bits, a scale, a correction and a sum for each 16, padded.
         self.empty((len(x), 2 * weight.k + 3 * weight.k // 4 + 512), torch.uint8)
-        return out
 
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
         return self.empty((len(token_ids), table.shape[1]), table.dtype)

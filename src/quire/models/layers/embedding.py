@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from quire import kernels
-from quire.models.layers.weight_format import Matrix, Packed, WeightFormat
+from quire.models.layers.weight_format import Packed, WeightFormat
 from quire.models.layers.weighted_layer import Part, WeightedLayer, WeightSpec
 
 
@@ -17,7 +17,7 @@ class Embedding(WeightedLayer):
     row `first_row`.
     """
 
-    table: Tensor | Matrix
+    table: Tensor | kernels.PackedWeight | kernels.QuantizedWeight
 
     def __init__(
         self, num_rows: int, width: int, dtype: torch.dtype, *, packed: bool = False, first_row: int = 0
@@ -36,9 +36,12 @@ class Embedding(WeightedLayer):
         return {"weight": WeightSpec(parts, self.dtype, kept=True)}
 
     def set_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        self.table = (
-            self.format.matrix(tensors, self.shape, self.dtype) if self.packed else tensors["weight"][self.first_row :]
-        )
+        if not self.packed:
+            self.table = tensors["weight"][self.first_row :]
+            return
+        table = self.format.matrix(tensors, self.shape, self.dtype)
+        assert not isinstance(table, kernels.StackedWeight)  # it is one tensor
+        self.table = table
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [num_tokens] -> [num_tokens, width]."""

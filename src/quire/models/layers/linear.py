@@ -7,14 +7,14 @@ from torch import Tensor
 
 from quire import kernels
 from quire.models.layers.batch_tensors import BatchTensors
-from quire.models.layers.weight_format import Matrix, Packed, WeightFormat
+from quire.models.layers.weight_format import Packed, WeightFormat
 from quire.models.layers.weighted_layer import Part, WeightedLayer, WeightSpec
 
 
 class Projection(WeightedLayer):
     """A matrix [n, k] and a bias. A pass may replace `format` and narrow `parts` before the weights are loaded."""
 
-    weight: Matrix
+    weight: kernels.Matrix
 
     def __init__(
         self, in_features: int, out_features: int | tuple[int, ...], *, bias: bool, dtype: torch.dtype

@@ -1,5 +1,6 @@
 """How a layer keeps a matrix it multiplies by: in the dtype it computes in, or quantized."""
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,11 +10,9 @@ from torch import Tensor
 
 from quire import kernels
 from quire.common.errors import CheckpointError
+from quire.kernels import Matrix
 from quire.kernels.backends import reference_blocks
 from quire.models.layers.weighted_layer import Part, WeightSpec
-
-Matrix = kernels.PackedWeight | kernels.QuantizedWeight
-"""What kernels.matmul multiplies by."""
 
 
 class WeightFormat(Protocol):
@@ -72,6 +71,39 @@ class SavedQuantized:
 
 
 @dataclass(frozen=True, slots=True)
+class Blocks:
+    """Blocks of a GGUF file, with the values that they have there. The kernels multiply by them as they are.
+
+    The modules that a layer fuses may have different types of blocks, or none.
+    """
+
+    block_types: tuple[str | None, ...]
+    """Of each part; None for plain numbers."""
+
+    def specs(self, parts: tuple[Part, ...], dtype: torch.dtype) -> Mapping[str, WeightSpec]:
+        if len(set(self.block_types)) == 1:
+            return {"weight": self._spec(parts, self.block_types[0], dtype)}
+        stored = (self._spec((part,), kind, dtype) for part, kind in zip(parts, self.block_types, strict=True))
+        return {f"weight.{i}": dataclasses.replace(spec, module=i) for i, spec in enumerate(stored)}
+
+    @staticmethod
+    def _spec(parts: tuple[Part, ...], block_type: str | None, dtype: torch.dtype) -> WeightSpec:
+        plain = WeightSpec(parts, dtype)
+        if block_type is None:
+            return plain
+        n, k = plain.shape
+        kept_bytes = kernels.quantized_bytes(n, k, block_type)
+        return WeightSpec(tuple(in_blocks(part, block_type) for part in parts), torch.uint8, kept_bytes=kept_bytes)
+
+    def matrix(self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Matrix:
+        made = tuple(
+            kernels.pack_weight(stored) if kind is None else kernels.pack_blocks(stored, shape[1], dtype, kind)
+            for stored, kind in zip(tensors.values(), self.block_types, strict=False)
+        )
+        return made[0] if len(made) == 1 else kernels.StackedWeight(made)
+
+
+@dataclass(frozen=True, slots=True)
 class Expanded:
     """Blocks of a GGUF file, made plain numbers when they are loaded, and then kept as `inner` keeps those.
 
@@ -111,15 +143,15 @@ _PIECE_ELEMENTS = 2**15
 
 def in_blocks(part: Part, block_type: str) -> Part:
     """The part as rows of blocks. Raises CheckpointError if its columns are not whole blocks."""
-    kind = reference_blocks.BLOCKS[block_type]
+    elements, block_bytes = kernels.block_size(block_type)
 
     def num_bytes(columns: int) -> int:
-        if columns % kind.elements:
+        if columns % elements:
             raise CheckpointError(
-                f"{columns} columns are not whole {block_type} blocks of {kind.elements}: the matrix has another shape "
+                f"{columns} columns are not whole {block_type} blocks of {elements}: the matrix has another shape "
                 "than the config says, or cannot be split there"
             )
-        return columns // kind.elements * kind.num_bytes
+        return columns // elements * block_bytes
 
     columns = None if part.columns is None else (num_bytes(part.columns[0]), num_bytes(part.columns[1]))
     return Part((part.shape[0], num_bytes(part.shape[1])), part.rows, columns)

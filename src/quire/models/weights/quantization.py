@@ -9,7 +9,7 @@ from quire.config.quantization import QUANT_METHOD
 from quire.models.base import Model
 from quire.models.layers.embedding import Embedding
 from quire.models.layers.linear import LmHead, Projection
-from quire.models.layers.weight_format import Expanded, Packed, Quantized, SavedQuantized, WeightFormat
+from quire.models.layers.weight_format import Blocks, Expanded, Packed, Quantized, SavedQuantized, WeightFormat
 
 _FORMATS = {"int8": ("int8", "int8"), "int4": ("int4", "int8")}
 """quantization -> the format of projections, and of the head: a token's logit differs from the next best by little"""
@@ -54,11 +54,10 @@ def _in_blocks(model: Model, config: ModelConfig, checkpoint: Checkpoint) -> Non
         block_types = tuple(types.get(f"{each}.weight") for each in modules)
         if not any(block_types):
             continue
-        inner = module.format
-        if isinstance(module, Embedding):
-            inner = module.format if module.packed else Packed()
-            module.packed = True
-        module.format = Expanded(block_types, inner)
+        if isinstance(module, Embedding) and not module.packed:
+            module.packed, module.format = True, Packed()
+        is_kept = config.quantization is None
+        module.format = Blocks(block_types) if is_kept else Expanded(block_types, module.format)
 
 
 PASSES: dict[str, Callable[[Model, ModelConfig, Checkpoint], None]] = {
