@@ -68,7 +68,8 @@ struct QuantizedMatmulArgs {
   const void* x;  // [rows, k], rows x_stride apart
   int64_t x_stride, rows;
   const char* weight;
-  char* rows_of_x;  // of rows_bytes(shape, rows), to work in
+  char* rows_of_x;       // of rows_bytes(shape, rows), to work in
+  const int32_t* order;  // the column of x for each column of the weight, or null; groups are of 32 then
   ProductOut to;
 };
 

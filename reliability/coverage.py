@@ -41,6 +41,7 @@ TESTS = (
     "tests/models/test_bad_checkpoints.py",
     "tests/models/test_bad_weights.py",
     "tests/models/test_loading.py",
+    "tests/models/test_packed_integers.py",
     *(f"tests/server/test_{name}.py" for name in SERVER_TESTS),
     "tests/test_compat.py",
 )

@@ -53,7 +53,7 @@ static float largest_of(const T* row, int64_t k) {
 // A value is x * (127 / largest) to the nearest (even) integer, the scale largest / 127. A group that holds something
 // not finite has the scale NaN.
 template <typename T>
-static void quantize_row(const T* x, const QuantizedRow& layout, char* row) {
+static void quantize_row(const T* x, const int32_t* order, const QuantizedRow& layout, char* row) {
   XValue* values = reinterpret_cast<XValue*>(row);
   float* scales = reinterpret_cast<float*>(row + layout.scales_at);
   int32_t* lacks = reinterpret_cast<int32_t*>(row + layout.lacks_at);
@@ -61,6 +61,11 @@ static void quantize_row(const T* x, const QuantizedRow& layout, char* row) {
   for (int64_t group = 0; group < layout.groups; ++group, values += layout.group) {
     const T* from = x + group * layout.group;
     const int64_t count = smaller(layout.group, layout.k - group * layout.group);
+    T picked[32];
+    if (order != nullptr) {
+      for (int64_t i = 0; i < count; ++i) picked[i] = x[order[group * layout.group + i]];
+      from = picked;
+    }
     const float largest = largest_of(from, count);
     const bool is_zero = !(largest > kQuantizedZero);  // or has no largest value
     const float scale = largest / 127;
@@ -236,7 +241,7 @@ static void quantized_matmul(const QuantizedMatmulArgs& args) {
     const T* x = static_cast<const T*>(args.x) + first * args.x_stride;
     for_rows(rows, layout.k, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
-        quantize_row(x + row * args.x_stride, layout, args.rows_of_x + row * row_bytes);
+        quantize_row(x + row * args.x_stride, args.order, layout, args.rows_of_x + row * row_bytes);
       }
     });
     for_tasks(rows, args.to.n, layout.k, kTaskPanels, [&](const ProductTask& task, int) {

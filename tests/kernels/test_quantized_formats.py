@@ -132,3 +132,23 @@ def test_integers_and_scales_that_do_not_fit_are_refused(wrong):
     assert kernels.pack_integers(**given).n == 3
     with pytest.raises(KernelError, match="pack_integers takes"):
         kernels.pack_integers(**(given | wrong))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_the_columns_of_x_may_be_read_in_another_order(isa):
+    generator = torch.Generator().manual_seed(3)
+    integers = torch.randint(0, 16, (40, 200), dtype=torch.uint8, generator=generator)
+    scales, order = randn(40, 4).half(), torch.randperm(200, generator=generator).int()
+    x = randn(9, 200)
+    with using(isa):
+        weight = kernels.pack_integers(integers, scales, None, torch.float32, 4, 64, order)
+        sorted_weight = kernels.pack_integers(integers, scales, None, torch.float32, 4, 64)
+        assert torch.equal(kernels.matmul(x, weight), kernels.matmul(x[:, order.long()].contiguous(), sorted_weight))
+
+
+@pytest.mark.parametrize("order", [torch.zeros(64).int(), torch.arange(64), torch.arange(1, 65).int()])
+def test_an_order_must_have_each_column_once(order):
+    with pytest.raises(KernelError, match="each column once"):
+        kernels.pack_integers(
+            torch.zeros(3, 64, dtype=torch.uint8), torch.zeros(3, 2), None, torch.float32, 4, 32, order
+        )

@@ -147,7 +147,7 @@ def test_invalid_sizes(folder: Path, key: str, value: Any) -> None:
             "'int8' in version 99 of the layout, .* run `quire quantize` again",
         ),
         ({"quantization_config": {"quant_method": "quire", "format": "int3", "version": 2}}, "quantized to 'int3'"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantized"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "weights of None bits"),
         ({"tie_word_embeddings": "yes"}, "true or false"),
     ],
 )

@@ -138,7 +138,7 @@ def test_a_failure_while_saving_leaves_nothing_behind(tmp_path: Path, monkeypatc
     [
         ({"version": 99}, "version 99.*readable are int8, int4 in version 2"),
         ({"format": "int2"}, "'int2'"),
-        ({"quant_method": "gptq"}, "take the unquantized checkpoint"),
+        ({"quant_method": "bitsandbytes"}, "take the unquantized checkpoint"),
     ],
 )
 def test_foreign_quantized_folders_are_refused(saved: Path, change: dict[str, Any], told: str) -> None:

@@ -14,7 +14,7 @@ from quire.config.checkpoint.gguf.files import read_gguf
 from quire.config.checkpoint.gguf.hf_values import generation_values, hf_values
 from quire.config.checkpoint.location import CONFIG_FILE, EMBEDDED_CHECKPOINTS, Location
 from quire.config.hf_config import HFConfig, read_json_object
-from quire.config.quantization import check_quantization, read_quantization
+from quire.config.quantization import QUANTIZATIONS, check_quantization, read_quantization
 
 _HALF = ("float16", "half", "fp16")
 _DTYPES = dict.fromkeys(("float32", "float", "fp32"), "float32")
@@ -100,6 +100,11 @@ class ModelConfig:
         quant_method, saved = read_quantization(hf)
         if saved is not None and quantization not in (None, saved):
             raise ConfigError(f"quantization={quantization!r}: the weights of {name} are {saved} already")
+        if saved is None and quantization not in (None, *QUANTIZATIONS):
+            raise ConfigError(
+                f"quantization={quantization!r}: the weights of {name} are not quantized by {quantization}; "
+                f"{' or '.join(QUANTIZATIONS)} quantizes them while they are loaded"
+            )
         eos = generation.token_ids("eos_token_id")
         return cls(
             model=name,

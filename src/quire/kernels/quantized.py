@@ -5,6 +5,8 @@
 native kernels give exactly its bits. Weights of other tools keep their values, and nothing of them is rounded.
 """
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -83,14 +85,20 @@ def pack_blocks(rows: Tensor, k: int, dtype: torch.dtype, format: str) -> Quanti
 
 
 def pack_integers(
-    integers: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype, bits: int, scale_range: int
+    integers: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    dtype: torch.dtype,
+    bits: int,
+    scale_range: int,
+    order: Tensor | None = None,
 ) -> QuantizedWeight:
     """A weight [n, k] of (integer - zero) * scale, where `scale_range` neighbours along k share scale and zero.
 
     integers uint8 [n, k] below 2 ** bits (4 or 8); scales [n, ranges] float16, bfloat16 or float32; zeros uint8
     [n, ranges], or None where all are 2 ** (bits - 1). `scale_range` is a multiple of 32, or at least k. uint8 scales
     and 4 bits are MXFP4: bits of its numbers, and exponents for each 32. All contiguous. `dtype` is that of the rows
-    that it will be multiplied with.
+    that it will be multiplied with. Column j is multiplied with x's column `order[j]`, int32 [k], if that is given.
     """
     n, k = integers.shape if integers.dim() == 2 else (0, 0)
     is_float4 = scales.dtype is torch.uint8 and bits == 4 and scale_range == 32 and zeros is None
@@ -108,16 +116,24 @@ def pack_integers(
         and integers.is_contiguous()
         and scales.is_contiguous()
         and dtype in DTYPES
+        and (order is None or _is_order(order, k))
     ):
         takes = (
             f"contiguous integers uint8 [n, k <= {_MAX_K}], scales [n, ranges] float16, bfloat16 or float32, zeros "
-            "uint8 [n, ranges] or None, bits 4 or 8, and scale_range a multiple of 32 or at least k"
+            "uint8 [n, ranges] or None, bits 4 or 8, scale_range a multiple of 32 or at least k, order int32 [k] with "
+            "each column once, or None"
         )
         given = {"integers": integers, "scales": scales, "zeros": zeros, "bits": bits, "scale_range": scale_range}
         raise refusal("pack_integers", takes, **given)
     format = "mxfp4" if is_float4 else integer_format(bits, scales.dtype, has_zeros=zeros is not None)
     scale_range = 0 if is_float4 else -(-scale_range // 32) * 32
-    return backend_of(integers).pack_integers(integers, scales, zeros, dtype, format, scale_range)
+    packed = backend_of(integers).pack_integers(integers, scales, zeros, dtype, format, scale_range)
+    return packed if order is None else dataclasses.replace(packed, order=order)
+
+
+def _is_order(order: Tensor, k: int) -> bool:
+    is_row = order.dtype is torch.int32 and order.shape == (k,) and order.is_contiguous()
+    return is_row and torch.equal(order.sort().values, torch.arange(k, dtype=torch.int32))
 
 
 def integer_format(bits: int, scales: torch.dtype, *, has_zeros: bool) -> str:

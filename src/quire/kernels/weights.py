@@ -59,13 +59,15 @@ class QuantizedWeight:
     scale_range: int = 0
     """How many k share a scale, for INTEGER_FORMATS, which leave it open: a multiple of 32, or at least k. 0 for the
     others."""
+    order: Tensor | None = None
+    """int32 [k]: the columns of x that the weight's columns are multiplied with, in their order. None: as they are."""
     scales: Tensor | None = None
     mins: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes kept, padding included."""
-        return sum(part.nbytes for part in (self.data, self.scales, self.mins) if part is not None)
+        return sum(part.nbytes for part in (self.data, self.order, self.scales, self.mins) if part is not None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

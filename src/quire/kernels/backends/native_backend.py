@@ -114,7 +114,8 @@ class NativeBackend:
         x_stride = k if x.is_contiguous() else x.stride(0)
         bias_at, to = 0 if bias is None else bias.data_ptr(), _place(out)
         given = x.data_ptr(), x_stride, rows, weight.address, n, k, bias_at
-        self.native.quantized_matmul(*codes, DTYPE_CODES[weight.dtype], *given, *to, work.data_ptr())
+        order = 0 if weight.order is None else weight.order.data_ptr()
+        self.native.quantized_matmul(*codes, DTYPE_CODES[weight.dtype], *given, *to, work.data_ptr(), order)
 
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
         count, (vocab, hidden) = token_ids.numel(), table.shape

@@ -90,6 +90,7 @@ class ReferenceBackend:
 
     def quantized_matmul(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor) -> None:
         assert weight.scales is not None
+        x = x if weight.order is None else x[:, weight.order.long()]
         out.copy_(reference.quantized_matmul(x, weight.data, weight.scales, weight.mins, bias, out.dtype))
 
     def gather_packed(self, token_ids: Tensor, table: PackedWeight) -> Tensor:

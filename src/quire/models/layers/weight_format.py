@@ -72,35 +72,42 @@ class SavedQuantized:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Blocks of a GGUF file, with the values that they have there. The kernels multiply by them as they are.
+    """Blocks of a GGUF file, with the values that they have there. The kernels multiply by them as they are."""
 
-    The modules that a layer fuses may have different types of blocks, or none.
-    """
-
-    block_types: tuple[str | None, ...]
-    """Of each part; None for plain numbers."""
+    block_type: str
 
     def specs(self, parts: tuple[Part, ...], dtype: torch.dtype) -> Mapping[str, WeightSpec]:
-        if len(set(self.block_types)) == 1:
-            return {"weight": self._spec(parts, self.block_types[0], dtype)}
-        stored = (self._spec((part,), kind, dtype) for part, kind in zip(parts, self.block_types, strict=True))
-        return {f"weight.{i}": dataclasses.replace(spec, module=i) for i, spec in enumerate(stored)}
-
-    @staticmethod
-    def _spec(parts: tuple[Part, ...], block_type: str | None, dtype: torch.dtype) -> WeightSpec:
-        plain = WeightSpec(parts, dtype)
-        if block_type is None:
-            return plain
-        n, k = plain.shape
-        kept_bytes = kernels.quantized_bytes(n, k, block_type)
-        return WeightSpec(tuple(in_blocks(part, block_type) for part in parts), torch.uint8, kept_bytes=kept_bytes)
+        n, k = WeightSpec(parts, dtype).shape
+        stored = tuple(in_blocks(part, self.block_type) for part in parts)
+        return {"weight": WeightSpec(stored, torch.uint8, kept_bytes=kernels.quantized_bytes(n, k, self.block_type))}
 
     def matrix(self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Matrix:
-        made = tuple(
-            kernels.pack_weight(stored) if kind is None else kernels.pack_blocks(stored, shape[1], dtype, kind)
-            for stored, kind in zip(tensors.values(), self.block_types, strict=False)
-        )
-        return made[0] if len(made) == 1 else kernels.StackedWeight(made)
+        return kernels.pack_blocks(tensors["weight"], shape[1], dtype, self.block_type)
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """A format for each of the modules that a layer fuses."""
+
+    formats: tuple[WeightFormat, ...]
+    sizes: tuple[int, ...]
+    """The rows of each."""
+
+    def specs(self, parts: tuple[Part, ...], dtype: torch.dtype) -> Mapping[str, WeightSpec]:
+        return {
+            f"{name}.{i}": dataclasses.replace(spec, module=i)
+            for i, (part, format) in enumerate(zip(parts, self.formats, strict=True))
+            for name, spec in format.specs((part,), dtype).items()
+        }
+
+    def matrix(self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Matrix:
+        made: list[kernels.PackedWeight | kernels.QuantizedWeight] = []
+        for i, (format, size) in enumerate(zip(self.formats, self.sizes, strict=True)):
+            own = {name.removesuffix(f".{i}"): tensor for name, tensor in tensors.items() if name.endswith(f".{i}")}
+            part = format.matrix(own, (size, shape[1]), dtype)
+            assert not isinstance(part, kernels.StackedWeight)
+            made.append(part)
+        return kernels.StackedWeight(tuple(made))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,19 @@
 """The passes over a model's modules that choose in which format each keeps its matrix."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
 
 from quire.config.checkpoint.gguf.hf_values import QUANT_METHOD as GGUF_METHOD
 from quire.config.checkpoint.tensors import Checkpoint
 from quire.config.model import ModelConfig
 from quire.config.quantization import QUANT_METHOD
+from quire.config.quantization.integers import IntegerQuantization
 from quire.models.base import Model
 from quire.models.layers.embedding import Embedding
 from quire.models.layers.linear import LmHead, Projection
-from quire.models.layers.weight_format import Blocks, Expanded, Packed, Quantized, SavedQuantized, WeightFormat
+from quire.models.layers.packed_integers import PackedIntegers
+from quire.models.layers.weight_format import Blocks, Expanded, Mixed, Packed, Quantized, SavedQuantized, WeightFormat
 
 _FORMATS = {"int8": ("int8", "int8"), "int4": ("int4", "int8")}
 """quantization -> the format of projections, and of the head: a token's logit differs from the next best by little"""
@@ -42,27 +46,65 @@ def _saved_by_quire(model: Model, config: ModelConfig, checkpoint: Checkpoint) -
     _set_formats(model, config.quantization, SavedQuantized)
 
 
+def _matrices(model: Model) -> Iterator[tuple[Projection | Embedding, list[str]]]:
+    """Each layer with a matrix, and the names of the modules that it fuses."""
+    for name, module in model.weighted_layers():
+        if isinstance(module, Projection | Embedding):
+            parent, _, own = name.rpartition(".")
+            yield module, [f"{parent}.{each}" if parent else each for each in model.fused.get(own, (own,))]
+
+
+def _set_each(module: Projection | Embedding, formats: Sequence[WeightFormat]) -> None:
+    """Give each of the modules that a layer fuses a format."""
+    if len(set(formats)) == 1:
+        module.format = formats[0]
+    else:
+        assert isinstance(module, Projection)
+        module.format = Mixed(tuple(formats), tuple(part.size[0] for part in module.parts))
+
+
 def _in_blocks(model: Model, config: ModelConfig, checkpoint: Checkpoint) -> None:
     """Matrices of a GGUF file: each has a type of its own, or plain numbers. Token tables are kept as matrices too."""
     _quantized_while_loading(model, config, checkpoint)
     types = {model.weight_name(name): tensor.block_type for name, tensor in checkpoint.tensors.items()}
-    for name, module in model.weighted_layers():
-        if not isinstance(module, Projection | Embedding):
-            continue
-        parent, _, own = name.rpartition(".")
-        modules = [f"{parent}.{each}" if parent else each for each in model.fused.get(own, (own,))]
-        block_types = tuple(types.get(f"{each}.weight") for each in modules)
+    for module, names in _matrices(model):
+        block_types = tuple(types.get(f"{name}.weight") for name in names)
         if not any(block_types):
             continue
         if isinstance(module, Embedding) and not module.packed:
             module.packed, module.format = True, Packed()
-        is_kept = config.quantization is None
-        module.format = Blocks(block_types) if is_kept else Expanded(block_types, module.format)
+        if config.quantization is None:
+            _set_each(module, [Packed() if kind is None else Blocks(kind) for kind in block_types])
+        else:
+            module.format = Expanded(block_types, module.format)
+
+
+def _in_integers(model: Model, config: ModelConfig, checkpoint: Checkpoint) -> None:
+    """Projections of a GPTQ or AWQ checkpoint: integers, or plain numbers where the configuration leaves them out."""
+    integers = IntegerQuantization.read(config.hf_config)
+    theirs = {model.weight_name(name): name for name in checkpoint.tensors}
+    for module, names in _matrices(model):
+        if f"{names[0]}.qweight" not in theirs or not isinstance(module, Projection):
+            continue
+        formats: list[WeightFormat] = []
+        for name in names:
+            stored = theirs.get(f"{name}.qweight")
+            scheme = None if stored is None else integers.scheme_of(stored.removesuffix(".qweight"))
+            if scheme is None:
+                formats.append(Packed())
+                continue
+            scales = theirs.get(f"{name}.scales")
+            scale_dtype = getattr(torch, checkpoint.tensors[scales].dtype) if scales is not None else torch.float16
+            formats.append(PackedIntegers(scheme, scale_dtype, has_order=f"{name}.g_idx" in theirs))
+        _set_each(module, formats)
+        module.has_bias |= any(f"{name}.bias" in theirs for name in names)
 
 
 PASSES: dict[str, Callable[[Model, ModelConfig, Checkpoint], None]] = {
     QUANT_METHOD: _saved_by_quire,
     GGUF_METHOD: _in_blocks,
+    "gptq": _in_integers,
+    "awq": _in_integers,
 }
 """quant_method of a checkpoint -> the pass that sets each module's `format`; it may look at the tensors' names, dtypes
 and shapes. `quire.config.quantization.METHODS` has the same keys."""

@@ -5,17 +5,21 @@ from collections.abc import Callable
 from quire.common.errors import ConfigError, UnsupportedModelError, nearest_name
 from quire.config.checkpoint.gguf.hf_values import QUANT_METHOD as GGUF_METHOD
 from quire.config.hf_config import HFConfig
+from quire.config.quantization.integers import read_integers
 
 QUANTIZATIONS = ("int8", "int4")
 """What weights can be quantized to while they are loaded."""
+_NAMED_METHODS = ("gptq", "awq")
+"""Methods that may be named as the quantization, as for vLLM; the checkpoint must be quantized with that one."""
 QUANT_METHOD = "quire"
 QUANTIZED_VERSION = 2
 """The version of the layout that `quire quantize` saves: csrc/quantized/layout.h, under the model's names."""
 
 
 def check_quantization(quantization: str | None) -> None:
-    """Raise ConfigError unless weights can be quantized to this format while they are loaded."""
-    if quantization is not None and quantization not in QUANTIZATIONS:
+    """Raise ConfigError unless weights can be quantized to this format while they are loaded, or it is the name of a
+    method that a checkpoint may be quantized with."""
+    if quantization is not None and quantization not in (*QUANTIZATIONS, *_NAMED_METHODS):
         raise ConfigError(
             f"quantization={quantization!r}{nearest_name(quantization, QUANTIZATIONS)} "
             f"(allowed: {', '.join(QUANTIZATIONS)}, or none)"
@@ -49,6 +53,10 @@ def _saved_by_quire(section: HFConfig) -> str:
     return format
 
 
-METHODS: dict[str, Callable[[HFConfig], str | None]] = {QUANT_METHOD: _saved_by_quire, GGUF_METHOD: lambda _: None}
+METHODS: dict[str, Callable[[HFConfig], str | None]] = {
+    QUANT_METHOD: _saved_by_quire,
+    GGUF_METHOD: lambda _: None,
+    **dict.fromkeys(_NAMED_METHODS, read_integers),
+}
 """quant_method -> reads the rest of `quantization_config` and names the quantization, None where each tensor has its
 own. How the weights are then loaded is the pass of the same name in quire.models.weights.quantization."""

@@ -1,0 +1,122 @@
+"""Integers with scales and zero points, as in checkpoints of GPTQ (Frantar et al. 2022) and AWQ (Lin et al. 2023)."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from quire.common.errors import CheckpointError, UnsupportedModelError
+from quire.config.hf_config import HFConfig
+
+
+@dataclass(frozen=True, slots=True)
+class IntegerScheme:
+    """How one projection is stored: (integer - zero point) * scale, integers of 4 or 8 bits packed into int32."""
+
+    bits: int
+    """4 or 8."""
+    group_size: int
+    """How many inputs share a scale: a multiple of 32, or 0 for all of them."""
+    is_awq: bool
+    """AWQ packs along the outputs, in an order of its own; GPTQ along the inputs."""
+    zero_offset: int = 0
+    """What is added to a stored zero point: 1 in GPTQ's first version."""
+    is_symmetric: bool = False
+    """Whether all zero points are in the middle, 8 or 128."""
+    is_reordered: bool = False
+    """Whether the inputs of a group need not be neighbours (GPTQ's `desc_act`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class IntegerQuantization:
+    """The `quantization_config` of a GPTQ or AWQ checkpoint."""
+
+    scheme: IntegerScheme
+    left_out: tuple[str, ...]
+    """Parts of the names of modules that are not quantized."""
+    dynamic: tuple[tuple[re.Pattern[str], IntegerScheme | None], ...] = ()
+    """GPTQModel's rules by name, the first of which that matches decides: another scheme, or None for plain numbers."""
+
+    @classmethod
+    def read(cls, hf: HFConfig) -> "IntegerQuantization":
+        """Raises UnsupportedModelError for a section that asks for what Quire does not compute, CheckpointError for a
+        malformed one."""
+        section = hf.section("quantization_config")
+        assert section is not None
+        is_awq = section.text("quant_method") == "awq"
+        if is_awq:
+            version = section.text("version", "gemm").lower()
+            if version not in ("gemm", "exllama", "ipex"):
+                raise UnsupportedModelError(f"{section.source}: AWQ's version is {version[:80]!r}, readable is 'gemm'")
+            offset = 0
+        else:
+            form = section.text("checkpoint_format", "gptq")
+            if form not in ("gptq", "gptq_v2"):
+                raise UnsupportedModelError(
+                    f"{section.source}: GPTQ's checkpoint_format is {form[:80]!r}, readable are 'gptq' and 'gptq_v2'"
+                )
+            offset = 1 if form == "gptq" else 0
+        scheme = _scheme(section, section, IntegerScheme(0, 0, is_awq, offset))
+        left_out = section.get("modules_to_not_convert") or []
+        if not isinstance(left_out, list) or not all(isinstance(name, str) for name in left_out):
+            raise CheckpointError(f"{section.source}: modules_to_not_convert must be a list of names")
+        return cls(scheme, tuple(left_out), tuple(_rules(section, scheme)))
+
+    def scheme_of(self, module: str) -> IntegerScheme | None:
+        """How the module of this name in the checkpoint is stored; None for plain numbers."""
+        if any(name in module for name in self.left_out):
+            return None
+        return next((scheme for pattern, scheme in self.dynamic if pattern.match(module)), self.scheme)
+
+
+def read_integers(section: HFConfig) -> str:
+    """Check the section before any weights are downloaded, and return the method."""
+    source = section.source.removesuffix(": quantization_config")
+    IntegerQuantization.read(HFConfig({"quantization_config": dict(section)}, source))
+    return section.text("quant_method")
+
+
+def _scheme(section: HFConfig, values: Mapping[str, Any], base: IntegerScheme) -> IntegerScheme:
+    """The base with the values that are given."""
+    bits = values.get("bits", values.get("w_bit", base.bits or None))
+    group = values.get("group_size", values.get("q_group_size", base.group_size or -1))
+    allowed = (4,) if base.is_awq else (4, 8)
+    if type(bits) is not int or bits not in allowed:
+        raise UnsupportedModelError(
+            f"{section.source}: weights of {str(bits)[:80]} bits; of this method Quire reads "
+            f"{' and '.join(map(str, allowed))}"
+        )
+    if type(group) is not int or not (group == -1 or (0 < group < 2**20 and group % 32 == 0)):
+        raise UnsupportedModelError(
+            f"{section.source}: group_size is {str(group)[:80]}; Quire reads multiples of 32, and -1 for whole rows"
+        )
+    if values.get("pack_dtype", "int32") != "int32":
+        raise UnsupportedModelError(f"{section.source}: integers must be packed into int32 (pack_dtype)")
+    symmetric, reordered = values.get("sym", base.is_symmetric), values.get("desc_act", base.is_reordered)
+    for key, value in (("sym", symmetric), ("desc_act", reordered)):
+        if type(value) is not bool:
+            raise CheckpointError(f"{section.source}: {key} must be true or false, not {str(value)[:80]}")
+    if base.is_awq:
+        return replace(base, bits=bits, group_size=max(group, 0))
+    return replace(
+        base, bits=bits, group_size=max(group, 0), is_symmetric=symmetric, is_reordered=reordered and group > 0
+    )
+
+
+def _rules(section: HFConfig, base: IntegerScheme) -> list[tuple[re.Pattern[str], IntegerScheme | None]]:
+    found: list[tuple[re.Pattern[str], IntegerScheme | None]] = []
+    dynamic = section.get("dynamic") or {}
+    if not isinstance(dynamic, dict):
+        raise CheckpointError(f"{section.source}: dynamic must be an object of patterns")
+    for text, values in dynamic.items():
+        try:
+            pattern = re.compile(text.removeprefix("-:").removeprefix("+:"))
+        except re.error as error:
+            raise CheckpointError(f"{section.source}: dynamic has the pattern {text[:80]!r}: {error}") from error
+        if text.startswith("-:"):
+            found.append((pattern, None))
+        elif isinstance(values, dict):
+            found.append((pattern, _scheme(section, values, base)))
+        else:
+            raise CheckpointError(f"{section.source}: dynamic[{text[:80]!r}] must be an object")
+    return found
