@@ -151,7 +151,6 @@ def test_modules_may_be_left_out_or_have_a_scheme_of_their_own(
         ({"dynamic": {"-:(": {}}}, r"pattern '-:\('"),
         ({"dynamic": {"x": 1}}, "must be an object"),
         ({"dynamic": [1]}, "dynamic must be an object"),
-        ({"modules_to_not_convert": "all"}, "must be a list of names"),
         ({"sym": 1}, "sym must be true or false"),
     ],
 )

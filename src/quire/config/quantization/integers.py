@@ -32,10 +32,8 @@ class IntegerQuantization:
     """The `quantization_config` of a GPTQ or AWQ checkpoint."""
 
     scheme: IntegerScheme
-    left_out: tuple[str, ...]
-    """Parts of the names of modules that are not quantized."""
-    dynamic: tuple[tuple[re.Pattern[str], IntegerScheme | None], ...] = ()
-    """GPTQModel's rules by name, the first of which that matches decides: another scheme, or None for plain numbers."""
+    dynamic: tuple[tuple[re.Pattern[str], IntegerScheme], ...] = ()
+    """GPTQModel's schemes by name, the first of which that matches decides. Modules without integers have none."""
 
     @classmethod
     def read(cls, hf: HFConfig) -> "IntegerQuantization":
@@ -57,15 +55,10 @@ class IntegerQuantization:
                 )
             offset = 1 if form == "gptq" else 0
         scheme = _scheme(section, section, IntegerScheme(0, 0, is_awq, offset))
-        left_out = section.get("modules_to_not_convert") or []
-        if not isinstance(left_out, list) or not all(isinstance(name, str) for name in left_out):
-            raise CheckpointError(f"{section.source}: modules_to_not_convert must be a list of names")
-        return cls(scheme, tuple(left_out), tuple(_rules(section, scheme)))
+        return cls(scheme, tuple(_rules(section, scheme)))
 
-    def scheme_of(self, module: str) -> IntegerScheme | None:
-        """How the module of this name in the checkpoint is stored; None for plain numbers."""
-        if any(name in module for name in self.left_out):
-            return None
+    def scheme_of(self, module: str) -> IntegerScheme:
+        """How the module of this name in the checkpoint, which has integers, is stored."""
         return next((scheme for pattern, scheme in self.dynamic if pattern.match(module)), self.scheme)
 
 
@@ -103,8 +96,8 @@ def _scheme(section: HFConfig, values: Mapping[str, Any], base: IntegerScheme) -
     )
 
 
-def _rules(section: HFConfig, base: IntegerScheme) -> list[tuple[re.Pattern[str], IntegerScheme | None]]:
-    found: list[tuple[re.Pattern[str], IntegerScheme | None]] = []
+def _rules(section: HFConfig, base: IntegerScheme) -> list[tuple[re.Pattern[str], IntegerScheme]]:
+    found: list[tuple[re.Pattern[str], IntegerScheme]] = []
     dynamic = section.get("dynamic") or {}
     if not isinstance(dynamic, dict):
         raise CheckpointError(f"{section.source}: dynamic must be an object of patterns")
@@ -113,10 +106,8 @@ def _rules(section: HFConfig, base: IntegerScheme) -> list[tuple[re.Pattern[str]
             pattern = re.compile(text.removeprefix("-:").removeprefix("+:"))
         except re.error as error:
             raise CheckpointError(f"{section.source}: dynamic has the pattern {text[:80]!r}: {error}") from error
-        if text.startswith("-:"):
-            found.append((pattern, None))
-        elif isinstance(values, dict):
-            found.append((pattern, _scheme(section, values, base)))
-        else:
+        if not isinstance(values, dict):
             raise CheckpointError(f"{section.source}: dynamic[{text[:80]!r}] must be an object")
+        if not text.startswith("-:"):  # those have no integers
+            found.append((pattern, _scheme(section, values, base)))
     return found

@@ -84,15 +84,15 @@ def _in_integers(model: Model, config: ModelConfig, checkpoint: Checkpoint) -> N
     integers = IntegerQuantization.read(config.hf_config)
     theirs = {model.weight_name(name): name for name in checkpoint.tensors}
     for module, names in _matrices(model):
-        if f"{names[0]}.qweight" not in theirs or not isinstance(module, Projection):
+        if not isinstance(module, Projection) or not any(f"{name}.qweight" in theirs for name in names):
             continue
         formats: list[WeightFormat] = []
         for name in names:
             stored = theirs.get(f"{name}.qweight")
-            scheme = None if stored is None else integers.scheme_of(stored.removesuffix(".qweight"))
-            if scheme is None:
+            if stored is None:
                 formats.append(Packed())
                 continue
+            scheme = integers.scheme_of(stored.removesuffix(".qweight"))
             scales = theirs.get(f"{name}.scales")
             scale_dtype = getattr(torch, checkpoint.tensors[scales].dtype) if scales is not None else torch.float16
             formats.append(PackedIntegers(scheme, scale_dtype, has_order=f"{name}.g_idx" in theirs))
