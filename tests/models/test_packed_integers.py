@@ -169,6 +169,7 @@ def test_what_is_not_read_is_refused_before_the_weights(change: dict[str, Any], 
         ("g_idx", lambda old: torch.zeros_like(old), "g_idx must name each group"),
         ("qzeros", lambda old: old + 1, "not in the middle"),
         ("scales", lambda old: old[:1], r"wrong shape.*q_proj.scales \[1, 128\] instead of \[2, 128\]"),
+        ("scales", lambda old: old.int(), "wrong dtype.*q_proj.scales int32"),
         ("qweight", lambda old: old.float(), "wrong dtype.*q_proj.qweight float32"),
     ],
 )

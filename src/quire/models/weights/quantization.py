@@ -15,6 +15,8 @@ from quire.models.layers.linear import LmHead, Projection
 from quire.models.layers.packed_integers import PackedIntegers
 from quire.models.layers.weight_format import Blocks, Expanded, Mixed, Packed, Quantized, SavedQuantized, WeightFormat
 
+_SCALES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+"""The dtypes of scales that stay as they are; others become float32."""
 _FORMATS = {"int8": ("int8", "int8"), "int4": ("int4", "int8")}
 """quantization -> the format of projections, and of the head: a token's logit differs from the next best by little"""
 
@@ -93,8 +95,8 @@ def _in_integers(model: Model, config: ModelConfig, checkpoint: Checkpoint) -> N
                 formats.append(Packed())
                 continue
             scheme = integers.scheme_of(stored.removesuffix(".qweight"))
-            scales = theirs.get(f"{name}.scales")
-            scale_dtype = getattr(torch, checkpoint.tensors[scales].dtype) if scales is not None else torch.float16
+            scales = checkpoint.tensors.get(theirs.get(f"{name}.scales", ""))
+            scale_dtype = _SCALES.get("" if scales is None else scales.dtype, torch.float32)
             formats.append(PackedIntegers(scheme, scale_dtype, has_order=f"{name}.g_idx" in theirs))
         _set_each(module, formats)
         module.has_bias |= any(f"{name}.bias" in theirs for name in names)
