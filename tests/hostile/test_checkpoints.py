@@ -14,6 +14,8 @@ import pytest
 
 from quire import LLM
 from quire.common.errors import CheckpointError, OutOfMemoryError
+from tests.config import gguf_file
+from tests.config.gguf_file import Stored, Typed, gguf_bytes, model_bytes
 from tests.hostile.target import PATIENCE, RESULTS
 from tests.hostile.test_templates import TINY
 
@@ -85,7 +87,45 @@ def in_pickle(name: str) -> Callable[[Path], None]:
     return make
 
 
+def gguf(content: bytes) -> Callable[[Path], None]:
+    """The folder then holds this GGUF file alone."""
+
+    def make(folder: Path) -> None:
+        for file in folder.iterdir():
+            file.unlink()
+        (folder / "m.gguf").write_bytes(content)
+
+    return make
+
+
+def huge_gguf(folder: Path) -> None:
+    gguf(gguf_bytes({"a": Typed(gguf_file.STRING, "x")}))(folder)
+    with (folder / "m.gguf").open("r+b") as file:
+        file.seek(24 + 8 + 1 + 4)  # the length of the string
+        file.write((2**30).to_bytes(8, "little"))
+        file.truncate(2**20)
+
+
+def gptq(**values: Any) -> Callable[[Path], None]:
+    section = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True} | values
+    return lambda folder: config(folder, quantization_config=section)
+
+
+NESTED = Typed(gguf_file.ARRAY, [Typed(gguf_file.ARRAY, [Typed(gguf_file.ARRAY, ["a"])])])
 HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "GGUF: a string of a gigabyte": (huge_gguf, "at most 16777216 are allowed"),
+    "GGUF: a trillion tensors": (gguf(model_bytes(num_tensors=10**12)), "tensors"),
+    "GGUF: a trillion keys": (gguf(model_bytes(num_keys=10**12)), "keys|values|metadata"),
+    "GGUF: cut off": (gguf(model_bytes()[:-100]), "truncated"),
+    "GGUF: nothing but its name": (gguf(b"GGUF"), "truncated|bytes"),
+    "GGUF: alignment 0": (gguf(model_bytes({"general.alignment": 0})), "alignment"),
+    "GGUF: nested arrays": (gguf(model_bytes({"a": NESTED})), "array"),
+    "GGUF: a type that is none": (gguf(model_bytes({}, Stored("x", (4,), 999))), "999"),
+    "GGUF: overlapping tensors": (gguf(model_bytes({}, Stored("x", (4,), 0, bytes(16), 0))), "overlaps|offset|after"),
+    "GGUF: a shape beyond every number": (gguf(model_bytes({}, Stored("x", (2**62, 2**62)))), "shape|dimensions|large"),
+    "GGUF: another architecture": (gguf(model_bytes({"general.architecture": "bert"})), "bert"),
+    "GPTQ: a pattern that takes for ever": (gptq(dynamic={"(.+)+!": {}}), "none of a group"),
+    "GPTQ: no such bits": (gptq(bits=2**40), "bits"),
     "a header beyond the file": (lambda f: header(f, {"a": entry([2], 0, 8)}, bytes(8), 2**63), "truncated"),
     "a header of all memory": (lambda f: header(f, b"", b"", 2**64 - 1), "truncated"),
     "an enormous header": (huge_header, "not valid JSON"),

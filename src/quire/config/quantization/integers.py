@@ -8,6 +8,9 @@ from typing import Any
 from quire.common.errors import CheckpointError, UnsupportedModelError
 from quire.config.hf_config import HFConfig
 
+_MAX_PATTERN = 300
+_MAX_REPEATS = 4
+
 
 @dataclass(frozen=True, slots=True)
 class IntegerScheme:
@@ -102,8 +105,14 @@ def _rules(section: HFConfig, base: IntegerScheme) -> list[tuple[re.Pattern[str]
     if not isinstance(dynamic, dict):
         raise CheckpointError(f"{section.source}: dynamic must be an object of patterns")
     for text, values in dynamic.items():
+        text = text.removeprefix("+:")
+        if len(text) > _MAX_PATTERN or len(re.findall(r"[*+{]", text)) > _MAX_REPEATS or re.search(r"\)[*+{]", text):
+            raise UnsupportedModelError(
+                f"{section.source}: dynamic has the pattern {text[:80]!r}; Quire takes up to {_MAX_PATTERN} characters "
+                f"and {_MAX_REPEATS} repetitions, none of a group, so that matching takes no time"
+            )
         try:
-            pattern = re.compile(text.removeprefix("-:").removeprefix("+:"))
+            pattern = re.compile(text.removeprefix("-:"))
         except re.error as error:
             raise CheckpointError(f"{section.source}: dynamic has the pattern {text[:80]!r}: {error}") from error
         if not isinstance(values, dict):
