@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from quire.common.errors import CheckpointError, ConfigError, UnsupportedModelError, check_choice
+from quire.common.errors import CheckpointError, UnsupportedModelError, check_choice
 from quire.common.log import logger
 from quire.config.architectures import supported_architecture
 from quire.config.checkpoint.formats import find_format
@@ -14,7 +14,7 @@ from quire.config.checkpoint.gguf.files import read_gguf
 from quire.config.checkpoint.gguf.hf_values import generation_values, hf_values
 from quire.config.checkpoint.location import CONFIG_FILE, EMBEDDED_CHECKPOINTS, Location
 from quire.config.hf_config import HFConfig, read_json_object
-from quire.config.quantization import QUANTIZATIONS, check_quantization, read_quantization
+from quire.config.quantization import check_quantization, read_quantization
 
 _HALF = ("float16", "half", "fp16")
 _DTYPES = dict.fromkeys(("float32", "float", "fp32"), "float32")
@@ -97,14 +97,7 @@ class ModelConfig:
         checkpoint_dtype = _checkpoint_dtype(hf, path)
         _check_layers(hf)
         max_positions = hf.size("max_position_embeddings")
-        quant_method, saved = read_quantization(hf)
-        if saved is not None and quantization not in (None, saved):
-            raise ConfigError(f"quantization={quantization!r}: the weights of {name} are {saved} already")
-        if saved is None and quantization not in (None, *QUANTIZATIONS):
-            raise ConfigError(
-                f"quantization={quantization!r}: the weights of {name} are not quantized by {quantization}; "
-                f"{' or '.join(QUANTIZATIONS)} quantizes them while they are loaded"
-            )
+        quant_method, quantization = read_quantization(hf, quantization, name)
         eos = generation.token_ids("eos_token_id")
         return cls(
             model=name,
@@ -114,7 +107,7 @@ class ModelConfig:
             generation_config=generation,
             architecture=architecture,
             dtype=_compute_dtype(dtype, checkpoint_dtype, name),
-            quantization=quantization or saved,
+            quantization=quantization,
             quant_method=quant_method,
             checkpoint_dtype=checkpoint_dtype,
             vocab_size=hf.size("vocab_size"),

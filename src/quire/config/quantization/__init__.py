@@ -26,11 +26,25 @@ def check_quantization(quantization: str | None) -> None:
         )
 
 
-def read_quantization(hf: HFConfig) -> tuple[str | None, str | None]:
-    """Return the `quant_method` of a checkpoint's weights and the name of their format; None twice for plain weights.
+def read_quantization(hf: HFConfig, asked: str | None, name: str) -> tuple[str | None, str | None]:
+    """Return the `quant_method` of a checkpoint's weights (None for plain ones), and the quantization they will have.
 
-    Raises UnsupportedModelError if no row of METHODS reads them.
+    `asked` is what was asked for. Raises UnsupportedModelError if no row of METHODS reads the weights, and ConfigError,
+    which names the model `name`, if they are quantized in another way already.
     """
+    method, saved = _stated(hf)
+    if saved is not None and asked not in (None, saved):
+        raise ConfigError(f"quantization={asked!r}: the weights of {name} are {saved} already")
+    if saved is None and asked not in (None, *QUANTIZATIONS):
+        raise ConfigError(
+            f"quantization={asked!r}: the weights of {name} are not quantized by {asked}; "
+            f"{' or '.join(QUANTIZATIONS)} quantizes them while they are loaded"
+        )
+    return method, asked or saved
+
+
+def _stated(hf: HFConfig) -> tuple[str | None, str | None]:
+    """The method that a config names, and the quantization that its weights have; None twice for plain weights."""
     section = hf.section("quantization_config")
     if not section:
         return None, None
