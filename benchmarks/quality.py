@@ -60,9 +60,7 @@ class Scorer:
     def log_probabilities(self, token_ids: Sequence[int]) -> Iterator[Tensor]:
         """[tokens, vocab] float32 for each piece of the text: of the next token, after each but the very last."""
         groups = range(len(self._cache.config.groups))
-        tables = tuple(
-            np.arange(g * self._num_blocks, (g + 1) * self._num_blocks, dtype=np.int32) for g in groups
-        )
+        tables = tuple(np.arange(g * self._num_blocks, (g + 1) * self._num_blocks, dtype=np.int32) for g in groups)
         for start in range(0, len(token_ids) - 1, self._piece):
             tokens = tuple(token_ids[start : min(start + self._piece, len(token_ids) - 1)])
             batch = build_tensors([ScheduledSequence(0, tokens, 0, tables)], BLOCK_SIZE)
@@ -95,9 +93,7 @@ def compare(exact: Scorer, other: Scorer, token_ids: Sequence[int]) -> dict[str,
     """Perplexity of the other, its ratio to the exact one's, and the mean divergence."""
     logs = {"exact": 0.0, "other": 0.0}
     divergence, done = 0.0, 0
-    for of_exact, of_other in zip(
-        exact.log_probabilities(token_ids), other.log_probabilities(token_ids), strict=True
-    ):
+    for of_exact, of_other in zip(exact.log_probabilities(token_ids), other.log_probabilities(token_ids), strict=True):
         following = torch.tensor(token_ids[done + 1 : done + 1 + len(of_exact)])[:, None]
         logs["exact"] -= of_exact.gather(1, following).double().sum().item()
         logs["other"] -= of_other.gather(1, following).double().sum().item()

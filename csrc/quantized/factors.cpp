@@ -10,8 +10,8 @@ namespace quire {
 namespace {
 
 constexpr float kSmall = 8, kLarge = 32;  // times less, or more, than the median
-constexpr int kMostExponent = 32;   // of a power of two
-constexpr int64_t kColumns = 1024;  // of a task
+constexpr int kMostExponent = 32;         // of a power of two
+constexpr int64_t kColumns = 1024;        // of a task
 
 // Bits without the sign are in the order of magnitudes; NaNs are the largest.
 template <typename Bits>

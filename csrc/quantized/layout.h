@@ -18,9 +18,9 @@ struct QuantizedFormat {
   int group;  // 16 or 32 along k, or 0 for all of k: x is quantized in these groups, a scale holds for all
   int zero;   // what a stored integer has too much
   Number scale, min;
-  bool has_steps;        // whether a group's scale (and min) is that number times a byte: signed (unsigned)
-  int base_group;        // the range of k of such a number; 0: the weight says it
-  const uint8_t* table;  // what the 4 bits stand for, + zero; null: themselves
+  bool has_steps;           // whether a group's scale (and min) is that number times a byte: signed (unsigned)
+  int base_group;           // the range of k of such a number; 0: the weight says it
+  const uint8_t* table;     // what the 4 bits stand for, + zero; null: themselves
   bool is_rotated = false;  // whether W's rows, and x's, are rotated before they are quantized (quantized/rotation.h)
 };
 
@@ -42,33 +42,33 @@ consteval QuantizedFormat plain_format(int bits, Number scale, bool has_zero_poi
 
 // The order is that of FORMATS in src/quire/kernels/weights.py.
 inline constexpr QuantizedFormat kQuantizedFormats[] = {
-    {8, 0, 128, Number::kFloat, Number::kNone, false, 0, nullptr, true}, // int8
-    {4, 32, 8, Number::kBFloat, Number::kNone, false, 32, nullptr},      // int4
-    {8, 32, 128, Number::kHalf, Number::kNone, false, 32, nullptr},      // q8_0
-    {4, 32, 8, Number::kHalf, Number::kNone, false, 32, nullptr},        // q4_0
-    {4, 32, 0, Number::kHalf, Number::kHalf, false, 32, nullptr},        // q4_1
-    {8, 32, 16, Number::kHalf, Number::kNone, false, 32, nullptr},       // q5_0
-    {8, 32, 0, Number::kHalf, Number::kHalf, false, 32, nullptr},        // q5_1
-    {4, 16, 0, Number::kHalf, Number::kHalf, true, 256, nullptr},        // q2_k
-    {4, 16, 4, Number::kHalf, Number::kNone, true, 256, nullptr},        // q3_k
-    {4, 32, 0, Number::kHalf, Number::kHalf, true, 256, nullptr},        // q4_k
-    {8, 32, 0, Number::kHalf, Number::kHalf, true, 256, nullptr},        // q5_k
-    {8, 16, 32, Number::kHalf, Number::kNone, true, 256, nullptr},       // q6_k
-    {4, 32, 128, Number::kHalf, Number::kNone, false, 32, kNonLinear},   // iq4_nl
-    {4, 32, 128, Number::kHalf, Number::kNone, true, 256, kNonLinear},   // iq4_xs
-    {4, 32, 128, Number::kExponent, Number::kNone, false, 32, kFloat4},  // mxfp4
-    plain_format(4, Number::kHalf, false),                               // u4_half
-    plain_format(4, Number::kHalf, true),                                // u4_half_zeros
-    plain_format(4, Number::kBFloat, false),                             // u4_bfloat
-    plain_format(4, Number::kBFloat, true),                              // u4_bfloat_zeros
-    plain_format(4, Number::kFloat, false),                              // u4_float
-    plain_format(4, Number::kFloat, true),                               // u4_float_zeros
-    plain_format(8, Number::kHalf, false),                               // u8_half
-    plain_format(8, Number::kHalf, true),                                // u8_half_zeros
-    plain_format(8, Number::kBFloat, false),                             // u8_bfloat
-    plain_format(8, Number::kBFloat, true),                              // u8_bfloat_zeros
-    plain_format(8, Number::kFloat, false),                              // u8_float
-    plain_format(8, Number::kFloat, true),                               // u8_float_zeros
+    {8, 0, 128, Number::kFloat, Number::kNone, false, 0, nullptr, true},  // int8
+    {4, 32, 8, Number::kBFloat, Number::kNone, false, 32, nullptr},       // int4
+    {8, 32, 128, Number::kHalf, Number::kNone, false, 32, nullptr},       // q8_0
+    {4, 32, 8, Number::kHalf, Number::kNone, false, 32, nullptr},         // q4_0
+    {4, 32, 0, Number::kHalf, Number::kHalf, false, 32, nullptr},         // q4_1
+    {8, 32, 16, Number::kHalf, Number::kNone, false, 32, nullptr},        // q5_0
+    {8, 32, 0, Number::kHalf, Number::kHalf, false, 32, nullptr},         // q5_1
+    {4, 16, 0, Number::kHalf, Number::kHalf, true, 256, nullptr},         // q2_k
+    {4, 16, 4, Number::kHalf, Number::kNone, true, 256, nullptr},         // q3_k
+    {4, 32, 0, Number::kHalf, Number::kHalf, true, 256, nullptr},         // q4_k
+    {8, 32, 0, Number::kHalf, Number::kHalf, true, 256, nullptr},         // q5_k
+    {8, 16, 32, Number::kHalf, Number::kNone, true, 256, nullptr},        // q6_k
+    {4, 32, 128, Number::kHalf, Number::kNone, false, 32, kNonLinear},    // iq4_nl
+    {4, 32, 128, Number::kHalf, Number::kNone, true, 256, kNonLinear},    // iq4_xs
+    {4, 32, 128, Number::kExponent, Number::kNone, false, 32, kFloat4},   // mxfp4
+    plain_format(4, Number::kHalf, false),                                // u4_half
+    plain_format(4, Number::kHalf, true),                                 // u4_half_zeros
+    plain_format(4, Number::kBFloat, false),                              // u4_bfloat
+    plain_format(4, Number::kBFloat, true),                               // u4_bfloat_zeros
+    plain_format(4, Number::kFloat, false),                               // u4_float
+    plain_format(4, Number::kFloat, true),                                // u4_float_zeros
+    plain_format(8, Number::kHalf, false),                                // u8_half
+    plain_format(8, Number::kHalf, true),                                 // u8_half_zeros
+    plain_format(8, Number::kBFloat, false),                              // u8_bfloat
+    plain_format(8, Number::kBFloat, true),                               // u8_bfloat_zeros
+    plain_format(8, Number::kFloat, false),                               // u8_float
+    plain_format(8, Number::kFloat, true),                                // u8_float_zeros
 };
 
 // The most columns of a quantized weight. A sum of that many products of bytes fits an int32.

@@ -41,7 +41,8 @@ static void dequantize_rotated_row(const PanelReader& reader, const char* data, 
   const float* factors = reinterpret_cast<const float*>(data + reader.shape.factors_at());
   dequantize_row(reader, data, id, row);
   rotate_row(row, k);
-  for_parts(k, [&](int64_t i, int64_t n) { store_some(out + i, load_some(row + i, n) * load_some(factors + i, n), n); });
+  for_parts(k,
+            [&](int64_t i, int64_t n) { store_some(out + i, load_some(row + i, n) * load_some(factors + i, n), n); });
 }
 
 // Rows `ids` of W, each in [0, n).

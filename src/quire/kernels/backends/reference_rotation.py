@@ -55,7 +55,7 @@ def factors_of_weight(factors: Tensor) -> Tensor:
 def rotate(x: Tensor, factors: Tensor) -> Tensor:
     """x [rows, k] times factors [k], rotated: [rows, k] float32. Sums are made in the order of the strides."""
     parts = []
-    for block in (x.float() * factors).split(blocks(x.shape[1]), dim=1):
+    for block in torch.split(x.float() * factors, blocks(x.shape[1]), dim=1):
         stride, width = 1, block.shape[1]
         while stride < width:
             pairs = block.reshape(len(x), -1, 2, stride)
