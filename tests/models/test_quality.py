@@ -16,14 +16,15 @@ from quire.config.model import ModelConfig
 from quire.text.tokenizer.tokenizer import Tokenizer
 
 EMBEDDED = Path(quire.models.__file__).parent / "embedded" / "quire-tiny"
-TEXT = """The harbour of the old town lies behind a wall that was built when ships still came under sail. In winter, when
-the wind stands on the coast for days, the fishermen mend their nets in the long sheds along the quay, and the children
-who ought to be at school listen to them. What they tell is seldom true, and nobody has ever complained of that. A map in
-the library shows how the river ran before it was moved: it came down from the north, turned twice around the hill on
-which the church stands, and reached the sea where there are gardens now. Scientists of the university measure every
-spring how far the sand has wandered. They have found that the coast loses about two metres in a year, although some
-years give back what others took. If you walk there at low tide you can see the stumps of trees that grew on dry land
-six thousand years ago, and with some luck a tool of flint between them."""
+TEXT = """The harbour of the old town lies behind a wall that was built when ships still came under sail. In winter,
+when the wind stands on the coast for days, the fishermen mend their nets in the long sheds along the quay,
+and the children who ought to be at school listen to them. What they tell is seldom true, and nobody has ever
+complained of that. A map in the library shows how the river ran before it was moved: it came down from the
+north, turned twice around the hill on which the church stands, and reached the sea where there are gardens
+now. Scientists of the university measure every spring how far the sand has wandered. They have found that the
+coast loses about two metres in a year, although some years give back what others took. If you walk there at
+low tide you can see the stumps of trees that grew on dry land six thousand years ago, and with some luck a
+tool of flint between them."""
 
 
 def comparison(model: Path, way: str, token_ids: list[int]) -> dict[str, float]:
