@@ -47,7 +47,7 @@ static float largest_of(const T* row, int64_t k) {
   for_parts(k, [&](int64_t i, int64_t n) {
     const f32 v = load_some(row + i, n);
     largest = max(abs(v), largest);
-    poison = poison + (v - v);
+    poison = fma(v, set1(0), poison);
   });
   return reduce_max(largest) + reduce_add(poison);
 }

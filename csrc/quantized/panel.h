@@ -37,12 +37,8 @@ static void dequantize_row(const PanelReader& reader, const char* data, int64_t 
 template <typename T>
 static void dequantize_rotated_row(const PanelReader& reader, const char* data, int64_t id, T* out) {
   alignas(64) float row[kMostQuantizedK];  // as much as is used is touched
-  const int64_t k = reader.shape.k;
-  const float* factors = reinterpret_cast<const float*>(data + reader.shape.factors_at());
   dequantize_row(reader, data, id, row);
-  rotate_row(row, k);
-  for_parts(k,
-            [&](int64_t i, int64_t n) { store_some(out + i, load_some(row + i, n) * load_some(factors + i, n), n); });
+  rotate_back(row, reinterpret_cast<const float*>(data + reader.shape.factors_at()), reader.shape.k, out);
 }
 
 // Rows `ids` of W, each in [0, n).
