@@ -14,7 +14,7 @@ from quire.cli import main
 from quire.common.errors import CheckpointError, ConfigError
 from quire.config.model import ModelConfig
 from quire.kernels.backends.reference_blocks import BLOCKS
-from quire.models.layers.weight_format import in_blocks
+from quire.models.layers.stored.blocks import in_blocks
 from quire.models.layers.weighted_layer import Part
 from quire.models.weights.loader import load_model, weight_bytes
 

@@ -70,7 +70,7 @@ def load_model(config: ModelConfig) -> Model:
         for layer, group in by_layer.items():
             try:
                 _fill(layer, group, checkpoint, names, scratch)
-            except KernelError as error:
+            except (KernelError, CheckpointError) as error:
                 raise CheckpointError(f"{config.path}: {group[0].target}: {error}") from error
             advance(sum(assignment.spec.num_bytes for assignment in group))
     logger.info("loaded %s in %.2f s", config.model, time.perf_counter() - started)
