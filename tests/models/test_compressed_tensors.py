@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from quire import kernels
+from quire.cli import main
 from quire.common.errors import CheckpointError, UnsupportedModelError
 from quire.config.model import ModelConfig
 from quire.kernels.backends import reference
@@ -293,6 +294,25 @@ def check_product(matrix: Any, split: tuple[Tensor, Tensor, Tensor | None]) -> N
     x = torch.randn(5, matrix.k)
     padded = torch.nn.functional.pad(x, (0, split[0].shape[1] * 32 - matrix.k))
     assert torch.equal(kernels.matmul(x, matrix, None), reference.quantized_matmul(padded, *split, None, torch.float32))
+
+
+AGAIN: dict[str, tuple[dict[str, Any], Any]] = {
+    "compressed-tensors": (section(PACKED[2][0]), lambda _, shape: compressed(PACKED[2][0], shape, BFLOAT)),
+    "fp8": METHODS["DeepSeek's blocks"][:2],
+    "mxfp4": METHODS["gpt-oss's MXFP4"][:2],
+}
+
+
+@pytest.mark.skipif(kernels.isa() == "reference", reason="saved weights are in the native kernels' layout")
+@pytest.mark.parametrize("method", AGAIN)
+def test_weights_are_quantized_again_and_saved(method: str, llama: Path, paged_run: Any, tmp_path: Path) -> None:
+    config, plain = quantized(tmp_path, llama, *AGAIN[method])
+    expected = logits_of(ModelConfig.resolve(plain.path, quantization="int4"), paged_run)
+    assert torch.equal(logits_of(ModelConfig.resolve(config.path, quantization="int4"), paged_run), expected)
+    assert main(["quantize", str(config.path), str(tmp_path / "saved")]) == 0
+    saved = ModelConfig.resolve(tmp_path / "saved")
+    assert (saved.quantization, saved.quant_method) == ("int4", "quire")
+    assert torch.equal(logits_of(saved, paged_run), expected)
 
 
 W4 = group("pack-quantized", num_bits=4, strategy="group", group_size=32)

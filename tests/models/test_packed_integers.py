@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire import kernels
+from quire.cli import main
 from quire.common.errors import CheckpointError, ConfigError, UnsupportedModelError
 from quire.config.model import ModelConfig
 from quire.models.weights.loader import load_model, weight_bytes
@@ -137,6 +138,23 @@ def test_modules_may_be_left_out_or_have_a_scheme_of_their_own(
     config = ModelConfig.resolve(to)
     exact = logits_of(ModelConfig.resolve(to / "plain"), paged_run)
     assert (logits_of(config, paged_run) - exact).norm() <= 0.03 * exact.norm()
+
+
+@pytest.mark.skipif(kernels.isa() == "reference", reason="saved weights are in the native kernels' layout")
+@pytest.mark.parametrize("stated", [CASES[6], CASES[7]], ids=["gptq", "awq"])
+def test_weights_are_quantized_again_and_saved(
+    stated: dict[str, Any], save_checkpoint: Any, paged_run: Any, tmp_path: Path
+) -> None:
+    folder, _ = save_checkpoint("LlamaForCausalLM", **SMALL)
+    to = quantized(folder, tmp_path / "q", stated)
+    tensors = load_file(to / "model.safetensors")
+    bias = {"model.layers.0.mlp.down_proj.bias": torch.arange(128.0)}  # AutoGPTQ adds some that the config lacks
+    save_file(tensors | bias, to / "model.safetensors", metadata={"format": "pt"})
+    expected = logits_of(ModelConfig.resolve(to, quantization="int8"), paged_run)
+    unbiased = logits_of(ModelConfig.resolve(to / "plain", quantization="int8"), paged_run)
+    assert (expected - unbiased).norm() > 0.1 * unbiased.norm()
+    assert main(["quantize", str(to), str(tmp_path / "saved"), "--quantization", "int8"]) == 0
+    assert torch.equal(logits_of(ModelConfig.resolve(tmp_path / "saved"), paged_run), expected)
 
 
 @pytest.mark.parametrize(

@@ -59,9 +59,8 @@ class Expanded:
         return kept_once(join_specs(modules), num_bytes)
 
     def matrix(self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Matrix:
-        weight = torch.empty(shape, dtype=dtype, device=next(iter(tensors.values())).device)
+        weight, start = torch.empty(shape, dtype=dtype, device=next(iter(tensors.values())).device), 0
         if not weight.is_meta:  # of a meta model, only sizes are asked for
-            start = 0
             for i, (stored, size) in enumerate(zip(self.stored, self.sizes, strict=True)):
                 stored.expand(weight[start : start + size], tensors_of(tensors, i, len(self.stored)))
                 start += size
