@@ -16,9 +16,11 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from quire import kernels
 from quire.cli import main
 from quire.common.errors import CheckpointError, UnsupportedModelError
+from quire.config.args import EngineArgs
 from quire.config.model import ModelConfig
 from quire.kernels.backends import reference
 from quire.models.weights.loader import load_model, weight_bytes
+from quire.runner.memory_plan import plan_memory
 
 from .test_packed_integers import PROMPT, SMALL, logits_of, rows_of
 
@@ -109,6 +111,8 @@ def check(config: ModelConfig, plain: ModelConfig, paged_run: Any, *, tolerance:
             assert torch.equal(rows_of(matrix), rows_of(other.weight)), name
             difference += matrix.nbytes - other.weight.nbytes
     assert difference == weight_bytes(config) - weight_bytes(plain)
+    plan = plan_memory(EngineArgs(model=str(config.path), num_gpu_blocks_override=8, max_model_len=32))
+    assert plan.weight_bytes == weight_bytes(config)
     oracle = transformers.AutoModelForCausalLM.from_pretrained(plain.path)
     with torch.no_grad():
         exact = oracle(torch.tensor([PROMPT])).logits[0]
@@ -234,7 +238,7 @@ def block_fp8(
 def tensor_fp8(scale_shape: tuple[int, ...], *, is_static: bool) -> Any:
     def make(name: str, shape: tuple[int, int]) -> tuple[dict[str, Tensor], Tensor]:
         weight, scale = (torch.randn(shape) * 40).to(torch.float8_e4m3fn), torch.full(scale_shape, 3e-4)
-        inputs = {"input_scale": torch.full(scale_shape, 0.1)} if is_static else {}
+        inputs = {"input_scale": torch.full(scale_shape, 0.1, dtype=BFLOAT)} if is_static else {}
         return {"weight": weight, "weight_scale": scale, **inputs}, weight.float() * scale
 
     return make
@@ -410,4 +414,31 @@ def test_exponents_that_stand_for_nan_are_refused(llama: Path, tmp_path: Path) -
 
     config, _ = quantized(tmp_path, llama, METHODS["gpt-oss's MXFP4"][0], make)
     with pytest.raises(CheckpointError, match="exponents 255"):
+        load_model(config)
+
+
+def test_groups_of_32_must_fill_the_inputs(save_checkpoint: Any, tmp_path: Path) -> None:
+    like = save_checkpoint("LlamaForCausalLM", **SMALL | {"intermediate_size": 80})[0]
+    stated, make, _ = METHODS["gpt-oss's MXFP4"]
+    config, _ = quantized(tmp_path, like, stated, lambda name, shape: None if shape[1] == 80 else make(name, shape))
+    tensors = load_file(config.path / "model.safetensors")
+    blocks = {"weight_blocks": torch.zeros(128, 2, 16), "weight_scales": torch.zeros(128, 2)}
+    name = "model.layers.0.mlp.down_proj."
+    tensors |= {name + own: tensor.to(torch.uint8) for own, tensor in blocks.items()}
+    del tensors[f"{name}weight"]
+    write(config.path, tensors, like, stated)
+    with pytest.raises(CheckpointError, match="80 inputs are not whole groups of 32"):
+        load_model(config)
+
+
+def test_token_tables_are_plain(llama: Path, tmp_path: Path) -> None:
+    config, _ = quantized(tmp_path, llama, section(W4), lambda _, shape: compressed(W4, shape, FLOAT))
+    tensors = load_file(config.path / "model.safetensors")
+    del tensors["model.embed_tokens.weight"]
+    stored, _ = compressed(W4, (64, 128), FLOAT)
+    tensors |= {f"model.embed_tokens.{own}": tensor for own, tensor in stored.items()}
+    write(config.path, tensors, llama, section(W4))
+    with pytest.raises(
+        CheckpointError, match=r"missing: embed_tokens.weight; .*unexpected: model.embed_tokens.weight_"
+    ):
         load_model(config)

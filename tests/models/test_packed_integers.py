@@ -219,6 +219,19 @@ def test_projections_that_share_their_inputs_share_an_order(save_checkpoint: Any
         load_model(ModelConfig.resolve(path.parent))
 
 
+def test_words_must_be_full(save_checkpoint: Any, tmp_path: Path) -> None:
+    fields = SMALL | {"hidden_size": 100, "num_attention_heads": 1, "num_key_value_heads": 1}
+    path = save_checkpoint("LlamaForCausalLM", **fields)[0]
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj."
+    tensors[f"{name}qweight"] = tensors.pop(f"{name}weight").int()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text()) | {"quantization_config": GPTQ}
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="100 integers do not fill words of 8"):
+        load_model(ModelConfig.resolve(path))
+
+
 def test_the_method_may_be_named_and_no_other(save_checkpoint: Any, tmp_path: Path) -> None:
     folder, _ = save_checkpoint("LlamaForCausalLM", **SMALL)
     path = quantized(folder, tmp_path / "q", GPTQ)

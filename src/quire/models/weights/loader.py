@@ -192,9 +192,9 @@ def _fill(
             weight = tensors[assignment.name] = memory.view(spec.dtype).view(spec.shape)
             start = 0
             for source, part in zip(assignment.sources, spec.parts, strict=True):
-                length = part.size[spec.axis]
+                length = part.size[spec.axis] if part.size else 0
                 with reading(checkpoint, names[source], part) as tensor:
-                    weight.narrow(spec.axis, start, length).copy_(tensor)
+                    (weight.narrow(spec.axis, start, length) if part.size else weight).copy_(tensor)
                 start += length
         layer.set_weights(tensors)
 
