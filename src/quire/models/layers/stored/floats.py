@@ -8,9 +8,12 @@ from torch import Tensor
 
 from quire.common.errors import CheckpointError
 from quire.models.layers.stored import Expanded, pieces
-from quire.models.layers.stored.integers import Layout, Numbers, StoredIntegers
+from quire.models.layers.stored.integers import Layout, Numbers, StoredIntegers, halves_of
 from quire.models.layers.weight_format import WeightFormat
 from quire.models.layers.weighted_layer import Part, WeightSpec
+
+_E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+"""The number that each byte stands for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +43,14 @@ class Float8:
     def expand(self, out: Tensor, tensors: Mapping[str, Tensor]) -> None:
         n, k = out.shape
         grid = tensors[self.scale_name].float().expand(self._grid(n, k))
-        of_row, of_column = torch.arange(n) // (self.block[0] or n), torch.arange(k) // (self.block[1] or k)
+        of_row, columns = torch.arange(n) // (self.block[0] or n), self.block[1] or k
         for rows in pieces(out.shape):
-            values = tensors["weight"][rows].float() * grid[of_row[rows]][:, of_column]
-            if not bool(values.isfinite().all()):
+            numbers = tensors["weight"][rows].reshape(-1).view(torch.uint8)
+            scales = grid[of_row[rows]]
+            if scales.shape[1] > 1:
+                scales = scales.repeat_interleave(columns, 1)[:, :k]
+            values = _E4M3.index_select(0, numbers.int()).view(-1, k) * scales  # torch converts slowly
+            if not all(bool(end.isfinite()) for end in values.aminmax()):
                 raise CheckpointError("weights or scales are not finite")
             out[rows].copy_(values)
 
@@ -83,5 +90,4 @@ class Float4(StoredIntegers):
         scales = tensors[self.scale_name]
         if bool((scales == 255).any()):
             raise CheckpointError(f"{self.scale_name} holds exponents 255, which stand for NaN")
-        halves = tensors[self.weight_name].view(n, k // 2)
-        return Numbers(torch.stack([halves & 15, halves >> 4], 2).flatten(1), scales)
+        return Numbers(halves_of(tensors[self.weight_name].view(n, k // 2)), scales)

@@ -156,4 +156,13 @@ def order_of(groups: Tensor, size: int, *, may_differ: bool) -> Tensor | None:
 def from_words(words: Tensor, bits: int) -> Tensor:
     """Words [rows, columns] int32 -> their integers, the lowest first, [rows, columns, 32 / bits] uint8."""
     parts = words.contiguous().view(torch.uint8).view(*words.shape, 4)
-    return parts if bits == 8 else torch.stack([parts & 15, parts >> 4], -1).flatten(2)
+    return parts if bits == 8 else halves_of(parts)
+
+
+def halves_of(data: Tensor) -> Tensor:
+    """Bytes [..., columns] -> their lower and higher 4 bits in turn, [..., 2 * columns] uint8."""
+    flat, out = data.reshape(-1), torch.empty(data.numel(), dtype=torch.int16)
+    for part in pieces((len(flat), 1)):
+        wide = flat[part].to(torch.int16)  # two bytes, one for each half
+        torch.bitwise_and(wide | wide << 4, 0x0F0F, out=out[part])
+    return out.view(torch.uint8).view(*data.shape[:-1], 2 * data.shape[-1])
