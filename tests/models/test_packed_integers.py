@@ -15,10 +15,8 @@ from quire.common.errors import CheckpointError, ConfigError, UnsupportedModelEr
 from quire.config.model import ModelConfig
 from quire.models.weights.loader import load_model, weight_bytes
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": None,
-}  # fmt: skip
+from .small_checkpoint import SMALL
+
 PROMPT = [5, 60, 3, 3, 17, 40, 8]
 
 

@@ -154,7 +154,7 @@ def _compressed(section: HFConfig) -> _Find:
             _scale_dtype(tensors, "weight_scale"),
             _only_scale(scheme.block, tensors["weight_scale"]),
             None if shape is None else torch.int32 if shape.dtype == "int32" else torch.int64,
-            "weight_g_idx" in tensors,
+            scheme.is_reordered or "weight_g_idx" in tensors,
         )
 
     return find
@@ -162,8 +162,12 @@ def _compressed(section: HFConfig) -> _Find:
 
 def _fp8(section: HFConfig) -> _Find:
     block = float8_block(section)
-    scale = "weight_scale" if block == (0, 0) else "weight_scale_inv"
-    return lambda name, tensors: _float8(block, scale, tensors) if scale in tensors else Plain()
+
+    def find(name: str, tensors: _Tensors) -> StoredWeight:
+        scale = next((each for each in ("weight_scale_inv", "weight_scale") if each in tensors), None)
+        return Plain() if scale is None else _float8(block, scale, tensors)
+
+    return find
 
 
 def _mxfp4(section: HFConfig) -> _Find:

@@ -14,7 +14,7 @@ from quire.models.layers.weighted_layer import Part, WeightSpec
 
 @dataclass(frozen=True, slots=True)
 class CompressedIntegers(StoredIntegers):
-    """The tensors `weight_packed` or `weight`, `weight_scale`, and `weight_zero_point` unless the zeros are 0."""
+    """The tensors `weight_packed` or `weight`, `weight_scale`, and `weight_zero_point` if there are zero points."""
 
     scheme: CompressedScheme
     scale_dtype: torch.dtype
@@ -45,9 +45,8 @@ class CompressedIntegers(StoredIntegers):
 
     def layout(self, k: int) -> Layout:
         scheme = self.scheme
-        is_reordered = scheme.is_reordered and self.has_order
         scale_range = scheme.block[1] or -(-k // 32) * 32
-        return Layout(scheme.bits, scale_range, self.scale_dtype, not scheme.is_symmetric, is_reordered)
+        return Layout(scheme.bits, scale_range, self.scale_dtype, not scheme.is_symmetric, scheme.is_reordered)
 
     def numbers(self, tensors: Mapping[str, Tensor], n: int, k: int) -> Numbers:
         bits = self.scheme.bits
