@@ -19,6 +19,8 @@ _STATUSES = ("compressed", "frozen")
 _MUST_BE_ABSENT = ("kv_cache_scheme", "moe_sparsity_config", "transform_config")
 _MAX_GROUPS = 256
 _MAX_GROUP_SIZE = 2**20
+_GROUP_SIZES = {"float-quantized": (1, _MAX_GROUP_SIZE), "mxfp4-pack-quantized": (32, 32)}
+"""format -> what group sizes are multiples of, and the largest, where other than for the kernels of integers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +133,10 @@ def _block(weights: HFConfig, strategy: str, format: str) -> tuple[int, int]:
     if strategy != "group":
         return (0, 0) if strategy == "tensor" else (1, 0)
     size = weights.size("group_size")
-    is_allowed = {"float-quantized": size <= _MAX_GROUP_SIZE, "mxfp4-pack-quantized": size == 32}
-    if not is_allowed.get(format, size <= _MAX_GROUP_SIZE and size % 32 == 0):
+    unit, largest = _GROUP_SIZES.get(format, (32, _MAX_GROUP_SIZE))
+    if size % unit or size > largest:
         raise UnsupportedModelError(
-            f"{weights.source}: group_size is {size}; in {format} Quire reads "
-            f"{'32' if format.startswith('mxfp4') else 'multiples of 32'}"
+            f"{weights.source}: group_size is {size}; in {format} Quire reads multiples of {unit} up to {largest}"
         )
     return (1, size)
 
@@ -150,12 +151,13 @@ def read_block(section: HFConfig, key: str) -> tuple[int, int]:
 
 
 def _check_activations(group: HFConfig, format: str) -> None:
-    """Inputs are rounded as Quire's products do. Fixed scales would limit them, except for floats, which no product
-    rounds."""
-    for key in ("input_activations", "output_activations"):
-        given = group.section(key)
-        is_static = given is not None and given.get("dynamic") is not True
-        if given is not None and (key == "output_activations" or (is_static and format != "float-quantized")):
-            raise UnsupportedModelError(
-                f"{given.source}: static scales of activations are not supported; take a checkpoint with dynamic ones"
-            )
+    """Inputs are rounded as Quire's products do, not by fixed scales. Those of floats are not rounded."""
+    if group.section("output_activations") is not None:
+        raise UnsupportedModelError(
+            f"{group.source}: output_activations is not supported; take a checkpoint without it"
+        )
+    inputs = group.section("input_activations")
+    if inputs is not None and inputs.get("dynamic") is not True and format != "float-quantized":
+        raise UnsupportedModelError(
+            f"{inputs.source}: static scales of inputs are not supported; take a checkpoint with dynamic ones"
+        )
