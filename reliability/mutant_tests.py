@@ -39,7 +39,11 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "config/parallel.py": ("config/test_cpu_list.py", "config/test_bounds.py"),
     "config/cache.py": ("config/test_bounds.py",),
-    "config/quantization/__init__.py": ("config/test_model_config.py", *CHECKPOINTS),
+    "config/quantization/__init__.py": (
+        "config/test_model_config.py",
+        "models/test_packed_integers.py",
+        *CHECKPOINTS,
+    ),
     "config/quantization/compressed.py": COMPRESSED,
     "config/quantization/float8.py": COMPRESSED,
     "config/quantization/integers.py": ("models/test_packed_integers.py",),
