@@ -40,6 +40,8 @@ TESTS = (
     "tests/grammar/test_refused.py::test_refused_when_made",
     "tests/models/test_bad_checkpoints.py",
     "tests/models/test_bad_weights.py",
+    "tests/models/test_compressed_refused.py",
+    "tests/models/test_compressed_tensors.py",
     "tests/models/test_loading.py",
     "tests/models/test_packed_integers.py",
     *(f"tests/server/test_{name}.py" for name in SERVER_TESTS),

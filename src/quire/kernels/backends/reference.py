@@ -143,7 +143,7 @@ def split_integers(
     """As kernels.pack_integers, to integers [n, num_groups, 32] int16, scales and mins [n, num_groups] float32."""
     if scales.dtype is torch.uint8:
         table = torch.tensor(_FLOAT4, dtype=torch.int16)
-        numbers, scales = table[integers.long()], torch.ldexp(torch.tensor(1.0), scales.int() - 128)
+        numbers, scales = table[integers.long()], torch.ldexp(torch.ones(scales.shape), scales.int() - 128)
     else:
         numbers, scales = integers.to(torch.int16), scales.float()
         numbers = numbers if zeros is not None else numbers - 2 ** (bits - 1)
