@@ -32,10 +32,11 @@ def make_factors(ranks, sizes, k, dtype, seed) -> list[Factors | None]:
     ]
 
 
-def make_table(sizes, k, dtype, num_slots=len(RANKS)) -> tuple[kernels.LoRATable, list[list[Factors | None]]]:
+def make_table(sizes, k, dtype) -> tuple[kernels.LoRATable, list[list[Factors | None]]]:
     """An adapter in each slot but the last, which is free."""
+    num_slots = len(RANKS)
     table = kernels.LoRATable(sizes, k, dtype, num_slots + 1, MAX_RANK)
-    given = [make_factors(RANKS[slot % len(RANKS)][: len(sizes)], sizes, k, dtype, seed=slot) for slot in range(num_slots)]
+    given = [make_factors(RANKS[slot][: len(sizes)], sizes, k, dtype, seed=slot) for slot in range(num_slots)]
     given = [factors if any(factors) else make_factors((5,) * len(sizes), sizes, k, dtype, 3) for factors in given]
     for slot, factors in enumerate(given):
         table.put(slot, kernels.pack_lora(factors, sizes, k, dtype))
@@ -50,7 +51,9 @@ def expected_row(out, x, factors):
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("sizes", "k"), [((32,), 1), ((33, 5, 40), 7), ((64, 96), 129), ((200, 31, 1), 515), ((896,), 64)])
+@pytest.mark.parametrize(
+    ("sizes", "k"), [((32,), 1), ((33, 5, 40), 7), ((64, 96), 129), ((200, 31, 1), 515), ((896,), 64)]
+)
 def test_sums_are_the_references_for_any_number_of_rows(isa, dtype, sizes, k):
     table, given_factors = make_table(sizes, k, dtype)
     with using(isa):
@@ -79,7 +82,9 @@ def test_a_row_alone_has_the_bits_it_has_in_any_batch_on_any_number_of_threads(i
     k = data.draw(st.sampled_from([1, 3, 64, 515, 1024]), "k")
     rows = data.draw(st.integers(1, 150), "rows")
     table, given_factors = make_table(sizes, k, dtype)
-    slots = torch.tensor(data.draw(st.lists(st.integers(-1, len(given_factors)), min_size=rows, max_size=rows), "slots"))
+    slots = torch.tensor(
+        data.draw(st.lists(st.integers(-1, len(given_factors)), min_size=rows, max_size=rows), "slots")
+    )
     chosen = data.draw(st.lists(st.integers(0, rows - 1), min_size=1, max_size=5, unique=True), "chosen")
     x, before = randn(rows, k).to(dtype), randn(rows, sum(sizes), seed=5).to(dtype)
     whole, part = before.clone(), before[chosen]

@@ -26,7 +26,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtyp
 def with_lora(out: Tensor, x: Tensor, a: Tensor, b: Sequence[Tensor], ranks: Sequence[int]) -> Tensor:
     """`out + B (A x)` for rows of one adapter: x [num_tokens, k], a [sum of ranks, k], b of each module [n, rank], out
     [num_tokens, sum of n], which was rounded before."""
-    shrunk = (x.float() @ a.float().T).split(list(ranks), dim=1)
+    shrunk = torch.split(x.float() @ a.float().T, list(ranks), dim=1)
     added = torch.cat([part @ each.float().T for part, each in zip(shrunk, b, strict=True)], dim=1)
     return (out.float() + added).to(out.dtype)
 

@@ -99,7 +99,9 @@ class ReferenceBackend:
     ) -> LoRAWeight:
         ranks = tuple(0 if pair is None else len(pair[0]) for pair in factors)
         a = torch.cat([pair[0].to(dtype) for pair in factors if pair is not None])
-        b = tuple(a.new_zeros(n, 0) if pair is None else pair[1].to(dtype) for pair, n in zip(factors, sizes, strict=True))
+        b = tuple(
+            a.new_zeros(n, 0) if pair is None else pair[1].to(dtype) for pair, n in zip(factors, sizes, strict=True)
+        )
         return LoRAWeight(sizes, k, dtype, ranks, a, b)
 
     def add_lora(self, x: Tensor, out: Tensor, adapters: LoRATable, slots: Tensor) -> None:
