@@ -14,6 +14,7 @@ from quire.common.arguments.vllm_arguments import translate, vllm_arguments
 from quire.common.errors import ConfigError, check_choice
 from quire.common.params import LOGPROBS_MODES, LogprobsMode
 from quire.config.cache import CacheConfig
+from quire.config.lora import LoRAConfig
 from quire.config.model import ModelConfig
 from quire.config.parallel import ParallelConfig, parse_cpu_list
 from quire.config.scheduler import SchedulerConfig
@@ -41,6 +42,8 @@ class EngineConfig:
     logprobs_mode: LogprobsMode
     measures_requests: bool = False
     """Whether an engine in the caller's process measures its requests."""
+    lora: LoRAConfig | None = None
+    """None: no request has an adapter."""
 
 
 class _NamesChecked(type):

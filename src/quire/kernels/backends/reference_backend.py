@@ -11,7 +11,8 @@ from quire.common.faults import fault_point
 from quire.kernels.backends import key_layout, reference, reference_blocks, reference_rotation, reference_sampling
 from quire.kernels.backends.recording import KernelGraph
 from quire.kernels.backends.workspace import Workspace, zeroed_blocks
-from quire.kernels.weights import PackedWeight, QuantizedWeight
+from quire.kernels.checks import check_range
+from quire.kernels.weights import LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
 
 
 class ReferenceBackend:
@@ -40,7 +41,7 @@ class ReferenceBackend:
 
     def threads(self, count: int | None, cpus: Sequence[int] = ()) -> AbstractContextManager[object]:
         _refuse_pinning(cpus)
-        return nullcontext() if count is None else _TorchThreads(count)
+        return nullcontext() if count is None else TorchThreads(count)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         fault_point("memory.workspace")
@@ -95,6 +96,29 @@ class ReferenceBackend:
         parts = weight.data, weight.scales, weight.mins
         out.copy_(reference.quantized_matmul(x, *parts, bias, out.dtype, weight.factors))
 
+    def pack_lora(
+        self,
+        factors: Sequence[tuple[Tensor, Tensor] | None],
+        sizes: tuple[int, ...],
+        k: int,
+        dtype: torch.dtype,
+        memory: Tensor | None,
+    ) -> LoRAWeight:
+        ranks = tuple(0 if pair is None else len(pair[0]) for pair in factors)
+        a = torch.cat([pair[0].to(dtype) for pair in factors if pair is not None])
+        b = tuple(
+            a.new_zeros(n, 0) if pair is None else pair[1].to(dtype) for pair, n in zip(factors, sizes, strict=True)
+        )
+        return LoRAWeight(sizes, k, dtype, ranks, a, b)
+
+    def add_lora(self, x: Tensor, out: Tensor, adapters: LoRATable, slots: Tensor) -> None:
+        num_slots = len(adapters.weights)
+        check_range("add_lora: adapter slot", slots, num_slots, first=-1)
+        for slot, weight in enumerate(adapters.weights):
+            rows = (slots == slot).nonzero()[:, 0]
+            if weight is not None and len(rows):
+                out[rows] = reference.with_lora(out[rows], x[rows], weight.a, weight.b, weight.ranks)
+
     def gather_packed(self, token_ids: Tensor, table: PackedWeight) -> Tensor:
         return reference.embedding(token_ids, table.data)
 
@@ -124,8 +148,9 @@ class ReferenceBackend:
     top_logprobs = staticmethod(reference_sampling.top_logprobs)
 
 
-class _TorchThreads:
-    """While it is entered, torch computes on this number of threads. That number is one for the whole process."""
+class TorchThreads:
+    """While it is entered, torch computes on this number of threads, which the whole process shares. With one thread it
+    does not wait for others, whose cores the kernels' threads or other programs may use."""
 
     def __init__(self, count: int) -> None:
         self._count = count
