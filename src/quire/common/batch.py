@@ -156,6 +156,8 @@ class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
     """None if more tokens must be computed after these, or if no token is drawn."""
     scored: ScoredRows | None = None
     pooled: PooledRows | None = None
+    adapter: int = -1
+    """Slot of its LoRA adapter in the worker; -1 for none."""
 
     @property
     def end(self) -> int:

@@ -11,17 +11,20 @@ from quire.common.batch import Batch, StepResult
 from quire.common.errors import ConfigError, EngineBrokenError, RequestError, TokenizerError, failure, failures_named
 from quire.common.faults import fault_point
 from quire.common.log import logger, show_messages
+from quire.common.lora import LoRARequest
 from quire.common.memory import give_back_memory
 from quire.common.outputs import EngineStats, RequestOutput
 from quire.common.params import BeamSearchParams, SamplingParams
 from quire.config.args import EngineArgs
 from quire.config.model import ModelConfig
+from quire.engine.adapters import AdapterTable, AnyAdapter
 from quire.engine.metrics import EngineMetrics, Metric
 from quire.engine.process.messages import Progress
 from quire.engine.requests.grammar_queue import GrammarQueue
 from quire.engine.requests.input_processor import InputProcessor, Prompt, recommended_params
 from quire.engine.requests.new_group import new_group, new_scoring_group
 from quire.engine.requests.sequence import SequenceGroup, SequenceStatus
+from quire.engine.scheduling.loaded_adapters import LoadedAdapters
 from quire.engine.scheduling.scheduler import Scheduler
 from quire.engine.stats import engine_stats
 from quire.engine.step.commit import Committer
@@ -68,7 +71,12 @@ class LLMEngine:
             pinned_fraction=config.cache.pinned_fraction,
         )
         block_copy_s = plan.kv_cache.block_bytes / _COPY_BYTES_PER_S
-        self.scheduler = Scheduler(config.scheduler, self.blocks, block_copy_s=block_copy_s)
+        max_loras, lora_bytes = (0, None) if config.lora is None else (config.lora.max_loras, config.lora.max_bytes)
+        slots = self._slots = LoadedAdapters(max_loras, lora_bytes, lambda: self.executor)
+        self.keep_adapters = slots.keep_only
+        self.adapters = AdapterTable(config.model, config.lora, on_change=slots.keep_only)
+        """The LoRA adapters that requests may name."""
+        self.scheduler = Scheduler(config.scheduler, self.blocks, block_copy_s=block_copy_s, adapters=slots)
         self.requests = self.scheduler.requests
         self.committer = Committer(self.requests, max_model_len=config.model.max_model_len)
         self._use_tokenizer(tokenizer)
@@ -89,7 +97,10 @@ class LLMEngine:
         plan = plan_memory(args)
         logger.info("%s", plan)
         tokenizer = Tokenizer.from_path(plan.config.model.tokenizer_path)
-        return cls(plan, make_executor(plan.config, plan.kv_cache), tokenizer)
+        engine = cls(plan, make_executor(plan.config, plan.kv_cache), tokenizer)
+        for request in args.lora_requests():
+            engine.adapters.add(request)
+        return engine
 
     from_engine_args = from_args
     """vLLM's name."""
@@ -102,26 +113,32 @@ class LLMEngine:
         *,
         arrival_time: float | None = None,
         progress: Progress | None = None,
+        lora_request: AnyAdapter = None,
     ) -> None:
         """Queue a request, or continue one with the `progress` it made in another engine. Raises a RequestError, and
-        queues nothing, if it can never run."""
+        queues nothing, if it can never run. `lora_request` names an adapter, which is added if it is new."""
         self._check_request_id(request_id)
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         seq_id = self.requests.new_seq_id()
         with failures_named(request_id, "when it was added"):
-            group = new_group(self.inputs, self.inputs.request(request_id, prompt, params, arrival_time), seq_id)
+            adapter = self.adapters.of_request(lora_request)
+            request = self.inputs.request(request_id, prompt, params, arrival_time, adapter)
+            group = new_group(self.inputs, request, seq_id)
             if progress is not None:
                 group.resume(progress.token_ids, progress.metrics, progress.num_cached_tokens)
             self._add(group)
 
-    def add_scoring_request(self, request_id: str, context: Prompt, continuation: Prompt | None) -> None:
+    def add_scoring_request(
+        self, request_id: str, context: Prompt, continuation: Prompt | None, *, lora_request: AnyAdapter = None
+    ) -> None:
         """Queue a request that generates nothing: it ends, with `prompt_logprobs` of the continuation's tokens, once
         they are scored; None scores the context itself. Raises a RequestError, and queues nothing, if it can never
         run."""
         self._check_request_id(request_id)
         seq_id = self.requests.new_seq_id()
         with failures_named(request_id, "when it was added"):
-            request = self.inputs.scoring_request(request_id, context, continuation, time.monotonic())
+            adapter = self.adapters.of_request(lora_request)
+            request = self.inputs.scoring_request(request_id, context, continuation, time.monotonic(), adapter)
             self._add(new_scoring_group(request, seq_id))
 
     def _check_request_id(self, request_id: str) -> None:
@@ -133,6 +150,8 @@ class LLMEngine:
     def _add(self, group: SequenceGroup) -> None:
         (self.requests if group.params.structured_outputs is None else self.grammars).add(group)
         self._groups[group.request_id] = group
+        if group.adapter is not None:
+            self._slots.use(group)
 
     def step(self) -> list[RequestOutput]:
         """Schedule, execute, commit. Returns the requests that got a token or finished, as their output_kind says.
@@ -277,19 +296,33 @@ class LLMEngine:
         for seq in group.unfinished_seqs:
             seq.finish(SequenceStatus.FINISHED_ABORTED)
 
-    def check_pin(self, prompt: Prompt) -> None:
+    def check_pin(self, prompt: Prompt, lora_request: AnyAdapter = None) -> None:
         """Raise a RequestError if the prompt is wrong, or larger than what may still be pinned."""
-        _, token_ids, key = self.inputs.prompt(prompt)
+        _, token_ids, key = self.inputs.prompt(prompt, None, self.adapters.of_request(lora_request))
         self.blocks.pins.check(token_ids, key)
 
-    def pin_prefix(self, prompt: Prompt) -> PinnedPrefix:
+    def pin_prefix(self, prompt: Prompt, lora_request: AnyAdapter = None) -> PinnedPrefix:
         """Keep what the cache holds of a prompt until `unpin_prefix`; computes nothing. Raises RequestError."""
-        _, token_ids, key = self.inputs.prompt(prompt)
+        _, token_ids, key = self.inputs.prompt(prompt, None, self.adapters.of_request(lora_request))
         return self.blocks.pins.pin(token_ids, key)
 
     def unpin_prefix(self, pin: PinnedPrefix) -> None:
         """Allow a pinned prefix to be evicted like any other. Raises RequestError if it is not pinned."""
         self.blocks.pins.unpin(pin.pin_id)
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Add an adapter, so that its first request need not read its files. Returns whether anything has changed.
+        Raises RequestError or CheckpointError."""
+        before = self.adapters.get(lora_request.lora_name)
+        return self.adapters.add(lora_request) != before
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Forget an adapter; requests that use it finish. Returns False if it is unknown."""
+        return self.adapters.remove(lora_id)
+
+    def list_loras(self) -> set[int]:
+        """The ids of all adapters."""
+        return {adapter.lora_int_id for adapter in self.adapters}
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget all cached prefixes, except pinned ones. Returns False, and does nothing, while requests run.
@@ -313,6 +346,7 @@ class LLMEngine:
             self.blocks.pins.unpin(pin_id)
         self.blocks.forget_cached()
         self.executor = _Sleeping()
+        self._slots.clear()
         gc.collect()
         give_back_memory()
 
@@ -341,7 +375,7 @@ class LLMEngine:
         """
         if self._metrics is None:
             raise ConfigError("requests are not measured: make the engine with disable_log_stats=False")
-        return list(self._metrics.snapshot(self.stats(), self.plan.config.cache))
+        return list(self._metrics.snapshot(self.stats(), self.plan.config.cache, self.plan.config.lora))
 
     def _measure(self, changed: Sequence[SequenceGroup]) -> None:
         if self._metrics is not None:
@@ -389,5 +423,6 @@ class LLMEngine:
 
     def _forget_if_finished(self, group: SequenceGroup) -> None:
         if group.is_finished:
-            self._groups.pop(group.request_id, None)
             self.grammars.forget(group)
+            if self._groups.pop(group.request_id, None) is not None and group.adapter is not None:
+                self._slots.release(group)
