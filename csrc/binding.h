@@ -64,6 +64,7 @@ void bind_pool(nb::module_& module);
 void bind_graph(nb::module_& module);
 void bind_matmul(nb::module_& module);
 void bind_quantized(nb::module_& module);
+void bind_lora(nb::module_& module);
 void bind_elementwise(nb::module_& module);
 void bind_attention(nb::module_& module);
 void bind_kv_cache(nb::module_& module);

@@ -85,6 +85,36 @@ struct QuantizedTable {
                              void* out);
 };
 
+constexpr int kMaxLoraModules = 3;
+
+// One adapter's matrices for a projection that fuses up to three modules, as lora/lora.h lays them out. Python writes
+// such entries as integers of eight bytes.
+struct LoraEntry {
+  const void* a;  // [ranks, k]; null: the adapter has nothing for this projection
+  int64_t ranks;  // of all modules together, padded
+  struct {
+    const void* b;
+    int64_t rank;  // 0: the adapter has nothing for this module
+  } modules[kMaxLoraModules];
+};
+
+struct LoraArgs {
+  const void* x;  // [rows, k], rows x_stride apart
+  int64_t x_stride, rows, k;
+  const int64_t* slots;  // [rows]: index in the table, or -1
+  const LoraEntry* table;
+  int64_t num_slots;
+  int64_t sizes[kMaxLoraModules];  // the outputs of each module
+  void* y;                         // [rows, sum of sizes], rows y_stride apart
+  int64_t y_stride;
+  void* work;           // num_slots + 4 * rows numbers of four bytes, then [rows, work_stride] float32
+  int64_t work_stride;  // at least the ranks of any adapter
+};
+
+struct LoraTable {
+  void (*add_lora[kNumDTypes])(const LoraArgs& args);
+};
+
 struct ProbeTable {
   void (*read_memory)(const void* data, int64_t bytes);
   int64_t (*multiply_in_registers[kNumDTypes + 1])(int64_t rounds);  // the last: bytes
@@ -94,6 +124,7 @@ struct KernelTable {
   const char* name;
   MatmulTable matmul;
   QuantizedTable quantized;
+  LoraTable lora;
   NormTable norm;
   ActivationTable activation;
   RotaryTable rotary;

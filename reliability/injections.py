@@ -24,6 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sized
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from quire import EngineArgs, LLMEngine, RequestOutput
@@ -87,6 +88,14 @@ class OneFails:
             self.num_failures += 1
             raise RuntimeError("injected")
         return result
+
+    def load_adapter(self, slot: int, folder: Path) -> None:
+        """As the executor that it wraps."""
+        self.executor.load_adapter(slot, folder)
+
+    def unload_adapter(self, slot: int) -> None:
+        """As the executor that it wraps."""
+        self.executor.unload_adapter(slot)
 
 
 @dataclasses.dataclass

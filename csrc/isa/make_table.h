@@ -7,6 +7,7 @@
 #include "elementwise/rotary.h"
 #include "isa/probe.h"
 #include "kernel_table.h"
+#include "lora/lora.h"
 #include "matmul/matmul.h"
 #include "quantized/quantize.h"
 #include "sampling/logprobs.h"
@@ -21,6 +22,7 @@ const KernelTable table = {
     .name = QUIRE_NAME(QUIRE_ISA),
     .matmul = kMatmul,
     .quantized = kQuantized,
+    .lora = kLora,
     .norm = kNorm,
     .activation = kActivation,
     .rotary = kRotary,

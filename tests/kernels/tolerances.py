@@ -14,6 +14,8 @@ from torch import Tensor
 TOLERANCES: dict[tuple[str, torch.dtype], tuple[float, float]] = {
     ("matmul", torch.float32): (1e-5, 1e-5),
     ("matmul", torch.bfloat16): (2**-7, 1e-5),
+    ("add_lora", torch.float32): (1e-5, 1e-5),
+    ("add_lora", torch.bfloat16): (2**-7, 1e-5),
     ("rms_norm", torch.float32): (1e-6, 1e-6),
     ("rms_norm", torch.bfloat16): (2**-7, 1e-6),
     ("add_rms_norm", torch.float32): (1e-6, 1e-6),

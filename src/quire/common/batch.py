@@ -157,7 +157,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
     scored: ScoredRows | None = None
     pooled: PooledRows | None = None
     adapter: int = -1
-    """Slot of its LoRA adapter in the worker; -1 for none."""
+    """The worker's slot of the LoRA adapter that these tokens run with; -1 for none."""
 
     @property
     def end(self) -> int:

@@ -47,7 +47,7 @@ class EngineConfig:
     measures_requests: bool = False
     """Whether an engine in the caller's process measures its requests."""
     lora: LoRAConfig | None = None
-    """None: requests cannot have LoRA adapters."""
+    """None: no request has an adapter."""
 
 
 class _NamesChecked(type):

@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from quire.common.batch import Batch, StepResult
 from quire.common.errors import ConfigError, EngineBrokenError, RequestError, TokenizerError, failure, failures_named
@@ -47,6 +48,11 @@ class _Sleeping:
 
     def execute(self, batch: Batch) -> StepResult:
         raise RuntimeError("the engine sleeps")
+
+    def load_adapter(self, slot: int, folder: Path) -> None:
+        raise RuntimeError("the engine sleeps")
+
+    def unload_adapter(self, slot: int) -> None: ...
 
 
 class LLMEngine:

@@ -9,6 +9,7 @@ from quire.kernels.backends.shapes import Meter
 from quire.kernels.backends.workspace import Workspace, borrowed
 from quire.kernels.embedding import embedding
 from quire.kernels.kv_cache import copy_blocks, copy_slots, gather_kv, make_layer_cache, write_kv
+from quire.kernels.lora import add_lora, pack_lora
 from quire.kernels.matmul import matmul, pack_weight, unpack_weight
 from quire.kernels.norm import add, add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from quire.kernels.quantized import (
@@ -23,13 +24,24 @@ from quire.kernels.quantized import (
 from quire.kernels.rotary import rotary_embedding
 from quire.kernels.sampling import processed_logits, sample, top_logprobs
 from quire.kernels.sampling_tensors import LogitChanges, SamplingTensors, TokenLists
-from quire.kernels.weights import BLOCK_FORMATS, QUANTIZED_FORMATS, Matrix, PackedWeight, QuantizedWeight, StackedWeight
+from quire.kernels.weights import (
+    BLOCK_FORMATS,
+    QUANTIZED_FORMATS,
+    LoRATable,
+    LoRAWeight,
+    Matrix,
+    PackedWeight,
+    QuantizedWeight,
+    StackedWeight,
+)
 
 __all__ = [
     "BLOCK_FORMATS",
     "QUANTIZED_FORMATS",
     "Backend",
     "KernelGraph",
+    "LoRATable",
+    "LoRAWeight",
     "LogitChanges",
     "Matrix",
     "Meter",
@@ -42,6 +54,7 @@ __all__ = [
     "activation",
     "add",
     "add_layer_norm",
+    "add_lora",
     "add_rms_norm",
     "backend_for",
     "backend_of",
@@ -61,6 +74,7 @@ __all__ = [
     "num_threads",
     "pack_blocks",
     "pack_integers",
+    "pack_lora",
     "pack_weight",
     "paged_attention",
     "processed_logits",

@@ -51,7 +51,7 @@ def kernel_errors() -> _KernelErrors:
     return _KERNEL_ERRORS
 
 
-def check_range(what: str, ids: Tensor, limit: int) -> None:
-    """Raise KernelError unless all ids are in [0, limit). The native kernels check this themselves."""
-    for bad in ids[(ids < 0) | (ids >= limit)][:1].tolist():
-        raise KernelError(f"{what} {bad} is not in [0, {limit})")
+def check_range(what: str, ids: Tensor, limit: int, first: int = 0) -> None:
+    """Raise KernelError unless all ids are in [first, limit). The native kernels check this themselves."""
+    for bad in ids[(ids < first) | (ids >= limit)][:1].tolist():
+        raise KernelError(f"{what} {bad} is not in [{first}, {limit})")

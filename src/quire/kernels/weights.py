@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire.kernels.checks import refusal
+
 QUANTIZED_FORMATS = ("int8", "int4")
 """The formats that `quantize_weight` makes of other weights."""
 BLOCK_FORMATS = (
@@ -104,3 +106,63 @@ class StackedWeight:
 
 Matrix = PackedWeight | QuantizedWeight | StackedWeight
 """What `kernels.matmul` multiplies by."""
+
+MAX_LORA_MODULES = 3
+"""How many modules a projection with adapters may fuse."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoRAWeight:
+    """One adapter's matrices for a projection, as `pack_lora` lays them out."""
+
+    sizes: tuple[int, ...]
+    """The outputs of each module that the projection fuses."""
+    k: int
+    dtype: torch.dtype
+    ranks: tuple[int, ...]
+    """The rank in each module; 0 where the adapter leaves the module as it is."""
+    a: Tensor
+    """All modules' A, one below the other. Native: [ranks padded to fours, k padded to 64 bytes]."""
+    b: tuple[Tensor, ...]
+    """Each module's B. Native: [panels of 32 outputs, rank, 32]; else [n, rank]."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept, padding included."""
+        return self.a.nbytes + sum(part.nbytes for part in self.b)
+
+
+class LoRATable:
+    """The adapters of one projection, by slot. It owns their memory; `put` replaces one.
+
+    `entries` stays in place and is read whenever `add_lora` runs, also in a recording. Rows of a step must not name a
+    slot that is being replaced.
+    """
+
+    def __init__(self, sizes: tuple[int, ...], k: int, dtype: torch.dtype, num_slots: int, max_rank: int) -> None:
+        self.sizes, self.k, self.dtype, self.max_rank = sizes, k, dtype, max_rank
+        self.most_ranks = -(-len(sizes) * max_rank // 4) * 4
+        """The rows of the largest A of an adapter."""
+        self.weights: list[LoRAWeight | None] = [None] * num_slots
+        self.entries = torch.zeros(num_slots, 2 + 2 * MAX_LORA_MODULES, dtype=torch.int64)
+        """[num_slots, 8]: LoraEntry of csrc/kernel_table.h"""
+        self.address = self.entries.data_ptr()
+
+    def work_bytes(self, rows: int) -> int:
+        """The memory that `add_lora` computes in: LoraArgs::work of csrc/kernel_table.h."""
+        return 4 * (len(self.weights) + rows * (4 + self.most_ranks))
+
+    def put(self, slot: int, weight: LoRAWeight | None) -> None:
+        """Put an adapter's part into a slot; None: it has none, or the slot becomes free."""
+        entry = [0] * self.entries.shape[1]
+        if weight is not None:
+            if (weight.sizes, weight.k, weight.dtype) != (self.sizes, self.k, self.dtype) or (
+                max(weight.ranks) > self.max_rank
+            ):
+                takes = f"an adapter of {self.sizes}, {self.k}, {self.dtype} and ranks up to {self.max_rank}"
+                raise refusal("LoRATable", takes, sizes=weight.sizes, k=weight.k, ranks=weight.ranks)
+            entry[:2] = weight.a.data_ptr(), weight.a.shape[0]
+            for i, (b, rank) in enumerate(zip(weight.b, weight.ranks, strict=True)):
+                entry[2 + 2 * i : 4 + 2 * i] = b.data_ptr(), rank
+        self.entries[slot] = torch.tensor(entry)
+        self.weights[slot] = weight

@@ -9,7 +9,9 @@ from torch import Tensor
 from quire import kernels
 from quire.config.checkpoint.formats import open_checkpoint
 from quire.config.kv_cache import AttentionSpec
+from quire.config.lora import LoRAConfig
 from quire.config.model import ModelConfig
+from quire.models.adapters.slots import AdapterSlots
 from quire.models.base import Model
 from quire.models.layers.batch_tensors import BatchTensors, GroupTensors, LayerKVCache
 from quire.models.weights.loader import build_model
@@ -17,8 +19,9 @@ from quire.models.weights.loader import build_model
 _BLOCK_SIZE = 16
 
 
-def activation_bytes(config: ModelConfig, num_tokens: int) -> int:
-    """The most that the outputs of kernels take at once in a forward pass of `num_tokens` tokens; logits excluded.
+def activation_bytes(config: ModelConfig, num_tokens: int, lora: LoRAConfig | None = None) -> int:
+    """The most that the outputs of kernels take at once in a forward pass of `num_tokens` tokens; logits excluded. With
+    `lora`, the tokens have adapters.
 
     The model runs on torch's meta device: its kernels allocate as always, but read no weights and compute nothing.
     Memory that a family takes from torch instead of from kernels is not counted.
@@ -32,18 +35,22 @@ def activation_bytes(config: ModelConfig, num_tokens: int) -> int:
             for name, value in vars(module).items():
                 if isinstance(value, Tensor):
                     setattr(module, name, _meta(value.shape, value.dtype))
-        model(_batch(model, num_tokens), _caches(model, config))
+        if lora is not None:
+            AdapterSlots(model, lora)
+        model(_batch(model, num_tokens, has_adapters=lora is not None), _caches(model, config))
     return meter.peak_bytes
 
 
-def _batch(model: Model, num_tokens: int) -> BatchTensors:
+def _batch(model: Model, num_tokens: int, has_adapters: bool) -> BatchTensors:
     """One sequence."""
     rows = model.num_position_rows
     tokens = _meta((num_tokens,), torch.int64)
     positions = tokens if rows == 1 else _meta((rows, num_tokens), torch.int64)
     group = GroupTensors(tokens, _meta((1, -(-num_tokens // _BLOCK_SIZE)), torch.int32))
     query_start, seq_lens = _meta((2,), torch.int32), _meta((1,), torch.int32)
-    return BatchTensors(tokens, positions, query_start, seq_lens, (group,), logit_rows=_meta((0,), torch.int64))
+    rows_wanted = _meta((0,), torch.int64)
+    adapters = tokens if has_adapters else None
+    return BatchTensors(tokens, positions, query_start, seq_lens, (group,), rows_wanted, adapters=adapters)
 
 
 def _caches(model: Model, config: ModelConfig) -> list[LayerKVCache]:

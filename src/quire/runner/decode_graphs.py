@@ -1,4 +1,4 @@
-"""Decode steps, recorded once for each number of sequences and rows, then replayed.
+"""Decode steps, recorded once for each number of sequences and rows, with and without adapters, then replayed.
 
 In a decode step each sequence runs the tokens whose successors it draws: its newest token, and drafts behind it.
 """
@@ -50,10 +50,11 @@ class DecodeGraphs:
         self._rows = np.arange(MAX_ROWS)
         self._query_start = np.zeros(MAX_ROWS + 1, np.int32)
         self._seq_lens = np.zeros(MAX_ROWS, np.int32)
+        self._adapters = np.full(MAX_ROWS, -1, np.int64)
         self._slots = np.zeros((num_groups, MAX_ROWS), np.int64)
         self._block_tables = np.zeros((num_groups, MAX_ROWS, max_blocks), np.int32)
         self._known_tables: list[list[BlockIds | None]] = [[None] * MAX_ROWS for _ in range(num_groups)]
-        self._recorded: dict[tuple[int, int], _Recorded] = {}
+        self._recorded: dict[tuple[int, int, bool], _Recorded] = {}
 
     def can_replay(self, sequences: Sequence[ScheduledSequence]) -> bool:
         """Whether the backend can record steps, and this is a decode step that is small enough."""
@@ -63,7 +64,7 @@ class DecodeGraphs:
         """[num_rows, vocab] float32, valid until the next step."""
         layout = row_layout(sequences)
         self._fill(sequences, layout)
-        shape = len(sequences), len(layout.token_ids)
+        shape = len(sequences), len(layout.token_ids), layout.adapters is not None
         recorded = self._recorded.get(shape)
         if recorded is None:
             recorded = self._recorded[shape] = self._record(*shape)
@@ -77,6 +78,8 @@ class DecodeGraphs:
         self._positions[:num_rows] = layout.positions
         self._query_start[: num_seqs + 1] = layout.query_start
         self._seq_lens[:num_seqs] = layout.seq_lens
+        if layout.adapters is not None:
+            self._adapters[:num_rows] = layout.adapters
         for group, known in enumerate(self._known_tables):
             tables = self._block_tables[group]
             for place, s in enumerate(sequences):
@@ -86,15 +89,15 @@ class DecodeGraphs:
                     known[place] = table
             self._slots[group, :num_rows] = layout.slots(tables, self._block_size)
 
-    def _record(self, num_seqs: int, num_rows: int) -> _Recorded:
+    def _record(self, num_seqs: int, num_rows: int, has_adapters: bool) -> _Recorded:
         """Run the step, and keep what it ran."""
         graph = self._backend.graph()
         with self._workspace.recording(), graph.record():
-            hidden = self._model(self._tensors(num_seqs, num_rows), self._kv)  # [num_rows, hidden]
+            hidden = self._model(self._tensors(num_seqs, num_rows, has_adapters), self._kv)  # [num_rows, hidden]
             logits = self._model.compute_logits(hidden)
         return _Recorded(graph, kernels.borrowed(logits))
 
-    def _tensors(self, num_seqs: int, num_rows: int) -> BatchTensors:
+    def _tensors(self, num_seqs: int, num_rows: int, has_adapters: bool) -> BatchTensors:
         def first(array: np.ndarray, count: int) -> Tensor:
             return torch.from_numpy(array[:count])
 
@@ -108,6 +111,7 @@ class DecodeGraphs:
                 for slots, tables in zip(self._slots, self._block_tables, strict=True)
             ),
             logit_rows=first(self._rows, num_rows),
+            adapters=first(self._adapters, num_rows) if has_adapters else None,
         )
 
 

@@ -1,6 +1,7 @@
 """Where a Batch is executed: in this process, or in others."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 from quire.common.batch import Batch, StepResult
@@ -18,9 +19,21 @@ class Executor(Protocol):
         """Move blocks, run the model, draw tokens. After an exception every request is as it was before the step."""
         ...
 
+    def load_adapter(self, slot: int, folder: Path) -> None:
+        """Load the LoRA adapter in a PEFT folder into a slot below max_loras, in the place of the one there.
+
+        Raises CheckpointError, and changes nothing, if the adapter cannot be read or does not fit the model, and
+        ConfigError if there is no such slot. No batch may name the slot meanwhile.
+        """
+        ...
+
+    def unload_adapter(self, slot: int) -> None:
+        """Free a slot and its memory. It may be free already."""
+        ...
+
 
 def _in_process(config: EngineConfig, kv_cache: KVCacheConfig) -> Executor:
-    return Worker(config.model, kv_cache, config.parallel, logprobs_mode=config.logprobs_mode)
+    return Worker(config.model, kv_cache, config.parallel, logprobs_mode=config.logprobs_mode, lora=config.lora)
 
 
 EXECUTORS: dict[str, Callable[[EngineConfig, KVCacheConfig], Executor]] = {"in_process": _in_process}

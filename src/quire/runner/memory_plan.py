@@ -14,6 +14,7 @@ from quire.config.kv_layout import kv_cache_config
 from quire.config.machine import MachineMemory, machine_memory
 from quire.config.sizes import format_bytes
 from quire.models.activations import activation_bytes
+from quire.models.adapters.slots import adapter_reserve
 from quire.models.base import Model
 from quire.models.registry import model_class
 from quire.models.weights.loader import weight_bytes
@@ -32,6 +33,8 @@ class MemoryPlan:
     machine: MachineMemory
     weight_bytes: int
     activation_bytes: int
+    adapter_bytes: int = 0
+    """Kept for LoRA adapters."""
 
     @property
     def max_model_len(self) -> int:
@@ -46,8 +49,9 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        """Weights, activations, KV cache and host tier together."""
-        return self.weight_bytes + self.activation_bytes + self.kv_cache.total_bytes + self.kv_cache.host_bytes
+        """Weights, adapters, activations, KV cache and host tier together."""
+        others = self.weight_bytes + self.adapter_bytes + self.activation_bytes
+        return others + self.kv_cache.total_bytes + self.kv_cache.host_bytes
 
     @property
     def max_concurrency(self) -> float:
@@ -64,6 +68,7 @@ class MemoryPlan:
             "machine_limit_bytes": self.machine.limit_bytes,
             "machine_available_bytes": self.machine.available_bytes,
             "weight_bytes": self.weight_bytes,
+            "adapter_bytes": self.adapter_bytes,
             "activation_bytes": self.activation_bytes,
             "kv_cache_dtype": self.kv_cache_dtype,
             "kv_cache_bytes": self.kv_cache.total_bytes,
@@ -88,6 +93,7 @@ class MemoryPlan:
             "model": f"{model.model} ({', '.join(kinds)})",
             "memory": f"{available} of {limit} free",
             "weights": format_bytes(self.weight_bytes),
+            **self._adapter_row(),
             "activations": f"{format_bytes(self.activation_bytes)} at most",
             "KV cache": f"{format_bytes(cache.total_bytes)} = {blocks}, {capacity}",
         }
@@ -95,6 +101,12 @@ class MemoryPlan:
             rows["swap space"] = f"{format_bytes(cache.host_bytes)} = {cache.num_host_blocks} blocks"
         rows["context"] = f"{self.max_model_len} tokens, {self.max_concurrency:.1f} such sequences at once"
         return "\n".join(f"{name:<12}{text}" for name, text in rows.items())
+
+    def _adapter_row(self) -> dict[str, str]:
+        lora = self.config.lora
+        if lora is None:
+            return {}
+        return {"adapters": f"{format_bytes(self.adapter_bytes)} for {lora.max_loras} of rank {lora.max_lora_rank}"}
 
 
 def plan_memory(args: EngineArgs) -> MemoryPlan:
@@ -106,8 +118,9 @@ def plan_memory(args: EngineArgs) -> MemoryPlan:
     model = model_class(config.model.architecture)
     machine = machine_memory().limited(config.cache.memory_limit_bytes)
     weights = weight_bytes(config.model)
+    adapters = 0 if config.lora is None else adapter_reserve(config.model, config.lora)
     activations = _activation_bytes(config)
-    cache = _kv_cache(model, config, machine, weights + activations)
+    cache = _kv_cache(model, config, machine, weights + adapters + activations)
     if cache.max_tokens < config.model.max_model_len:
         if not args.fits_model_len:
             raise OutOfMemoryError(
@@ -115,7 +128,7 @@ def plan_memory(args: EngineArgs) -> MemoryPlan:
                 f"({format_bytes(cache.total_bytes)}): lower max_model_len or raise kv_cache_memory"
             )
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, max_model_len=cache.max_tokens))
-    return MemoryPlan(config, cache, machine, weights, activations)
+    return MemoryPlan(config, cache, machine, weights, activations, adapters)
 
 
 def _activation_bytes(config: EngineConfig) -> int:
@@ -123,16 +136,17 @@ def _activation_bytes(config: EngineConfig) -> int:
     whose log-probabilities are wanted."""
     # One for each sample, also where one token of a prompt has several.
     num_logits = config.scheduler.max_num_seqs + MAX_LOGITS_ROWS
-    forward = activation_bytes(config.model, config.scheduler.max_num_batched_tokens)
+    forward = activation_bytes(config.model, config.scheduler.max_num_batched_tokens, config.lora)
     return forward + num_logits * config.model.vocab_size * 4
 
 
 def _kv_cache(model: type[Model], config: EngineConfig, machine: MachineMemory, others: int) -> KVCacheConfig:
     cache, specs = config.cache, _kv_cache_specs(model, config)
+    what = "weights and activations" if config.lora is None else "weights, adapters and activations"
     where = "this machine's" if cache.memory_limit_bytes is None else "the memory_limit of"
     if cache.swap_bytes + others > machine.limit_bytes:
         raise OutOfMemoryError(
-            f"weights and activations ({format_bytes(others)}) and swap_space of {format_bytes(cache.swap_bytes)} do "
+            f"{what} ({format_bytes(others)}) and swap_space of {format_bytes(cache.swap_bytes)} do "
             f"not fit into {where} {format_bytes(machine.limit_bytes)}: lower it, or take a smaller model"
         )
     layout: dict[str, Any] = {"host_bytes": cache.swap_bytes, "max_chunk": config.scheduler.max_num_batched_tokens}
@@ -146,7 +160,7 @@ def _kv_cache(model: type[Model], config: EngineConfig, machine: MachineMemory, 
         result = kv_cache_config(specs, cache.block_size, num_bytes=wanted, **layout)
     if result.total_bytes + cache.swap_bytes + others > machine.limit_bytes:
         raise OutOfMemoryError(
-            f"weights and activations ({format_bytes(others)}), a KV cache of {format_bytes(result.total_bytes)} "
+            f"{what} ({format_bytes(others)}), a KV cache of {format_bytes(result.total_bytes)} "
             f"and swap space of {format_bytes(cache.swap_bytes)} do not fit into {where} "
             f"{format_bytes(machine.limit_bytes)}: lower kv_cache_memory or swap_space"
         )

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from quire import kernels
 from quire.common.batch import Batch, HiddenStates, ScheduledSequence, StepResult
+from quire.common.errors import ConfigError
 from quire.common.params import LogprobsMode
+from quire.models.adapters.slots import AdapterSlots
 from quire.models.base import CausalLM
 from quire.models.layers.batch_tensors import BatchTensors, GroupTensors, LayerKVCache
 from quire.runner.decode_graphs import DecodeGraphs
@@ -27,8 +29,11 @@ class ModelRunner:
         block_size: int,
         max_model_len: int,
         logprobs_mode: LogprobsMode = "raw_logprobs",
+        adapters: AdapterSlots | None = None,
     ) -> None:
+        """`adapters` are those of the model, whose slots sequences may name."""
         self.model = model
+        self._adapters = adapters
         self.kv = kv
         self.block_size = block_size
         backend = kernels.backend_of(kv[0].k)
@@ -42,10 +47,19 @@ class ModelRunner:
         sequences = batch.sequences
         if not sequences:
             return StepResult(())
+        self._check_adapters(sequences)
         with self._workspace:
             if self._graphs.can_replay(sequences):
                 return self._sampler.sample(self._graphs.logits(sequences), sequences)
             return self._call(sequences)
+
+    def _check_adapters(self, sequences: Sequence[ScheduledSequence]) -> None:
+        """Raise ConfigError or CheckpointError if an adapter is not loaded: its rows would silently go without."""
+        slots = {s.adapter for s in sequences} - {-1}
+        if slots and self._adapters is None:
+            raise ConfigError(f"adapters in slots {sorted(slots)} are asked for, but this worker was made without any")
+        if slots and self._adapters is not None:
+            self._adapters.check_loaded(slots)
 
     def _call(self, sequences: Sequence[ScheduledSequence]) -> StepResult:
         """Call the model, and read the rows that the sequences want."""
@@ -85,6 +99,7 @@ def build_tensors(sequences: Sequence[ScheduledSequence], block_size: int) -> Ba
         seq_lens=torch.from_numpy(layout.seq_lens.astype(np.int32)),
         groups=tuple(_group_tensors(sequences, g, layout, block_size) for g in range(num_groups)),
         logit_rows=_logit_rows(sequences, layout.query_start),
+        adapters=None if layout.adapters is None else torch.from_numpy(layout.adapters),
     )
 
 

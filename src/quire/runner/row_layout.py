@@ -25,6 +25,8 @@ class RowLayout(NamedTuple):
     """[num_seqs + 1]: sequence s owns rows query_start[s] to query_start[s + 1]"""
     seq_lens: Ints
     """[num_seqs]: tokens of each sequence once the step is done"""
+    adapters: Ints | None
+    """[num_rows]: the slot of each row's adapter, -1 for none; None if no row has one"""
 
     def slots(self, block_tables: BlockIds, block_size: int) -> Ints:
         """block_tables [num_seqs, max_blocks] -> [num_rows]: where each row's key and value are written."""
@@ -44,6 +46,12 @@ def row_layout(sequences: Sequence[ScheduledSequence]) -> RowLayout:
     if num_rows > len(sequences):  # else each has one row
         positions = np.arange(num_rows) + (positions - query_start[:-1]).repeat(lens)
         sequence_of = sequence_of.repeat(lens)
+    adapters = [s.adapter for s in sequences]
     return RowLayout(
-        np.fromiter(chain.from_iterable(token_ids), np.int64, num_rows), positions, sequence_of, query_start, seq_lens
+        np.fromiter(chain.from_iterable(token_ids), np.int64, num_rows),
+        positions,
+        sequence_of,
+        query_start,
+        seq_lens,
+        np.array(adapters, np.int64)[sequence_of] if max(adapters) >= 0 else None,
     )

@@ -1,12 +1,18 @@
 """One process's share of the engine: its threads, weights, cache memory and runner."""
 
+from pathlib import Path
+
 from quire import kernels
 from quire.common.batch import Batch, StepResult
+from quire.common.errors import ConfigError
 from quire.common.faults import fault_point
 from quire.common.params import LogprobsMode
 from quire.config.kv_cache import KVCacheConfig
+from quire.config.lora import LoRAConfig
 from quire.config.model import ModelConfig
 from quire.config.parallel import ParallelConfig
+from quire.models.adapters.peft import read_adapter
+from quire.models.adapters.slots import AdapterSlots
 from quire.models.weights.loader import load_causal_lm
 from quire.runner.cache_engine import CacheEngine
 from quire.runner.model_runner import ModelRunner
@@ -21,14 +27,18 @@ class Worker:
         kv_cache: KVCacheConfig,
         parallel: ParallelConfig,
         logprobs_mode: LogprobsMode = "raw_logprobs",
+        lora: LoRAConfig | None = None,
     ) -> None:
+        """Without `lora`, no adapters can be loaded."""
         backend = kernels.backend_for("cpu")
         self._threads = backend.threads(parallel.num_threads, parallel.cpus)
         self.cache_engine = CacheEngine(kv_cache, backend)
         with self._threads:
             loaded = load_causal_lm(model)
+        self._model = loaded
+        self._adapters = None if lora is None else AdapterSlots(loaded, lora)
         self.runner = ModelRunner(
-            loaded, self.cache_engine.layers, kv_cache.block_size, model.max_model_len, logprobs_mode
+            loaded, self.cache_engine.layers, kv_cache.block_size, model.max_model_len, logprobs_mode, self._adapters
         )
 
     def execute(self, batch: Batch) -> StepResult:
@@ -38,3 +48,18 @@ class Worker:
             self.cache_engine.copy_slots(batch.copies)
             fault_point("step.run")
             return self.runner.run(batch)
+
+    def load_adapter(self, slot: int, folder: Path) -> None:
+        """Read the adapter in `folder` and put it into a slot; as it was if this raises."""
+        adapters = self._slots()
+        with self._threads:
+            adapters.load(slot, read_adapter(folder, self._model, adapters.max_rank))
+
+    def unload_adapter(self, slot: int) -> None:
+        """Free a slot and its memory."""
+        self._slots().unload(slot)
+
+    def _slots(self) -> AdapterSlots:
+        if self._adapters is None:
+            raise ConfigError("this engine was made without adapters: set enable_lora")
+        return self._adapters

@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.kernels.backends.recording import KernelGraph
 from quire.kernels.backends.workspace import Workspace
 from quire.kernels.sampling_tensors import SamplingTensors
-from quire.kernels.weights import PackedWeight, QuantizedWeight
+from quire.kernels.weights import LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
 
 
 class Backend(Protocol):
@@ -88,6 +88,11 @@ class Backend(Protocol):
     ) -> QuantizedWeight: ...
 
     def quantized_matmul(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor) -> None: ...
+
+    def pack_lora(
+        self, factors: Sequence[tuple[Tensor, Tensor] | None], sizes: tuple[int, ...], k: int, dtype: torch.dtype
+    ) -> LoRAWeight: ...
+    def add_lora(self, x: Tensor, out: Tensor, adapters: LoRATable, slots: Tensor) -> None: ...
 
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor: ...
     def gather_packed(self, token_ids: Tensor, table: PackedWeight) -> Tensor: ...

@@ -13,7 +13,7 @@ from quire.kernels.backends.recording import KernelGraph
 from quire.kernels.backends.workspace import Workspace, empty, zeroed_blocks
 from quire.kernels.checks import ACTIVATIONS, DTYPES
 from quire.kernels.sampling_tensors import SamplingTensors
-from quire.kernels.weights import FORMATS, PackedWeight, QuantizedWeight
+from quire.kernels.weights import FORMATS, MAX_LORA_MODULES, LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
 
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 """The dtypes by their number in csrc/common.h."""
@@ -116,6 +116,34 @@ class NativeBackend:
         given = x.data_ptr(), x_stride, rows, weight.address, n, k, bias_at
         order = 0 if weight.order is None else weight.order.data_ptr()
         self.native.quantized_matmul(*codes, DTYPE_CODES[weight.dtype], *given, *to, work.data_ptr(), order)
+
+    def pack_lora(
+        self, factors: Sequence[tuple[Tensor, Tensor] | None], sizes: tuple[int, ...], k: int, dtype: torch.dtype
+    ) -> LoRAWeight:
+        ranks = tuple(0 if pair is None else len(pair[0]) for pair in factors)
+        device = next(pair[0].device for pair in factors if pair is not None)
+        row = -(-k * dtype.itemsize // 64) * 64 // dtype.itemsize
+        a, first = torch.zeros(-(-sum(ranks) // 4) * 4, row, dtype=dtype, device=device), 0
+        panels = []
+        for pair, n in zip(factors, sizes, strict=True):
+            b = torch.zeros(0, device=device)
+            if pair is not None:
+                rank = len(pair[0])
+                a[first : first + rank, :k] = pair[0]
+                first += rank
+                padded = torch.zeros(-(-n // 32) * 32, rank, dtype=dtype, device=device)
+                padded[:n] = pair[1]
+                b = padded.view(-1, 32, rank).transpose(1, 2).contiguous()
+            panels.append(b)
+        return LoRAWeight(sizes, k, dtype, ranks, a, tuple(panels))
+
+    def add_lora(self, x: Tensor, out: Tensor, adapters: LoRATable, slots: Tensor) -> None:
+        rows, k, num_slots = x.shape[0], x.shape[1], len(adapters.weights)
+        work = empty((adapters.work_bytes(rows),), torch.uint8)
+        sizes = (*adapters.sizes, 0, 0)[:MAX_LORA_MODULES]
+        given = x.data_ptr(), k, rows, k, slots.data_ptr(), adapters.address, num_slots, *sizes
+        to = out.data_ptr(), out.shape[1], work.data_ptr(), adapters.most_ranks
+        self.native.add_lora(DTYPE_CODES[x.dtype], *given, *to)
 
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
         count, (vocab, hidden) = token_ids.numel(), table.shape

@@ -6,7 +6,7 @@ a row may depend on the batch here, since torch may choose another order of summ
 out of range, such as ids, raise KernelError.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,6 +21,14 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtyp
     """`x @ weight.T + bias`: x [num_tokens, k], weight [n, k], bias [n] float32 -> [num_tokens, n] in `out_dtype`."""
     out = x.float() @ weight.float().T
     return (out if bias is None else out + bias.float()).to(out_dtype)
+
+
+def with_lora(out: Tensor, x: Tensor, a: Tensor, b: Sequence[Tensor], ranks: Sequence[int]) -> Tensor:
+    """`out + B (A x)` for rows of one adapter: x [num_tokens, k], a [sum of ranks, k], b of each module [n, rank], out
+    [num_tokens, sum of n], which was rounded before."""
+    shrunk = torch.split(x.float() @ a.float().T, list(ranks), dim=1)
+    added = torch.cat([part @ each.float().T for part, each in zip(shrunk, b, strict=True)], dim=1)
+    return (out.float() + added).to(out.dtype)
 
 
 def group_size(k: int, format: str) -> int:

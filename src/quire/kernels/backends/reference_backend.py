@@ -11,7 +11,8 @@ from quire.common.faults import fault_point
 from quire.kernels.backends import key_layout, reference, reference_blocks, reference_sampling
 from quire.kernels.backends.recording import KernelGraph
 from quire.kernels.backends.workspace import Workspace, zeroed_blocks
-from quire.kernels.weights import PackedWeight, QuantizedWeight
+from quire.kernels.checks import check_range
+from quire.kernels.weights import LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
 
 
 class ReferenceBackend:
@@ -92,6 +93,24 @@ class ReferenceBackend:
         assert weight.scales is not None
         x = x if weight.order is None else x[:, weight.order.long()]
         out.copy_(reference.quantized_matmul(x, weight.data, weight.scales, weight.mins, bias, out.dtype))
+
+    def pack_lora(
+        self, factors: Sequence[tuple[Tensor, Tensor] | None], sizes: tuple[int, ...], k: int, dtype: torch.dtype
+    ) -> LoRAWeight:
+        ranks = tuple(0 if pair is None else len(pair[0]) for pair in factors)
+        a = torch.cat([pair[0].to(dtype) for pair in factors if pair is not None])
+        b = tuple(
+            a.new_zeros(n, 0) if pair is None else pair[1].to(dtype) for pair, n in zip(factors, sizes, strict=True)
+        )
+        return LoRAWeight(sizes, k, dtype, ranks, a, b)
+
+    def add_lora(self, x: Tensor, out: Tensor, adapters: LoRATable, slots: Tensor) -> None:
+        num_slots = len(adapters.weights)
+        check_range("add_lora: adapter slot", slots, num_slots, first=-1)
+        for slot, weight in enumerate(adapters.weights):
+            rows = (slots == slot).nonzero()[:, 0]
+            if weight is not None and len(rows):
+                out[rows] = reference.with_lora(out[rows], x[rows], weight.a, weight.b, weight.ranks)
 
     def gather_packed(self, token_ids: Tensor, table: PackedWeight) -> Tensor:
         return reference.embedding(token_ids, table.data)

@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.kernels.backends.base import Backend
 from quire.kernels.backends.reference_backend import ReferenceBackend
 from quire.kernels.backends.workspace import Workspace, empty
-from quire.kernels.weights import PackedWeight, QuantizedWeight
+from quire.kernels.weights import LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
 
 _ALIGNMENT = 64
 
@@ -76,6 +76,14 @@ class ShapesBackend(ReferenceBackend):
     def quantized_matmul(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor) -> None:
         # Rows of x in at most 16 bits, a scale, a correction and a sum for each 16, padded.
         self.empty((len(x), 2 * weight.k + 3 * weight.k // 4 + 512), torch.uint8)
+
+    def pack_lora(
+        self, factors: Sequence[tuple[Tensor, Tensor] | None], sizes: tuple[int, ...], k: int, dtype: torch.dtype
+    ) -> LoRAWeight:
+        return self._host.pack_lora(factors, sizes, k, dtype)
+
+    def add_lora(self, x: Tensor, out: Tensor, adapters: LoRATable, slots: Tensor) -> None:
+        self.empty((adapters.work_bytes(len(x)),), torch.uint8)
 
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
         return self.empty((len(token_ids), table.shape[1]), table.dtype)

@@ -35,6 +35,8 @@ class BatchTensors:
     embeddings: Tensor | None = None
     """[num_tokens, width of the token table]: what the layers start from, in the place of the tokens' rows of the
     table. The model computes in this memory, so it holds something else afterwards."""
+    adapters: Tensor | None = None
+    """[num_tokens] int64: the slot of each token's adapter, -1 for none. None: no token has one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,11 +46,19 @@ class Projection(WeightedLayer):
 
 
 class Linear(Projection):
-    """`x @ weight.T + bias`. Several `out_features` make one matrix of projections that a checkpoint keeps apart."""
+    """`x @ weight.T + bias`. Several `out_features` make one matrix of projections that a checkpoint keeps apart.
+
+    A pass may set `adapters`: then the rows that name an adapter in the batch have what it adds.
+    """
+
+    adapters: kernels.LoRATable | None = None
 
     def forward(self, x: Tensor, batch: BatchTensors) -> Tensor:
         """x [num_tokens, in_features] -> [num_tokens, sum(out_features)]; row i is of the batch's token i."""
-        return kernels.matmul(x, self.weight, self.bias)
+        out = kernels.matmul(x, self.weight, self.bias)
+        if self.adapters is not None and batch.adapters is not None:
+            kernels.add_lora(x, out, self.adapters, batch.adapters)
+        return out
 
 
 class LmHead(Projection):

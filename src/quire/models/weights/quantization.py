@@ -48,7 +48,7 @@ def _saved_by_quire(model: Model, config: ModelConfig, checkpoint: Checkpoint) -
     _set_formats(model, config.quantization, SavedQuantized)
 
 
-def _matrices(model: Model) -> Iterator[tuple[Projection | Embedding, list[str]]]:
+def matrices(model: Model) -> Iterator[tuple[Projection | Embedding, list[str]]]:
     """Each layer with a matrix, and the names of the modules that it fuses."""
     for name, module in model.weighted_layers():
         if isinstance(module, Projection | Embedding):
@@ -69,7 +69,7 @@ def _in_blocks(model: Model, config: ModelConfig, checkpoint: Checkpoint) -> Non
     """Matrices of a GGUF file: each has a type of its own, or plain numbers. Token tables are kept as matrices too."""
     _quantized_while_loading(model, config, checkpoint)
     types = {model.weight_name(name): tensor.block_type for name, tensor in checkpoint.tensors.items()}
-    for module, names in _matrices(model):
+    for module, names in matrices(model):
         block_types = tuple(types.get(f"{name}.weight") for name in names)
         if not any(block_types):
             continue
@@ -85,7 +85,7 @@ def _in_integers(model: Model, config: ModelConfig, checkpoint: Checkpoint) -> N
     """Projections of a GPTQ or AWQ checkpoint: integers, or plain numbers where the configuration leaves them out."""
     integers = IntegerQuantization.read(config.hf_config)
     theirs = {model.weight_name(name): name for name in checkpoint.tensors}
-    for module, names in _matrices(model):
+    for module, names in matrices(model):
         if not isinstance(module, Projection) or not any(f"{name}.qweight" in theirs for name in names):
             continue
         formats: list[WeightFormat] = []
