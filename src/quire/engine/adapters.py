@@ -13,7 +13,7 @@ from quire.config.model import ModelConfig
 from quire.config.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from quire.models.adapters.peft import AdapterInfo
+    from quire.models.adapters.adapter import AdapterInfo
 
 AnyAdapter = LoRARequest | KnownAdapter | None
 """A request's adapter, as callers of the engine's interfaces give it."""

@@ -49,7 +49,7 @@ class _Sleeping:
     def execute(self, batch: Batch) -> StepResult:
         raise RuntimeError("the engine sleeps")
 
-    def load_adapter(self, slot: int, folder: Path) -> None:
+    def load_adapter(self, slot: int, folder: Path, digest: str | None = None) -> None:
         raise RuntimeError("the engine sleeps")
 
     def unload_adapter(self, slot: int) -> None: ...

@@ -21,7 +21,7 @@ fewer, requests of many adapters that arrive in turn would run one at a time."""
 class AdapterLoader(Protocol):
     """Where adapters are loaded: an Executor."""
 
-    def load_adapter(self, slot: int, folder: Path, digest: str) -> None:
+    def load_adapter(self, slot: int, folder: Path, digest: str | None = None) -> None:
         """Load the adapter into a slot. Raises CheckpointError, and changes nothing, if it cannot be read or its
         content has another digest."""
 
