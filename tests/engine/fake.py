@@ -194,7 +194,7 @@ class Harness:
             config, enable_prefix_caching=caching, watermark=watermark, pinned_fraction=pinned_fraction
         )
         settings = SchedulerConfig(max_num_seqs, max_num_batched_tokens, preemption_mode, **scheduling)
-        self.adapters = LoadedAdapters(max_loras, lora_bytes, lambda: self.executor)
+        self.adapters = LoadedAdapters(max_loras, lora_bytes, self.executor)
         self.scheduler = Scheduler(
             settings, self.blocks, clock=lambda: float(self.scheduler.num_steps), adapters=self.adapters
         )

@@ -245,7 +245,7 @@ def test_a_cleared_table_loads_again() -> None:
         group = add(harness, A, max_tokens=1)
         harness.run()
         harness.check_output(group)
-        harness.adapters.clear()
+        harness.adapters.clear(harness.executor)
         harness.executor.adapters.clear()
     assert harness.executor.loads == ["a", "a"]
 

@@ -78,7 +78,7 @@ class LLMEngine:
         )
         block_copy_s = plan.kv_cache.block_bytes / _COPY_BYTES_PER_S
         max_loras, lora_bytes = (0, None) if config.lora is None else (config.lora.max_loras, config.lora.max_bytes)
-        slots = self._slots = LoadedAdapters(max_loras, lora_bytes, lambda: self.executor)
+        slots = self._slots = LoadedAdapters(max_loras, lora_bytes, executor)
         self.keep_adapters = slots.keep_only
         self.adapters = AdapterTable(config.model, config.lora, on_change=slots.keep_only)
         """The LoRA adapters that requests may name."""
@@ -352,7 +352,7 @@ class LLMEngine:
             self.blocks.pins.unpin(pin_id)
         self.blocks.forget_cached()
         self.executor = _Sleeping()
-        self._slots.clear()
+        self._slots.clear(self.executor)
         gc.collect()
         give_back_memory()
 
@@ -360,6 +360,7 @@ class LLMEngine:
         """Load the model again after `sleep`. Does nothing in an engine that is awake. Raises what loading raises."""
         if self.is_sleeping:
             self.executor = make_executor(self.plan.config, self.plan.kv_cache)
+            self._slots.clear(self.executor)
 
     @property
     def is_sleeping(self) -> bool:

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, BinaryIO, TypeAlias
 
@@ -70,7 +71,7 @@ class EngineProcess:
         self._send = send
         self._make_cache_view = make_cache_view
         self._cache_view: CacheView | None = None
-        self._inspecting = threading.Lock()
+        self._inspector = ThreadPoolExecutor(1, "inspect-adapters")  # starts its thread with the first adapter
         self._keys: dict[str, int] = {}
         self._last_stats: EngineStats | None = None
 
@@ -129,7 +130,7 @@ class EngineProcess:
                 self._keys.pop(message.request_id, None)
                 self.engine.abort_request(message.request_id)
             case messages.InspectAdapter():
-                threading.Thread(target=self._inspect, args=(message,), daemon=True).start()
+                self._inspector.submit(self._inspect, message)
             case messages.KeepAdapters():
                 self.engine.keep_adapters(message.digests)
             case messages.SetCacheView():
@@ -142,10 +143,9 @@ class EngineProcess:
         return []
 
     def _inspect(self, message: messages.InspectAdapter) -> None:
-        """Read an adapter in a thread, one at a time, while requests run."""
+        """Read an adapter's files, in a thread in which nothing else is done, and send what they contain."""
         try:
-            with self._inspecting:
-                answer = messages.AdapterInspected(message.number, self.engine.adapters.inspect(message.request))
+            answer = messages.AdapterInspected(message.number, self.engine.adapters.inspect(message.request))
         except Exception as error:
             if not isinstance(error, QuireError):
                 logger.exception("the adapter %s could not be read", message.request.lora_name)

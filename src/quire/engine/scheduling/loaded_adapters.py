@@ -1,6 +1,6 @@
 """Which LoRA adapters are in the worker's slots, and which requests wait for one. This module does not import torch."""
 
-from collections.abc import Callable, Set
+from collections.abc import Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -56,10 +56,8 @@ class LoadedAdapters:
     request claims it, and become fewer with each holder that ends, so the first request that waits gets a slot.
     """
 
-    def __init__(
-        self, max_slots: int = 0, max_bytes: int | None = None, loader: Callable[[], AdapterLoader] | None = None
-    ) -> None:
-        """`max_bytes` limits the adapters in all slots together; `loader` returns where they are loaded now."""
+    def __init__(self, max_slots: int = 0, max_bytes: int | None = None, loader: AdapterLoader | None = None) -> None:
+        """`max_bytes` limits the adapters in all slots together; with a slot there must be a `loader`."""
         self.max_bytes = max_bytes
         self._slots: list[_Content | None] = [None] * max_slots
         self._loader = loader
@@ -152,8 +150,9 @@ class LoadedAdapters:
         for content in list(self._contents.values()):
             self._drop_if_unused(content)
 
-    def clear(self) -> None:
-        """The executor and its slots are gone. No request may be unfinished."""
+    def clear(self, loader: AdapterLoader) -> None:
+        """The loader and its slots are gone, and this one takes its place. No request may be unfinished."""
+        self._loader = loader
         self._contents.clear()
         self._slots = [None] * len(self._slots)
 
@@ -184,12 +183,12 @@ class LoadedAdapters:
     def _load(self, content: _Content) -> None:
         assert self._loader is not None
         slot = self._slots.index(None)
-        self._loader().load_adapter(slot, Path(content.adapter.folder), content.adapter.digest)
+        self._loader.load_adapter(slot, Path(content.adapter.folder), content.adapter.digest)
         self._slots[slot], content.slot, content.loaded_step = content, slot, self._num_steps
 
     def _unload(self, content: _Content) -> None:
         assert self._loader is not None
-        self._loader().unload_adapter(content.slot)
+        self._loader.unload_adapter(content.slot)
         self._slots[content.slot], content.slot = None, -1
         if not content.users:
             del self._contents[content.adapter.digest]

@@ -67,10 +67,13 @@ class ModelPool:
         for a name that is not served."""
         if name is None:
             return self.entries[0]
-        for spelling in (name, name.removesuffix(":latest")):
-            for entry in self.entries:
-                if spelling in entry.spec.names or spelling in entry.adapter_names:
-                    return entry
+        spellings = {name, name.removesuffix(":latest")}
+        for entry in self.entries:
+            if not spellings.isdisjoint(entry.spec.names):
+                return entry
+        for entry in self.entries:
+            if not spellings.isdisjoint(entry.adapter_names):
+                return entry
         raise self.not_found(name)
 
     def not_found(self, name: str) -> ApiError:
