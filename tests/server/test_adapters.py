@@ -18,6 +18,7 @@ from quire.server.config import ServerArgs, merge_args
 from quire.server.http.errors import ApiError
 from quire.server.models.pool import ModelPool
 from quire.server.models.spec import ModelSpec
+from quire.server.operations.model_metrics import resident_bytes
 from tests.async_llm.door import Door
 from tests.models.adapters import make_tensors, tiny_sizes, write_adapter
 from tests.server.in_process import Answer, Server, serve, state_over
@@ -210,10 +211,6 @@ def test_an_adapter_that_is_unloaded_while_its_model_loads_is_not_found(server: 
 # Under load
 
 
-def threads_of(pid: int) -> int:
-    return len(list(Path(f"/proc/{pid}/task").iterdir()))
-
-
 @pytest.mark.parametrize("num_turns", [4, pytest.param(200, marks=pytest.mark.slow)])
 def test_adapters_are_loaded_and_unloaded_while_others_stream(adapters: Path, num_turns: int) -> None:
     """No stream changes, those of an adapter that is unloaded end as they should, and nothing grows."""
@@ -254,21 +251,27 @@ def test_adapters_are_loaded_and_unloaded_while_others_stream(adapters: Path, nu
     async def under_load(count: int) -> None:
         await asyncio.gather(*(streams(["base", "a0", "a1", "a2"][i % 4]) for i in range(32)), turns(count))
 
+    def counted() -> tuple[int, int, int]:
+        """Threads and bytes of the engine process, and objects of this one."""
+        door.record.events.clear()
+        gc.collect()
+        num_threads = len(list(Path(f"/proc/{door.llm.engine_pid}/task").iterdir()))
+        return num_threads, len(gc.get_objects()), resident_bytes(str(door.llm.engine_pid)) or 0
+
     try:
         for i in range(3):
             assert door.run(post(LOAD, {"lora_name": f"a{i}", "lora_path": str(i)})).status == 200
         expected = {name: door.run(stream(name)) for name in ("base", "a0", "a1", "a2")}
         assert len(set(expected.values())) == 4
         door.run(under_load(4))
-        gc.collect()
-        before = threads_of(door.llm.engine_pid), len(gc.get_objects())
+        before = counted()
         for _ in range(num_turns // 4):
             door.run(under_load(4))
         door.run(door.drained())
-        gc.collect()
-        num_threads, num_objects = threads_of(door.llm.engine_pid), len(gc.get_objects())
+        num_threads, num_objects, num_bytes = counted()
         assert num_threads <= before[0]
-        assert num_objects <= before[1] + 500
+        assert num_objects <= before[1] + 200
+        assert num_bytes <= before[2] + 8 * 2**20
         assert door.llm.num_restarts == 0
     finally:
         door.close()
