@@ -5,8 +5,8 @@
 // runs through k in order; each element of y one sum that runs through the ranks in order and is added to y at the end.
 // So the bits of a row depend on itself and its adapter, and on nothing else.
 //
-// A lies by rows, each padded with zeros to whole cache lines, and their number to a multiple of kRankBlock. B lies in
-// panels of 32 outputs, each [rank][32], the last one padded with zeros.
+// A lies in blocks of kRankBlock rows, each block [lines][kRankBlock][64 bytes along k]; B in panels of 32 outputs,
+// each [rank][32]. What the last line, block and panel have beyond the matrix is zero.
 #pragma once
 
 #include "matmul/tiles.h"
@@ -15,6 +15,8 @@ namespace quire::QUIRE_ISA {
 
 constexpr int kRankBlock = 4;
 constexpr int kVectorsAtOnce = 2;
+constexpr int64_t kLineBytes = 64;
+constexpr int64_t kLoraBytesAhead = 2048;
 #if defined(QUIRE_SIMD_AVX512)
 constexpr int kShrinkRows = 4, kExpandRows = 8;
 #else
@@ -78,43 +80,53 @@ static LoraPlan plan_chunks(const LoraArgs& args, const LoraWork& work) {
 
 // kRankBlock elements of A x for each of R rows of x.
 template <int R, typename T>
-static void shrink_tile(const T* x, int64_t x_stride, const int32_t* rows, const T* a, int64_t a_stride, int64_t k,
-                        float* out, int64_t out_stride) {
-  constexpr int64_t kStep = W * kPerUnit<T>;
+static void shrink_tile(const T* x, int64_t x_stride, const int32_t* rows, const T* a, int64_t k, float* out,
+                        int64_t out_stride) {
+  constexpr int64_t kInLine = kLineBytes / int64_t(sizeof(T)), kInVector = W * kPerUnit<T>;
   f32 acc[R][kRankBlock];
   QUIRE_UNROLL
   for (int r = 0; r < R; ++r) {
     QUIRE_UNROLL
     for (int c = 0; c < kRankBlock; ++c) acc[r][c] = set1(0);
   }
-  const auto add = [&](const T* const(&from)[R], int64_t i) __attribute__((always_inline)) {
-    typename Lane<T>::Vector weights[kRankBlock];
+  const auto add_line = [&](const T* const(&from)[R]) __attribute__((always_inline)) {
     QUIRE_UNROLL
-    for (int c = 0; c < kRankBlock; ++c) weights[c] = Lane<T>::load(a + c * a_stride + i);
-    QUIRE_UNROLL
-    for (int r = 0; r < R; ++r) {
-      const auto values = Lane<T>::load(from[r]);
+    for (int64_t i = 0; i < kInLine; i += kInVector) {
+      typename Lane<T>::Vector weights[kRankBlock];
       QUIRE_UNROLL
-      for (int c = 0; c < kRankBlock; ++c) acc[r][c] = Lane<T>::dot(acc[r][c], values, weights[c]);
+      for (int c = 0; c < kRankBlock; ++c) weights[c] = Lane<T>::load(a + c * kInLine + i);
+      QUIRE_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const auto values = Lane<T>::load(from[r] + i);
+        QUIRE_UNROLL
+        for (int c = 0; c < kRankBlock; ++c) acc[r][c] = Lane<T>::dot(acc[r][c], values, weights[c]);
+      }
     }
   };
   const T* from[R];
   QUIRE_UNROLL
   for (int r = 0; r < R; ++r) from[r] = x + rows[r] * x_stride;
-  int64_t i = 0;
-  for (; i + kStep <= k; i += kStep) {
-    add(from, i);
+  int64_t left = k;
+  for (; left >= kInLine; left -= kInLine) {
+    if constexpr (R == 1) {
+      QUIRE_UNROLL
+      for (int c = 0; c < kRankBlock; ++c) {
+        __builtin_prefetch(reinterpret_cast<const char*>(a + c * kInLine) + kLoraBytesAhead, 0, 2);
+      }
+    }
+    add_line(from);
+    a += kRankBlock * kInLine;
     QUIRE_UNROLL
-    for (int r = 0; r < R; ++r) from[r] += kStep;
+    for (int r = 0; r < R; ++r) from[r] += kInLine;
   }
-  if (i < k) {
-    T last[R][kStep] = {};
+  if (left > 0) {
+    T last[R][kInLine] = {};
     const T* padded[R];
     for (int r = 0; r < R; ++r) {
-      std::memcpy(last[r], from[r], size_t(k - i) * sizeof(T));
+      std::memcpy(last[r], from[r], size_t(left) * sizeof(T));
       padded[r] = last[r];
     }
-    add(padded, i);
+    add_line(padded);
   }
   for (int r = 0; r < R; ++r) {
     for (int c = 0; c < kRankBlock; ++c) out[r * out_stride + c] = reduce_add(acc[r][c]);
@@ -176,16 +188,15 @@ template <typename T>
 static void shrink_chunk(const LoraArgs& args, const LoraWork& work, const LoraChunk& chunk, int64_t part,
                          int64_t parts) {
   const LoraEntry& entry = args.table[chunk.slot];
-  const int64_t blocks = entry.ranks / kRankBlock,
-                a_stride = ceil_div(args.k * int64_t(sizeof(T)), 64) * 64 / int64_t(sizeof(T));
+  const int64_t blocks = entry.ranks / kRankBlock;
+  const int64_t block_bytes = ceil_div(args.k * int64_t(sizeof(T)), kLineBytes) * kLineBytes * kRankBlock;
   const int32_t* rows = work.order + chunk.begin;
   float* shrunk = work.shrunk + chunk.begin * args.work_stride;
   for_row_tiles<kShrinkRows>(chunk.rows, [&]<int R>(int64_t row) __attribute__((always_inline)) {
     for (int64_t block = part * blocks / parts; block < (part + 1) * blocks / parts; ++block) {
-      const int64_t rank = block * kRankBlock;
-      shrink_tile<R>(static_cast<const T*>(args.x), args.x_stride, rows + row,
-                     static_cast<const T*>(entry.a) + rank * a_stride, a_stride, args.k,
-                     shrunk + row * args.work_stride + rank, args.work_stride);
+      const char* a = static_cast<const char*>(entry.a) + block * block_bytes;
+      shrink_tile<R>(static_cast<const T*>(args.x), args.x_stride, rows + row, reinterpret_cast<const T*>(a), args.k,
+                     shrunk + row * args.work_stride + block * kRankBlock, args.work_stride);
     }
   });
 }

@@ -13,10 +13,13 @@ Factors = tuple[Tensor, Tensor]
 """A [rank, k] and B [n, rank] of a module, the scale being part of B."""
 
 
-def pack_lora(factors: Sequence[Factors | None], sizes: Sequence[int], k: int, dtype: torch.dtype) -> LoRAWeight:
+def pack_lora(
+    factors: Sequence[Factors | None], sizes: Sequence[int], k: int, dtype: torch.dtype, memory: Tensor | None = None
+) -> LoRAWeight:
     """Convert the factors of the modules that a projection fuses, None where a module has none, to `dtype`.
 
     Module m has k inputs and `sizes[m]` outputs. There are at most three, and the factors are of any floating dtype.
+    The result may lie at the start of `memory`, contiguous uint8 that is aligned to 64 bytes and long enough.
     """
     if (
         not 0 < len(sizes) == len(factors) <= MAX_LORA_MODULES
@@ -28,7 +31,7 @@ def pack_lora(factors: Sequence[Factors | None], sizes: Sequence[int], k: int, d
         takes = f"one to {MAX_LORA_MODULES} pairs of A [rank, {k}] and B [n, rank] for n of {list(sizes)}, or None"
         raise refusal("pack_lora", f"{takes}, and float32 or bfloat16", shapes=shapes, dtype=dtype)
     device = next(pair for pair in factors if pair is not None)[0]
-    return backend_of(device).pack_lora(factors, tuple(sizes), k, dtype)
+    return backend_of(device).pack_lora(factors, tuple(sizes), k, dtype, memory)
 
 
 def _is_pair(pair: Factors, n: int, k: int) -> bool:

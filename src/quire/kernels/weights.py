@@ -122,7 +122,7 @@ class LoRAWeight:
     ranks: tuple[int, ...]
     """The rank in each module; 0 where the adapter leaves the module as it is."""
     a: Tensor
-    """All modules' A, one below the other. Native: [ranks padded to fours, k padded to 64 bytes]."""
+    """All modules' A, one below the other. Native: in fours of rows, [fours, lines, 4, 64 bytes along k], padded."""
     b: tuple[Tensor, ...]
     """Each module's B. Native: [panels of 32 outputs, rank, 32]; else [n, rank]."""
 
@@ -161,7 +161,7 @@ class LoRATable:
             ):
                 takes = f"an adapter of {self.sizes}, {self.k}, {self.dtype} and ranks up to {self.max_rank}"
                 raise refusal("LoRATable", takes, sizes=weight.sizes, k=weight.k, ranks=weight.ranks)
-            entry[:2] = weight.a.data_ptr(), weight.a.shape[0]
+            entry[:2] = weight.a.data_ptr(), -(-sum(weight.ranks) // 4) * 4
             for i, (b, rank) in enumerate(zip(weight.b, weight.ranks, strict=True)):
                 entry[2 + 2 * i : 4 + 2 * i] = b.data_ptr(), rank
         self.entries[slot] = torch.tensor(entry)

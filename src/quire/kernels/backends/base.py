@@ -90,8 +90,15 @@ class Backend(Protocol):
     def quantized_matmul(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor) -> None: ...
 
     def pack_lora(
-        self, factors: Sequence[tuple[Tensor, Tensor] | None], sizes: tuple[int, ...], k: int, dtype: torch.dtype
-    ) -> LoRAWeight: ...
+        self,
+        factors: Sequence[tuple[Tensor, Tensor] | None],
+        sizes: tuple[int, ...],
+        k: int,
+        dtype: torch.dtype,
+        memory: Tensor | None,
+    ) -> LoRAWeight:
+        """Into `memory`, which is uint8, aligned and large enough, if the backend's layout lies in one piece."""
+
     def add_lora(self, x: Tensor, out: Tensor, adapters: LoRATable, slots: Tensor) -> None: ...
 
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor: ...

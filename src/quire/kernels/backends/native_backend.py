@@ -1,5 +1,6 @@
 """The native extension as the CPU's backend."""
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
@@ -118,24 +119,34 @@ class NativeBackend:
         self.native.quantized_matmul(*codes, DTYPE_CODES[weight.dtype], *given, *to, work.data_ptr(), order)
 
     def pack_lora(
-        self, factors: Sequence[tuple[Tensor, Tensor] | None], sizes: tuple[int, ...], k: int, dtype: torch.dtype
+        self,
+        factors: Sequence[tuple[Tensor, Tensor] | None],
+        sizes: tuple[int, ...],
+        k: int,
+        dtype: torch.dtype,
+        memory: Tensor | None,
     ) -> LoRAWeight:
         ranks = tuple(0 if pair is None else len(pair[0]) for pair in factors)
+        in_line = 64 // dtype.itemsize
+        shapes: list[tuple[int, ...]] = [(-(-sum(ranks) // 4), -(-k // in_line), 4, in_line)]
+        shapes += [(-(-n // 32), rank, 32) for n, rank in zip(sizes, ranks, strict=True)]
+        counts = list(map(math.prod, shapes))
         device = next(pair[0].device for pair in factors if pair is not None)
-        row = -(-k * dtype.itemsize // 64) * 64 // dtype.itemsize
-        a, first = torch.zeros(-(-sum(ranks) // 4) * 4, row, dtype=dtype, device=device), 0
-        panels = []
-        for pair, n in zip(factors, sizes, strict=True):
-            b = torch.zeros(0, device=device)
+        memory = (
+            torch.empty(sum(counts) * dtype.itemsize, dtype=torch.uint8, device=device) if memory is None else memory
+        )
+        numbers = memory[: sum(counts) * dtype.itemsize].view(dtype)
+        a, *b = (part.view(shape) for part, shape in zip(torch.split(numbers, counts), shapes, strict=True))
+        rows, first = torch.zeros(4 * len(a), a.shape[1] * in_line, dtype=dtype, device=device), 0
+        for pair, panels, rank in zip(factors, b, ranks, strict=True):
             if pair is not None:
-                rank = len(pair[0])
-                a[first : first + rank, :k] = pair[0]
+                rows[first : first + rank, :k] = pair[0]
                 first += rank
-                padded = torch.zeros(-(-n // 32) * 32, rank, dtype=dtype, device=device)
-                padded[:n] = pair[1]
-                b = padded.view(-1, 32, rank).transpose(1, 2).contiguous()
-            panels.append(b)
-        return LoRAWeight(sizes, k, dtype, ranks, a, tuple(panels))
+                outputs = torch.zeros(32 * len(panels), rank, dtype=dtype, device=device)
+                outputs[: len(pair[1])] = pair[1]
+                panels.copy_(outputs.view(-1, 32, rank).transpose(1, 2))
+        a.copy_(rows.view(len(a), 4, -1, in_line).transpose(1, 2))
+        return LoRAWeight(sizes, k, dtype, ranks, a, tuple(b))
 
     def add_lora(self, x: Tensor, out: Tensor, adapters: LoRATable, slots: Tensor) -> None:
         rows, k, num_slots = x.shape[0], x.shape[1], len(adapters.weights)

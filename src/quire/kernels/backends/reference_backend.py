@@ -41,7 +41,7 @@ class ReferenceBackend:
 
     def threads(self, count: int | None, cpus: Sequence[int] = ()) -> AbstractContextManager[object]:
         _refuse_pinning(cpus)
-        return nullcontext() if count is None else _TorchThreads(count)
+        return nullcontext() if count is None else TorchThreads(count)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         fault_point("memory.workspace")
@@ -95,7 +95,12 @@ class ReferenceBackend:
         out.copy_(reference.quantized_matmul(x, weight.data, weight.scales, weight.mins, bias, out.dtype))
 
     def pack_lora(
-        self, factors: Sequence[tuple[Tensor, Tensor] | None], sizes: tuple[int, ...], k: int, dtype: torch.dtype
+        self,
+        factors: Sequence[tuple[Tensor, Tensor] | None],
+        sizes: tuple[int, ...],
+        k: int,
+        dtype: torch.dtype,
+        memory: Tensor | None,
     ) -> LoRAWeight:
         ranks = tuple(0 if pair is None else len(pair[0]) for pair in factors)
         a = torch.cat([pair[0].to(dtype) for pair in factors if pair is not None])
@@ -140,8 +145,9 @@ class ReferenceBackend:
     top_logprobs = staticmethod(reference_sampling.top_logprobs)
 
 
-class _TorchThreads:
-    """While it is entered, torch computes on this number of threads. That number is one for the whole process."""
+class TorchThreads:
+    """While it is entered, torch computes on this number of threads, which the whole process shares. With one thread it
+    does not wait for others, whose cores the kernels' threads or other programs may use."""
 
     def __init__(self, count: int) -> None:
         self._count = count

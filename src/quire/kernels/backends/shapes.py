@@ -78,9 +78,14 @@ class ShapesBackend(ReferenceBackend):
         self.empty((len(x), 2 * weight.k + 3 * weight.k // 4 + 512), torch.uint8)
 
     def pack_lora(
-        self, factors: Sequence[tuple[Tensor, Tensor] | None], sizes: tuple[int, ...], k: int, dtype: torch.dtype
+        self,
+        factors: Sequence[tuple[Tensor, Tensor] | None],
+        sizes: tuple[int, ...],
+        k: int,
+        dtype: torch.dtype,
+        memory: Tensor | None,
     ) -> LoRAWeight:
-        return self._host.pack_lora(factors, sizes, k, dtype)
+        return self._host.pack_lora(factors, sizes, k, dtype, memory)
 
     def add_lora(self, x: Tensor, out: Tensor, adapters: LoRATable, slots: Tensor) -> None:
         self.empty((adapters.work_bytes(len(x)),), torch.uint8)

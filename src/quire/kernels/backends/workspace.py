@@ -145,7 +145,7 @@ def zeroed_blocks(num_blocks: int, block_bytes: int) -> Tensor:
         memory = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
     except MemoryError as error:
         raise OutOfMemoryError(
-            f"the machine refused {num_bytes} bytes for the KV cache: give a smaller kv_cache_memory"
+            f"the machine refused {num_bytes} bytes: give a smaller kv_cache_memory, or load fewer adapters"
         ) from error
     start = -memory.ctypes.data % _ALIGNMENT
     return torch.from_numpy(memory[start : start + num_bytes]).view(num_blocks, block_bytes)

@@ -53,15 +53,18 @@ def projections(model: Model) -> Iterator[tuple[Linear, list[str]]]:
             yield layer, names
 
 
-def pack(layer: Linear, modules: Sequence[AdapterModule | None]) -> kernels.LoRAWeight | None:
+def pack(
+    layer: Linear, modules: Sequence[AdapterModule | None], memory: Tensor | None = None
+) -> kernels.LoRAWeight | None:
     """An adapter's part of a layer in the kernels' layout, from the factors of each of the modules that it fuses.
 
     The scale is multiplied into `b` in float32, and the product is rounded once. None if there are no factors.
+    The result may lie at the start of `memory`.
     """
     if not any(modules):
         return None
     factors = [None if module is None else (module.a, module.b.float() * module.scale) for module in modules]
-    return kernels.pack_lora(factors, [part.size[0] for part in layer.parts], layer.shape[1], layer.dtype)
+    return kernels.pack_lora(factors, [part.size[0] for part in layer.parts], layer.shape[1], layer.dtype, memory)
 
 
 def adapter_bytes(model: Model, ranks: Mapping[str, int]) -> int:

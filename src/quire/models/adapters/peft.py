@@ -15,6 +15,7 @@ from quire.config.checkpoint.formats import open_checkpoint
 from quire.config.checkpoint.safetensors import read_header
 from quire.config.checkpoint.tensors import MappedCheckpoint, TensorInfo
 from quire.config.model import ModelConfig
+from quire.kernels.backends.reference_backend import TorchThreads
 from quire.models.adapters.adapter import Adapter, AdapterInfo, AdapterModule, adapter_bytes, projections
 from quire.models.adapters.peft_config import PeftConfig
 from quire.models.base import Model
@@ -54,7 +55,8 @@ def read_adapter(folder: Path, model: Model, max_rank: int) -> Adapter:
     _check_fit(folder, stored, _sizes(model), max_rank)
     dtypes = {name: layer.dtype for layer, names in projections(model) for name in names}
     digest = blake2b(digest_size=16)
-    modules = {name: _read(checkpoint, name, stored[name], dtypes[name], digest) for name in sorted(stored)}
+    with TorchThreads(1):
+        modules = {name: _read(checkpoint, name, stored[name], dtypes[name], digest) for name in sorted(stored)}
     ranks = {name: len(module.a) for name, module in modules.items()}
     return Adapter(
         digest.hexdigest(), adapter_bytes(model, ranks), max(ranks.values()), config.base_model_name, modules
