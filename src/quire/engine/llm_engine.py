@@ -6,7 +6,6 @@ import gc
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 from quire.common.batch import Batch, StepResult
 from quire.common.errors import ConfigError, EngineBrokenError, RequestError, TokenizerError, failure, failures_named
@@ -32,7 +31,7 @@ from quire.engine.step.commit import Committer
 from quire.engine.step.containment import MAX_CONSECUTIVE_FAILURES, FailureIsolator
 from quire.kv.block_space_manager import BlockSpaceManager
 from quire.kv.prefix_cache.pins import PinnedPrefix
-from quire.runner.executor import Executor, make_executor
+from quire.runner.executor import Executor, SleepingExecutor, make_executor
 from quire.runner.memory_plan import MemoryPlan, plan_memory
 from quire.text.grammar.compiler import GrammarCompiler
 from quire.text.tokenizer.callable_tokenizer import CallableTokenizer
@@ -41,18 +40,6 @@ from quire.text.tokenizer.tokenizer import Tokenizer
 _GRAMMAR_WAIT_S = 0.05
 _COPY_BYTES_PER_S = 5e9
 """A cautious estimate of how fast all threads together copy blocks between the tiers."""
-
-
-class _Sleeping:
-    """In place of the executor of an engine that sleeps."""
-
-    def execute(self, batch: Batch) -> StepResult:
-        raise RuntimeError("the engine sleeps")
-
-    def load_adapter(self, slot: int, folder: Path, digest: str | None = None) -> None:
-        raise RuntimeError("the engine sleeps")
-
-    def unload_adapter(self, slot: int) -> None: ...
 
 
 class LLMEngine:
@@ -351,7 +338,7 @@ class LLMEngine:
         for pin_id in list(self.blocks.pins.block_ids):
             self.blocks.pins.unpin(pin_id)
         self.blocks.forget_cached()
-        self.executor = _Sleeping()
+        self.executor = SleepingExecutor()
         self._slots.clear(self.executor)
         gc.collect()
         give_back_memory()
@@ -365,7 +352,7 @@ class LLMEngine:
     @property
     def is_sleeping(self) -> bool:
         """Whether weights and KV cache have been given back."""
-        return isinstance(self.executor, _Sleeping)
+        return isinstance(self.executor, SleepingExecutor)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do."""

@@ -33,6 +33,21 @@ class Executor(Protocol):
         ...
 
 
+class SleepingExecutor:
+    """In place of the executor of an engine that sleeps."""
+
+    def execute(self, batch: Batch) -> StepResult:
+        """Raises RuntimeError."""
+        raise RuntimeError("the engine sleeps")
+
+    def load_adapter(self, slot: int, folder: Path, digest: str | None = None) -> None:
+        """Raises RuntimeError."""
+        raise RuntimeError("the engine sleeps")
+
+    def unload_adapter(self, slot: int) -> None:
+        """Does nothing: no adapter is loaded."""
+
+
 def _in_process(config: EngineConfig, kv_cache: KVCacheConfig) -> Executor:
     return Worker(config.model, kv_cache, config.parallel, logprobs_mode=config.logprobs_mode, lora=config.lora)
 
