@@ -13,6 +13,7 @@ from quire.common.errors import CheckpointError
 from quire.common.lora import KnownAdapter
 from quire.common.params import SamplingParams
 from quire.config.kv_cache import KVCacheConfig, KVCacheGroup, attention_spec
+from quire.config.lora import LoRAConfig
 from quire.config.scheduler import SchedulerConfig
 from quire.engine.requests.logprobs import LogprobRows, PromptScores
 from quire.engine.requests.output import OutputBuilder, SampleOutput
@@ -194,7 +195,7 @@ class Harness:
             config, enable_prefix_caching=caching, watermark=watermark, pinned_fraction=pinned_fraction
         )
         settings = SchedulerConfig(max_num_seqs, max_num_batched_tokens, preemption_mode, **scheduling)
-        self.adapters = LoadedAdapters(max_loras, lora_bytes, self.executor)
+        self.adapters = LoadedAdapters(LoRAConfig(max_loras, 16, lora_bytes) if max_loras else None, self.executor)
         self.scheduler = Scheduler(
             settings, self.blocks, clock=lambda: float(self.scheduler.num_steps), adapters=self.adapters
         )
@@ -246,9 +247,8 @@ class Harness:
         outputs = OutputBuilder(str(len(self.groups)), prompt, settings, arrival_time, scores=seq.scores)
         group = SequenceGroup(outputs, seq, key, adapter=adapter)
         self.groups.append(group)
-        if adapter is not None:
-            self.adapters.use(group)
-            self._users.append(group)
+        self.adapters.use(group)
+        self._users.append(group)
         self.requests.add(group)
         return group
 

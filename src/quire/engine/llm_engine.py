@@ -16,7 +16,6 @@ from quire.common.memory import give_back_memory
 from quire.common.outputs import EngineStats, RequestOutput
 from quire.common.params import BeamSearchParams, SamplingParams
 from quire.config.args import EngineArgs
-from quire.config.model import ModelConfig
 from quire.engine.adapters import AdapterTable, AnyAdapter
 from quire.engine.metrics import EngineMetrics, Metric
 from quire.engine.process.messages import Progress
@@ -47,15 +46,14 @@ class LLMEngine:
 
     A wrong request is refused by `add_request` and touches nothing else. A failure in a request's own work ends that
     request, which comes back with its `error`. Where a step fails and the cause is unknown, it is tried again, if need
-    be with ever fewer requests (see FailureIsolator). The tokens of the other requests do not change. An
-    EngineBrokenError is the end of the engine. After an interrupt no request has advanced, and the step can be tried
-    again.
+    be with fewer requests (see FailureIsolator). The tokens of other requests do not change. An EngineBrokenError is
+    the end of the engine. After an interrupt no request has advanced, and the step can be tried again.
     """
 
     def __init__(self, plan: MemoryPlan, executor: Executor, tokenizer: Tokenizer) -> None:
         config = plan.config
         self.plan = plan
-        self.model_config: ModelConfig = config.model
+        self.model_config = config.model
         self.executor = executor
         self.blocks = BlockSpaceManager(
             plan.kv_cache,
@@ -64,9 +62,7 @@ class LLMEngine:
             pinned_fraction=config.cache.pinned_fraction,
         )
         block_copy_s = plan.kv_cache.block_bytes / _COPY_BYTES_PER_S
-        max_loras, lora_bytes = (0, None) if config.lora is None else (config.lora.max_loras, config.lora.max_bytes)
-        slots = self._slots = LoadedAdapters(max_loras, lora_bytes, executor)
-        self.keep_adapters = slots.keep_only
+        slots = self._slots = LoadedAdapters(config.lora, executor)
         self.adapters = AdapterTable(config.model, config.lora, on_change=slots.keep_only)
         """The LoRA adapters that requests may name."""
         self.scheduler = Scheduler(config.scheduler, self.blocks, block_copy_s=block_copy_s, adapters=slots)
@@ -84,8 +80,7 @@ class LLMEngine:
 
     @classmethod
     def from_args(cls, args: EngineArgs) -> LLMEngine:
-        """Plan the memory, print the plan, load the checkpoint. Raises ConfigError, CheckpointError or
-        OutOfMemoryError."""
+        """Plan the memory, print the plan, load all. Raises ConfigError, CheckpointError or OutOfMemoryError."""
         show_messages()
         plan = plan_memory(args)
         logger.info("%s", plan)
@@ -124,9 +119,8 @@ class LLMEngine:
     def add_scoring_request(
         self, request_id: str, context: Prompt, continuation: Prompt | None, *, lora_request: AnyAdapter = None
     ) -> None:
-        """Queue a request that generates nothing: it ends, with `prompt_logprobs` of the continuation's tokens, once
-        they are scored; None scores the context itself. Raises a RequestError, and queues nothing, if it can never
-        run."""
+        """Queue a request that ends once the continuation's tokens, or the context's own for None, are scored in
+        `prompt_logprobs`. It generates nothing. Raises a RequestError, and queues nothing, if it can never run."""
         self._check_request_id(request_id)
         seq_id = self.requests.new_seq_id()
         with failures_named(request_id, "when it was added"):
@@ -143,14 +137,11 @@ class LLMEngine:
     def _add(self, group: SequenceGroup) -> None:
         (self.requests if group.params.structured_outputs is None else self.grammars).add(group)
         self._groups[group.request_id] = group
-        if group.adapter is not None:
-            self._slots.use(group)
+        self._slots.use(group)
 
     def step(self) -> list[RequestOutput]:
         """Schedule, execute, commit. Returns the requests that got a token or finished, as their output_kind says.
-
-        Raises EngineBrokenError once the engine is broken and every request has been returned.
-        """
+        Raises EngineBrokenError once the engine is broken and every request has been returned."""
         changed = self._contained_step()
         self._measure(changed)
         return [output for group in changed if (output := self._output(group)) is not None]
@@ -170,7 +161,7 @@ class LLMEngine:
         """The plan of the next step."""
         fault_point("step.start")
         if self.grammars:
-            self._admit_compiled()
+            self.grammars.admit(self.requests, _GRAMMAR_WAIT_S)
         self._is_planning = True
         self._batch = self.scheduler.schedule(self._isolator.to_run(self._groups.values()))
         self._is_planning = False
@@ -304,10 +295,8 @@ class LLMEngine:
         self.blocks.pins.unpin(pin.pin_id)
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Add an adapter, so that its first request need not read its files. Returns whether anything has changed.
-        Raises RequestError or CheckpointError."""
-        before = self.adapters.get(lora_request.lora_name)
-        return self.adapters.add(lora_request) != before
+        """Add an adapter. Returns whether anything has changed. Raises RequestError or CheckpointError."""
+        return self.adapters.get(lora_request.lora_name) != self.adapters.add(lora_request)
 
     def remove_lora(self, lora_id: int) -> bool:
         """Forget an adapter; requests that use it finish. Returns False if it is unknown."""
@@ -318,10 +307,8 @@ class LLMEngine:
         return {adapter.lora_int_id for adapter in self.adapters}
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget all cached prefixes, except pinned ones. Returns False, and does nothing, while requests run.
-
-        With `reset_running_requests`, running requests are preempted first: their tokens so far are computed again.
-        """
+        """Forget all cached prefixes, except pinned ones. Returns False, and does nothing, while requests run, unless
+        `reset_running_requests`: then these are preempted first, and compute their tokens so far again."""
         if reset_running_requests:
             for group in list(self.requests.running):
                 self.scheduler.preemptor.preempt(group, may_swap=False)
@@ -331,8 +318,7 @@ class LLMEngine:
         return True
 
     def sleep(self) -> None:
-        """Give back the memory of weights and KV cache until `wake_up`. Cached and pinned prefixes are forgotten.
-        Raises RequestError while requests run."""
+        """Give back weights and KV cache with all prefixes until `wake_up`. Raises RequestError while requests run."""
         if self.has_unfinished_requests():
             raise RequestError("the engine cannot sleep while requests run: wait for them, or abort them")
         for pin_id in list(self.blocks.pins.block_ids):
@@ -363,10 +349,8 @@ class LLMEngine:
         return recommended_params(self.model_config.generation_config)
 
     def get_metrics(self) -> list[Metric]:
-        """Return the metrics of docs/metrics.md that are the engine's. Requests of `advance` do not count.
-
-        Raises ConfigError unless the engine was made with `disable_log_stats=False`.
-        """
+        """Return the metrics of docs/metrics.md that are the engine's. Requests of `advance` do not count. Raises
+        ConfigError unless the engine was made with `disable_log_stats=False`."""
         if self._metrics is None:
             raise ConfigError("requests are not measured: make the engine with disable_log_stats=False")
         return list(self._metrics.snapshot(self.stats(), self.plan.config.cache, self.plan.config.lora))
@@ -397,12 +381,6 @@ class LLMEngine:
         """The engine now."""
         return engine_stats(self.scheduler, self.blocks, self.committer, num_held=len(self.grammars))
 
-    def _admit_compiled(self) -> None:
-        """Queue requests whose grammars are compiled; with nothing else to do, wait for one briefly."""
-        if not self.requests:
-            self.grammars.wait(_GRAMMAR_WAIT_S)
-        self.grammars.admit(self.requests)
-
     def _output(self, group: SequenceGroup) -> RequestOutput | None:
         """The output that a request's caller receives now; a finished request is forgotten."""
         try:
@@ -417,6 +395,6 @@ class LLMEngine:
 
     def _forget_if_finished(self, group: SequenceGroup) -> None:
         if group.is_finished:
+            self._groups.pop(group.request_id, None)
             self.grammars.forget(group)
-            if self._groups.pop(group.request_id, None) is not None and group.adapter is not None:
-                self._slots.release(group)
+            self._slots.release(group)

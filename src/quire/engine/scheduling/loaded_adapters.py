@@ -7,6 +7,7 @@ from typing import Protocol
 
 from quire.common.lora import KnownAdapter
 from quire.common.outputs import AdapterStats
+from quire.config.lora import LoRAConfig
 from quire.engine.requests.sequence import SequenceGroup
 
 MAX_COUNTED_NAMES = 64
@@ -56,10 +57,10 @@ class LoadedAdapters:
     request claims it, and become fewer with each holder that ends, so the first request that waits gets a slot.
     """
 
-    def __init__(self, max_slots: int = 0, max_bytes: int | None = None, loader: AdapterLoader | None = None) -> None:
-        """`max_bytes` limits the adapters in all slots together; with a slot there must be a `loader`."""
-        self.max_bytes = max_bytes
-        self._slots: list[_Content | None] = [None] * max_slots
+    def __init__(self, config: LoRAConfig | None = None, loader: AdapterLoader | None = None) -> None:
+        """Without a configuration there are no slots; with one there must be a `loader`."""
+        self.max_bytes = None if config is None else config.max_bytes
+        self._slots: list[_Content | None] = [None] * (0 if config is None else config.max_loras)
         self._loader = loader
         self._contents: dict[str, _Content] = {}  # by digest: those in slots, and those that requests use
         self._kept: Set[str] = frozenset()
@@ -80,8 +81,10 @@ class LoadedAdapters:
     # Requests
 
     def use(self, group: SequenceGroup) -> None:
-        """A new request uses an adapter."""
-        adapter = _adapter_of(group)
+        """A request is new. Does nothing for one without an adapter."""
+        adapter = group.adapter
+        if adapter is None:
+            return
         content = self._contents.setdefault(adapter.digest, _Content(adapter))
         content.adapter = adapter  # its folder is the latest in which the content was found
         is_counted = adapter.name in self._stats or len(self._stats) < MAX_COUNTED_NAMES
@@ -129,8 +132,10 @@ class LoadedAdapters:
         return -1 if group.adapter is None else self._contents[group.adapter.digest].slot
 
     def release(self, group: SequenceGroup) -> None:
-        """A request that uses an adapter has ended."""
-        content = self._content(group)
+        """A request has ended. Does nothing for one without an adapter, or that was released already."""
+        content = None if group.adapter is None else self._contents.get(group.adapter.digest)
+        if content is None or group not in content.users:
+            return
         stats = self._stats[content.users.pop(group)]
         if group in content.holders:
             content.holders.remove(group)
