@@ -44,8 +44,8 @@ def test_kernels_reach_a_share_of_the_limit(rows: Rows, monkeypatch: pytest.Monk
     monkeypatch.setattr(kernels, "COLD_BYTES", 2**21)
     found = rows("kernels", "--rows", "2", "--seconds", "0", "--dtype", "float32")
     assert {row["kernel"].split()[0] for row in found} == {
-        "matmul", "rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "gelu", "gated", "rotary_embedding",
-        "sample", "top_logprobs", "copy_blocks",
+        "matmul", "add_lora", "rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "gelu", "gated",
+        "rotary_embedding", "sample", "top_logprobs", "copy_blocks",
     }  # fmt: skip
     for row in found:
         assert row["us"] > 0

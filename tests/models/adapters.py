@@ -65,7 +65,7 @@ class Steps:
         self.worker = Worker(config, kv_cache, ParallelConfig(None), "raw_logits", lora)
         ids = np.arange(kv_cache.num_blocks, dtype=np.int32).reshape(len(prompts), len(specs), -1)
         self.tables = [tuple(rows[: len(kv_cache.groups)]) for rows in ids]
-        self.prompts = prompts
+        self.prompts = [list(prompt) for prompt in prompts]
         self.restart()
 
     def restart(self, adapters: Sequence[int] | None = None) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from quire.common.errors import CheckpointError, ConfigError, OutOfMemoryError
 from quire.config.args import EngineArgs
@@ -24,6 +25,7 @@ from tests.models.test_activations import Watched
 from tests.models.test_against_transformers import LLAMA, VARIANTS
 
 TOLERANCE = 1e-4
+ADAPTERS = Path(__file__).parents[1] / "data" / "adapters"
 RANKS = (4, 5, 8, 16, 24, 32, 48, 64)
 PROMPT = [(7 * i) % 90 for i in range(12)]
 
@@ -262,3 +264,24 @@ def test_the_plan_shows_the_reserve_and_takes_it_from_the_cache(monkeypatch: pyt
     config = dataclasses.replace(config, lora=LoRAConfig(4, 16, 2**30))
     with pytest.raises(OutOfMemoryError, match="weights, adapters and activations"):
         plan_memory(args)
+
+
+@needs_native
+def test_trained_adapters_answer_in_their_own_manner_in_one_batch() -> None:
+    """`tools/train_tiny/adapters.py` trained them. The third sequence has none."""
+    config = ModelConfig.resolve("quire-tiny")
+    tokenizer = Tokenizer.from_file(str(config.path / "tokenizer.json"))
+    question = "<|im_start|>user\nWhat does os.path.join do?<|im_end|>\n<|im_start|>assistant\n"
+    steps = Steps(config, [[*tokenizer.encode(question).ids, *[0] * 24] for _ in range(3)], LoRAConfig(2, 8))
+    for slot, name in enumerate(("pirate", "butler")):
+        steps.worker.load_adapter(slot, ADAPTERS / name)
+    steps.restart([0, 1, -1])
+    count = end = len(steps.prompts[0]) - 24
+    while end < len(steps.prompts[0]):
+        for s, logits in steps.step(dict.fromkeys(range(3), count)).items():
+            steps.prompts[s][end] = int(logits.argmax())
+        count, end = 1, end + 1
+    answers = [tokenizer.decode(tokens).partition("assistant\n")[2] for tokens in steps.prompts]
+    assert [answer.startswith(start) for answer in answers for start in ("Arr, matey!", "Certainly, sir.")] == [
+        True, False, False, True, False, False,
+    ], answers  # fmt: skip

@@ -18,6 +18,7 @@ from quire.common.progress import tracked
 
 _SHAPES = ((4864, 896), (896, 4864), (4096, 4096), (151936, 896))  # n, k
 _WIDTH, _VOCAB = 4096, 151936
+_RANK, _SLOTS = 16, 8
 _DRAWS = ((0.0, 0, 1.0), (0.8, 0, 1.0), (0.8, 50, 1.0), (0.8, 0, 0.95))  # temperature, top_k, top_p
 
 
@@ -39,6 +40,8 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             products = [partial(kernels.matmul, torch.randn(rows, k).to(dtype), copy) for copy in copies]
             row = compare(products, size, 2 * rows * n * k, weights, options.seconds)
             yield {"kernel": "matmul", "rows": rows, "n": n, "k": k} | row
+    for (n, k), rows in tracked([*product(_SHAPES[:3], options.rows)], "adapters"):
+        yield {"kernel": "add_lora", "rows": rows, "n": n, "k": k, "rank": _RANK} | _adapters(rows, n, k, options)
     for rows in tracked(options.rows, "other kernels"):
         for name, num_bytes, call in (*_row_kernels(rows, dtype), *_draws(min(rows, 64))):
             yield {"kernel": name, "rows": rows} | compare([call], num_bytes, 0, options.dtype, options.seconds)
@@ -47,6 +50,22 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         copy = partial(kernels.copy_blocks, pool, pool, torch.randperm(len(pool)).view(-1, 2))
         row = compare([copy], pool.nbytes, 0, options.dtype, options.seconds)
         yield {"kernel": "copy_blocks", "block_bytes": block_bytes} | row
+
+
+def _adapters(rows: int, n: int, k: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure up to eight adapters of rank _RANK, which take turns among the rows."""
+    dtype = getattr(torch, options.dtype)
+    distinct, num_bytes = min(rows, _SLOTS), _RANK * (n + k) * dtype.itemsize
+    calls = []
+    for _ in range(1 + COLD_BYTES // (_SLOTS * num_bytes)):
+        table = kernels.LoRATable((n,), k, dtype, _SLOTS, _RANK)
+        for slot in range(_SLOTS):
+            factors = torch.randn(_RANK, k), torch.randn(n, _RANK)
+            table.put(slot, kernels.pack_lora([factors], (n,), k, dtype))
+        x, out = torch.randn(rows, k).to(dtype), torch.randn(rows, n).to(dtype)
+        calls.append(partial(kernels.add_lora, x, out, table, torch.arange(rows) % _SLOTS))
+    moved = distinct * num_bytes + 2 * rows * n * dtype.itemsize
+    return compare(calls, moved, 2 * rows * _RANK * (n + k), options.dtype, options.seconds)
 
 
 def _row_kernels(rows: int, dtype: torch.dtype) -> Iterator[tuple[str, float, Callable[[], object]]]:

@@ -56,7 +56,7 @@ def read_adapter(folder: Path, model: Model, max_rank: int) -> Adapter:
     dtypes = {name: layer.dtype for layer, names in projections(model) for name in names}
     digest = blake2b(digest_size=16)
     with TorchThreads(1):
-        modules = {name: _read(checkpoint, name, stored[name], dtypes[name], digest) for name in sorted(stored)}
+        modules = {name: _read(folder, checkpoint, name, stored[name], dtypes[name], digest) for name in sorted(stored)}
     ranks = {name: len(module.a) for name, module in modules.items()}
     return Adapter(
         digest.hexdigest(), adapter_bytes(model, ranks), max(ranks.values()), config.base_model_name, modules
@@ -138,7 +138,7 @@ def _check_fit(
 
 
 def _read(
-    checkpoint: MappedCheckpoint, name: str, stored: _Stored, dtype: torch.dtype, digest: blake2b
+    folder: Path, checkpoint: MappedCheckpoint, name: str, stored: _Stored, dtype: torch.dtype, digest: blake2b
 ) -> AdapterModule:
     """The module's tensors, where they lie in the file. All that determines their product goes into the digest."""
     digest.update(repr((name, stored.scale, stored.a.shape, stored.a.dtype, stored.b.shape, stored.b.dtype)).encode())
@@ -148,6 +148,8 @@ def _read(
             digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
             largest = tensor.abs().amax().float() * scale  # of NaNs, NaN
             if not bool(largest.to(dtype).isfinite()):
-                raise CheckpointError(f"{info.name[:120]!r} times its scale {scale:g} holds infinities or NaNs")
+                raise CheckpointError(
+                    f"{folder}: {info.name[:120]!r} times its scale {scale:g} holds infinities or NaNs"
+                )
             factors[factor] = tensor
     return AdapterModule(factors["a"], factors["b"], stored.scale)
