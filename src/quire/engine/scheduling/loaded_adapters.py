@@ -128,8 +128,8 @@ class LoadedAdapters:
         stats.num_running += 1
 
     def slot(self, group: SequenceGroup) -> int:
-        """The slot of a started request's adapter; -1 for a request without one."""
-        return -1 if group.adapter is None else self._contents[group.adapter.digest].slot
+        """The slot of a started request's adapter."""
+        return self._content(group).slot
 
     def release(self, group: SequenceGroup) -> None:
         """A request has ended. Does nothing for one without an adapter, or that was released already."""

@@ -86,7 +86,7 @@ class Scheduler:
         for group, seq, num_tokens in plan.scheduled:
             requests.planning_group = group
             seq_drafts = drafts.get(seq.seq_id, ()) if drafts else ()
-            adapter = self.adapters.slot(group)
+            adapter = -1 if group.adapter is None else self.adapters.slot(group)
             sequences.append(scheduled_sequence(seq, num_tokens, seq_drafts, block_tables(seq.seq_id), adapter))
         requests.planning_group = None
         transfers = self.blocks.take_transfers(self.num_steps)
