@@ -29,6 +29,8 @@ def test_demo_runs_and_reuses_prefixes() -> None:
     assert "Serialize ``obj`` to a JSON formatted ``str``." in result.stdout
     assert '{"name": "json.dumps"' in result.stdout
     assert "hit rate 0%" not in result.stdout
+    answers = [line for line in result.stdout.splitlines() if "random bytes suitable for cryptographic use" in line]
+    assert answers[1] == f"Arr, matey! {answers[0]} Yo ho ho!", "with and without an adapter"
 
 
 def test_chat_remembers_the_conversation() -> None:
