@@ -67,8 +67,9 @@ class EngineAdapters:
                 answer.set_exception(error)
 
     def on_restart(self, ready: Ready) -> None:
-        """Tell the new engine which adapters to keep."""
-        self._send(self.table.digests)
+        """Send the adapters to keep to the new engine, which keeps none by itself."""
+        if digests := self.table.digests:
+            self._send(digests)
 
     def on_loss(self, error: EngineDeadError) -> None:
         """End the calls that wait."""
