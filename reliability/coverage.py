@@ -26,8 +26,8 @@ from reliability.page import record, table
 
 ROOT = Path(__file__).resolve().parents[1]
 SERVER_TESTS = (
-    "adapters", "admission", "answers_bad_input", "app", "auth", "background_responses", "bad_input", "chat", "completions",
-    "config", "endpoints", "hostile", "messages", "messages_translation", "operations", "responses",
+    "adapters", "admission", "answers_bad_input", "app", "auth", "background_responses", "bad_input", "chat",
+    "completions", "config", "endpoints", "hostile", "messages", "messages_translation", "operations", "responses",
     "responses_translation", "shared_fields", "streams",
 )  # fmt: skip
 TESTS = (

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.common.lora import KnownAdapter
+from quire.common.outputs import AdapterStats
 from quire.config.scheduler import POLICIES
 from quire.engine.requests.sequence import SequenceGroup, SequenceStatus
 from quire.engine.scheduling import loaded_adapters
@@ -226,16 +227,13 @@ def test_a_waiting_request_that_is_aborted_leaves_nothing() -> None:
     add(harness, A, max_tokens=4)
     waiting = add(harness, B)
     harness.step()
-    assert {name: stats.counts[:2] for name, stats in harness.adapters.stats().items()} == {"a": (0, 1), "b": (1, 0)}
+    assert harness.adapters.stats() == {"a": AdapterStats(0, 1), "b": AdapterStats(1, 0)}
     harness.requests.remove(waiting)
     waiting.seqs[0].finish(SequenceStatus.FINISHED_ABORTED)
     harness.release_ended()
     harness.run()
     assert harness.executor.loads == ["a"]
-    assert {name: stats.counts for name, stats in harness.adapters.stats().items()} == {
-        "a": (0, 0, 3, 4),
-        "b": (0, 0, 3, 0),
-    }
+    assert harness.adapters.stats() == {"a": AdapterStats(0, 0, 3, 4), "b": AdapterStats(0, 0, 3, 0)}
 
 
 def test_a_cleared_table_loads_again() -> None:
@@ -257,7 +255,7 @@ def test_only_so_many_names_are_counted() -> None:
     harness.run()
     stats = harness.adapters.stats()
     assert len(stats) == MAX_COUNTED_NAMES + 1
-    assert stats[OTHER_NAMES].counts == (0, 0, 9, 3)
+    assert stats[OTHER_NAMES] == AdapterStats(0, 0, 9, 3)
 
 
 @pytest.mark.parametrize(

@@ -110,11 +110,6 @@ class AdapterStats:
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
 
-    @property
-    def counts(self) -> tuple[int, int, int, int]:
-        """All fields in order."""
-        return self.num_waiting, self.num_running, self.num_prompt_tokens, self.num_generated_tokens
-
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:

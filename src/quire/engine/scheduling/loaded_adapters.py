@@ -1,7 +1,7 @@
 """Which LoRA adapters are in the worker's slots, and which requests wait for one. This module does not import torch."""
 
 from collections.abc import Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -76,7 +76,7 @@ class LoadedAdapters:
 
     def stats(self) -> dict[str, AdapterStats]:
         """Requests and tokens of each adapter that was used, by name."""
-        return {name: AdapterStats(*stats.counts) for name, stats in self._stats.items()}
+        return {name: replace(stats) for name, stats in self._stats.items()}
 
     # Requests
 
