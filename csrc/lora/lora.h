@@ -23,6 +23,7 @@ constexpr int kShrinkRows = 4, kExpandRows = 8;
 constexpr int kShrinkRows = 2, kExpandRows = 4;
 #endif
 constexpr int32_t kChunkRows = 32;
+constexpr int64_t kTasksPerThread = 8;              // ranks differ, and so do the tasks
 constexpr int64_t kInlineLoraProducts = 32 * 1024;  // done before all threads have started
 static_assert(kVectorsPerPanel % kVectorsAtOnce == 0);
 
@@ -229,7 +230,7 @@ static void expand_chunk(const LoraArgs& args, const LoraWork& work, const LoraC
 template <typename Run>
 QUIRE_INLINE void for_chunks(const LoraWork& work, const LoraPlan& plan, int64_t products, const Run& run) {
   const bool is_small = products <= kInlineLoraProducts;
-  const int64_t wanted = is_small ? 1 : 2 * num_threads();
+  const int64_t wanted = is_small ? 1 : kTasksPerThread * num_threads();
   const int64_t parts = plan.num_chunks >= wanted ? 1 : ceil_div(wanted, plan.num_chunks);
   auto task = [&](int64_t index, int) { run(work.chunks[index / parts], index % parts, parts); };
   auto all_tasks = [&](int64_t, int thread) {

@@ -71,6 +71,9 @@ def train_adapter(name: str, summaries: Mapping[str, str], steps: int, out: Path
         parameter.data = parameter.data.bfloat16()
     model.save_pretrained(str(out / name))
     (out / name / "README.md").unlink()
+    settings = out / name / "adapter_config.json"
+    values = json.loads(settings.read_text(encoding="utf-8")) | {"target_modules": TARGETS}  # saved in any order
+    settings.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def main() -> None:
