@@ -53,12 +53,7 @@ class AsyncLLM:
     """The arguments of an engine that has not been started."""
 
     def __init__(
-        self,
-        engine: Supervisor,
-        ready: Ready,
-        config: EngineConfig,
-        tokenizer: Tokenizer,
-        holds: bool,
+        self, engine: Supervisor, ready: Ready, config: EngineConfig, tokenizer: Tokenizer, holds: bool
     ) -> None:
         """Use `from_args` or `from_engine_args` instead."""
         self._start_args = None
@@ -66,12 +61,7 @@ class AsyncLLM:
         self._use(engine, ready, config, tokenizer, holds)
 
     def _use(
-        self,
-        engine: Supervisor,
-        ready: Ready,
-        config: EngineConfig,
-        tokenizer: Tokenizer,
-        holds: bool = False,
+        self, engine: Supervisor, ready: Ready, config: EngineConfig, tokenizer: Tokenizer, holds: bool = False
     ) -> None:
         model = replace(config.model, max_model_len=ready.max_model_len)
         self.config = replace(config, model=model)
