@@ -20,7 +20,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "common/params/sampling.py": ("config/test_params.py", "config/test_vllm_arguments.py"),
     "common/params/structured_outputs.py": ("config/test_structured_output_params.py",),
     "config/": ("config", "engine/test_memory_plan.py", "server/test_config.py"),
-    "config/architectures.py": ("config/test_architectures.py",),
+    "config/checkpoint/architectures.py": ("config/test_architectures.py",),
     "config/args.py": (
         "config/test_engine_args.py",
         "config/test_cpu_list.py",

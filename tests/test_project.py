@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from quire.common.version import __version__
-from quire.config.architectures import MODELS
 from quire.config.args import EngineArgs
+from quire.config.checkpoint.architectures import MODELS
 from quire.server.config import ServerArgs
 
 ROOT = Path(__file__).parents[1]

@@ -3,7 +3,7 @@
 import pytest
 
 from quire.common.errors import CheckpointError, UnsupportedModelError
-from quire.config.architectures import MODELS, supported_architecture, unsupported
+from quire.config.checkpoint.architectures import MODELS, supported_architecture, unsupported
 from quire.config.hf_config import HFConfig
 
 SUPPORTED = f"is not supported (supported: {', '.join(sorted(MODELS))}; a checkpoint's own Python code is never run)"

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire.common.errors import CheckpointError, ConfigError, UnsupportedModelError
-from quire.config.architectures import MODELS
 from quire.config.args import EngineArgs
+from quire.config.checkpoint.architectures import MODELS
 from quire.config.checkpoint.safetensors import read_header
 from quire.config.model import ModelConfig
 from quire.models.registry import model_class

@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.common.errors import CheckpointError, UnsupportedModelError, check_choice
 from quire.common.log import logger
-from quire.config.architectures import supported_architecture
+from quire.config.checkpoint.architectures import supported_architecture
 from quire.config.checkpoint.formats import find_format
 from quire.config.checkpoint.gguf.files import read_gguf
 from quire.config.checkpoint.gguf.hf_values import generation_values, hf_values

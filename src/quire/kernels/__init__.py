@@ -7,7 +7,7 @@ from quire.kernels.backends.base import Backend
 from quire.kernels.backends.recording import KernelGraph
 from quire.kernels.backends.shapes import Meter
 from quire.kernels.backends.workspace import Workspace, borrowed
-from quire.kernels.embedding import embedding
+from quire.kernels.embedding import embedding, rotary_embedding
 from quire.kernels.kv_cache import copy_blocks, copy_slots, gather_kv, make_layer_cache, write_kv
 from quire.kernels.lora import add_lora, pack_lora
 from quire.kernels.matmul import matmul, pack_weight, unpack_weight
@@ -21,7 +21,6 @@ from quire.kernels.quantized import (
     quantize_weight,
     quantized_bytes,
 )
-from quire.kernels.rotary import rotary_embedding
 from quire.kernels.sampling import processed_logits, sample, top_logprobs
 from quire.kernels.sampling_tensors import LogitChanges, SamplingTensors, TokenLists
 from quire.kernels.weights import (

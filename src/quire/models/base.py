@@ -20,7 +20,7 @@ class Model(nn.Module, ABC):
     and `load_model` fills its WeightedLayers; from then on it owns them and never changes.
 
     A new family: subclass, name the modules as the checkpoint does (after `renames`), state `fused`, register the
-    architecture in `config/architectures.py`, add it to tests/models.
+    architecture in `config/checkpoint/architectures.py`, add it to tests/models.
     """
 
     renames: ClassVar[tuple[tuple[str, str], ...]] = ()

@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING
 
-from quire.config.architectures import MODELS, unsupported
+from quire.config.checkpoint.architectures import MODELS, unsupported
 
 if TYPE_CHECKING:
     from quire.models.base import Model
