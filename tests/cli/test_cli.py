@@ -211,7 +211,8 @@ def test_bench_refuses_what_it_cannot_measure(run: Run) -> None:
 def test_demo_shows_texts_speed_and_reuse(run: Run, loaded: dict[str, Any]) -> None:
     status, out, _ = run("demo", "--max-model-len", "512")
     assert status == 0
-    assert out.count("> What does ") == out.count("> Summarize ") > 3
+    assert out.count("> What does ") - 2 == out.count("> Summarize ") > 3
+    assert "os.urandom do? (with the adapter 'pirate')" in out
     assert recital(17) in out
     assert re.search(r"\d+ requests, \d+ prompt tokens and \d+ generated tokens in .* s: \d+ generated tokens/s", out)
     hits, queried = map(int, re.search(r"prefix cache: (\d+) of (\d+) prompt tokens reused", out).groups())

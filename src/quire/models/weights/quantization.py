@@ -81,7 +81,7 @@ def _modules(model: Model, checkpoint: Checkpoint) -> dict[str, tuple[str, dict[
 def _admit_biases(model: Model, checkpoint: Checkpoint) -> None:
     """Tools add biases to projections that have none by the config."""
     modules = _modules(model, checkpoint)
-    for module, names in _matrices(model):
+    for module, names in matrices(model):
         if isinstance(module, Linear):
             module.has_bias |= any("bias" in modules[name][1] for name in names if name in modules)
 
@@ -92,19 +92,12 @@ def _as_stored(make: Callable[[HFConfig], _Find], model: Model, config: ModelCon
     The tensors of each module say whether it is stored so, or in plain numbers.
     """
     _quantized_while_loading(model, config, checkpoint)
-<<<<<<< HEAD
     section, modules = config.hf_config.section("quantization_config"), _modules(model, checkpoint)
     assert section is not None
     find = make(section)
-    for module, names in _matrices(model):
+    for module, names in matrices(model):
         stored = [find(*modules.get(name, (name, {}))) for name in names]
         if all(isinstance(each, Plain) for each in stored):
-=======
-    types = {model.weight_name(name): tensor.block_type for name, tensor in checkpoint.tensors.items()}
-    for module, names in matrices(model):
-        block_types = tuple(types.get(f"{name}.weight") for name in names)
-        if not any(block_types):
->>>>>>> lora-core
             continue
         if isinstance(module, Embedding):
             if not isinstance(stored[0], InBlocks):
@@ -114,7 +107,6 @@ def _as_stored(make: Callable[[HFConfig], _Find], model: Model, config: ModelCon
         _set_stored(module, tuple(stored), is_expanded=config.quantization in QUANTIZATIONS)
 
 
-<<<<<<< HEAD
 def _set_stored(module: Projection | Embedding, stored: tuple[StoredWeight, ...], *, is_expanded: bool) -> None:
     sizes = tuple(part.size[0] for part in module.parts) if isinstance(module, Projection) else module.shape[:1]
     if is_expanded:
@@ -196,27 +188,6 @@ def _scale_dtype(tensors: _Tensors, name: str) -> torch.dtype:
 def _only_scale(block: tuple[int, int], scale: TensorInfo) -> tuple[int, ...] | None:
     """The shape of a scale for a whole tensor, which tools spell in two ways; None if there may be more."""
     return None if block != (0, 0) else () if scale.shape == () else (1,)
-=======
-def _in_integers(model: Model, config: ModelConfig, checkpoint: Checkpoint) -> None:
-    """Projections of a GPTQ or AWQ checkpoint: integers, or plain numbers where the configuration leaves them out."""
-    integers = IntegerQuantization.read(config.hf_config)
-    theirs = {model.weight_name(name): name for name in checkpoint.tensors}
-    for module, names in matrices(model):
-        if not isinstance(module, Projection) or not any(f"{name}.qweight" in theirs for name in names):
-            continue
-        formats: list[WeightFormat] = []
-        for name in names:
-            stored = theirs.get(f"{name}.qweight")
-            if stored is None:
-                formats.append(Packed())
-                continue
-            scheme = integers.scheme_of(stored.removesuffix(".qweight"))
-            scales = checkpoint.tensors.get(theirs.get(f"{name}.scales", ""))
-            scale_dtype = _SCALES.get("" if scales is None else scales.dtype, torch.float32)
-            formats.append(PackedIntegers(scheme, scale_dtype, has_order=f"{name}.g_idx" in theirs))
-        _set_each(module, formats)
-        module.has_bias |= any(f"{name}.bias" in theirs for name in names)
->>>>>>> lora-core
 
 
 PASSES: dict[str, Callable[[Model, ModelConfig, Checkpoint], None]] = {
