@@ -91,6 +91,9 @@ def _config_corpus() -> list[bytes]:
     more = {"intermediate_size": 16, "max_position_embeddings": 64, "num_key_value_heads": 1, "rms_norm_eps": 1e-6}
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32}
     longrope = {"type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [2, 2]}
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": {"dynamic": True}}
+    compressed = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"g": group}}
     kinds: list[dict[str, Any]] = [
         {"architectures": ["LlamaForCausalLM"], "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}},
         {"architectures": ["LlamaForCausalLM"], "rope_scaling": yarn, "rope_theta": 500000, "eos_token_id": [2, 3]},
@@ -100,25 +103,8 @@ def _config_corpus() -> list[bytes]:
         {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 4},
         {"architectures": ["OPTForCausalLM"], "ffn_dim": 16, "word_embed_proj_dim": 8, "activation_function": "relu"},
         {"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "gptq", "bits": 4}},
-        {
-            "architectures": ["LlamaForCausalLM"],
-            "quantization_config": {
-                "quant_method": "compressed-tensors",
-                "format": "pack-quantized",
-                "ignore": ["lm_head", "re:.*a"],
-                "config_groups": {
-                    "group_0": {
-                        "targets": ["Linear"],
-                        "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32},
-                        "input_activations": {"dynamic": True},
-                    }
-                },
-            },
-        },
-        {
-            "architectures": ["LlamaForCausalLM"],
-            "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"},
-        },
+        {"architectures": ["LlamaForCausalLM"], "quantization_config": compressed},
+        {"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "fp8", "fmt": "e4m3"}},
     ]  # fmt: skip
     return [json.dumps(shape | more | kind).encode() for kind in kinds]
 

@@ -1,5 +1,6 @@
 """Checkpoints of compressed-tensors, FP8 and MXFP4 that are refused, and the errors that say why."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire.common.errors import CheckpointError, UnsupportedModelError
+from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
+from quire.config.quantization.compressed import CompressedQuantization
+from quire.config.quantization.module_names import ModuleNames
 from quire.models.weights.loader import load_model
 
 from .small_checkpoint import SMALL
@@ -154,3 +158,25 @@ def test_token_tables_are_plain(llama: Path, tmp_path: Path) -> None:
         CheckpointError, match=r"missing: embed_tokens.weight; .*unexpected: model.embed_tokens.weight_"
     ):
         load_model(config)
+
+
+def test_a_name_goes_before_a_pattern_and_that_before_a_class() -> None:
+    """In every order of the groups. The bits tell which of them was chosen."""
+    by_class, by_pattern = W4, F8 | {"targets": ["re:.*q_proj"]}
+    by_name = group("pack-quantized", targets=["m.q_proj"], num_bits=8, strategy="channel")
+    for groups in itertools.permutations([by_class, by_pattern, by_name]):
+        read = CompressedQuantization.read(HFConfig(section(*groups, ignore=["lm_head"]), "config.json"))
+        found = [read.scheme_of(name) for name in ("m.q_proj", "n.q_proj", "m.k_proj", "lm_head")]
+        assert [None if scheme is None else (scheme.format, scheme.bits) for scheme in found] == [
+            ("pack-quantized", 8), ("float-quantized", 8), ("pack-quantized", 4), None,
+        ]  # fmt: skip
+
+
+def test_patterns_of_the_largest_size_are_taken() -> None:
+    longest, most = "a" * 300, ".*a.+b{2}c*"
+    names = ModuleNames.read(
+        "config.json", {"ignore": [f"re:{each}" for each in [longest, most, *"x" * 254]]}, "ignore"
+    )
+    assert len(names.patterns) == 256
+    assert names.match("zabbbc") == names.match(longest) == 1
+    assert names.match("z") is None
