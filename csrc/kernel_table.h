@@ -77,8 +77,10 @@ struct QuantizedMatmulArgs {
 struct QuantizedTable {
   // What matmul needs as rows_of_x.
   int64_t (*rows_bytes)(const QuantizedShape& shape, int64_t rows);
-  // To int8 or int4. False if an element is not finite.
-  bool (*quantize[2][kNumDTypes])(const void* weight, int64_t stride, const QuantizedShape& shape, char* out);
+  // To int8 or int4, rotated after its columns are multiplied with the factors, unless those are null. False if an
+  // element is not finite.
+  bool (*quantize[2][kNumDTypes])(const void* weight, int64_t stride, const QuantizedShape& shape, const float* factors,
+                                  char* out);
   void (*matmul[kNumDTypes])(const QuantizedMatmulArgs& args);
   // out [count, k] = rows of the weight; ids must be in [0, n).
   void (*gather[kNumDTypes])(const QuantizedShape& shape, const int64_t* ids, int64_t count, const char* weight,

@@ -100,6 +100,25 @@ def _config_corpus() -> list[bytes]:
         {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 4},
         {"architectures": ["OPTForCausalLM"], "ffn_dim": 16, "word_embed_proj_dim": 8, "activation_function": "relu"},
         {"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "gptq", "bits": 4}},
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "quantization_config": {
+                "quant_method": "compressed-tensors",
+                "format": "pack-quantized",
+                "ignore": ["lm_head", "re:.*a"],
+                "config_groups": {
+                    "group_0": {
+                        "targets": ["Linear"],
+                        "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32},
+                        "input_activations": {"dynamic": True},
+                    }
+                },
+            },
+        },
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"},
+        },
     ]  # fmt: skip
     return [json.dumps(shape | more | kind).encode() for kind in kinds]
 

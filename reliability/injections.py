@@ -89,9 +89,9 @@ class OneFails:
             raise RuntimeError("injected")
         return result
 
-    def load_adapter(self, slot: int, folder: Path) -> None:
+    def load_adapter(self, slot: int, folder: Path, digest: str | None = None) -> None:
         """As the executor that it wraps."""
-        self.executor.load_adapter(slot, folder)
+        self.executor.load_adapter(slot, folder, digest)
 
     def unload_adapter(self, slot: int) -> None:
         """As the executor that it wraps."""

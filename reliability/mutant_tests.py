@@ -9,6 +9,7 @@ CHECKPOINTS = (
     "models/test_loading.py",
     "engine/test_memory_plan.py",
 )
+COMPRESSED = ("models/test_compressed_refused.py", "models/test_compressed_tensors.py")
 FAILURES = ("engine/test_containment.py", "engine/test_broken_engines.py")
 REQUESTS = ("server/test_bad_input.py", "server/test_answers_bad_input.py")
 
@@ -38,8 +39,15 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "config/parallel.py": ("config/test_cpu_list.py", "config/test_bounds.py"),
     "config/cache.py": ("config/test_bounds.py",),
-    "config/quantization/__init__.py": ("config/test_model_config.py", *CHECKPOINTS),
+    "config/quantization/__init__.py": (
+        "config/test_model_config.py",
+        "models/test_packed_integers.py",
+        *CHECKPOINTS,
+    ),
+    "config/quantization/compressed.py": COMPRESSED,
+    "config/quantization/float8.py": COMPRESSED,
     "config/quantization/integers.py": ("models/test_packed_integers.py",),
+    "config/quantization/module_names.py": ("models/test_packed_integers.py", *COMPRESSED),
     "config/checkpoint/": CHECKPOINTS,
     "config/checkpoint/tensors.py": ("config/test_mapped_tensors.py", *CHECKPOINTS),
     "config/scheduler.py": ("config/test_bounds.py", "engine/test_policy.py"),

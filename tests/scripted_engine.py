@@ -1,6 +1,7 @@
 """The real engine over a model that recites: a door can be tested without weights and without arithmetic."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -22,6 +23,11 @@ class RecitingExecutor:
         self.num_steps = 0
         self.batches: list[Batch] = []
         self.before_step: Callable[[int], object] = lambda step: None
+
+    def load_adapter(self, slot: int, folder: Path, digest: str | None = None) -> None:
+        """An adapter changes nothing in what it recites."""
+
+    def unload_adapter(self, slot: int) -> None: ...
 
     def execute(self, batch: Batch) -> StepResult:
         self.num_steps += 1

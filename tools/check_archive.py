@@ -27,6 +27,7 @@ PACKAGE = (
     "quire/common/arguments/vllm_arguments.toml",
     "quire/interfaces/compat/sampling_params.py",
     "quire/models/embedded/LICENSE-PSF.txt",
+    *(f"quire/models/embedded/pirate/{file}" for file in ("adapter_config.json", "adapter_model.safetensors")),
     *(f"quire/models/embedded/{name}/{file}" for name in ("quire-tiny", "quire-draft") for file in CHECKPOINT_FILES),
 )
 WHEEL = (*PACKAGE, "quire/_native*", "quire-*.dist-info/METADATA", "quire-*.dist-info/licenses/LICENSE")

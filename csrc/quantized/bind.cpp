@@ -1,6 +1,7 @@
 #include "binding.h"
 #include "checks.h"
 #include "matmul/pack.h"
+#include "quantized/factors.h"
 #include "quantized/pack.h"
 
 namespace quire {
@@ -19,7 +20,10 @@ void bind_quantized(nb::module_& module) {
       +[](int format, int dtype, const void* weight, int64_t stride, int64_t n, int64_t k, char* out) {
         const QuantizedShape shape(format, 0, n, k);
         ask_for_large_pages(out, shape.bytes());
-        return kernels().quantized.quantize[format][dtype](weight, stride, shape, out);
+        std::vector<float> factors;
+        if (shape.format.is_rotated) factors = choose_factors(shape, DType(dtype), weight, stride, out);
+        const float* given = shape.format.is_rotated ? factors.data() : nullptr;
+        return kernels().quantized.quantize[format][dtype](weight, stride, shape, given, out);
       },
       Unlocked());
   add_function(

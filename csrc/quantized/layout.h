@@ -18,9 +18,10 @@ struct QuantizedFormat {
   int group;  // 16 or 32 along k, or 0 for all of k: x is quantized in these groups, a scale holds for all
   int zero;   // what a stored integer has too much
   Number scale, min;
-  bool has_steps;        // whether a group's scale (and min) is that number times a byte: signed (unsigned)
-  int base_group;        // the range of k of such a number; 0: the weight says it
-  const uint8_t* table;  // what the 4 bits stand for, + zero; null: themselves
+  bool has_steps;           // whether a group's scale (and min) is that number times a byte: signed (unsigned)
+  int base_group;           // the range of k of such a number; 0: the weight says it
+  const uint8_t* table;     // what the 4 bits stand for, + zero; null: themselves
+  bool is_rotated = false;  // whether W's rows, and x's, are rotated before they are quantized (quantized/rotation.h)
 };
 
 // The integers of the "non-linear" formats of ggml, and twice the values of MXFP4 (Open Compute Project, Microscaling
@@ -41,34 +42,42 @@ consteval QuantizedFormat plain_format(int bits, Number scale, bool has_zero_poi
 
 // The order is that of FORMATS in src/quire/kernels/weights.py.
 inline constexpr QuantizedFormat kQuantizedFormats[] = {
-    {8, 0, 128, Number::kFloat, Number::kNone, false, 0, nullptr},       // int8
-    {4, 32, 8, Number::kBFloat, Number::kNone, false, 32, nullptr},      // int4
-    {8, 32, 128, Number::kHalf, Number::kNone, false, 32, nullptr},      // q8_0
-    {4, 32, 8, Number::kHalf, Number::kNone, false, 32, nullptr},        // q4_0
-    {4, 32, 0, Number::kHalf, Number::kHalf, false, 32, nullptr},        // q4_1
-    {8, 32, 16, Number::kHalf, Number::kNone, false, 32, nullptr},       // q5_0
-    {8, 32, 0, Number::kHalf, Number::kHalf, false, 32, nullptr},        // q5_1
-    {4, 16, 0, Number::kHalf, Number::kHalf, true, 256, nullptr},        // q2_k
-    {4, 16, 4, Number::kHalf, Number::kNone, true, 256, nullptr},        // q3_k
-    {4, 32, 0, Number::kHalf, Number::kHalf, true, 256, nullptr},        // q4_k
-    {8, 32, 0, Number::kHalf, Number::kHalf, true, 256, nullptr},        // q5_k
-    {8, 16, 32, Number::kHalf, Number::kNone, true, 256, nullptr},       // q6_k
-    {4, 32, 128, Number::kHalf, Number::kNone, false, 32, kNonLinear},   // iq4_nl
-    {4, 32, 128, Number::kHalf, Number::kNone, true, 256, kNonLinear},   // iq4_xs
-    {4, 32, 128, Number::kExponent, Number::kNone, false, 32, kFloat4},  // mxfp4
-    plain_format(4, Number::kHalf, false),                               // u4_half
-    plain_format(4, Number::kHalf, true),                                // u4_half_zeros
-    plain_format(4, Number::kBFloat, false),                             // u4_bfloat
-    plain_format(4, Number::kBFloat, true),                              // u4_bfloat_zeros
-    plain_format(4, Number::kFloat, false),                              // u4_float
-    plain_format(4, Number::kFloat, true),                               // u4_float_zeros
-    plain_format(8, Number::kHalf, false),                               // u8_half
-    plain_format(8, Number::kHalf, true),                                // u8_half_zeros
-    plain_format(8, Number::kBFloat, false),                             // u8_bfloat
-    plain_format(8, Number::kBFloat, true),                              // u8_bfloat_zeros
-    plain_format(8, Number::kFloat, false),                              // u8_float
-    plain_format(8, Number::kFloat, true),                               // u8_float_zeros
+    {8, 0, 128, Number::kFloat, Number::kNone, false, 0, nullptr, true},  // int8
+    {4, 32, 8, Number::kBFloat, Number::kNone, false, 32, nullptr},       // int4
+    {8, 32, 128, Number::kHalf, Number::kNone, false, 32, nullptr},       // q8_0
+    {4, 32, 8, Number::kHalf, Number::kNone, false, 32, nullptr},         // q4_0
+    {4, 32, 0, Number::kHalf, Number::kHalf, false, 32, nullptr},         // q4_1
+    {8, 32, 16, Number::kHalf, Number::kNone, false, 32, nullptr},        // q5_0
+    {8, 32, 0, Number::kHalf, Number::kHalf, false, 32, nullptr},         // q5_1
+    {4, 16, 0, Number::kHalf, Number::kHalf, true, 256, nullptr},         // q2_k
+    {4, 16, 4, Number::kHalf, Number::kNone, true, 256, nullptr},         // q3_k
+    {4, 32, 0, Number::kHalf, Number::kHalf, true, 256, nullptr},         // q4_k
+    {8, 32, 0, Number::kHalf, Number::kHalf, true, 256, nullptr},         // q5_k
+    {8, 16, 32, Number::kHalf, Number::kNone, true, 256, nullptr},        // q6_k
+    {4, 32, 128, Number::kHalf, Number::kNone, false, 32, kNonLinear},    // iq4_nl
+    {4, 32, 128, Number::kHalf, Number::kNone, true, 256, kNonLinear},    // iq4_xs
+    {4, 32, 128, Number::kExponent, Number::kNone, false, 32, kFloat4},   // mxfp4
+    plain_format(4, Number::kHalf, false),                                // u4_half
+    plain_format(4, Number::kHalf, true),                                 // u4_half_zeros
+    plain_format(4, Number::kBFloat, false),                              // u4_bfloat
+    plain_format(4, Number::kBFloat, true),                               // u4_bfloat_zeros
+    plain_format(4, Number::kFloat, false),                               // u4_float
+    plain_format(4, Number::kFloat, true),                                // u4_float_zeros
+    plain_format(8, Number::kHalf, false),                                // u8_half
+    plain_format(8, Number::kHalf, true),                                 // u8_half_zeros
+    plain_format(8, Number::kBFloat, false),                              // u8_bfloat
+    plain_format(8, Number::kBFloat, true),                               // u8_bfloat_zeros
+    plain_format(8, Number::kFloat, false),                               // u8_float
+    plain_format(8, Number::kFloat, true),                                // u8_float_zeros
 };
+
+// The most columns of a quantized weight. A sum of that many products of bytes fits an int32.
+inline constexpr int64_t kMostQuantizedK = 65536;
+
+// How many columns are rotated together where `rest` are left: powers of four, whose roots are powers of two.
+QUIRE_INLINE constexpr int64_t rotation_width(int64_t rest) {
+  return rest >= 256 ? 256 : rest >= 64 ? 64 : rest >= 16 ? 16 : rest >= 4 ? 4 : 1;
+}
 
 QUIRE_INLINE constexpr int64_t bytes_of(Number number) {
   if (number == Number::kNone) return 0;
@@ -80,7 +89,8 @@ QUIRE_INLINE constexpr int64_t bytes_of(Number number) {
 // up to a multiple of 64 bytes. Integers lie in blocks of 32 along k, each of rows of 32 units of four bytes. 8 bits: a
 // unit holds four integers that follow each other along k. 4 bits: unit u holds k = 4 u to 4 u + 3 of its block in the
 // lower halves of its bytes, and those 16 further on in the upper halves. What a panel has beyond the matrix is zero,
-// or multiplies zeros.
+// or multiplies zeros. Behind the panels of a rotated weight lie its factors: a float32 for each column, which x is
+// multiplied with before it is rotated.
 struct QuantizedShape {
   static constexpr int64_t kBlock = 32;
 
@@ -111,7 +121,8 @@ struct QuantizedShape {
     return min_steps_at() + field(groups(), format.has_steps && format.min != Number::kNone);
   }
   QUIRE_MEMBER int64_t panel_bytes() const { return integers_at() + blocks() * block_bytes(); }
-  QUIRE_MEMBER int64_t bytes() const { return panels() * panel_bytes(); }
+  QUIRE_MEMBER int64_t factors_at() const { return panels() * panel_bytes(); }
+  QUIRE_MEMBER int64_t bytes() const { return factors_at() + (format.is_rotated ? (4 * k + 63) / 64 * 64 : 0); }
 
  private:
   QUIRE_MEMBER int64_t ranges(int64_t length) const { return k == 0 ? 0 : (k + length - 1) / length; }

@@ -1,4 +1,5 @@
-// y = x W^T + bias on quantized weights (quantized/layout.h), x being quantized too, each group of a row by itself.
+// y = x W^T + bias on quantized weights (quantized/layout.h), x being quantized too, each group of a row by itself, in
+// the basis of the weight (quantized/rotation.h).
 //
 // The products of a group are summed in int32, where no order matters. Those sums are scaled and added up in float32,
 // group after group, without fused operations; so are, apart, the sums of x times the mins, which are subtracted in the
@@ -8,6 +9,7 @@
 #include "isa/rows.h"
 #include "matmul/tiles.h"
 #include "quantized/quads.h"
+#include "quantized/rotation.h"
 #include "quantized/unpack.h"
 
 namespace quire::QUIRE_ISA {
@@ -45,7 +47,7 @@ static float largest_of(const T* row, int64_t k) {
   for_parts(k, [&](int64_t i, int64_t n) {
     const f32 v = load_some(row + i, n);
     largest = max(abs(v), largest);
-    poison = poison + (v - v);
+    poison = fma(v, set1(0), poison);
   });
   return reduce_max(largest) + reduce_add(poison);
 }
@@ -82,6 +84,14 @@ static void quantize_row(const T* x, const int32_t* order, const QuantizedRow& l
     lacks[group] = -int32_t(total) * int32_t(layout.zero);
     if (layout.has_mins) sums[group] = total * scale;
   }
+}
+
+// The same of a row in the basis of a rotated weight.
+template <typename T>
+static void quantize_rotated_row(const T* x, const float* factors, const QuantizedRow& layout, char* row) {
+  alignas(64) float rotated[kMostQuantizedK];  // as much as is used is touched
+  rotate(x, factors, layout.k, rotated);
+  quantize_row<float>(rotated, nullptr, layout, row);
 }
 
 // A piece of a panel: of `groups` groups the units [group / 4][32], scales and mins [groups][32].
@@ -227,6 +237,11 @@ static void multiply_panel(const char* rows, int64_t num_rows, const PanelReader
   }
 }
 
+// What x's columns are multiplied with before a row is rotated; null: it is not.
+static const float* factors_of(const QuantizedShape& shape, const char* weight) {
+  return shape.format.is_rotated ? reinterpret_cast<const float*>(weight + shape.factors_at()) : nullptr;
+}
+
 static int64_t quantized_rows_bytes(const QuantizedShape& shape, int64_t rows) {
   return smaller(rows, kMostQuantizedRows) * QuantizedRow(shape).bytes;
 }
@@ -236,12 +251,18 @@ static void quantized_matmul(const QuantizedMatmulArgs& args) {
   const QuantizedRow layout(args.shape);
   const PanelReader reader(args.shape);
   const int64_t row_bytes = layout.bytes, panel_bytes = args.shape.panel_bytes();
+  const float* factors = factors_of(args.shape, args.weight);
   for (int64_t first = 0; first < args.rows; first += kMostQuantizedRows) {
     const int64_t rows = smaller(kMostQuantizedRows, args.rows - first);
     const T* x = static_cast<const T*>(args.x) + first * args.x_stride;
     for_rows(rows, layout.k, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
-        quantize_row(x + row * args.x_stride, args.order, layout, args.rows_of_x + row * row_bytes);
+        char* to = args.rows_of_x + row * row_bytes;
+        if (factors != nullptr) {
+          quantize_rotated_row(x + row * args.x_stride, factors, layout, to);
+        } else {
+          quantize_row(x + row * args.x_stride, args.order, layout, to);
+        }
       }
     });
     for_tasks(rows, args.to.n, layout.k, kTaskPanels, [&](const ProductTask& task, int) {

@@ -1,11 +1,12 @@
 // Rows of a quantized weight as numbers.
 #pragma once
 
+#include "quantized/rotation.h"
 #include "quantized/unpack.h"
 
 namespace quire::QUIRE_ISA {
 
-// Row `id` of W: integers times scales, minus mins, rounded to T.
+// Row `id` of W as it was quantized: integers times scales, minus mins, rounded to T.
 template <typename T>
 static void dequantize_row(const PanelReader& reader, const char* data, int64_t id, T* out) {
   const QuantizedShape& shape = reader.shape;
@@ -32,13 +33,28 @@ static void dequantize_row(const PanelReader& reader, const char* data, int64_t 
   }
 }
 
+// The same of a rotated weight, turned back.
+template <typename T>
+static void dequantize_rotated_row(const PanelReader& reader, const char* data, int64_t id, T* out) {
+  alignas(64) float row[kMostQuantizedK];  // as much as is used is touched
+  dequantize_row(reader, data, id, row);
+  rotate_back(row, reinterpret_cast<const float*>(data + reader.shape.factors_at()), reader.shape.k, out);
+}
+
 // Rows `ids` of W, each in [0, n).
 template <typename T>
 static void gather_quantized(const QuantizedShape& shape, const int64_t* ids, int64_t count, const char* data,
                              void* out) {
   const PanelReader reader(shape);
   for_rows(count, shape.k, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) dequantize_row(reader, data, ids[i], static_cast<T*>(out) + i * shape.k);
+    for (int64_t i = begin; i < end; ++i) {
+      T* row = static_cast<T*>(out) + i * shape.k;
+      if (shape.format.is_rotated) {
+        dequantize_rotated_row(reader, data, ids[i], row);
+      } else {
+        dequantize_row(reader, data, ids[i], row);
+      }
+    }
   });
 }
 

@@ -133,24 +133,40 @@ static void quantize_halves(const T* rows, int64_t stride, int64_t num_rows, con
   }
 }
 
-// False, and an unusable result, if an element is not finite.
+// One panel. False, and an unusable result, if an element is not finite.
 template <int kBits, typename T>
-static bool quantize(const void* weight, int64_t stride, const QuantizedShape& shape, char* out) {
+static bool quantize_panel(const T* rows, int64_t stride, int64_t num_rows, const QuantizedShape& shape, char* panel) {
+  alignas(64) float largest[kPanelColumns] = {};
   bool is_finite = true;
-  auto task = [&](int64_t index, int) {
-    const int64_t row = index * kPanelColumns, num_rows = smaller(kPanelColumns, shape.n - row);
+  for (int64_t j = 0; j < num_rows; ++j) {
+    largest[j] = largest_of(rows + j * stride, shape.k);
+    is_finite = is_finite && largest[j] == largest[j];
+  }
+  if constexpr (kBits == 8) {
+    quantize_bytes(rows, stride, num_rows, largest, shape, panel);
+  } else {
+    quantize_halves(rows, stride, num_rows, shape, panel);
+  }
+  return is_finite;
+}
+
+// All panels, of a weight that is rotated, if there are factors for that.
+template <int kBits, typename T>
+static bool quantize(const void* weight, int64_t stride, const QuantizedShape& shape, const float* factors, char* out) {
+  bool is_finite = true;
+  auto task = [&](int64_t index, int thread) {
+    const int64_t row = index * kPanelColumns, num_rows = smaller(kPanelColumns, shape.n - row), k = shape.k;
     const T* rows = static_cast<const T*>(weight) + row * stride;
-    alignas(64) float largest[kPanelColumns] = {};
-    for (int64_t j = 0; j < num_rows; ++j) {
-      largest[j] = largest_of(rows + j * stride, shape.k);
-      if (largest[j] != largest[j]) __atomic_store_n(&is_finite, false, __ATOMIC_RELAXED);
-    }
     char* panel = out + index * shape.panel_bytes();
-    if constexpr (kBits == 8) {
-      quantize_bytes(rows, stride, num_rows, largest, shape, panel);
+    bool is_finite_here;
+    if (factors == nullptr) {
+      is_finite_here = quantize_panel<kBits>(rows, stride, num_rows, shape, panel);
     } else {
-      quantize_halves(rows, stride, num_rows, shape, panel);
+      float* rotated = static_cast<float*>(thread_scratch(thread, kPanelColumns * k * int64_t(sizeof(float))));
+      for (int64_t j = 0; j < num_rows; ++j) rotate(rows + j * stride, factors, k, rotated + j * k);
+      is_finite_here = quantize_panel<kBits>(rotated, k, num_rows, shape, panel);
     }
+    if (!is_finite_here) __atomic_store_n(&is_finite, false, __ATOMIC_RELAXED);
   };
   if (shape.k > 0) parallel_for(shape.panels(), task);
   return is_finite;

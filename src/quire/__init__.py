@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         TokenizerError,
         UnsupportedModelError,
     )
+    from quire.common.lora import LoRARequest
     from quire.common.outputs import (
         BeamSearchOutput,
         BeamSearchSequence,
@@ -64,6 +65,7 @@ __all__ = [
     "InvalidPromptError",
     "KernelError",
     "LLMEngine",
+    "LoRARequest",
     "OutOfMemoryError",
     "PinnedPrefix",
     "PromptTooLongError",
@@ -86,6 +88,7 @@ _HOMES = {
     **dict.fromkeys(("AsyncLLM", "AsyncLLMEngine"), "quire.interfaces.async_llm.async_llm"),
     "LLM": "quire.interfaces.llm",
     "LLMEngine": "quire.engine.llm_engine",
+    "LoRARequest": "quire.common.lora",
     "AsyncEngineArgs": "quire.engine.arg_utils",
     "EngineArgs": "quire.config.args",
     **dict.fromkeys(("BeamSearchParams", "SamplingParams", "StructuredOutputsParams"), "quire.common.params"),

@@ -131,7 +131,7 @@ def test_an_engine_made_without_a_loop_starts_with_its_first_request() -> None:
         outputs = await asyncio.gather(*(anext(generator) for generator in generators))
         assert [output.request_id for output in outputs] == ["a", "b"]
         assert llm.model_config.max_model_len == 160
-        with pytest.raises(InvalidParamsError, match="lora_request must be None"):
+        with pytest.raises(InvalidParamsError, match="lora_request must be a LoRARequest or None, not object"):
             await anext(llm.generate("Once", params, "c", lora_request=object()))  # type: ignore[arg-type]
         with pytest.raises(InvalidParamsError, match="extra_args cannot be sent"):
             await anext(llm.generate("Once", SamplingParams(extra_args={"a": 1}), "c"))

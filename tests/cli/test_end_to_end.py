@@ -4,6 +4,10 @@ import inspect
 import json
 import subprocess
 import sys
+from pathlib import Path
+
+from quire import EngineArgs
+from tests.models.adapters import make_tensors, tiny_sizes, write_adapter
 
 
 def quire(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -25,6 +29,8 @@ def test_demo_runs_and_reuses_prefixes() -> None:
     assert "Serialize ``obj`` to a JSON formatted ``str``." in result.stdout
     assert '{"name": "json.dumps"' in result.stdout
     assert "hit rate 0%" not in result.stdout
+    answers = [line for line in result.stdout.splitlines() if "random bytes suitable for cryptographic use" in line]
+    assert answers[1] == f"Arr, matey! {answers[0]} Yo ho ho!", "with and without an adapter"
 
 
 def test_chat_remembers_the_conversation() -> None:
@@ -33,3 +39,16 @@ def test_chat_remembers_the_conversation() -> None:
     first, _, second, figures = result.stdout.splitlines()
     assert first in second
     assert " 0 of" not in figures, "the first turn is found in the prefix cache"
+
+
+def test_generate_uses_an_adapter(tmp_path: Path) -> None:
+    sizes = tiny_sizes(EngineArgs().resolve().model)
+    folder = write_adapter(tmp_path / "adapter", make_tensors(sizes, 2), r=2, lora_alpha=2)
+    command = ("generate", "--raw", "--prompt", "def f(", "--max-tokens", "8")
+    plain, adapted = (quire(*command, *more) for more in ((), ("--lora", str(folder))))
+    assert plain.stdout != adapted.stdout
+    assert (plain.returncode, adapted.returncode) == (0, 0)
+    refused = quire(*command, "--lora", str(tmp_path))
+    assert (refused.returncode, refused.stdout) == (2, "")
+    reason = f"{tmp_path} has no adapter_config.json: not the folder of a PEFT adapter"
+    assert refused.stderr.splitlines()[-1] == f"quire: {reason}"

@@ -40,7 +40,7 @@ BLOCKS = BlockColumns(
 )
 REQUESTS = [
     RequestRow(0, "cmpl-first", "running", "decode", "", 0, 1, 18, 16, 18, 30, 60, 2, 1),
-    RequestRow(1, "cmpl-second", "waiting", "prefill", "", 0, 1, 20, 0, 0, 0, 0, 0, 0),
+    RequestRow(1, "cmpl-second", "waiting", "prefill", "", 0, 1, 20, 0, 0, 0, 0, 0, 0, "sql"),
 ]
 SNAPSHOT = CacheUpdate(0, 10.0, CacheSetup(16, 8, 0, 1, 4), BLOCKS, None, REQUESTS, [], COUNTERS)
 LATER = CacheUpdate(1, 12.0, counters={"generated_tokens": 50}, events=[CacheEvent("evicted", 2, block_ids=[5, 6])])
@@ -104,6 +104,7 @@ def test_once_prints_one_picture(url: str, capsys: pytest.CaptureFixture[str]) -
     assert "cmpl-first" in lines[5]
     assert "prompt ██████████ output █████····· 30/60 tokens, 2 blocks, preempted 1x" in lines[5]
     assert lines[6] == "waiting 1"
+    assert lines[7].endswith("0 tokens, 0 blocks, adapter sql")
     assert all(len(line) <= 100 for line in lines)
 
 

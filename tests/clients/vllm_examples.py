@@ -27,7 +27,7 @@ NOT_RUN = {
     "features/data_parallel/": "several engines on several GPUs",
     "features/kv_events/": "events of the KV cache over ZeroMQ",
     "features/logits_processor/dry.py": "the interface of vLLM's GPU sampler, in Triton",
-    "features/lora/": "LoRA",
+    "features/lora/": "adapters of large models, from the hub",
     "features/profiling/": "torch's profiler in vLLM's workers",
     "features/prompt_embed/": "embeddings as prompts",
     "features/sharded_state/": "vLLM's own checkpoint format, on several GPUs",

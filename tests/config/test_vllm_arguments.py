@@ -12,7 +12,6 @@ import torch
 
 from quire import BeamSearchParams, ConfigError, EngineArgs, InvalidParamsError, SamplingParams, StructuredOutputsParams
 from quire.common.arguments.vllm_arguments import vllm_arguments
-from quire.common.params.checks import check_no_adapter
 from quire.server.api.tools.formats import (
     REASONING_FORMATS,
     TOOL_FORMATS,
@@ -25,7 +24,7 @@ VLLM = json.loads((Path(__file__).parents[1] / "data" / "vllm_arguments.json").r
 ENGINE, SERVER = ([field.name for field in dataclasses.fields(kind)] for kind in (EngineArgs, ServerArgs))
 KINDS = [
     ("engine", "EngineArgs", (*ENGINE,)),
-    ("server", "FrontendArgs", (*SERVER,)),
+    ("server", "FrontendArgs", (*SERVER, "lora_modules")),
     ("sampling", "SamplingParams", SamplingParams.__struct_fields__),
     ("structured", "StructuredOutputsParams", StructuredOutputsParams.__struct_fields__),
     ("beam", "BeamSearchParams", BeamSearchParams.__struct_fields__),
@@ -182,9 +181,3 @@ def test_parsers_of_vllm_are_quires_formats():
     assert merge_args(None, {"tool_call_parser": "qwen3_json", "enable_auto_tool_choice": True})[0].tool_parser
     with pytest.raises(ConfigError, match="tool_parser='qwen3_xml'"):
         merge_args(None, {"tool_call_parser": "qwen3_xml"})
-
-
-def test_adapters_are_refused() -> None:
-    check_no_adapter(None)
-    with pytest.raises(InvalidParamsError, match="lora_request must be None"):
-        check_no_adapter(object())

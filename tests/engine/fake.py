@@ -4,16 +4,21 @@ from collections import deque
 from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 from hashlib import blake2b
+from pathlib import Path
 
 import numpy as np
 
 from quire.common.batch import Batch, Draw, ScheduledSequence, StepResult, TokenLogprobs
+from quire.common.errors import CheckpointError
+from quire.common.lora import KnownAdapter
 from quire.common.params import SamplingParams
 from quire.config.kv_cache import KVCacheConfig, KVCacheGroup, attention_spec
+from quire.config.lora import LoRAConfig
 from quire.config.scheduler import SchedulerConfig
 from quire.engine.requests.logprobs import LogprobRows, PromptScores
 from quire.engine.requests.output import OutputBuilder, SampleOutput
 from quire.engine.requests.sequence import Sequence, SequenceGroup
+from quire.engine.scheduling.loaded_adapters import LoadedAdapters
 from quire.engine.scheduling.scheduler import Scheduler
 from quire.engine.step.commit import Committer, Drafter
 from quire.kv.block_space_manager import BlockSpaceManager
@@ -25,6 +30,11 @@ VOCAB_SIZE = 50
 def state_after(previous: int, token_id: int) -> int:
     """What the fake model keeps of a token: like real keys and values it depends on all tokens before it."""
     return int.from_bytes(blake2b(np.array([previous, token_id], np.int64).tobytes(), digest_size=7).digest(), "little")
+
+
+def salt_of(digest: str) -> int:
+    """What an adapter with this digest changes in every state."""
+    return int.from_bytes(blake2b(digest.encode(), digest_size=7).digest(), "little")
 
 
 def next_token(states: list[int], windows: SequenceOf[int | None] = (None,), sample: int = 0) -> int:
@@ -72,6 +82,22 @@ class FakeExecutor:
         self.host_slots = np.full((len(config.groups), config.num_host_blocks, config.block_size), -1)
         self.fail_next = False
         self.batches: list[Batch] = []
+        self.adapters: dict[int, str] = {}
+        """The digests of the adapters in slots."""
+        self.loads: list[str] = []
+        """The digests that were loaded, in order."""
+        self.lost: set[str] = set()
+        """Digests of adapters that cannot be loaded."""
+
+    def load_adapter(self, slot: int, folder: Path, digest: str) -> None:
+        assert slot not in self.adapters, "an adapter is loaded over another"
+        if digest in self.lost:
+            raise CheckpointError(f"{folder} is gone")
+        self.adapters[slot] = digest
+        self.loads.append(digest)
+
+    def unload_adapter(self, slot: int) -> None:
+        del self.adapters[slot]
 
     def execute(self, batch: Batch) -> StepResult:
         if self.fail_next:
@@ -128,8 +154,9 @@ class FakeExecutor:
         positions = np.arange(scheduled.end)
         blocks, offsets = table[positions // self.config.block_size], positions % self.config.block_size
         state = int(slots[blocks[scheduled.start - 1], offsets[scheduled.start - 1]]) if scheduled.start else 0
+        salt = 0 if scheduled.adapter < 0 else salt_of(self.adapters[scheduled.adapter])
         for position, token_id in enumerate(scheduled.token_ids, start=scheduled.start):
-            state = state_after(state, token_id)
+            state = state_after(state ^ salt, token_id)
             slots[blocks[position], offsets[position]] = state
         return slots[blocks, offsets].tolist()
 
@@ -156,6 +183,8 @@ class Harness:
         preempt_turns: int = 0,
         draft: Drafter | None = None,
         depth: int = 1,
+        max_loras: int = 0,
+        lora_bytes: int | None = None,
         **scheduling: object,
     ) -> None:
         self.windows = tuple(windows or (None,) * num_groups)
@@ -166,7 +195,10 @@ class Harness:
             config, enable_prefix_caching=caching, watermark=watermark, pinned_fraction=pinned_fraction
         )
         settings = SchedulerConfig(max_num_seqs, max_num_batched_tokens, preemption_mode, **scheduling)
-        self.scheduler = Scheduler(settings, self.blocks, clock=lambda: float(self.scheduler.num_steps))
+        self.adapters = LoadedAdapters(LoRAConfig(max_loras, 16, lora_bytes) if max_loras else None, self.executor)
+        self.scheduler = Scheduler(
+            settings, self.blocks, clock=lambda: float(self.scheduler.num_steps), adapters=self.adapters
+        )
         self.requests = self.scheduler.requests
         self.committer = Committer(self.requests, max_model_len=config.max_tokens, draft=draft)
         self.depth = depth
@@ -175,8 +207,16 @@ class Harness:
         self.failing_steps = failing_steps
         self.preempt_turns = preempt_turns
         self.groups: list[SequenceGroup] = []
+        self._users: list[SequenceGroup] = []
 
-    def add(self, prompt: list[int], max_tokens: int = 8, key: ContentKey = NO_KEY, **params: object) -> SequenceGroup:
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int = 8,
+        key: ContentKey = NO_KEY,
+        adapter: KnownAdapter | None = None,
+        **params: object,
+    ) -> SequenceGroup:
         settings = SamplingParams(**{"temperature": 0, "max_tokens": max_tokens, "detokenize": False} | params)
         wanted = 0 if settings.ranks_samples and settings.logprobs is None else settings.logprobs
         draws = tuple(Draw(0.0, 0, 1.0, b"", index, logprobs=wanted) for index in range(settings.num_samples))
@@ -185,7 +225,8 @@ class Harness:
         if settings.prompt_logprobs is not None:
             scores = PromptScores(1, prompt[1:], settings.prompt_logprobs, None)
         output = SampleOutput(settings, self.eos_token_ids, None, rows)
-        return self._add(Sequence(self.requests.new_seq_id(), prompt, draws, output, scores), prompt, settings, key)
+        seq = Sequence(self.requests.new_seq_id(), prompt, draws, output, scores)
+        return self._add(seq, prompt, settings, key, adapter)
 
     def add_scored(self, context: list[int], continuation: list[int], key: ContentKey = NO_KEY) -> SequenceGroup:
         """A request that generates nothing."""
@@ -194,11 +235,20 @@ class Harness:
         seq = Sequence(self.requests.new_seq_id(), whole[:-1], (), SampleOutput(settings), scores)
         return self._add(seq, whole, settings, key)
 
-    def _add(self, seq: Sequence, prompt: list[int], settings: SamplingParams, key: ContentKey) -> SequenceGroup:
+    def _add(
+        self,
+        seq: Sequence,
+        prompt: list[int],
+        settings: SamplingParams,
+        key: ContentKey,
+        adapter: KnownAdapter | None = None,
+    ) -> SequenceGroup:
         arrival_time = float(self.scheduler.num_steps)
         outputs = OutputBuilder(str(len(self.groups)), prompt, settings, arrival_time, scores=seq.scores)
-        group = SequenceGroup(outputs, seq, key)
+        group = SequenceGroup(outputs, seq, key, adapter=adapter)
         self.groups.append(group)
+        self.adapters.use(group)
+        self._users.append(group)
         self.requests.add(group)
         return group
 
@@ -213,8 +263,16 @@ class Harness:
             raise
         while len(self.in_flight) >= self.depth or (self.in_flight and not batch.sequences):
             self.committer.commit(*self.in_flight.popleft())
+        self.release_ended()
         self.requests.check_integrity()
         return batch
+
+    def release_ended(self) -> None:
+        """As the engine does once a request has been returned."""
+        for group in [group for group in self._users if group.is_finished]:
+            self._users.remove(group)
+            self.adapters.release(group)
+        self.adapters.check_integrity()
 
     def run(self) -> None:
         """Until every request has finished; nothing may be held afterwards."""
@@ -241,21 +299,26 @@ class Harness:
         """Every sample is what the request alone would have given."""
         prompt = group.seqs[0].token_ids[: group.seqs[0].num_prompt_tokens]
         for sample in range(group.params.n):
-            expected = expected_output(prompt, group.params.max_tokens, self.windows, sample)
+            expected = expected_output(prompt, group.params.max_tokens, self.windows, sample, group.adapter)
             assert self.output(group, sample) == expected
 
 
 def expected_output(
-    prompt: list[int], max_tokens: int, windows: SequenceOf[int | None] = (None,), sample: int = 0
+    prompt: list[int],
+    max_tokens: int,
+    windows: SequenceOf[int | None] = (None,),
+    sample: int = 0,
+    adapter: KnownAdapter | None = None,
 ) -> list[int]:
     """The solo run, without any engine."""
+    salt = 0 if adapter is None else salt_of(adapter.digest)
     states: list[int] = []
     output: list[int] = []
     for token_id in prompt:
-        states.append(state_after(states[-1] if states else 0, token_id))
+        states.append(state_after((states[-1] if states else 0) ^ salt, token_id))
     for _ in range(max_tokens):
         output.append(next_token(states, windows, sample))
-        states.append(state_after(states[-1], output[-1]))
+        states.append(state_after(states[-1] ^ salt, output[-1]))
     return output
 
 

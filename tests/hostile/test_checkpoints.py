@@ -1,6 +1,7 @@
 """Checkpoints from strangers: nothing in them is run, nothing outside of them is read, and each error is one line."""
 
 import json
+import math
 import os
 import pickle
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 
 from quire import LLM
 from quire.common.errors import CheckpointError, OutOfMemoryError
+from quire.config.checkpoint.safetensors import DTYPES, read_header
 from tests.config import gguf_file
 from tests.config.gguf_file import Stored, Typed, gguf_bytes, model_bytes
 from tests.hostile.target import PATIENCE, RESULTS
@@ -111,6 +113,35 @@ def gptq(**values: Any) -> Callable[[Path], None]:
     return lambda folder: config(folder, quantization_config=section)
 
 
+def compressed(**values: Any) -> Callable[[Path], None]:
+    """`weights` are merged into those of the only group."""
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32} | values.pop("weights", {})
+    groups = {"group_0": {"targets": values.pop("targets", ["Linear"]), "weights": weights}}
+    section = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups} | values
+    return lambda folder: config(folder, quantization_config=section)
+
+
+def in_float8(number: int) -> Callable[[Path], None]:
+    """All projections in FP8, each number with this byte."""
+
+    def make(folder: Path) -> None:
+        entries, data = {}, b""
+        for name, tensor in read_header(folder / WEIGHTS).items():
+            is_matrix = "_proj" in name
+            size = math.prod(tensor.shape) if is_matrix else tensor.num_bytes
+            spelled = next(key for key, (dtype, _) in DTYPES.items() if dtype == tensor.dtype)
+            entries[name] = entry([*tensor.shape], len(data), len(data) + size, "F8_E4M3" if is_matrix else spelled)
+            data += bytes([number]) * size
+            if is_matrix:
+                scale = name.replace("weight", "weight_scale")
+                entries[scale] = entry([1], len(data), len(data) + 4)
+                data += bytes(4)
+        header(folder, entries, data)
+        config(folder, quantization_config={"quant_method": "fp8"})
+
+    return make
+
+
 NESTED = Typed(gguf_file.ARRAY, [Typed(gguf_file.ARRAY, [Typed(gguf_file.ARRAY, ["a"])])])
 HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "GGUF: a string of a gigabyte": (huge_gguf, "at most 16777216 are allowed"),
@@ -126,6 +157,19 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "GGUF: another architecture": (gguf(model_bytes({"general.architecture": "bert"})), "bert"),
     "GPTQ: a pattern that takes for ever": (gptq(dynamic={"(.+)+!": {}}), "none of a group"),
     "GPTQ: no such bits": (gptq(bits=2**40), "bits"),
+    "compressed-tensors: a pattern that takes for ever": (compressed(ignore=["re:(.+)+!"]), "none of a group"),
+    "compressed-tensors: a giant pattern": (compressed(targets=["re:" + "a" * 10**6]), "300 characters"),
+    "compressed-tensors: 100,000 patterns": (compressed(ignore=["re:.*a.*b"] * 10**5), "takes up to 256"),
+    "compressed-tensors: 100,000 groups": (compressed(config_groups={str(i): {} for i in range(10**5)}), "256 groups"),
+    "compressed-tensors: a strategy that is none": (compressed(weights={"strategy": "x" * 10**6}), "for each xxx"),
+    "compressed-tensors: groups of 2 ** 40": (compressed(weights={"group_size": 2**40}), "group_size"),
+    "compressed-tensors: groups of half an input": (compressed(weights={"group_size": 0.5}), "group_size"),
+    "compressed-tensors: a quantized cache": (compressed(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
+    "FP8: a NaN in every place": (in_float8(0x7F), "not finite"),
+    "FP8: blocks beyond every number": (
+        lambda f: config(f, quantization_config={"quant_method": "fp8", "weight_block_size": [2**70, 1]}),
+        "two positive",
+    ),
     "a header beyond the file": (lambda f: header(f, {"a": entry([2], 0, 8)}, bytes(8), 2**63), "truncated"),
     "a header of all memory": (lambda f: header(f, b"", b"", 2**64 - 1), "truncated"),
     "an enormous header": (huge_header, "not valid JSON"),

@@ -13,7 +13,15 @@ from tests.hostile.target import CHAT, COMPLETIONS, RESPONSES, Reply, Target
 
 OTHER = {"authorization": f"Bearer {OTHER_KEY}"}
 OPEN = {"/health", "/ready", "/metrics", "/ping"}
-ADMIN = {"/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache", "/api/pull"}
+ADMIN = {
+    "/sleep",
+    "/wake_up",
+    "/is_sleeping",
+    "/reset_prefix_cache",
+    "/api/pull",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+}
 WRONG_KEYS = [
     {"authorization": ""}, {"authorization": "Bearer"}, {"authorization": "Bearer "}, {"authorization": "Bearer wrong"},
     {"authorization": "Bearer a-key-for-tests\0"}, {"authorization": "Bearer A-KEY-FOR-TESTS"},

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from quire import kernels
 from quire.common.errors import KernelError
-from quire.kernels.backends import reference
+from quire.kernels.backends import reference, reference_rotation
 from tests.effort import examples
 
 from .isas import ISAS, needs_native, using
@@ -15,6 +15,12 @@ from .test_matmul import DTYPES, make_weight, randn
 
 FORMATS = kernels.QUANTIZED_FORMATS
 SHAPES = [(1, 1), (32, 2), (33, 7), (31, 64), (200, 129), (40, 1051)]
+
+
+def quantized_product(x, weight, format, bias, out_dtype):
+    """What the reference makes of x and the weight."""
+    integers, scales, factors = reference.quantize_weight(weight, format)
+    return reference.quantized_matmul(x, integers, scales, None, bias, out_dtype, factors)
 
 
 def dequantize(packed):
@@ -28,7 +34,7 @@ def dequantize(packed):
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_products_have_the_references_bits_for_any_number_of_rows(isa, format, dtype, n, k):
     weight, bias, x = make_weight(n, k, dtype), randn(n), randn(193, k).to(dtype)
-    sums = reference.quantized_matmul(x, *reference.quantize_weight(weight, format), None, None, torch.float32)
+    sums = quantized_product(x, weight, format, None, torch.float32)
     with using(isa):
         packed = kernels.quantize_weight(weight, format)
         for rows in [*range(18), 24, 25, 40, 193]:
@@ -45,7 +51,7 @@ def test_products_have_the_references_bits_for_any_number_of_rows(isa, format, d
 @pytest.mark.parametrize("k", [1, 7, 33, 129])
 def test_what_lies_in_a_workspace_does_not_leak_into_padding(isa, format, dtype, k):
     weight, x = make_weight(40, k, dtype), randn(13, k).to(dtype)
-    expected = reference.quantized_matmul(x, *reference.quantize_weight(weight, format), None, None, torch.float32)
+    expected = quantized_product(x, weight, format, None, torch.float32)
     backend = kernels.backend_for("cpu")
     workspace = backend.workspace()
     with using(isa), workspace.recording():
@@ -61,11 +67,15 @@ def test_what_lies_in_a_workspace_does_not_leak_into_padding(isa, format, dtype,
 def test_every_variant_makes_the_references_integers_and_scales(isa, format, data):
     n, k = data.draw(st.integers(1, 70), "n"), data.draw(st.integers(1, 200), "k")
     dtype, seed = data.draw(st.sampled_from(DTYPES), "dtype"), data.draw(st.integers(0, 1000), "seed")
-    weight = (randn(n, k, seed=seed) * 10.0 ** data.draw(st.integers(-30, 30), "magnitude")).to(dtype)
-    integers, scales = reference.quantize_weight(weight, format)
+    weight = randn(n, k, seed=seed) * 10.0 ** data.draw(st.integers(-30, 28), "magnitude")
+    for column, power in data.draw(st.dictionaries(st.integers(0, k - 1), st.integers(-6, 6)), "far columns").items():
+        weight[:, column] *= 10.0**power
+    weight = weight.to(dtype)
+    integers, scales, factors = reference.quantize_weight(weight, format)
     with using(isa):
         packed = kernels.quantize_weight(weight, format)
-        expected = (integers * scales[..., None]).flatten(1)[:, :k].to(dtype)
+        expected = (integers * scales[..., None]).flatten(1)[:, :k]
+        expected = (expected if factors is None else reference_rotation.rotate_back(expected, factors)).to(dtype)
         assert torch.equal(dequantize(packed), expected)
         assert packed.nbytes == kernels.quantized_bytes(n, k, format)
     with using(ISAS[-1]):
@@ -98,7 +108,7 @@ def test_a_row_alone_has_the_bits_it_has_in_any_batch_on_any_number_of_threads(i
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_longest_sums_do_not_overflow(isa, format, sign):
     weight, x = torch.ones(2, 65536), torch.ones(1, 65536) * sign
-    expected = reference.quantized_matmul(x, *reference.quantize_weight(weight, format), None, None, torch.float32)
+    expected = quantized_product(x, weight, format, None, torch.float32)
     with using(isa):
         actual = kernels.matmul(x, kernels.quantize_weight(weight, format))
     assert torch.equal(actual, expected)
@@ -136,22 +146,60 @@ def test_weights_and_x_may_be_strided_and_what_follows_a_row_does_not_leak_into_
     table, wide = torch.full((40, 100), torch.nan).to(dtype), torch.full((6, 50), torch.nan).to(dtype)
     table[:, 7:40], wide[:, 3:36] = make_weight(40, 33, dtype), randn(6, 33).to(dtype)
     weight, x = table[:, 7:40], wide[:, 3:36]
-    quantized = reference.quantize_weight(weight, format)
-    expected = reference.quantized_matmul(x, *quantized, None, None, dtype)
+    expected = quantized_product(x, weight, format, None, dtype)
     assert torch.equal(kernels.matmul(x, kernels.quantize_weight(weight, format)), expected)
 
 
 @given(n=st.integers(1, 40), k=st.integers(1, 100), spread=st.floats(0.1, 4), seed=st.integers(0, 1000))
 @settings(max_examples=examples(50), deadline=None)
-def test_rounding_errors_are_half_a_step_of_int8_and_the_least_found_of_int4(n, k, spread, seed):
+def test_rounding_errors_are_half_a_step_of_int8_where_it_is_rotated_and_the_least_found_of_int4(n, k, spread, seed):
     weight = randn(n, k, seed=seed).sign() * randn(n, k, seed=seed + 1).abs() ** spread
-    errors = dequantize(kernels.quantize_weight(weight, "int8")) - weight
-    assert (errors.abs() <= weight.abs().amax(1, keepdim=True) / 127 * 0.5001).all()
+    of_weight = reference_rotation.factors_of_weight(reference_rotation.factors(weight))
+    rotated = reference_rotation.rotate(weight, of_weight)
+    errors = reference_rotation.rotate(dequantize(kernels.quantize_weight(weight, "int8")), of_weight) - rotated
+    assert (errors.abs() <= rotated.abs().amax(1, keepdim=True) / 127 * 0.501).all()
     found = torch.nn.functional.pad(dequantize(kernels.quantize_weight(weight, "int4")) - weight, (0, -k % 32))
     groups = torch.nn.functional.pad(weight, (0, -k % 32)).view(n, -1, 32)
     scale = (groups.abs().amax(2, keepdim=True) / 7).bfloat16().float()
     plain = (groups / scale.where(scale > 0, 1)).round().clamp(-8, 7) * scale - groups
     assert found.square().sum() <= plain.square().sum() * (1 + 1e-5)
+
+
+def relative_error(x, weight):
+    """Of the products by int8, beside the exact ones."""
+    exact = x.double() @ weight.double().T
+    return ((kernels.matmul(x, kernels.quantize_weight(weight, "int8")) - exact).norm() / exact.norm()).item()
+
+
+@given(k=st.integers(1, 700), seed=st.integers(0, 1000))
+@settings(max_examples=examples(25), deadline=None)
+def test_a_rotation_keeps_products_and_turns_back(k, seed):
+    x, weight = randn(3, k, seed=seed), randn(5, k, seed=seed + 1)
+    weight[:, k // 2] *= 1000
+    of_x = reference_rotation.factors(weight)
+    rotated = reference_rotation.rotate(weight, reference_rotation.factors_of_weight(of_x))
+    product = reference_rotation.rotate(x, of_x) @ rotated.T
+    torch.testing.assert_close(product, x @ weight.T, rtol=1e-4, atol=1e-2)
+    torch.testing.assert_close(reference_rotation.rotate_back(rotated, of_x), weight, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_outliers_of_x_cost_the_others_little_of_their_precision(dtype):
+    x, weight = randn(64, 896).to(dtype), randn(96, 896, seed=1).to(dtype)
+    plain = relative_error(x, weight)
+    for column in (5, 300, 890):
+        x[:, column] *= 60
+    weight[:, [5, 300, 890]] = 0  # so that exact products come from the others
+    assert plain < 0.013
+    assert relative_error(x, weight) < 0.05  # 0.19 without a rotation
+
+
+def test_a_norms_scale_that_the_weight_takes_back_does_not_matter():
+    x, weight = randn(64, 896), randn(96, 896, seed=1)
+    plain = relative_error(x, weight)
+    x[:, [7, 500]] *= 100
+    weight[:, [7, 500]] /= 100
+    assert relative_error(x, weight) < 1.05 * plain
 
 
 @pytest.mark.parametrize("format", FORMATS)

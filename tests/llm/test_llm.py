@@ -287,7 +287,7 @@ def test_names_and_arguments_of_vllm() -> None:
     )
     with pytest.raises(InvalidParamsError, match="1 priorities for 2 prompts"):
         llm.generate(["a", "b"], params, priority=[1])
-    with pytest.raises(InvalidParamsError, match="lora_request must be None"):
+    with pytest.raises(InvalidParamsError, match="lora_request must be a LoRARequest or None, not object"):
         llm.generate("a", params, lora_request=object())
 
 

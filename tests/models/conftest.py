@@ -17,7 +17,7 @@ from quire.config.model import ModelConfig
 from quire.models.base import CausalLM
 from quire.models.layers.batch_tensors import BatchTensors, GroupTensors, LayerKVCache
 from quire.models.weights.loader import load_model
-from tests.models.small_checkpoint import FIELDS, weights, write
+from tests.models.small_checkpoint import FIELDS, SMALL, weights, write
 
 BLOCK_SIZE = 4
 
@@ -136,3 +136,9 @@ def save_checkpoint(tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return write(tmp_path / "checkpoint", FIELDS, weights())
+
+
+@pytest.fixture
+def llama(save_checkpoint: Callable[..., tuple[Path, Any]]) -> Path:
+    """A Llama in float32 whose matrices fill words and groups."""
+    return save_checkpoint("LlamaForCausalLM", **SMALL)[0]

@@ -10,6 +10,11 @@ import torch
 from quire.config.model import ModelConfig
 from quire.models.weights.loader import load_model
 
+SMALL: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": None,
+}  # fmt: skip
+"""Of a Llama whose matrices fill words and groups."""
 FIELDS = {
     "architectures": ["LlamaForCausalLM"],
     "dtype": "float32",

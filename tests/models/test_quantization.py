@@ -15,7 +15,7 @@ from quire.common.errors import CheckpointError, ConfigError, UnsupportedModelEr
 from quire.config.args import EngineArgs
 from quire.config.model import ModelConfig
 from quire.models.layers.embedding import Embedding
-from quire.models.weights.loader import assignments, load_model, weight_bytes
+from quire.models.weights.loader import LayerLoader, assignments, load_model, weight_bytes
 from quire.runner.memory_plan import plan_memory
 
 from ..engine.test_batch_invariance import ROOMY, make_prompts, mixed_params, run
@@ -123,6 +123,22 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "saved"
 
 
+@needs_native
+def test_saving_keeps_one_matrix_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_filled = 0
+
+    def fill(loader: LayerLoader, layer: Any) -> None:
+        nonlocal num_filled
+        assert not any(hasattr(each, "weight") or hasattr(each, "table") for each in loader.layers)
+        original(loader, layer)
+        num_filled += 1
+
+    original = LayerLoader.fill
+    monkeypatch.setattr(LayerLoader, "fill", fill)
+    assert main(["quantize", "quire-draft", str(tmp_path / "saved")]) == 0
+    assert num_filled > 4
+
+
 def test_a_failure_while_saving_leaves_nothing_behind(tmp_path: Path, monkeypatch: Any) -> None:
     def fail(*_: Any) -> None:
         raise OSError("no space left")
@@ -136,7 +152,7 @@ def test_a_failure_while_saving_leaves_nothing_behind(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"version": 99}, "version 99.*readable are int8, int4 in version 2"),
+        ({"version": 99}, "version 99.*readable are int8, int4 in version 3"),
         ({"format": "int2"}, "'int2'"),
         ({"quant_method": "bitsandbytes"}, "take the unquantized checkpoint"),
     ],

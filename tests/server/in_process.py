@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire import LLMEngine
+from quire import LLMEngine, LoRARequest
 from quire.common.errors import RequestFailedError
 from quire.common.outputs import RequestOutput
 from quire.server.app import make_app
@@ -25,14 +25,21 @@ class InProcessLLM:
         self.engine = engine
         self.tokenizer = engine.tokenizer
         self.model_config = engine.model_config
+        self.adapters = engine.adapters
         self.death: Exception | None = None
         self.num_bytes = engine.plan.total_bytes
         self.default_sampling_params = engine.default_sampling_params
         self._queues: dict[str, asyncio.Queue[RequestOutput | Exception]] = {}
         self._stepping: asyncio.Task[None] | None = None
 
-    async def generate(self, prompt, params, *, request_id: str) -> AsyncIterator[RequestOutput]:
-        self.engine.add_request(request_id, prompt, params)
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        return self.engine.add_lora(lora_request)
+
+    async def remove_lora(self, lora_id: int | str) -> bool:
+        return self.adapters.remove(lora_id)
+
+    async def generate(self, prompt, params, *, request_id: str, lora_request=None) -> AsyncIterator[RequestOutput]:
+        self.engine.add_request(request_id, prompt, params, lora_request=lora_request)
         queue = self._queues[request_id] = asyncio.Queue()
         if self._stepping is None or self._stepping.done():
             self._stepping = asyncio.create_task(self._step())

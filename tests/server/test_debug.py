@@ -26,6 +26,8 @@ PATH = "/debug/cache/events"
 class WatchedLLM:
     """Gives each watcher frames from a script; None ends them, as for a watcher who is too slow."""
 
+    adapters = ()
+
     tokenizer = SimpleNamespace(chat_templates={})
 
     def __init__(self, *scripts: list[bytes | Exception | None]) -> None:
@@ -151,6 +153,8 @@ def test_the_end_of_the_engine_is_the_last_event() -> None:
 
 class ReadLLM:
     """Says which blocks were read."""
+
+    adapters = ()
 
     tokenizer = SimpleNamespace(chat_templates={}, decode_token=lambda token: f"<{token}>")
 

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.common.outputs import EngineStats, RequestMetrics
+from quire.common.outputs import AdapterStats, EngineStats, RequestMetrics
 from quire.common.params import SamplingParams
 from quire.config.cache import CacheConfig
+from quire.config.lora import LoRAConfig
 from quire.engine.metrics import BucketCounts
 from quire.kv.prefix_cache.stats import PrefixCacheStats
 from quire.server.http.state import RequestContext
@@ -36,11 +37,11 @@ class Engine:
     """As AsyncLLM; with stats that a test sets."""
 
     is_running, num_restarts, num_replayed, engine_pid = True, 0, 0, 1
-    config = SimpleNamespace(cache=CACHE)
+    config = SimpleNamespace(cache=CACHE, lora=None)
 
     def __init__(self) -> None:
         self.prefix = PrefixCacheStats()
-        self.counts = dict.fromkeys(EngineStats.__dataclass_fields__, 0) | {"num_blocks": 10}
+        self.counts = dict.fromkeys(EngineStats.__dataclass_fields__, 0) | {"num_blocks": 10, "adapters": {}}
 
     def stats(self) -> EngineStats:
         return EngineStats(**self.counts | {"prefix_cache": self.prefix.to_dict()})
@@ -200,6 +201,32 @@ def test_two_servers_in_a_process_do_not_meet(engine):
     assert metrics_of(a=engine).registry is not metrics_of(b=engine).registry
 
 
+def use_adapters(engine):
+    engine.config = SimpleNamespace(cache=CACHE, lora=LoRAConfig(3, 16))
+    engine.counts["adapters"] = {"sql": AdapterStats(0, 2, 30, 4), "json": AdapterStats(1, 0, 5, 6)}
+
+
+def test_adapters_are_counted_by_name(engine, metrics):
+    assert "lora" not in metrics.render()[0].decode()
+    use_adapters(engine)
+    text = metrics.render()[0].decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    (info,) = families["vllm:lora_requests_info"].samples
+    named = {key: info.labels[key] for key in ("running_lora_adapters", "waiting_lora_adapters", "max_lora")}
+    assert named == {"running_lora_adapters": "sql", "waiting_lora_adapters": "json", "max_lora": "3"}
+    found = {
+        name.removeprefix("quire:lora_"): {s.labels["lora_name"]: s.value for s in family.samples}
+        for name, family in families.items()
+        if name.startswith("quire:lora_")
+    }
+    assert found == {
+        "requests_running": {"sql": 2, "json": 0},
+        "requests_waiting": {"sql": 0, "json": 1},
+        "prompt_tokens": {"sql": 30, "json": 5},
+        "generation_tokens": {"sql": 4, "json": 6},
+    }
+
+
 def test_several_models_share_families_and_differ_in_their_label(engine, clock):
     other = Engine()
     other.counts["num_running"] = 4
@@ -242,7 +269,8 @@ def test_a_histogram_counts_each_value_once(values):
     assert histogram.sum == sum(values)
 
 
-def test_every_metric_is_documented_and_no_other(metrics):
+def test_every_metric_is_documented_and_no_other(engine, metrics):
+    use_adapters(engine)
     text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     documented = set(re.findall(r"^\| `((?:vllm|quire):\w+)`", text, re.MULTILINE))
     assert documented == {name for name in scraped_names(metrics) if ":" in name}

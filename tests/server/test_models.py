@@ -20,6 +20,8 @@ BUDGET = 1000
 class FakeLLM:
     """As AsyncLLM, with a memory that grows and shrinks."""
 
+    adapters = ()
+
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self.tokenizer = SimpleNamespace(chat_templates={})

@@ -46,9 +46,9 @@ class ListenedLLM(InProcessLLM):
 
     def stats(self) -> EngineStats:
         counts = dict.fromkeys(EngineStats.__dataclass_fields__, 0) | {"num_blocks": 1}
-        return EngineStats(**counts | {"prefix_cache": PrefixCacheStats().to_dict()})
+        return EngineStats(**counts | {"prefix_cache": PrefixCacheStats().to_dict(), "adapters": {}})
 
-    async def generate(self, prompt, params, *, request_id: str):
+    async def generate(self, prompt, params, *, request_id: str, lora_request=None):
         self.params.append(params)
         for listener in self.listeners:
             listener.on_request_start(request_id, 7, params)
@@ -98,6 +98,7 @@ def test_every_endpoint_that_makes_something_is_guarded(operated):
     described = server.get("/openapi.json", headers=KEY).json["paths"]
     posted = {path for path, methods in described.items() if "post" in methods} - {"/ping"}
     admins = {"/sleep", "/wake_up", "/reset_prefix_cache", "/api/pull"}
+    admins |= {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
     assert posted > admins
     assert len(posted - admins) >= 4
     statuses = {path: server.post(path.replace("{", "").replace("}", ""), {}).status for path in posted}

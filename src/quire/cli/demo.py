@@ -1,7 +1,8 @@
 """Run a batch of prompts on the embedded checkpoint, and print the outputs and the speed.
 
 The checkpoint was trained on the docstrings of Python's standard library. The first batch has questions and pieces of
-code; the second asks a further question in each conversation, whose beginning is then in the prefix cache.
+code; the second asks a further question in each conversation, whose beginning is then in the prefix cache. The last
+asks one question with and without a LoRA adapter, which was trained to answer like a pirate.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import argparse
 import time
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.options import add_engine_arguments, load_llm
+from quire.cli.options import add_engine_arguments, engine_kwargs, load_llm
+from quire.common.lora import LoRARequest
+from quire.config.checkpoint.location import EMBEDDED_CHECKPOINTS, EMBEDDED_ROOT
 
 if TYPE_CHECKING:
     from quire.common.outputs import RequestOutput
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 
 _SUBJECTS = ("json.dumps", "textwrap.dedent", "shutil.copytree", "bisect.bisect_left", "heapq.merge", "os.replace")
 _CODE = ("import unittest\n\nclass", "def __repr__(self):\n    return")
+_ADAPTED_QUESTION = "What does os.urandom do?"
 _CODE_TOKENS = 48
 _ANSWER_TOKENS = 128
 
@@ -33,6 +37,8 @@ def run(options: argparse.Namespace) -> int:
     """Run two batches: questions and code, then a further question after each answer."""
     from quire.common.params import SamplingParams
 
+    has_adapter = engine_kwargs(options).get("model") in (None, EMBEDDED_CHECKPOINTS[0])
+    options.enable_lora = has_adapter or getattr(options, "enable_lora", False)
     llm = load_llm(options)
     answering = SamplingParams(temperature=0.0, max_tokens=_ANSWER_TOKENS)
     coding = SamplingParams(temperature=0.0, max_tokens=_CODE_TOKENS)
@@ -44,8 +50,9 @@ def run(options: argparse.Namespace) -> int:
     for chat, subject in zip(chats, _SUBJECTS, strict=True):
         chat.append({"role": "user", "content": f"Summarize {subject} as JSON."})
     second = _generate(llm, chats, answering, (), coding)
+    third = _with_and_without_adapter(llm, answering) if has_adapter else []
     elapsed_s = time.monotonic() - start
-    print(_summary(llm, len(first) + len(second), elapsed_s))
+    print(_summary(llm, len(first) + len(second) + len(third), elapsed_s))
     return 0
 
 
@@ -58,6 +65,16 @@ def _generate(
     for title, output in zip([*(chat[-1]["content"] for chat in chats), *code], outputs, strict=True):
         is_code = title in code
         print(f"{title}{output.outputs[0].text}\n" if is_code else f"> {title}\n{output.outputs[0].text}\n")
+    return outputs
+
+
+def _with_and_without_adapter(llm: LLM, params: SamplingParams) -> list[RequestOutput]:
+    """Ask the model, and the model with an adapter, in one batch and print the answers."""
+    pirate = LoRARequest("pirate", 1, str(EMBEDDED_ROOT / "pirate"))
+    question = [{"role": "user", "content": _ADAPTED_QUESTION}]
+    outputs = llm.chat([question] * 2, params, lora_request=[None, pirate])
+    for name, output in zip(("the model", "with the adapter 'pirate'"), outputs, strict=True):
+        print(f"> {_ADAPTED_QUESTION} ({name})\n{output.outputs[0].text}\n")
     return outputs
 
 

@@ -27,6 +27,7 @@ from quire.cli.options import (
     sampling_params,
 )
 from quire.common.errors import InvalidPromptError
+from quire.common.lora import LoRARequest
 
 if TYPE_CHECKING:
     from quire.common.outputs import CompletionOutput, Logprob, RequestOutput
@@ -49,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form.add_argument("--chat", action="store_true", help="use the chat template (the default if there is one)")
     form.add_argument("--raw", action="store_true", help="continue the prompts as plain text")
     parser.add_argument("--json", action="store_true", help="print one JSON object per prompt")
+    parser.add_argument("--lora", metavar="FOLDER", help="LoRA adapter for all prompts, as PEFT saves it")
     add_sampling_arguments(parser)
     add_sample_arguments(parser)
     add_engine_arguments(parser)
@@ -60,11 +62,15 @@ def run(options: argparse.Namespace) -> int:
     items = list(_read_prompts(options))
     if not items:
         raise InvalidPromptError("no prompt was given: use --prompt, --prompts-file or standard input")
+    if options.lora is not None:
+        options.enable_lora = True
     llm = load_llm(options)
+    lora = None if options.lora is None else llm.engine.adapters.add(LoRARequest("lora", 1, options.lora))
     chat = options.chat or (not options.raw and llm.engine.tokenizer.has_chat_template)
     prompts = [_to_prompt(llm, item, chat) for item in items]
     params = sampling_params(given, llm)
-    outputs = llm.generate(prompts if len(prompts) > 1 else prompts[0], params, use_tqdm=len(prompts) > 1)
+    is_batch = len(prompts) > 1
+    outputs = llm.generate(prompts if is_batch else prompts[0], params, use_tqdm=is_batch, lora_request=lora)
     for i, (item, output) in enumerate(zip(items, outputs, strict=True)):
         if options.json:
             print(json.dumps(_to_dict(item, output), ensure_ascii=False))

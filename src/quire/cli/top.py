@@ -211,6 +211,8 @@ class Picture:
         computed = min(row.num_computed_tokens, row.num_prompt_tokens)
         share = row.num_generated_tokens / row.max_tokens if row.max_tokens else 0.0
         details = f"{row.num_generated_tokens}{limit} tokens, {row.num_blocks} blocks"
+        if row.adapter:
+            details += f", adapter {row.adapter}"
         if row.num_preemptions:
             details += f", preempted {row.num_preemptions}x"
         name_width = max(12, width - 84)

@@ -1,7 +1,7 @@
 """Outputs of requests and sequences, and statistics of the engine. Attribute names are those of vLLM."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
@@ -99,6 +99,18 @@ class TokenScores:
         return [rank == 1 for rank in self.ranks]
 
 
+@dataclass(slots=True)
+class AdapterStats:
+    """The requests of a LoRA adapter: those that are unfinished, and the tokens of those that have ended."""
+
+    num_waiting: int = 0
+    """Requests that have not started."""
+    num_running: int = 0
+    """Requests that have started, also while they are preempted or swapped out."""
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """Statistics of the engine at one moment; counters run since the engine was made."""
@@ -125,6 +137,8 @@ class EngineStats:
     num_pinned_blocks: int
     prefix_cache: dict[str, int]
     """Tokens queried, hit (by place), missed (by reason), evicted and spilled; see docs/kv-cache.md."""
+    adapters: dict[str, AdapterStats] = field(default_factory=dict)
+    """By name, the LoRA adapters that were used."""
 
     @property
     def kv_cache_usage(self) -> float:

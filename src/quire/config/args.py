@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from quire.common.arguments.options import add_field_arguments
 from quire.common.arguments.vllm_arguments import translate, vllm_arguments
-from quire.common.errors import ConfigError, check_choice
+from quire.common.errors import ConfigError, InvalidParamsError, check_choice
+from quire.common.lora import LoRARequest
 from quire.common.params import LOGPROBS_MODES, LogprobsMode
 from quire.config.cache import CacheConfig
 from quire.config.lora import LoRAConfig
@@ -20,6 +22,8 @@ from quire.config.parallel import ParallelConfig, parse_cpu_list
 from quire.config.scheduler import SchedulerConfig
 from quire.config.sizes import parse_bytes
 
+_LORA_KEYS = {"name": "lora_name", "path": "lora_path"}
+"""What vLLM's objects in lora_modules call the fields of LoRARequest."""
 _Parser = TypeVar("_Parser", bound=argparse.ArgumentParser)
 
 
@@ -52,7 +56,18 @@ class _NamesChecked(type):
     def __call__(cls, **given: Any) -> Any:
         own = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
         plain = {name: _plain(value) for name, value in given.items()}
-        return super().__call__(**translate("engine", plain, own, ConfigError))
+        kept = translate("engine", plain, own, ConfigError)
+        if isinstance(modules := kept.get("lora_modules"), list | Mapping):
+            kept["lora_modules"] = tuple(_listed_modules(modules))
+        return super().__call__(**kept)
+
+
+def _listed_modules(modules: Any) -> Iterator[Any]:
+    """Yield the adapters of a list or a mapping as texts."""
+    if isinstance(modules, Mapping):
+        modules = [f"{name}={path}" for name, path in modules.items()]
+    for module in modules:
+        yield json.dumps(module) if isinstance(module, dict) else module
 
 
 def _plain(value: Any) -> Any:
@@ -130,6 +145,15 @@ class EngineArgs(metaclass=_NamesChecked):
         "penalties, bias and sampling cuts",
     )
     seed: int = arg(0, "seed from which requests without a seed get theirs")
+    enable_lora: bool = arg(False, "allow requests to use LoRA adapters")
+    lora_modules: tuple[str, ...] = arg(
+        (), 'adapters that are known from the start, each NAME=FOLDER or {"name": NAME, "path": FOLDER}'
+    )
+    max_loras: int = arg(8, "largest number of adapters that are loaded at once; requests for others wait")
+    max_lora_rank: int = arg(16, "largest rank of an adapter")
+    lora_memory: int | str | None = arg(
+        None, 'bytes for all adapters that are loaded, or text such as "64MiB"; none: max_loras of the largest rank'
+    )
 
     @staticmethod
     def add_cli_args(parser: _Parser) -> _Parser:
@@ -203,7 +227,34 @@ class EngineArgs(metaclass=_NamesChecked):
             max_logprobs=self.max_logprobs,
             logprobs_mode=check_choice("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES),
             measures_requests=not self.disable_log_stats,
+            lora=self._lora(),
         )
+
+    def _lora(self) -> LoRAConfig | None:
+        if not self.enable_lora:
+            if self.lora_modules:
+                raise ConfigError("lora_modules require enable_lora")
+            return None
+        self.lora_requests()
+        max_bytes = None if self.lora_memory is None else parse_bytes("lora_memory", self.lora_memory)
+        return LoRAConfig(self.max_loras, self.max_lora_rank, max_bytes)
+
+    def lora_requests(self) -> tuple[LoRARequest, ...]:
+        """The adapters of `lora_modules`, with ids from 1. Raises ConfigError if one is wrong, or two have one name."""
+        requests: dict[str, LoRARequest] = {}
+        for place, text in enumerate(self.lora_modules, start=1):
+            name, _, path = text.partition("=")
+            try:
+                given = json.loads(text) if text.lstrip().startswith("{") else {"name": name, "path": path}
+                renamed: dict[str, Any] = {_LORA_KEYS.get(key, key): value for key, value in given.items()}
+                request = LoRARequest(**renamed, lora_int_id=place)
+            except (ValueError, TypeError, InvalidParamsError) as error:
+                example = '{"name": NAME, "path": FOLDER, "base_model_name": NAME}'
+                raise ConfigError(f"lora_modules={text!r}: must be NAME=FOLDER or {example}: {error}") from error
+            if request.lora_name in requests:
+                raise ConfigError(f"lora_modules: two adapters have the name {request.lora_name!r}")
+            requests[request.lora_name] = request
+        return tuple(requests.values())
 
     def _uses_generation_config(self) -> bool:
         """Whether sampling defaults come from the checkpoint; `vllm` is vLLM's word for `none`."""

@@ -22,6 +22,7 @@ _DTYPES |= dict.fromkeys(("bfloat16", "bf16", *_HALF), "bfloat16")
 """Maps the dtypes that may be given to those of the computation; the kernels do not support float16."""
 _STORED_DTYPES = {"float32": "float32", "float16": "float16", "bfloat16": "bfloat16", "float64": "float32"}
 _MAX_LAYERS = 4096
+GENERATION_FILE = "generation_config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +150,7 @@ def _read_configs(path: Path) -> tuple[HFConfig, HFConfig]:
 
 
 def _generation_config(path: Path) -> HFConfig:
-    file = path / "generation_config.json"
+    file = path / GENERATION_FILE
     return HFConfig(read_json_object(file) if file.exists() else {}, str(file))
 
 

@@ -6,30 +6,31 @@ import gc
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 from quire.common.batch import Batch, StepResult
 from quire.common.errors import ConfigError, EngineBrokenError, RequestError, TokenizerError, failure, failures_named
 from quire.common.faults import fault_point
 from quire.common.log import logger, show_messages
+from quire.common.lora import LoRARequest
 from quire.common.memory import give_back_memory
 from quire.common.outputs import EngineStats, RequestOutput
 from quire.common.params import BeamSearchParams, SamplingParams
 from quire.config.args import EngineArgs
-from quire.config.model import ModelConfig
+from quire.engine.adapters import AdapterTable, AnyAdapter
 from quire.engine.metrics import EngineMetrics, Metric
 from quire.engine.process.messages import Progress
 from quire.engine.requests.grammar_queue import GrammarQueue
 from quire.engine.requests.input_processor import InputProcessor, Prompt, recommended_params
 from quire.engine.requests.new_group import new_group, new_scoring_group
 from quire.engine.requests.sequence import SequenceGroup, SequenceStatus
+from quire.engine.scheduling.loaded_adapters import LoadedAdapters
 from quire.engine.scheduling.scheduler import Scheduler
 from quire.engine.stats import engine_stats
 from quire.engine.step.commit import Committer
 from quire.engine.step.containment import MAX_CONSECUTIVE_FAILURES, FailureIsolator
 from quire.kv.block_space_manager import BlockSpaceManager
 from quire.kv.prefix_cache.pins import PinnedPrefix
-from quire.runner.executor import Executor, make_executor
+from quire.runner.executor import Executor, SleepingExecutor, make_executor
 from quire.runner.memory_plan import MemoryPlan, plan_memory
 from quire.text.grammar.compiler import GrammarCompiler
 from quire.text.tokenizer.callable_tokenizer import CallableTokenizer
@@ -40,32 +41,19 @@ _COPY_BYTES_PER_S = 5e9
 """A cautious estimate of how fast all threads together copy blocks between the tiers."""
 
 
-class _Sleeping:
-    """In place of the executor of an engine that sleeps."""
-
-    def execute(self, batch: Batch) -> StepResult:
-        raise RuntimeError("the engine sleeps")
-
-    def load_adapter(self, slot: int, folder: Path) -> None:
-        raise RuntimeError("the engine sleeps")
-
-    def unload_adapter(self, slot: int) -> None: ...
-
-
 class LLMEngine:
     """Runs many requests at once, step by step. Not thread-safe: one thread calls it.
 
     A wrong request is refused by `add_request` and touches nothing else. A failure in a request's own work ends that
     request, which comes back with its `error`. Where a step fails and the cause is unknown, it is tried again, if need
-    be with ever fewer requests (see FailureIsolator). The tokens of the other requests do not change. An
-    EngineBrokenError is the end of the engine. After an interrupt no request has advanced, and the step can be tried
-    again.
+    be with fewer requests (see FailureIsolator). The tokens of other requests do not change. An EngineBrokenError is
+    the end of the engine. After an interrupt no request has advanced, and the step can be tried again.
     """
 
     def __init__(self, plan: MemoryPlan, executor: Executor, tokenizer: Tokenizer) -> None:
         config = plan.config
         self.plan = plan
-        self.model_config: ModelConfig = config.model
+        self.model_config = config.model
         self.executor = executor
         self.blocks = BlockSpaceManager(
             plan.kv_cache,
@@ -74,7 +62,10 @@ class LLMEngine:
             pinned_fraction=config.cache.pinned_fraction,
         )
         block_copy_s = plan.kv_cache.block_bytes / _COPY_BYTES_PER_S
-        self.scheduler = Scheduler(config.scheduler, self.blocks, block_copy_s=block_copy_s)
+        slots = self._slots = LoadedAdapters(config.lora, executor)
+        self.adapters = AdapterTable(config.model, config.lora, on_change=slots.keep_only)
+        """The LoRA adapters that requests may name."""
+        self.scheduler = Scheduler(config.scheduler, self.blocks, block_copy_s=block_copy_s, adapters=slots)
         self.requests = self.scheduler.requests
         self.committer = Committer(self.requests, max_model_len=config.model.max_model_len)
         self._use_tokenizer(tokenizer)
@@ -89,13 +80,15 @@ class LLMEngine:
 
     @classmethod
     def from_args(cls, args: EngineArgs) -> LLMEngine:
-        """Plan the memory, print the plan, load the checkpoint. Raises ConfigError, CheckpointError or
-        OutOfMemoryError."""
+        """Plan the memory, print the plan, load all. Raises ConfigError, CheckpointError or OutOfMemoryError."""
         show_messages()
         plan = plan_memory(args)
         logger.info("%s", plan)
         tokenizer = Tokenizer.from_path(plan.config.model.tokenizer_path)
-        return cls(plan, make_executor(plan.config, plan.kv_cache), tokenizer)
+        engine = cls(plan, make_executor(plan.config, plan.kv_cache), tokenizer)
+        for request in args.lora_requests():
+            engine.adapters.add(request)
+        return engine
 
     from_engine_args = from_args
     """vLLM's name."""
@@ -108,26 +101,31 @@ class LLMEngine:
         *,
         arrival_time: float | None = None,
         progress: Progress | None = None,
+        lora_request: AnyAdapter = None,
     ) -> None:
         """Queue a request, or continue one with the `progress` it made in another engine. Raises a RequestError, and
-        queues nothing, if it can never run."""
+        queues nothing, if it can never run. `lora_request` names an adapter, which is added if it is new."""
         self._check_request_id(request_id)
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         seq_id = self.requests.new_seq_id()
         with failures_named(request_id, "when it was added"):
-            group = new_group(self.inputs, self.inputs.request(request_id, prompt, params, arrival_time), seq_id)
+            adapter = self.adapters.of_request(lora_request)
+            request = self.inputs.request(request_id, prompt, params, arrival_time, adapter)
+            group = new_group(self.inputs, request, seq_id)
             if progress is not None:
                 group.resume(progress.token_ids, progress.metrics, progress.num_cached_tokens)
             self._add(group)
 
-    def add_scoring_request(self, request_id: str, context: Prompt, continuation: Prompt | None) -> None:
-        """Queue a request that generates nothing: it ends, with `prompt_logprobs` of the continuation's tokens, once
-        they are scored; None scores the context itself. Raises a RequestError, and queues nothing, if it can never
-        run."""
+    def add_scoring_request(
+        self, request_id: str, context: Prompt, continuation: Prompt | None, *, lora_request: AnyAdapter = None
+    ) -> None:
+        """Queue a request that ends once the continuation's tokens, or the context's own for None, are scored in
+        `prompt_logprobs`. It generates nothing. Raises a RequestError, and queues nothing, if it can never run."""
         self._check_request_id(request_id)
         seq_id = self.requests.new_seq_id()
         with failures_named(request_id, "when it was added"):
-            request = self.inputs.scoring_request(request_id, context, continuation, time.monotonic())
+            adapter = self.adapters.of_request(lora_request)
+            request = self.inputs.scoring_request(request_id, context, continuation, time.monotonic(), adapter)
             self._add(new_scoring_group(request, seq_id))
 
     def _check_request_id(self, request_id: str) -> None:
@@ -139,12 +137,11 @@ class LLMEngine:
     def _add(self, group: SequenceGroup) -> None:
         (self.requests if group.params.structured_outputs is None else self.grammars).add(group)
         self._groups[group.request_id] = group
+        self._slots.use(group)
 
     def step(self) -> list[RequestOutput]:
         """Schedule, execute, commit. Returns the requests that got a token or finished, as their output_kind says.
-
-        Raises EngineBrokenError once the engine is broken and every request has been returned.
-        """
+        Raises EngineBrokenError once the engine is broken and every request has been returned."""
         changed = self._contained_step()
         self._measure(changed)
         return [output for group in changed if (output := self._output(group)) is not None]
@@ -164,7 +161,7 @@ class LLMEngine:
         """The plan of the next step."""
         fault_point("step.start")
         if self.grammars:
-            self._admit_compiled()
+            self.grammars.admit(self.requests, _GRAMMAR_WAIT_S)
         self._is_planning = True
         self._batch = self.scheduler.schedule(self._isolator.to_run(self._groups.values()))
         self._is_planning = False
@@ -283,25 +280,35 @@ class LLMEngine:
         for seq in group.unfinished_seqs:
             seq.finish(SequenceStatus.FINISHED_ABORTED)
 
-    def check_pin(self, prompt: Prompt) -> None:
+    def check_pin(self, prompt: Prompt, lora_request: AnyAdapter = None) -> None:
         """Raise a RequestError if the prompt is wrong, or larger than what may still be pinned."""
-        _, token_ids, key = self.inputs.prompt(prompt)
+        _, token_ids, key = self.inputs.prompt(prompt, None, self.adapters.of_request(lora_request))
         self.blocks.pins.check(token_ids, key)
 
-    def pin_prefix(self, prompt: Prompt) -> PinnedPrefix:
+    def pin_prefix(self, prompt: Prompt, lora_request: AnyAdapter = None) -> PinnedPrefix:
         """Keep what the cache holds of a prompt until `unpin_prefix`; computes nothing. Raises RequestError."""
-        _, token_ids, key = self.inputs.prompt(prompt)
+        _, token_ids, key = self.inputs.prompt(prompt, None, self.adapters.of_request(lora_request))
         return self.blocks.pins.pin(token_ids, key)
 
     def unpin_prefix(self, pin: PinnedPrefix) -> None:
         """Allow a pinned prefix to be evicted like any other. Raises RequestError if it is not pinned."""
         self.blocks.pins.unpin(pin.pin_id)
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget all cached prefixes, except pinned ones. Returns False, and does nothing, while requests run.
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Add an adapter. Returns whether anything has changed. Raises RequestError or CheckpointError."""
+        return self.adapters.get(lora_request.lora_name) != self.adapters.add(lora_request)
 
-        With `reset_running_requests`, running requests are preempted first: their tokens so far are computed again.
-        """
+    def remove_lora(self, lora_id: int) -> bool:
+        """Forget an adapter; requests that use it finish. Returns False if it is unknown."""
+        return self.adapters.remove(lora_id)
+
+    def list_loras(self) -> set[int]:
+        """The ids of all adapters."""
+        return {adapter.lora_int_id for adapter in self.adapters}
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget all cached prefixes, except pinned ones. Returns False, and does nothing, while requests run, unless
+        `reset_running_requests`: then these are preempted first, and compute their tokens so far again."""
         if reset_running_requests:
             for group in list(self.requests.running):
                 self.scheduler.preemptor.preempt(group, may_swap=False)
@@ -311,14 +318,14 @@ class LLMEngine:
         return True
 
     def sleep(self) -> None:
-        """Give back the memory of weights and KV cache until `wake_up`. Cached and pinned prefixes are forgotten.
-        Raises RequestError while requests run."""
+        """Give back weights and KV cache with all prefixes until `wake_up`. Raises RequestError while requests run."""
         if self.has_unfinished_requests():
             raise RequestError("the engine cannot sleep while requests run: wait for them, or abort them")
         for pin_id in list(self.blocks.pins.block_ids):
             self.blocks.pins.unpin(pin_id)
         self.blocks.forget_cached()
-        self.executor = _Sleeping()
+        self.executor = SleepingExecutor()
+        self._slots.clear(self.executor)
         gc.collect()
         give_back_memory()
 
@@ -326,11 +333,12 @@ class LLMEngine:
         """Load the model again after `sleep`. Does nothing in an engine that is awake. Raises what loading raises."""
         if self.is_sleeping:
             self.executor = make_executor(self.plan.config, self.plan.kv_cache)
+            self._slots.clear(self.executor)
 
     @property
     def is_sleeping(self) -> bool:
         """Whether weights and KV cache have been given back."""
-        return isinstance(self.executor, _Sleeping)
+        return isinstance(self.executor, SleepingExecutor)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do."""
@@ -341,13 +349,11 @@ class LLMEngine:
         return recommended_params(self.model_config.generation_config)
 
     def get_metrics(self) -> list[Metric]:
-        """Return the metrics of docs/metrics.md that are the engine's. Requests of `advance` do not count.
-
-        Raises ConfigError unless the engine was made with `disable_log_stats=False`.
-        """
+        """Return the metrics of docs/metrics.md that are the engine's. Requests of `advance` do not count. Raises
+        ConfigError unless the engine was made with `disable_log_stats=False`."""
         if self._metrics is None:
             raise ConfigError("requests are not measured: make the engine with disable_log_stats=False")
-        return list(self._metrics.snapshot(self.stats(), self.plan.config.cache))
+        return list(self._metrics.snapshot(self.stats(), self.plan.config.cache, self.plan.config.lora))
 
     def _measure(self, changed: Sequence[SequenceGroup]) -> None:
         if self._metrics is not None:
@@ -375,12 +381,6 @@ class LLMEngine:
         """The engine now."""
         return engine_stats(self.scheduler, self.blocks, self.committer, num_held=len(self.grammars))
 
-    def _admit_compiled(self) -> None:
-        """Queue requests whose grammars are compiled; with nothing else to do, wait for one briefly."""
-        if not self.requests:
-            self.grammars.wait(_GRAMMAR_WAIT_S)
-        self.grammars.admit(self.requests)
-
     def _output(self, group: SequenceGroup) -> RequestOutput | None:
         """The output that a request's caller receives now; a finished request is forgotten."""
         try:
@@ -397,3 +397,4 @@ class LLMEngine:
         if group.is_finished:
             self._groups.pop(group.request_id, None)
             self.grammars.forget(group)
+            self._slots.release(group)

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from quire.common.outputs import EngineStats, RequestMetrics
+from quire.common.outputs import AdapterStats, EngineStats, RequestMetrics
 from quire.config.cache import CacheConfig
+from quire.config.lora import LoRAConfig
 
 if TYPE_CHECKING:
     from quire.engine.requests.sequence import SequenceGroup
@@ -104,6 +105,16 @@ _COUNTERS: Mapping[str, tuple[str, Callable[[EngineStats], float]]] = {
     "quire:prefix_cache_evicted_tokens": ("Cached tokens evicted", lambda s: s.prefix_cache["evicted"]),
     "quire:prefix_cache_spilled_tokens": ("Cached tokens moved to the host tier", lambda s: s.prefix_cache["spilled"]),
 }
+_ADAPTERS: Mapping[str, tuple[str, type[Counter] | type[Gauge], Callable[[AdapterStats], int]]] = {
+    "quire:lora_requests_running": ("Requests that have started, by LoRA adapter", Gauge, lambda a: a.num_running),
+    "quire:lora_requests_waiting": ("Requests that have not started, by LoRA adapter", Gauge, lambda a: a.num_waiting),
+    "quire:lora_prompt_tokens": (
+        "Prompt tokens of requests that have ended, by LoRA adapter", Counter, lambda a: a.num_prompt_tokens,
+    ),
+    "quire:lora_generation_tokens": (
+        "Tokens generated for requests that have ended, by LoRA adapter", Counter, lambda a: a.num_generated_tokens,
+    ),
+}  # fmt: skip
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 
 
@@ -236,7 +247,7 @@ class EngineMetrics:
     def _observe(self, name: str, value: float) -> None:
         self.histograms[name].observe(max(0.0, value))
 
-    def snapshot(self, stats: EngineStats, cache: CacheConfig) -> Iterator[Metric]:
+    def snapshot(self, stats: EngineStats, cache: CacheConfig, lora: LoRAConfig | None = None) -> Iterator[Metric]:
         """The current metrics, with the engine's statistics and its cache; those of one name follow each other."""
         for name, (_, gauge) in _GAUGES.items():
             yield Gauge(name, dict(self.labels), gauge(stats))
@@ -257,6 +268,11 @@ class EngineMetrics:
         for kind, label in (("hit", "source"), ("missed", "reason")):
             found = {n.removeprefix(f"{kind}_"): v for n, v in stats.prefix_cache.items() if n.startswith(f"{kind}_")}
             yield from self._split(Counter, f"quire:prefix_cache_{kind}_tokens", label, found)
+        if lora is not None:
+            yield Gauge("vllm:lora_requests_info", self.labels | _lora_info(stats, lora), time.time())
+        for name, (_, metric, read) in _ADAPTERS.items():
+            by_adapter = {adapter: read(counts) for adapter, counts in stats.adapters.items()}
+            yield from self._split(metric, name, "lora_name", by_adapter)
 
     def _split(
         self, kind: type[Counter] | type[Gauge], name: str, label: str, values: Mapping[str, int]
@@ -268,6 +284,8 @@ class EngineMetrics:
 
 HELP: Mapping[str, str] = {
     **{name: text for table in (_GAUGES, _COUNTERS) for name, (text, _) in table.items()},
+    **{name: text for name, (text, *_) in _ADAPTERS.items()},
+    "vllm:lora_requests_info": "LoRA adapters of unfinished requests in the labels; the value is the time",
     **{f"vllm:{name}": text for name, (text, _) in _HISTOGRAMS.items()},
     "vllm:request_success": "Finished requests, by reason",
     "vllm:cache_config_info": "Configuration of the KV cache",
@@ -289,3 +307,12 @@ def _cache_info(cache: CacheConfig, num_blocks: int) -> dict[str, str]:
         "swap_space_bytes": cache.swap_bytes,
     }
     return {name: str(value) for name, value in info.items()}
+
+
+def _lora_info(stats: EngineStats, lora: LoRAConfig) -> dict[str, str]:
+    """Labels as vLLM's, which routers read: the names of adapters, separated by commas."""
+    return {
+        "running_lora_adapters": ",".join(name for name, counts in stats.adapters.items() if counts.num_running),
+        "waiting_lora_adapters": ",".join(name for name, counts in stats.adapters.items() if counts.num_waiting),
+        "max_lora": str(lora.max_loras),
+    }

@@ -27,4 +27,5 @@ def engine_stats(
         num_prefix_hit_tokens=prefix.num_hit_tokens,
         num_pinned_blocks=blocks.pins.num_blocks,
         prefix_cache=prefix.to_dict(),
+        adapters=scheduler.adapters.stats(),
     )

@@ -27,14 +27,14 @@ from quire.common.outputs import (
     TokenScores,
 )
 from quire.common.params import BeamSearchParams, SamplingParams
-from quire.common.params.checks import check_no_adapter
 from quire.common.progress import BarChoice, PromptsBar
 from quire.config.args import EngineArgs
+from quire.engine.adapters import AnyAdapter
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.metrics import Metric
 from quire.engine.requests.input_processor import Prompt
 from quire.interfaces.logits_processors import EngineProcessors, LogitsProcessor
-from quire.interfaces.prompts import is_conversation, listed_prompts, prioritized, rejected, token_scores
+from quire.interfaces.prompts import adapters_of, is_conversation, listed_prompts, prioritized, rejected, token_scores
 from quire.kv.prefix_cache.pins import PinnedPrefix
 from quire.text.tokenizer.callable_tokenizer import CallableTokenizer
 from quire.text.tokenizer.tokenizer import Tokenizer
@@ -88,28 +88,32 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: BarChoice = True,
-        lora_request: None = None,
+        lora_request: AnyAdapter | Sequence[AnyAdapter] = None,
         priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or a list of prompts in one batch, and return the outputs in the order of the prompts.
 
         A prompt is a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`. `sampling_params` is one
         value for all prompts, one for each prompt, or None for the checkpoint's recommendation. `priority`, one for all
-        or one for each, replaces theirs. `lora_request` must be None. A progress bar appears in a notebook, or on
-        standard error if that is a terminal; with `use_tqdm=False` never, and if `use_tqdm` is a function or class,
-        that makes the bar.
+        or one for each, replaces theirs. `lora_request` is the LoRA adapter, one for all or one or None for each. A
+        progress bar appears in a notebook, or on standard error if that is a terminal; with `use_tqdm=False` never, and
+        if `use_tqdm` is a function or class, that makes the bar.
 
         An invalid prompt given alone raises a RequestError. In a list, its output has `error` set and the finish reason
         `ignored`, and the other prompts run. If an internal error occurs in the work for one prompt, its output has
         `error` set and the tokens so far. If this method raises, all requests of the call are aborted.
         """
-        check_no_adapter(lora_request)
         listed, alone = listed_prompts(prompts)
         params = prioritized(self._params_per_prompt(sampling_params, len(listed)), priority)
-        return self._generate(listed, params, alone, use_tqdm)
+        return self._generate(listed, params, alone, use_tqdm, lora_request)
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: BarChoice = False
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: BarChoice = False,
+        lora_request: AnyAdapter | Sequence[AnyAdapter] = None,
     ) -> list[BeamSearchOutput]:
         """Find the likeliest outputs of each prompt by beam search; see docs/beam-search.md.
 
@@ -118,7 +122,7 @@ class LLM:
         if not isinstance(params, BeamSearchParams):
             raise InvalidParamsError(f"params must be BeamSearchParams, not {type(params).__name__}")
         listed, alone = listed_prompts(prompts)
-        outputs = self._generate(listed, [params] * len(listed), alone, use_tqdm)
+        outputs = self._generate(listed, [params] * len(listed), alone, use_tqdm, lora_request)
         return [self._beam_search_output(output, params) for output in outputs]
 
     def _beam_search_output(self, output: RequestOutput, params: BeamSearchParams) -> BeamSearchOutput:
@@ -143,7 +147,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: BarChoice = True,
-        lora_request: None = None,
+        lora_request: AnyAdapter | Sequence[AnyAdapter] = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
@@ -156,7 +160,6 @@ class LLM:
         Otherwise it works like `generate`; Tokenizer.apply_chat_template explains the forms of content. Raises
         TokenizerError if the template is missing or invalid.
         """
-        check_no_adapter(lora_request)
         alone = is_conversation(messages)
         conversations: list[Any] = [messages] if alone else list(messages)
         params = self._params_per_prompt(sampling_params, len(conversations))
@@ -177,7 +180,7 @@ class LLM:
                     )
             except (RequestError, RequestFailedError) as error:
                 prompts.append(error)
-        return self._generate(prompts, params, alone, use_tqdm)
+        return self._generate(prompts, params, alone, use_tqdm, lora_request)
 
     def chat_prompt(self, messages: Conversation, **template_arguments: Any) -> dict[str, Any]:
         """Return a conversation's prompt as `generate` takes it; for arguments see Tokenizer.apply_chat_template."""
@@ -191,6 +194,7 @@ class LLM:
         continuations: Prompt | Sequence[Prompt],
         *,
         use_tqdm: BarChoice = True,
+        lora_request: AnyAdapter | Sequence[AnyAdapter] = None,
     ) -> list[TokenScores]:
         """Return the log-probabilities of each continuation's tokens after its prompt; nothing is generated.
 
@@ -205,25 +209,45 @@ class LLM:
             raise InvalidPromptError(
                 f"{len(contexts)} prompts for {len(texts)} continuations: give one for all, or one for each"
             )
-        add = self.engine.add_scoring_request
-        outputs = self._run(contexts, lambda request_id, i: add(request_id, contexts[i], texts[i]), True, use_tqdm)
-        return [token_scores(output) for output in outputs]
+        return self._score(contexts, texts, use_tqdm, lora_request)
 
-    def perplexity(self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: BarChoice = True) -> list[float]:
+    def perplexity(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: BarChoice = True,
+        lora_request: AnyAdapter | Sequence[AnyAdapter] = None,
+    ) -> list[float]:
         """Return, for each prompt, exp of the mean negative log-probability of its tokens except the first."""
-        listed, add = listed_prompts(prompts)[0], self.engine.add_scoring_request
-        outputs = self._run(listed, lambda request_id, i: add(request_id, listed[i], None), True, use_tqdm)
-        scores = [token_scores(output) for output in outputs]
+        listed = listed_prompts(prompts)[0]
+        scores = self._score(listed, [None] * len(listed), use_tqdm, lora_request)
         return [math.exp(-score.sum_logprob / len(score.logprobs)) for score in scores]
 
-    def pin_prefix(self, prompt: Prompt) -> PinnedPrefix:
+    def _score(
+        self,
+        contexts: Sequence[Prompt],
+        continuations: Sequence[Prompt | None],
+        use_tqdm: BarChoice,
+        lora_request: AnyAdapter | Sequence[AnyAdapter],
+    ) -> list[TokenScores]:
+        adapters = adapters_of(lora_request, len(contexts))
+
+        def add(request_id: str, place: int) -> None:
+            self.engine.add_scoring_request(
+                request_id, contexts[place], continuations[place], lora_request=adapters[place]
+            )
+
+        return [token_scores(output) for output in self._run(contexts, add, True, use_tqdm)]
+
+    def pin_prefix(self, prompt: Prompt, *, lora_request: AnyAdapter = None) -> PinnedPrefix:
         """Keep the KV cache blocks of a prompt until `unpin_prefix`, computing them first if they are not cached.
 
         Raises RequestError if the prompt is invalid or needs more blocks than `pinned_fraction` allows.
         """
-        self.engine.check_pin(prompt)
-        self.generate(prompt, SamplingParams(temperature=0, max_tokens=1, detokenize=False), use_tqdm=False)
-        return self.engine.pin_prefix(prompt)
+        self.engine.check_pin(prompt, lora_request)
+        params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+        self.generate(prompt, params, use_tqdm=False, lora_request=lora_request)
+        return self.engine.pin_prefix(prompt, lora_request)
 
     def unpin_prefix(self, pin: PinnedPrefix) -> None:
         """Allow a pinned prefix to be evicted again. Raises RequestError if it is no longer pinned."""
@@ -286,14 +310,16 @@ class LLM:
         params: Sequence[SamplingParams | BeamSearchParams],
         alone: bool,
         use_tqdm: BarChoice,
+        lora_request: AnyAdapter | Sequence[AnyAdapter],
     ) -> list[RequestOutput]:
         """Run requests; an item of `prompts` may be the error that making the prompt raised."""
+        adapters = adapters_of(lora_request, len(prompts))
 
         def add(request_id: str, place: int) -> None:
             prompt = prompts[place]
             if isinstance(prompt, RequestError | RequestFailedError):
                 raise prompt
-            self.engine.add_request(request_id, prompt, params[place])
+            self.engine.add_request(request_id, prompt, params[place], lora_request=adapters[place])
 
         return self._run(prompts, add, alone, use_tqdm)
 

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from quire.common.errors import InvalidParamsError, InvalidPromptError, QuireError, RequestError
 from quire.common.outputs import CompletionOutput, RequestOutput, TokenScores
 from quire.common.params import SamplingParams
+from quire.engine.adapters import AnyAdapter
 
 
 def prioritized(params: list[SamplingParams], priority: int | Sequence[int] | None) -> list[SamplingParams]:
@@ -22,6 +23,17 @@ def prioritized(params: list[SamplingParams], priority: int | Sequence[int] | No
             f"{len(listed)} priorities for {len(params)} prompts: give one for all, or one for each"
         )
     return [replace(each, priority=number) for each, number in zip(params, listed, strict=True)]
+
+
+def adapters_of(lora_request: AnyAdapter | Sequence[AnyAdapter], num_prompts: int) -> list[AnyAdapter]:
+    """Return the adapter of each prompt. Raises InvalidParamsError if a list has another length."""
+    if not isinstance(lora_request, Sequence):
+        return [lora_request] * num_prompts
+    if len(lora_request) != num_prompts:
+        raise InvalidParamsError(
+            f"{len(lora_request)} lora_requests for {num_prompts} prompts: give one for all, or one or None for each"
+        )
+    return list(lora_request)
 
 
 def listed_prompts(prompts: Any) -> tuple[list[Any], bool]:

@@ -125,7 +125,7 @@ def pack_integers(
         )
         given = {"integers": integers, "scales": scales, "zeros": zeros, "bits": bits, "scale_range": scale_range}
         raise refusal("pack_integers", takes, **given)
-    format = "mxfp4" if is_float4 else integer_format(bits, scales.dtype, has_zeros=zeros is not None)
+    format = integer_format(bits, scales.dtype, has_zeros=zeros is not None)
     scale_range = 0 if is_float4 else -(-scale_range // 32) * 32
     packed = backend_of(integers).pack_integers(integers, scales, zeros, dtype, format, scale_range)
     return packed if order is None else dataclasses.replace(packed, order=order)
@@ -138,6 +138,8 @@ def _is_order(order: Tensor, k: int) -> bool:
 
 def integer_format(bits: int, scales: torch.dtype, *, has_zeros: bool) -> str:
     """The format that `pack_integers` gives."""
+    if scales is torch.uint8:
+        return "mxfp4"
     return f"u{bits}_{_SCALES[scales]}{'_zeros' if has_zeros else ''}"
 
 

@@ -47,7 +47,8 @@ class QuantizedWeight:
     """A weight [n, k] as integers and scales. The native layout is the same for every ISA variant and machine.
 
     A weight is integer * scale - min. `data` is uint8 and holds all of them, except on the reference backend: there it
-    holds the integers [n, num_groups, group] int16, and `scales` and `mins` [n, num_groups] float32 stand beside it.
+    holds the integers [n, num_groups, group] int16, and `scales` and `mins` [n, num_groups] float32 and `factors` stand
+    beside it.
     """
 
     n: int
@@ -65,11 +66,14 @@ class QuantizedWeight:
     """int32 [k]: the columns of x that the weight's columns are multiplied with, in their order. None: as they are."""
     scales: Tensor | None = None
     mins: Tensor | None = None
+    factors: Tensor | None = None
+    """float32 [k]: what x is multiplied with before it is rotated (reference_rotation), for `int8`."""
 
     @property
     def nbytes(self) -> int:
         """Bytes kept, padding included."""
-        return sum(part.nbytes for part in (self.data, self.order, self.scales, self.mins) if part is not None)
+        parts = (self.data, self.order, self.scales, self.mins, self.factors)
+        return sum(part.nbytes for part in parts if part is not None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,17 +19,33 @@ class Executor(Protocol):
         """Move blocks, run the model, draw tokens. After an exception every request is as it was before the step."""
         ...
 
-    def load_adapter(self, slot: int, folder: Path) -> None:
+    def load_adapter(self, slot: int, folder: Path, digest: str | None = None) -> None:
         """Load the LoRA adapter in a PEFT folder into a slot below max_loras, in the place of the one there.
 
-        Raises CheckpointError, and changes nothing, if the adapter cannot be read or does not fit the model, and
-        ConfigError if there is no such slot. No batch may name the slot meanwhile.
+        Raises CheckpointError, and changes nothing, if the adapter cannot be read, does not fit the model or has
+        another digest than the one given; ConfigError if there is no such slot. No sequence that names the slot may be
+        in a batch meanwhile.
         """
         ...
 
     def unload_adapter(self, slot: int) -> None:
         """Free a slot and its memory. It may be free already."""
         ...
+
+
+class SleepingExecutor:
+    """In place of the executor of an engine that sleeps."""
+
+    def execute(self, batch: Batch) -> StepResult:
+        """Raises RuntimeError."""
+        raise RuntimeError("the engine sleeps")
+
+    def load_adapter(self, slot: int, folder: Path, digest: str | None = None) -> None:
+        """Raises RuntimeError."""
+        raise RuntimeError("the engine sleeps")
+
+    def unload_adapter(self, slot: int) -> None:
+        """Does nothing: no adapter is loaded."""
 
 
 def _in_process(config: EngineConfig, kv_cache: KVCacheConfig) -> Executor:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from quire import kernels
 from quire.common.batch import Batch, StepResult
-from quire.common.errors import ConfigError
+from quire.common.errors import CheckpointError, ConfigError
 from quire.common.faults import fault_point
 from quire.common.params import LogprobsMode
 from quire.config.kv_cache import KVCacheConfig
@@ -49,11 +49,14 @@ class Worker:
             fault_point("step.run")
             return self.runner.run(batch)
 
-    def load_adapter(self, slot: int, folder: Path) -> None:
+    def load_adapter(self, slot: int, folder: Path, digest: str | None = None) -> None:
         """Read the adapter in `folder` and put it into a slot; as it was if this raises."""
         adapters = self._slots()
         with self._threads:
-            adapters.load(slot, read_adapter(folder, self._model, adapters.max_rank))
+            adapter = read_adapter(folder, self._model, adapters.max_rank)
+            if digest not in (None, adapter.digest):
+                raise CheckpointError(f"{folder} has changed since the adapter was added: add it again")
+            adapters.load(slot, adapter)
 
     def unload_adapter(self, slot: int) -> None:
         """Free a slot and its memory."""

@@ -24,7 +24,7 @@ from quire.server.http.bodies import warning
 from quire.server.http.endpoint import Endpoint
 from quire.server.http.errors import ANTHROPIC_PATH, ApiError, status_error
 from quire.server.http.state import ServerState, begin_request
-from quire.server.operations import admin, debug, health
+from quire.server.operations import adapters, admin, debug, health
 from quire.server.page import endpoint as page
 
 Wrap: TypeAlias = Callable[[ASGIApp, Endpoint], ASGIApp]
@@ -41,6 +41,7 @@ ROUTES: tuple[Endpoint, ...] = (
     *tokens.ENDPOINTS,
     *health.ENDPOINTS,
     *admin.ENDPOINTS,
+    *adapters.ENDPOINTS,
     *debug.ENDPOINTS,
     *page.ENDPOINTS,
 )

@@ -57,6 +57,9 @@ class ServerArgs:
     )
     model_wait_s: float = arg(300.0, "seconds that a request waits until its model is loaded")
     preload_models: bool = arg(False, "load all models at the start, instead of the first one only")
+    lora_dir: str | None = arg(
+        None, "folder below which /v1/load_lora_adapter finds adapters; none: requests cannot load adapters"
+    )
     page: bool = arg(True, "serve the web page with the playground and the live view at /")
 
     api_key: tuple[str, ...] = arg((), "API keys; other users of this machine can see them")
@@ -232,10 +235,23 @@ def merge_args(
     of_server = translate("server", of_server, server_names, ConfigError)
     args = ServerArgs(**{name: _tuple(value) for name, value in of_server.items()})
     if listed is not None:
-        return args, _several(listed, given, args)
+        return args, _with_distinct_names(_several(listed, given, args))
     engine = EngineArgs(**given)
     check_types(engine)
-    return args, (ModelSpec(args.served_model_name or (ModelSpec((), engine).checkpoint,), engine),)
+    return args, _with_distinct_names(
+        (ModelSpec(args.served_model_name or (ModelSpec((), engine).checkpoint,), engine),)
+    )
+
+
+def _with_distinct_names(specs: tuple[ModelSpec, ...]) -> tuple[ModelSpec, ...]:
+    """The models. Raises ConfigError if an adapter has the name of a model or of another model's adapter."""
+    taken = {name for spec in specs for name in spec.names}
+    for spec in specs:
+        for name in (request.lora_name for request in spec.engine.lora_requests()):
+            if name in taken:
+                raise ConfigError(f"lora_modules: the name {name!r} is taken by a model or another adapter")
+            taken.add(name)
+    return specs
 
 
 def _named(models: Sequence[str]) -> dict[str, str]:

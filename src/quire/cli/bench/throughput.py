@@ -106,7 +106,8 @@ def _limit(options: argparse.Namespace, llm: LLM, elapsed_s: float) -> dict[str,
     plan, config = llm.engine.plan, llm.engine.model_config
     parallel = plan.config.parallel
     with kernels.backend_for("cpu").threads(parallel.num_threads, parallel.cpus):
-        limits = Limits.measure(config.quantization or config.dtype)
+        # of another tool's weights, those of the dtype of the computation
+        limits = Limits.measure(next((f for f in kernels.QUANTIZED_FORMATS if f == config.quantization), config.dtype))
     limit_s = WeightCosts.of(plan).generation_s(
         limits,
         num_prompts=options.num_prompts,

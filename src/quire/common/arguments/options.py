@@ -25,7 +25,8 @@ def add_field_arguments(parser: argparse.ArgumentParser, kind: Any, title: str, 
             text += f" (default: {field.default})"
         kinds = set(str(field.type).split(" | ")) - {"None"}
         keywords: dict[str, Any] = {"dest": field.name, "help": text}
-        keywords["default"] = field.default if with_defaults else argparse.SUPPRESS
+        default = [] if field.default == () else field.default  # argparse extends a list
+        keywords["default"] = default if with_defaults else argparse.SUPPRESS
         if kinds == {"bool"}:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, **keywords)
         elif kinds == {"tuple[str, ...]"}:

@@ -63,12 +63,6 @@ def check_ids(name: str, values: Any, max_num: int) -> None:
             check_int(name, value, 0, None, "a list of token ids, which are integers from 0")
 
 
-def check_no_adapter(lora_request: object) -> None:
-    """Raise InvalidParamsError unless the argument, which vLLM's methods have, is None."""
-    if lora_request is not None:
-        raise InvalidParamsError("lora_request must be None: there are no LoRA adapters so far")
-
-
 def _check_list(name: str, values: Any, max_num: int, kind: str) -> None:
     if isinstance(values, str | bytes) or not isinstance(values, Sequence):
         raise refuse(name, values, f"a list of {kind}")

@@ -14,7 +14,7 @@ EMBEDDED_CHECKPOINTS = ("quire-tiny", "quire-draft")
 """Names of the checkpoints inside this package."""
 CONFIG_FILE = "config.json"
 
-_EMBEDDED_ROOT = Path(__file__).parents[2] / "models" / "embedded"
+EMBEDDED_ROOT = Path(__file__).parents[2] / "models" / "embedded"
 _HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<file>[\w.-]+))?")
 _CONFIG_FILES = ("*.json", "*.jinja")
 TOKENIZER_FILES = (*_CONFIG_FILES, "*.model", "*.txt")
@@ -41,7 +41,7 @@ class Location:
         """The folder that holds config.json, or the GGUF file. A hub id is downloaded: config.json alone, or the GGUF
         file. Raises CheckpointError if there is neither, and ConfigError if gguf_file is given for another file."""
         if self.name in EMBEDDED_CHECKPOINTS:
-            return _EMBEDDED_ROOT / self.name
+            return EMBEDDED_ROOT / self.name
         path = Path(self.name).expanduser()
         if path.is_dir():
             return self._in_folder(path)

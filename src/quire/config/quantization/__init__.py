@@ -5,14 +5,16 @@ from collections.abc import Callable
 from quire.common.errors import ConfigError, UnsupportedModelError, nearest_name
 from quire.config.checkpoint.gguf.hf_values import QUANT_METHOD as GGUF_METHOD
 from quire.config.hf_config import HFConfig
+from quire.config.quantization.compressed import read_compressed
+from quire.config.quantization.float8 import read_float8
 from quire.config.quantization.integers import read_integers
 
 QUANTIZATIONS = ("int8", "int4")
 """What weights can be quantized to while they are loaded."""
-_NAMED_METHODS = ("gptq", "awq")
+_NAMED_METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "mxfp4")
 """Methods that may be named as the quantization, as for vLLM; the checkpoint must be quantized with that one."""
 QUANT_METHOD = "quire"
-QUANTIZED_VERSION = 2
+QUANTIZED_VERSION = 3
 """The version of the layout that `quire quantize` saves: csrc/quantized/layout.h, under the model's names."""
 
 
@@ -29,11 +31,13 @@ def check_quantization(quantization: str | None) -> None:
 def read_quantization(hf: HFConfig, asked: str | None, name: str) -> tuple[str | None, str | None]:
     """Return the `quant_method` of a checkpoint's weights (None for plain ones), and the quantization they will have.
 
-    `asked` is what was asked for. Raises UnsupportedModelError if no row of METHODS reads the weights, and ConfigError,
-    which names the model `name`, if they are quantized in another way already.
+    `asked` is what was asked for: with one of QUANTIZATIONS, other tools' weights are quantized again. Raises
+    UnsupportedModelError if no row of METHODS reads the weights, and ConfigError, which names the model `name`, if they
+    are quantized in another way already.
     """
     method, saved = _stated(hf)
-    if saved is not None and asked not in (None, saved):
+    others = QUANTIZATIONS if method != QUANT_METHOD else ()
+    if saved is not None and asked not in (None, saved, *others):
         raise ConfigError(f"quantization={asked!r}: the weights of {name} are {saved} already")
     if saved is None and asked not in (None, *QUANTIZATIONS):
         raise ConfigError(
@@ -70,7 +74,11 @@ def _saved_by_quire(section: HFConfig) -> str:
 METHODS: dict[str, Callable[[HFConfig], str | None]] = {
     QUANT_METHOD: _saved_by_quire,
     GGUF_METHOD: lambda _: None,
-    **dict.fromkeys(_NAMED_METHODS, read_integers),
+    "gptq": read_integers,
+    "awq": read_integers,
+    "compressed-tensors": read_compressed,
+    "fp8": read_float8,
+    "mxfp4": lambda section: section.text("quant_method"),
 }
 """quant_method -> reads the rest of `quantization_config` and names the quantization, None where each tensor has its
 own. How the weights are then loaded is the pass of the same name in quire.models.weights.quantization."""

@@ -7,9 +7,7 @@ from typing import Any
 
 from quire.common.errors import CheckpointError, UnsupportedModelError
 from quire.config.hf_config import HFConfig
-
-_MAX_PATTERN = 300
-_MAX_REPEATS = 4
+from quire.config.quantization.module_names import compile_pattern
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +37,9 @@ class IntegerQuantization:
     """GPTQModel's schemes by name, the first of which that matches decides. Modules without integers have none."""
 
     @classmethod
-    def read(cls, hf: HFConfig) -> "IntegerQuantization":
+    def read(cls, section: HFConfig) -> "IntegerQuantization":
         """Raises UnsupportedModelError for a section that asks for what Quire does not compute, CheckpointError for a
         malformed one."""
-        section = hf.section("quantization_config")
-        assert section is not None
         is_awq = section.text("quant_method") == "awq"
         if is_awq:
             version = section.text("version", "gemm").lower()
@@ -67,8 +63,7 @@ class IntegerQuantization:
 
 def read_integers(section: HFConfig) -> str:
     """Check the section before any weights are downloaded, and return the method."""
-    source = section.source.removesuffix(": quantization_config")
-    IntegerQuantization.read(HFConfig({"quantization_config": dict(section)}, source))
+    IntegerQuantization.read(section)
     return section.text("quant_method")
 
 
@@ -106,15 +101,7 @@ def _rules(section: HFConfig, base: IntegerScheme) -> list[tuple[re.Pattern[str]
         raise CheckpointError(f"{section.source}: dynamic must be an object of patterns")
     for text, values in dynamic.items():
         text = text.removeprefix("+:")
-        if len(text) > _MAX_PATTERN or len(re.findall(r"[*+{]", text)) > _MAX_REPEATS or re.search(r"\)[*+{]", text):
-            raise UnsupportedModelError(
-                f"{section.source}: dynamic has the pattern {text[:80]!r}; Quire takes up to {_MAX_PATTERN} characters "
-                f"and {_MAX_REPEATS} repetitions, none of a group, so that matching takes no time"
-            )
-        try:
-            pattern = re.compile(text.removeprefix("-:"))
-        except re.error as error:
-            raise CheckpointError(f"{section.source}: dynamic has the pattern {text[:80]!r}: {error}") from error
+        pattern = compile_pattern(f"{section.source}: dynamic", text.removeprefix("-:"))
         if not isinstance(values, dict):
             raise CheckpointError(f"{section.source}: dynamic[{text[:80]!r}] must be an object")
         if not text.startswith("-:"):  # those have no integers

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, BinaryIO, TypeAlias
 
@@ -70,6 +71,7 @@ class EngineProcess:
         self._send = send
         self._make_cache_view = make_cache_view
         self._cache_view: CacheView | None = None
+        self._inspector = ThreadPoolExecutor(1, "inspect-adapters")  # starts its thread with the first adapter
         self._keys: dict[str, int] = {}
         self._last_stats: EngineStats | None = None
 
@@ -127,6 +129,10 @@ class EngineProcess:
             case messages.Abort():
                 self._keys.pop(message.request_id, None)
                 self.engine.abort_request(message.request_id)
+            case messages.InspectAdapter():
+                self._inspector.submit(self._inspect, message)
+            case messages.KeepAdapters():
+                self.engine.scheduler.adapters.keep_only(message.digests)
             case messages.SetCacheView():
                 self._watch(message.on)
             case messages.ReadBlocks():
@@ -135,6 +141,16 @@ class EngineProcess:
             case messages.Control():
                 self._send(messages.to_frame(self._control(message.action)))
         return []
+
+    def _inspect(self, message: messages.InspectAdapter) -> None:
+        """Read an adapter's files, in a thread in which nothing else is done, and send what they contain."""
+        try:
+            answer = messages.AdapterInspected(message.number, self.engine.adapters.inspect(message.request))
+        except Exception as error:
+            if not isinstance(error, QuireError):
+                logger.exception("the adapter %s could not be read", message.request.lora_name)
+            answer = messages.AdapterInspected(message.number, None, type(error).__name__, str(error))
+        self._send(messages.to_frame(answer))
 
     def _control(self, action: messages.Action) -> messages.ControlDone:
         """Call the method. An error while the model is loaded again is an answer too: the engine then still sleeps."""
@@ -163,11 +179,17 @@ class EngineProcess:
                 kind = BeamSearchParams if message.is_beam_search else SamplingParams
                 params = msgspec.msgpack.decode(message.params, type=kind)
                 self.engine.add_request(
-                    message.request_id, prompt, params, arrival_time=message.arrival_time, progress=message.progress
+                    message.request_id,
+                    prompt,
+                    params,
+                    arrival_time=message.arrival_time,
+                    progress=message.progress,
+                    lora_request=message.adapter,
                 )
             else:
                 context = {"prompt_token_ids": message.token_ids[: message.first], "cache_salt": message.cache_salt}
-                self.engine.add_scoring_request(message.request_id, context, message.token_ids[message.first :])
+                continuation = message.token_ids[message.first :]
+                self.engine.add_scoring_request(message.request_id, context, continuation, lora_request=message.adapter)
         except Exception as error:
             logger.exception("request %s was refused by the engine", message.request_id)
             ignored = messages.SequenceDelta(0, [], "ignored")

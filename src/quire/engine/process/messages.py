@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from quire.common.batch import TokenLogprobs
+from quire.common.lora import KnownAdapter, LoRARequest
 from quire.common.outputs import EngineStats, FinishReason, RequestMetrics
 
 MAX_FRAME_BYTES = 256 * 1024**2
@@ -55,6 +56,8 @@ class AddRequest(msgspec.Struct, tag=True, omit_defaults=True):
     """SamplingParams or BeamSearchParams, encoded on their own, so that an error in them ends only this request."""
     progress: Progress | None = None
     """Progress in an earlier engine that died; None for a new request."""
+    adapter: KnownAdapter | None = None
+    """The LoRA adapter as it was when the request was made, so that every engine uses the same content or none."""
 
 
 class AddScoring(msgspec.Struct, tag=True):
@@ -65,6 +68,21 @@ class AddScoring(msgspec.Struct, tag=True):
     token_ids: list[int]
     first: int
     cache_salt: str
+    adapter: KnownAdapter | None = None
+
+
+class InspectAdapter(msgspec.Struct, tag=True):
+    """Read the files of a LoRA adapter, without loading it. The answer is an AdapterInspected with this number."""
+
+    number: int
+    request: LoRARequest
+
+
+class KeepAdapters(msgspec.Struct, tag=True):
+    """The digests of the LoRA adapters that stay loaded while no request uses them. Others are unloaded with the last
+    request that uses them."""
+
+    digests: frozenset[str]
 
 
 class Abort(msgspec.Struct, tag=True):
@@ -97,7 +115,7 @@ class Control(msgspec.Struct, tag=True):
     action: Action
 
 
-ToEngine = Start | AddRequest | AddScoring | Abort | SetCacheView | ReadBlocks | Control
+ToEngine = Start | AddRequest | AddScoring | InspectAdapter | KeepAdapters | Abort | SetCacheView | ReadBlocks | Control
 
 
 class Rows(msgspec.Struct, array_like=True, gc=False):
@@ -206,7 +224,18 @@ class ControlDone(msgspec.Struct, tag=True):
     error: str = ""
 
 
-Event = StepDone | CacheFrame | ControlDone
+class AdapterInspected(msgspec.Struct, tag=True):
+    """The answer to an InspectAdapter."""
+
+    number: int
+    adapter: KnownAdapter | None
+    """None if it cannot be used."""
+    error_kind: str = ""
+    """Name of the exception that says why."""
+    error: str = ""
+
+
+Event = StepDone | CacheFrame | ControlDone | AdapterInspected
 """What a running engine sends, besides heartbeats."""
 
 ToClient = Ready | StartFailed | Heartbeat | Event

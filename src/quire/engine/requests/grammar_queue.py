@@ -113,8 +113,11 @@ class GrammarQueue:
         """Wait until a compilation has ended, at most `timeout_s`."""
         wait_for([compilation.future for compilation in self._waiting.values()], timeout_s, FIRST_COMPLETED)
 
-    def admit(self, requests: UnfinishedRequests) -> None:
-        """Add the requests whose grammars are ready to those that the scheduler knows."""
+    def admit(self, requests: UnfinishedRequests, wait_s: float = 0.0) -> None:
+        """Add the requests whose grammars are ready to those that the scheduler knows. If it knows none, wait for a
+        compilation to end first, at most `wait_s`."""
+        if wait_s and not requests:
+            self.wait(wait_s)
         if self._held:
             self._begin()
         for group, compilation in list(self._waiting.items()):

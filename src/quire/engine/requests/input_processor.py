@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from quire.common.batch import Draw
 from quire.common.errors import CheckpointError, InvalidParamsError, InvalidPromptError, PromptTooLongError
+from quire.common.lora import KnownAdapter
 from quire.common.params import BeamSearchParams, SamplingParams
 from quire.common.params.checks import check_text
 from quire.common.params.sampling import ALL_LOGPROBS, MAX_SALT_LEN
@@ -62,6 +63,7 @@ class CheckedRequest:
     """Its first sample; the others are forks of it."""
     content_key: ContentKey
     search: BeamSearch | None = None
+    adapter: KnownAdapter | None = None
 
 
 class InputProcessor:
@@ -76,7 +78,12 @@ class InputProcessor:
     # Requests
 
     def request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | BeamSearchParams, arrival_time: float
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams,
+        arrival_time: float,
+        adapter: KnownAdapter | None = None,
     ) -> CheckedRequest:
         """A request that can run. Raises RequestError."""
         search = None
@@ -84,7 +91,7 @@ class InputProcessor:
         if isinstance(params, BeamSearchParams):
             search = BeamSearch(params, self.model, self.config.scheduler.max_num_seqs)
             params = params.sampling_params()
-        text, token_ids, key = self.prompt(prompt, params)
+        text, token_ids, key = self.prompt(prompt, params, adapter)
         self.check_params(params)
         decode = self.tokenizer.decode_token if params.detokenize else None
         logprobs = scores = None
@@ -95,20 +102,27 @@ class InputProcessor:
         detokenizer = self._detokenizer(token_ids, params)
         sample = SampleOutput(params, self.model.eos_token_ids, detokenizer, logprobs)
         outputs = OutputBuilder(request_id, token_ids, params, arrival_time, text, scores)
-        return CheckedRequest(outputs, sample, key, search)
+        return CheckedRequest(outputs, sample, key, search, adapter)
 
     def scoring_request(
-        self, request_id: str, context: Prompt, continuation: Prompt | None, arrival_time: float
+        self,
+        request_id: str,
+        context: Prompt,
+        continuation: Prompt | None,
+        arrival_time: float,
+        adapter: KnownAdapter | None = None,
     ) -> CheckedRequest:
         """A request to score the continuation's tokens, or without one the context's own. Raises RequestError."""
-        token_ids, first, key = self.continuation(context, continuation)
+        token_ids, first, key = self.continuation(context, continuation, adapter)
         scores = PromptScores(first, token_ids[first:], 0, None)
         outputs = OutputBuilder(request_id, token_ids, _SCORING, arrival_time, scores=scores)
-        return CheckedRequest(outputs, SampleOutput(_SCORING), key)
+        return CheckedRequest(outputs, SampleOutput(_SCORING), key, adapter=adapter)
 
     # Prompts
 
-    def prompt(self, prompt: Prompt, params: SamplingParams | None = None) -> tuple[str | None, list[int], ContentKey]:
+    def prompt(
+        self, prompt: Prompt, params: SamplingParams | None = None, adapter: KnownAdapter | None = None
+    ) -> tuple[str | None, list[int], ContentKey]:
         """Return the text if it was given, the token ids, and what else the cached content depends on."""
         text, token_ids, cache_salt = self._parse_prompt(prompt)
         if token_ids is None:
@@ -126,7 +140,7 @@ class InputProcessor:
                 "shorten the prompt or raise max_model_len"
             )
         self._check_token_ids(token_ids)
-        return text, token_ids, ContentKey(cache_salt=cache_salt)
+        return text, token_ids, _content_key(cache_salt, adapter)
 
     def encode(self, text: str, add_special_tokens: bool = True, *, cuts: bool = False) -> list[int]:
         """Return the token ids of a text, or possibly of its end only if the request `cuts` its beginning off. Raises
@@ -157,7 +171,9 @@ class InputProcessor:
                 )
         return text
 
-    def continuation(self, context: Prompt, continuation: Prompt | None) -> tuple[list[int], int, ContentKey]:
+    def continuation(
+        self, context: Prompt, continuation: Prompt | None, adapter: KnownAdapter | None = None
+    ) -> tuple[list[int], int, ContentKey]:
         """Return the token ids of both, the index of the first that is scored, and what else the cached content depends
         on.
 
@@ -188,7 +204,7 @@ class InputProcessor:
                 f"context and continuation have {len(token_ids)} tokens, and the model's context holds "
                 f"{self.model.max_model_len}: shorten the context or raise max_model_len"
             )
-        return token_ids, first, ContentKey(cache_salt=cache_salt)
+        return token_ids, first, _content_key(cache_salt, adapter)
 
     def _parse_prompt(self, prompt: Prompt) -> tuple[str | None, list[int] | None, str]:
         """Return (text, token ids, salt). The caller passed one of the first two, or both; the other is None."""
@@ -347,6 +363,10 @@ class InputProcessor:
             include_stop_str_in_output=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
         )
+
+
+def _content_key(cache_salt: str, adapter: KnownAdapter | None) -> ContentKey:
+    return ContentKey("" if adapter is None else adapter.digest, cache_salt)
 
 
 def recommended_params(generation_config: Mapping[str, Any]) -> SamplingParams:

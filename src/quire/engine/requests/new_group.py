@@ -13,10 +13,11 @@ def new_group(inputs: InputProcessor, request: CheckedRequest, seq_id: int) -> S
     seq = Sequence(seq_id, outputs.prompt_token_ids, draws, request.sample, outputs.scores)
     if request.search is not None:
         request.search.start(seq)
-    return SequenceGroup(outputs, seq, request.content_key, request.search, processors)
+    return SequenceGroup(outputs, seq, request.content_key, request.search, processors, request.adapter)
 
 
 def new_scoring_group(request: CheckedRequest, seq_id: int) -> SequenceGroup:
     """Return the group of a request that draws nothing and ends when its tokens are scored. The last need not run."""
     token_ids, scores = request.outputs.prompt_token_ids[:-1], request.outputs.scores
-    return SequenceGroup(request.outputs, Sequence(seq_id, token_ids, (), request.sample, scores), request.content_key)
+    seq = Sequence(seq_id, token_ids, (), request.sample, scores)
+    return SequenceGroup(request.outputs, seq, request.content_key, adapter=request.adapter)

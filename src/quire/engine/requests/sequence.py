@@ -14,6 +14,7 @@ from quire.kv.prefix_cache.content_hash import NO_KEY, ContentKey
 
 if TYPE_CHECKING:
     from quire.common.batch import Draw, TokenIds, TokenLogprobs
+    from quire.common.lora import KnownAdapter
     from quire.common.outputs import RequestMetrics, RequestOutput
     from quire.engine.requests.beam_search import BeamSelector
     from quire.engine.requests.logprobs import PromptScores
@@ -162,6 +163,7 @@ class SequenceGroup:
     """A request inside the engine: the sequences that continue one prompt."""
 
     __slots__ = (
+        "adapter",
         "content_key",
         "metrics",
         "order",
@@ -181,6 +183,7 @@ class SequenceGroup:
         content_key: ContentKey = NO_KEY,
         search: BeamSelector | None = None,
         processors: tuple[NamedProcessor, ...] = (),
+        adapter: KnownAdapter | None = None,
     ) -> None:
         self.outputs = outputs
         self.request_id = outputs.request_id
@@ -195,6 +198,8 @@ class SequenceGroup:
         """Decides how its sequences continue, if they are beams."""
         self.processors = processors
         """The logits processors that its draws name. They can be looked up for as long as this object lives."""
+        self.adapter = adapter
+        """The LoRA adapter whose weights are added to the model's for it; None for the model alone."""
 
     def resume(self, output_token_ids: list[int], metrics: RequestMetrics, num_cached_tokens: int) -> None:
         """Continue, before anything is computed, what another engine has begun: as after a preemption, the tokens so

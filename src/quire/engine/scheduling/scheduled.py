@@ -10,9 +10,10 @@ from quire.engine.requests.sequence import Sequence
 
 
 def scheduled_sequence(
-    seq: Sequence, num_tokens: int, drafts: tuple[int, ...], block_tables: tuple[BlockIds, ...]
+    seq: Sequence, num_tokens: int, drafts: tuple[int, ...], block_tables: tuple[BlockIds, ...], adapter: int = -1
 ) -> ScheduledSequence:
-    """The sequence's next `num_tokens` tokens, and behind its newest token the `drafts`."""
+    """The sequence's next `num_tokens` tokens, and behind its newest token the `drafts`; `adapter` is the slot of its
+    LoRA adapter, -1 for none."""
     token_ids, start = seq.token_ids, seq.num_computed_tokens
     end = start + num_tokens
     is_last = end == len(token_ids)
@@ -27,6 +28,7 @@ def scheduled_sequence(
         block_tables,
         drawn,
         None if seq.scores is None else seq.scores.due(start, end),
+        adapter=adapter,
     )
 
 

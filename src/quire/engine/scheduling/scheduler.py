@@ -10,8 +10,11 @@ import time
 from collections.abc import Callable, Set
 
 from quire.common.batch import Batch
+from quire.common.errors import CheckpointError
+from quire.common.log import logger
 from quire.config.scheduler import SchedulerConfig
 from quire.engine.requests.sequence import Sequence, SequenceGroup, SequenceStatus
+from quire.engine.scheduling.loaded_adapters import LoadedAdapters
 from quire.engine.scheduling.policy import make_policy
 from quire.engine.scheduling.preemption import Preemptor
 from quire.engine.scheduling.scheduled import scheduled_sequence
@@ -42,9 +45,11 @@ class Scheduler:
         blocks: BlockSpaceManager,
         clock: Callable[[], float] = time.monotonic,
         block_copy_s: float = 0.0,
+        adapters: LoadedAdapters | None = None,
     ) -> None:
         self.config = config
         self.blocks = blocks
+        self.adapters = adapters or LoadedAdapters()
         self.clock = clock
         self.step_time = StepTimeModel()
         self.requests = UnfinishedRequests(make_policy(config, self._num_cached_tokens), blocks)
@@ -81,7 +86,8 @@ class Scheduler:
         for group, seq, num_tokens in plan.scheduled:
             requests.planning_group = group
             seq_drafts = drafts.get(seq.seq_id, ()) if drafts else ()
-            sequences.append(scheduled_sequence(seq, num_tokens, seq_drafts, block_tables(seq.seq_id)))
+            adapter = -1 if group.adapter is None else self.adapters.slot(group)
+            sequences.append(scheduled_sequence(seq, num_tokens, seq_drafts, block_tables(seq.seq_id), adapter))
         requests.planning_group = None
         transfers = self.blocks.take_transfers(self.num_steps)
         self.num_swapped_blocks += sum([len(transfer.pairs) for transfer in transfers])
@@ -226,15 +232,29 @@ class Scheduler:
         if plan.is_full(self.config.max_num_seqs, 1):  # before the policy looks up prefixes
             return
         requests.planning_group = None
+        self.adapters.begin_step()
         for group in requests.policy.candidates(self.clock()):
             if not plan.allows(group):
                 continue
             requests.planning_group = group
             if plan.is_full(self.config.max_num_seqs, group.num_wanted_seqs):
                 return
+            if group.adapter is not None and not self._admit_adapter(group):
+                continue
             if not (self._resume(group, plan) if group in requests.swapped else self._start(group, plan)):
                 return
             requests.planning_group = None
+
+    def _admit_adapter(self, group: SequenceGroup) -> bool:
+        """Whether the request's adapter is in a slot. A request whose adapter cannot be loaded ends."""
+        try:
+            return self.adapters.admit(group)
+        except CheckpointError as error:
+            assert group.adapter is not None
+            group.error = f"the adapter {group.adapter.name!r} could not be loaded: {error}"
+            logger.error("request %s: %s", group.request_id, group.error)
+            self._end_queued(group, SequenceStatus.FINISHED_ABORTED)
+            return False
 
     def _start(self, group: SequenceGroup, plan: StepPlan) -> bool:
         """Start a waiting request, or leave it for a step or two while another computes its prefix.
@@ -255,6 +275,8 @@ class Scheduler:
         for other in others:
             self._restart(group, other, plan, len(self.requests.running))
         plan.num_seqs += group.num_wanted_seqs
+        if group.adapter is not None:
+            self.adapters.hold(group)
         self.requests.start(group)
         return True
 
@@ -264,9 +286,13 @@ class Scheduler:
         group.error = f"{num_tokens} tokens never fit into the KV cache of {blocks.config.max_tokens} tokens"
         if blocks.pins.num_blocks:
             group.error += f" while {blocks.pins.num_blocks} of its {blocks.pool.num_blocks} blocks are pinned"
+        self._end_queued(group, SequenceStatus.FINISHED_IGNORED)
+
+    def _end_queued(self, group: SequenceGroup, status: SequenceStatus) -> None:
+        """End a queued request, whose error has been set."""
         self.requests.remove(group)
         for seq in group.unfinished_seqs:
-            seq.finish(SequenceStatus.FINISHED_IGNORED)
+            seq.finish(status)
         self._report(group)
 
     def _report(self, group: SequenceGroup) -> None:

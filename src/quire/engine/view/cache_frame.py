@@ -69,6 +69,8 @@ class RequestRow(msgspec.Struct, array_like=True, gc=False):
     num_blocks: int
     """Entries of the block tables of all sequences."""
     num_preemptions: int
+    adapter: str = ""
+    """Name of its LoRA adapter; empty for none."""
 
 
 class CacheEvent(msgspec.Struct, omit_defaults=True):

@@ -205,6 +205,7 @@ def _row(group: SequenceGroup, queue: str, stage: str | None, num_blocks: int) -
         (params.max_tokens or 0) * num_seqs,
         num_blocks,
         group.metrics.num_preemptions,
+        "" if group.adapter is None else group.adapter.name,
     )
 
 

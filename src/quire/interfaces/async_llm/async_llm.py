@@ -11,13 +11,15 @@ from typing import Any, TypeVar
 import msgspec
 
 from quire.common.errors import EngineDeadError, InvalidParamsError, RequestError, failures_named
+from quire.common.lora import LoRARequest
 from quire.common.outputs import EngineStats, RequestOutput
 from quire.common.params import SamplingParams
-from quire.common.params.checks import check_no_adapter
 from quire.config.args import EngineArgs, EngineConfig
 from quire.config.model import ModelConfig
+from quire.engine.adapters import AdapterTable, AnyAdapter
 from quire.engine.process.messages import Ready
 from quire.engine.requests.input_processor import InputProcessor, Prompt, recommended_params
+from quire.interfaces.async_llm.adapters import EngineAdapters
 from quire.interfaces.async_llm.cache_watchers import CacheWatchers
 from quire.interfaces.async_llm.controls import EngineControls
 from quire.interfaces.async_llm.engine_message import Params
@@ -45,6 +47,8 @@ class AsyncLLM:
     """The resolved arguments; max_model_len is the length that fits into the engine's KV cache."""
     model_config: ModelConfig
     tokenizer: Tokenizer
+    adapters: AdapterTable
+    """The LoRA adapters that requests may name."""
     _start_args: EngineArgs | None
     """The arguments of an engine that has not been started."""
 
@@ -68,9 +72,11 @@ class AsyncLLM:
         self._requests = RequestTable(engine, self._inputs, ready.stats, holds=holds)
         self._watchers = CacheWatchers(engine)
         self._controls = EngineControls(engine)
+        self._adapters = EngineAdapters(engine, self.config)
+        self.adapters = self._adapters.table
         self.num_bytes = ready.num_bytes
         """Memory that weights, activations and KV cache use while the engine does not sleep, as planned."""
-        engine.supervise(self._controls, self._requests, self._watchers)
+        engine.supervise(self._controls, self._requests, self._watchers, self._adapters)
 
     @classmethod
     async def from_args(
@@ -83,7 +89,9 @@ class AsyncLLM:
         the requests. Meanwhile new requests are rejected; with `holds` they wait for the new process. `name` is the
         engine's in the log, if there are several.
         """
-        return cls(*await _start(args, hang_timeout_s, name), holds)
+        llm = cls(*await _start(args, hang_timeout_s, name), holds)
+        await llm._add_modules(args)
+        return llm
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, **_: Any) -> AsyncLLM:
@@ -106,7 +114,17 @@ class AsyncLLM:
         async with self._starting:
             if self._start_args is not None:
                 self._use(*await _start(self._start_args, HANG_TIMEOUT_S))
+                await self._add_modules(self._start_args)
                 self._start_args = None
+
+    async def _add_modules(self, args: EngineArgs) -> None:
+        """Add the adapters that the arguments list. If one of them cannot be used, the engine ends."""
+        try:
+            for request in args.lora_requests():
+                await self._adapters.add(request)
+        except BaseException:
+            await self._engine.close()
+            raise
 
     def default_sampling_params(self) -> SamplingParams:
         """Return the checkpoint's recommended parameters, with SamplingParams' defaults for the rest."""
@@ -122,12 +140,12 @@ class AsyncLLM:
         sampling_params: Params,
         request_id: str,
         *,
-        lora_request: None = None,
+        lora_request: AnyAdapter = None,
         priority: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of one request as its output_kind says; the last one is `finished`.
 
-        `priority` replaces that of the parameters; `lora_request` must be None.
+        `priority` replaces that of the parameters; `lora_request` names an adapter, which is added if it is new.
 
         Raises RequestError for an invalid request before it is queued, EngineDeadError if there is no engine or two
         engines have died while running the request, and RequestFailedError for an internal error in this process.
@@ -135,7 +153,6 @@ class AsyncLLM:
         generator aborts the request. A slow caller gets the tokens of several steps in one output. A beam search has a
         single output.
         """
-        check_no_adapter(lora_request)
         _check_params(sampling_params)
         params = sampling_params if priority is None else msgspec.structs.replace(sampling_params, priority=priority)
         await self.start()
@@ -143,7 +160,8 @@ class AsyncLLM:
         text = _text(prompt)
         now = time.monotonic()
         with failures_named(request_id, "when it was added"):
-            checked = await _in_thread(text, lambda: self._inputs.request(request_id, prompt, params, now))
+            adapter = await self._adapters.of_request(lora_request)
+            checked = await _in_thread(text, lambda: self._inputs.request(request_id, prompt, params, now, adapter))
         request = self._requests.add(checked, params)
         try:
             await self._engine.drain()
@@ -155,7 +173,9 @@ class AsyncLLM:
         finally:
             self._requests.abort_request(request)
 
-    async def score(self, context: Prompt, continuation: Prompt | None, *, request_id: str) -> RequestOutput:
+    async def score(
+        self, context: Prompt, continuation: Prompt | None, *, request_id: str, lora_request: AnyAdapter = None
+    ) -> RequestOutput:
         """Return an output with `prompt_logprobs` of the continuation's tokens, or of the context's if there is none.
 
         Raises the same errors as `generate`. Cancelling the call aborts the request.
@@ -165,8 +185,9 @@ class AsyncLLM:
         texts = [_text(prompt) or "" for prompt in (context, continuation) if prompt is not None]
         now = time.monotonic()
         with failures_named(request_id, "when it was added"):
+            adapter = await self._adapters.of_request(lora_request)
             checked = await _in_thread(
-                "".join(texts), lambda: self._inputs.scoring_request(request_id, context, continuation, now)
+                "".join(texts), lambda: self._inputs.scoring_request(request_id, context, continuation, now, adapter)
             )
         request = self._requests.add(checked)
         try:
@@ -206,6 +227,23 @@ class AsyncLLM:
     async def is_sleeping(self) -> bool:
         """Whether weights and KV cache have been given back."""
         return self._start_args is None and self._controls.is_sleeping
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Add an adapter, or with `load_inplace` replace the content of its name. Returns whether anything has changed.
+        Raises RequestError, CheckpointError or EngineDeadError."""
+        await self.start()
+        before = self.adapters.get(lora_request.lora_name)
+        return await self._adapters.add(lora_request) != before
+
+    async def remove_lora(self, lora_id: int | str) -> bool:
+        """Forget an adapter, given by id or name; requests that use it finish. Returns False if it is unknown."""
+        await self.start()
+        return self.adapters.remove(lora_id)
+
+    async def list_loras(self) -> set[int]:
+        """The ids of all adapters."""
+        await self.start()
+        return {adapter.lora_int_id for adapter in self.adapters}
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes, except pinned ones. Returns False, and does nothing, while requests run."""
@@ -309,7 +347,7 @@ async def _start(
 ) -> tuple[Supervisor, Ready, EngineConfig, Tokenizer]:
     """Start an engine process, and read the tokenizer while it loads."""
     config = await asyncio.to_thread(args.resolve)
-    engine = Supervisor(args, hang_timeout_s, name=name)
+    engine = Supervisor(replace(args, lora_modules=()), hang_timeout_s, name=name)  # this process knows the adapters
     reading = asyncio.to_thread(_read_tokenizer, config.model.tokenizer_path)
     ready, tokenizer = await asyncio.gather(engine.start(), reading, return_exceptions=True)
     if isinstance(ready, BaseException):

@@ -19,9 +19,10 @@ def engine_message(key: int, request: CheckedRequest, params: Params | None, see
     request_id, token_ids, arrival_time = outputs.request_id, outputs.prompt_token_ids, outputs.metrics.arrival_time
     if params is None:
         assert outputs.scores is not None
-        return AddScoring(key, request_id, token_ids, outputs.scores.first, salt)
+        return AddScoring(key, request_id, token_ids, outputs.scores.first, salt, request.adapter)
     encoded = msgspec.Raw(msgspec.msgpack.encode(_engine_params(params, seed)))
-    return AddRequest(key, request_id, token_ids, salt, arrival_time, request.search is not None, encoded)
+    is_search = request.search is not None
+    return AddRequest(key, request_id, token_ids, salt, arrival_time, is_search, encoded, adapter=request.adapter)
 
 
 def _engine_params(params: Params, seed: int) -> Params:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.common.errors import KernelError
+from quire.kernels.backends import reference_rotation
 from quire.kernels.checks import check_range
 
 
@@ -50,16 +51,18 @@ def quantize_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     return values, torch.where(largest.isfinite(), largest / 127, torch.nan)
 
 
-def quantize_weight(weight: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    """weight [n, k] -> integers [n, num_groups, group] int8 and scales [n, num_groups] float32.
+def quantize_weight(weight: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    """weight [n, k] -> integers [n, num_groups, group] int8, scales [n, num_groups] float32, and the factors of x.
 
-    `int8`: quantize_rows, one group per row. `int4`: integers in [-8, 7]; each group of 32 takes the bfloat16 scale of
-    least squared error among 16 that send the weight of largest magnitude to -8 or 7, times 0.7 to 1.05, and the least
-    squares scale of the best of them.
+    `int8`: quantize_rows of the rotated weight, one group per row. `int4`: integers in [-8, 7]; each group of 32 takes
+    the bfloat16 scale of least squared error among 16 that send the weight of largest magnitude to -8 or 7, times 0.7
+    to 1.05, and the least squares scale of the best of them; x is not rotated, so there are no factors.
     """
     group = group_size(weight.shape[1], format)
     if format == "int8":
-        return quantize_rows(weight, group)
+        of_x = reference_rotation.factors(weight)
+        rotated = reference_rotation.rotate(weight, reference_rotation.factors_of_weight(of_x))
+        return *quantize_rows(rotated, group), of_x
     w = _in_groups(weight, group)
     extreme = w.gather(2, w.abs().argmax(2, keepdim=True))[..., 0]
     factors = [torch.tensor(14.0 + step) / 20 for step in range(8)]
@@ -69,7 +72,7 @@ def quantize_weight(weight: Tensor, format: str) -> tuple[Tensor, Tensor]:
         best = best.or_better(_Rounding.of(w, scale))
     products, squares = (_sum_in_order(term * best.integers) for term in (w, best.integers))
     best = best.or_better(_Rounding.of(w, products / squares.clamp(min=1)))
-    return best.integers.to(torch.int8), best.scale
+    return best.integers.to(torch.int8), best.scale, None
 
 
 def _in_groups(x: Tensor, group: int) -> Tensor:
@@ -109,15 +112,22 @@ def _sum_in_order(terms: Tensor) -> Tensor:
 
 
 def quantized_matmul(
-    x: Tensor, integers: Tensor, scales: Tensor, mins: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype
+    x: Tensor,
+    integers: Tensor,
+    scales: Tensor,
+    mins: Tensor | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    factors: Tensor | None = None,
 ) -> Tensor:
     """`x @ weight.T + bias` for a weight of integers [n, num_groups, group] times scales [n, num_groups] minus mins,
-    x [num_tokens, k] being quantized in the same groups.
+    x [num_tokens, k] being quantized in the same groups, and rotated before if there are factors [k] for that.
 
     Integers are multiplied and summed exactly. Each group's sum is rounded to float32 and scaled; those are added in
     order. So are the products of mins and sums of x, whose sum is subtracted then. A row with an infinity or a NaN
     gives NaNs.
     """
+    x = x if factors is None else reference_rotation.rotate(x, factors)
     x_integers, x_scales = quantize_rows(x, integers.shape[2])
     x_sums = x_integers.sum(2, dtype=torch.float32) * x_scales
     out = scales.new_zeros(x.shape[0], integers.shape[0])
@@ -141,7 +151,7 @@ def split_integers(
     """As kernels.pack_integers, to integers [n, num_groups, 32] int16, scales and mins [n, num_groups] float32."""
     if scales.dtype is torch.uint8:
         table = torch.tensor(_FLOAT4, dtype=torch.int16)
-        numbers, scales = table[integers.long()], torch.ldexp(torch.tensor(1.0), scales.int() - 128)
+        numbers, scales = table[integers.long()], torch.ldexp(torch.ones(scales.shape), scales.int() - 128)
     else:
         numbers, scales = integers.to(torch.int16), scales.float()
         numbers = numbers if zeros is not None else numbers - 2 ** (bits - 1)

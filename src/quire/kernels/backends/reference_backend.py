@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.common.errors import ConfigError, KernelError
 from quire.common.faults import fault_point
-from quire.kernels.backends import key_layout, reference, reference_blocks, reference_sampling
+from quire.kernels.backends import key_layout, reference, reference_blocks, reference_rotation, reference_sampling
 from quire.kernels.backends.recording import KernelGraph
 from quire.kernels.backends.workspace import Workspace, zeroed_blocks
 from quire.kernels.checks import check_range
@@ -66,7 +66,8 @@ class ReferenceBackend:
     def quantized_bytes(self, n: int, k: int, format: str, scale_range: int) -> int:
         group = reference_blocks.GROUPS.get(format) or reference.group_size(k, format)
         has_mins = format in reference_blocks.WITH_MINS or format.endswith("_zeros")
-        return n * -(-k // group) * (2 * group + 4 + 4 * has_mins)
+        factors = 4 * k if format == "int8" else 0
+        return n * -(-k // group) * (2 * group + 4 + 4 * has_mins) + factors
 
     def mapped_weight(self, n: int, k: int, dtype: torch.dtype, format: str, data: Tensor) -> QuantizedWeight:
         raise KernelError("quantized weights that were saved need the native kernels, which are not in use")
@@ -75,8 +76,8 @@ class ReferenceBackend:
         if not bool(weight.isfinite().all()):
             return None
         n, k = weight.shape
-        data, scales = reference.quantize_weight(weight, format)
-        return _kept(n, k, weight.dtype, format, data.to(torch.int16), scales, None)
+        data, scales, factors = reference.quantize_weight(weight, format)
+        return _kept(n, k, weight.dtype, format, data.to(torch.int16), scales, None, factors)
 
     def pack_blocks(self, rows: Tensor, k: int, dtype: torch.dtype, format: str) -> QuantizedWeight:
         return _kept(len(rows), k, dtype, format, *reference_blocks.split(rows, format))
@@ -92,7 +93,8 @@ class ReferenceBackend:
     def quantized_matmul(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor) -> None:
         assert weight.scales is not None
         x = x if weight.order is None else x[:, weight.order.long()]
-        out.copy_(reference.quantized_matmul(x, weight.data, weight.scales, weight.mins, bias, out.dtype))
+        parts = weight.data, weight.scales, weight.mins
+        out.copy_(reference.quantized_matmul(x, *parts, bias, out.dtype, weight.factors))
 
     def pack_lora(
         self,
@@ -124,6 +126,7 @@ class ReferenceBackend:
         assert table.scales is not None
         rows = table.data * table.scales[..., None]
         rows = (rows if table.mins is None else rows - table.mins[..., None]).flatten(1)[:, : table.k]
+        rows = rows if table.factors is None else reference_rotation.rotate_back(rows, table.factors)
         return reference.embedding(token_ids, rows.to(table.dtype))
 
     embedding = staticmethod(reference.embedding)
@@ -161,9 +164,17 @@ class TorchThreads:
 
 
 def _kept(
-    n: int, k: int, dtype: torch.dtype, format: str, integers: Tensor, scales: Tensor, mins: Tensor | None
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    format: str,
+    integers: Tensor,
+    scales: Tensor,
+    mins: Tensor | None,
+    factors: Tensor | None = None,
 ) -> QuantizedWeight:
-    return QuantizedWeight(n, k, dtype, format, integers, integers.data_ptr(), 0, scales, mins)
+    at = integers.data_ptr()
+    return QuantizedWeight(n, k, dtype, format, integers, at, scales=scales, mins=mins, factors=factors)
 
 
 def _refuse_pinning(cpus: Sequence[int]) -> None:

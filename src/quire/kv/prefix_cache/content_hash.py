@@ -22,7 +22,7 @@ class ContentKey:
     """What determines keys and values besides the tokens, or keeps equal content of different callers apart."""
 
     lora_id: str = ""
-    """The adapter; empty for none."""
+    """The digest of the LoRA adapter's content; empty for none."""
     cache_salt: str = ""
     """Requests with different salts share no blocks, so that timing reveals nothing about other requests."""
     media: tuple[tuple[int, bytes], ...] = ()

@@ -50,8 +50,10 @@ class WeightSpec:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the stack."""
+        """The shape of the stack. A single number cannot be stacked."""
         first = self.parts[0].size
+        if not first:
+            return first
         length = sum(part.size[self.axis] for part in self.parts)
         return (*first[: self.axis], length, *first[self.axis + 1 :])
 

@@ -16,6 +16,7 @@ from quire.common.progress import progress
 from quire.config.checkpoint.formats import open_checkpoint
 from quire.config.checkpoint.tensors import Checkpoint
 from quire.config.model import ModelConfig
+from quire.config.quantization import QUANT_METHOD, QUANTIZATIONS
 from quire.models.base import CausalLM, Model
 from quire.models.layers.weighted_layer import Part, WeightedLayer, WeightSpec
 from quire.models.registry import model_class
@@ -55,26 +56,48 @@ def load_model(config: ModelConfig) -> Model:
     started = time.perf_counter()
     checkpoint = open_checkpoint(config.path)
     model = build_model(config, checkpoint)
-    names = names_in_checkpoint(model, config, checkpoint)
-    wanted = assignments(model)
-    _check(config, checkpoint, names, wanted)
-    _check_copies(model, config, checkpoint, names)
-    by_layer: dict[WeightedLayer, list[Assignment]] = {}
-    for assignment in wanted:
-        by_layer.setdefault(assignment.layer, []).append(assignment)
-    # One buffer for all stacks: fresh ones would leave holes between the packed weights.
-    stacks = (sum(_aligned(a.spec.stack_bytes) for a in group if len(a.sources) > 1) for group in by_layer.values())
-    scratch = torch.empty(max(stacks, default=0), dtype=torch.uint8)
-    what = "quantizing weights" if config.quantization and config.quant_method is None else "loading weights"
-    with progress(what, sum(assignment.spec.num_bytes for assignment in wanted), "B") as advance:
-        for layer, group in by_layer.items():
-            try:
-                _fill(layer, group, checkpoint, names, scratch)
-            except KernelError as error:
-                raise CheckpointError(f"{config.path}: {group[0].target}: {error}") from error
-            advance(sum(assignment.spec.num_bytes for assignment in group))
+    loader = LayerLoader(model, config, checkpoint)
+    is_quantized_now = config.quantization in QUANTIZATIONS and config.quant_method != QUANT_METHOD
+    what = "quantizing weights" if is_quantized_now else "loading weights"
+    with progress(what, sum(loader.num_bytes(layer) for layer in loader.layers), "B") as advance:
+        for layer in loader.layers:
+            loader.fill(layer)
+            advance(loader.num_bytes(layer))
     logger.info("loaded %s in %.2f s", config.model, time.perf_counter() - started)
     return model.eval()
+
+
+class LayerLoader:
+    """Fills the layers of a model, one at a time, from a checkpoint whose headers are checked against it."""
+
+    def __init__(self, model: Model, config: ModelConfig, checkpoint: Checkpoint) -> None:
+        """Reads no weights, but for copies of tied ones. Raises as load_model."""
+        self.names = names_in_checkpoint(model, config, checkpoint)
+        """The model's name of each tensor -> the checkpoint's."""
+        self.layers: dict[WeightedLayer, list[Assignment]] = {}
+        """What each layer wants."""
+        wanted = assignments(model)
+        _check(config, checkpoint, self.names, wanted)
+        _check_copies(model, config, checkpoint, self.names)
+        for assignment in wanted:
+            self.layers.setdefault(assignment.layer, []).append(assignment)
+        self._path, self._checkpoint = config.path, checkpoint
+        # One buffer for all stacks: fresh ones would leave holes between the packed weights.
+        groups = self.layers.values()
+        stacks = (sum(_aligned(a.spec.stack_bytes) for a in group if len(a.sources) > 1) for group in groups)
+        self._scratch = torch.empty(max(stacks, default=0), dtype=torch.uint8)
+
+    def num_bytes(self, layer: WeightedLayer) -> int:
+        """What the layer keeps."""
+        return sum(assignment.spec.num_bytes for assignment in self.layers[layer])
+
+    def fill(self, layer: WeightedLayer) -> None:
+        """Give the layer its weights. Raises CheckpointError naming the weight with values that are not possible."""
+        group = self.layers[layer]
+        try:
+            _fill(layer, group, self._checkpoint, self.names, self._scratch)
+        except (KernelError, CheckpointError) as error:
+            raise CheckpointError(f"{self._path}: {group[0].target}: {error}") from error
 
 
 def load_causal_lm(config: ModelConfig) -> CausalLM:
@@ -169,9 +192,9 @@ def _fill(
             weight = tensors[assignment.name] = memory.view(spec.dtype).view(spec.shape)
             start = 0
             for source, part in zip(assignment.sources, spec.parts, strict=True):
-                length = part.size[spec.axis]
+                length = part.size[spec.axis] if part.size else 0
                 with reading(checkpoint, names[source], part) as tensor:
-                    weight.narrow(spec.axis, start, length).copy_(tensor)
+                    (weight.narrow(spec.axis, start, length) if part.size else weight).copy_(tensor)
                 start += length
         layer.set_weights(tensors)
 

@@ -1,36 +1,49 @@
 """The passes over a model's modules that choose in which format each keeps its matrix."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import torch
 
 from quire.config.checkpoint.gguf.hf_values import QUANT_METHOD as GGUF_METHOD
-from quire.config.checkpoint.tensors import Checkpoint
+from quire.config.checkpoint.tensors import Checkpoint, TensorInfo
+from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
-from quire.config.quantization import QUANT_METHOD
+from quire.config.quantization import QUANT_METHOD, QUANTIZATIONS
+from quire.config.quantization.compressed import CompressedQuantization
+from quire.config.quantization.float8 import float8_block
 from quire.config.quantization.integers import IntegerQuantization
 from quire.models.base import Model
 from quire.models.layers.embedding import Embedding
-from quire.models.layers.linear import LmHead, Projection
-from quire.models.layers.packed_integers import PackedIntegers
-from quire.models.layers.weight_format import Blocks, Expanded, Mixed, Packed, Quantized, SavedQuantized, WeightFormat
+from quire.models.layers.linear import Linear, LmHead, Projection
+from quire.models.layers.stored import Expanded, Plain, StoredWeight
+from quire.models.layers.stored.blocks import InBlocks
+from quire.models.layers.stored.compressed import CompressedIntegers
+from quire.models.layers.stored.floats import Float4, Float8
+from quire.models.layers.stored.gptq_awq import PackedIntegers
+from quire.models.layers.weight_format import Mixed, Packed, Quantized, SavedQuantized, WeightFormat
 
 _SCALES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 """The dtypes of scales that stay as they are; others become float32."""
 _FORMATS = {"int8": ("int8", "int8"), "int4": ("int4", "int8")}
 """quantization -> the format of projections, and of the head: a token's logit differs from the next best by little"""
+_Tensors = Mapping[str, TensorInfo]
+"""The tensors of one module, by their names below its own."""
+_Find = Callable[[str, _Tensors], StoredWeight]
+"""From the name of a module in the checkpoint, and its tensors, to how its matrix is stored."""
 
 
 def choose_formats(model: Model, config: ModelConfig, checkpoint: Checkpoint) -> None:
     """Give each layer the format that the checkpoint or the user asks for, before the layers are asked for specs."""
     if config.quant_method is not None:
         PASSES[config.quant_method](model, config, checkpoint)
+        _admit_biases(model, checkpoint)
     else:
         _quantized_while_loading(model, config, checkpoint)
 
 
 def _quantized_while_loading(model: Model, config: ModelConfig, checkpoint: Checkpoint) -> None:
-    if config.quantization is not None:
+    if config.quantization in QUANTIZATIONS:
         _set_formats(model, config.quantization, Quantized)
 
 
@@ -56,57 +69,135 @@ def matrices(model: Model) -> Iterator[tuple[Projection | Embedding, list[str]]]
             yield module, [f"{parent}.{each}" if parent else each for each in model.fused.get(own, (own,))]
 
 
-def _set_each(module: Projection | Embedding, formats: Sequence[WeightFormat]) -> None:
-    """Give each of the modules that a layer fuses a format."""
-    if len(set(formats)) == 1:
-        module.format = formats[0]
-    else:
-        assert isinstance(module, Projection)
-        module.format = Mixed(tuple(formats), tuple(part.size[0] for part in module.parts))
+def _modules(model: Model, checkpoint: Checkpoint) -> dict[str, tuple[str, dict[str, TensorInfo]]]:
+    """The model's name of each module -> the checkpoint's name, and its tensors."""
+    modules: dict[str, tuple[str, dict[str, TensorInfo]]] = {}
+    for theirs, tensor in checkpoint.tensors.items():
+        module, _, own = (model.weight_name(theirs) or "").rpartition(".")
+        modules.setdefault(module, (theirs.removesuffix(f".{own}"), {}))[1][own] = tensor
+    return modules
 
 
-def _in_blocks(model: Model, config: ModelConfig, checkpoint: Checkpoint) -> None:
-    """Matrices of a GGUF file: each has a type of its own, or plain numbers. Token tables are kept as matrices too."""
+def _admit_biases(model: Model, checkpoint: Checkpoint) -> None:
+    """Tools add biases to projections that have none by the config."""
+    modules = _modules(model, checkpoint)
+    for module, names in matrices(model):
+        if isinstance(module, Linear):
+            module.has_bias |= any("bias" in modules[name][1] for name in names if name in modules)
+
+
+def _as_stored(make: Callable[[HFConfig], _Find], model: Model, config: ModelConfig, checkpoint: Checkpoint) -> None:
+    """Matrices as another tool stored them, or quantized again if `int8` or `int4` is asked for.
+
+    The tensors of each module say whether it is stored so, or in plain numbers.
+    """
     _quantized_while_loading(model, config, checkpoint)
-    types = {model.weight_name(name): tensor.block_type for name, tensor in checkpoint.tensors.items()}
+    section, modules = config.hf_config.section("quantization_config"), _modules(model, checkpoint)
+    assert section is not None
+    find = make(section)
     for module, names in matrices(model):
-        block_types = tuple(types.get(f"{name}.weight") for name in names)
-        if not any(block_types):
+        stored = [find(*modules.get(name, (name, {}))) for name in names]
+        if all(isinstance(each, Plain) for each in stored):
             continue
-        if isinstance(module, Embedding) and not module.packed:
-            module.packed, module.format = True, Packed()
-        if config.quantization is None:
-            _set_each(module, [Packed() if kind is None else Blocks(kind) for kind in block_types])
-        else:
-            module.format = Expanded(block_types, module.format)
+        if isinstance(module, Embedding):
+            if not isinstance(stored[0], InBlocks):
+                continue  # only GGUF files hold token tables that are not plain
+            if not module.packed:
+                module.packed, module.format = True, Packed()
+        _set_stored(module, tuple(stored), is_expanded=config.quantization in QUANTIZATIONS)
 
 
-def _in_integers(model: Model, config: ModelConfig, checkpoint: Checkpoint) -> None:
-    """Projections of a GPTQ or AWQ checkpoint: integers, or plain numbers where the configuration leaves them out."""
-    integers = IntegerQuantization.read(config.hf_config)
-    theirs = {model.weight_name(name): name for name in checkpoint.tensors}
-    for module, names in matrices(model):
-        if not isinstance(module, Projection) or not any(f"{name}.qweight" in theirs for name in names):
-            continue
-        formats: list[WeightFormat] = []
-        for name in names:
-            stored = theirs.get(f"{name}.qweight")
-            if stored is None:
-                formats.append(Packed())
-                continue
-            scheme = integers.scheme_of(stored.removesuffix(".qweight"))
-            scales = checkpoint.tensors.get(theirs.get(f"{name}.scales", ""))
-            scale_dtype = _SCALES.get("" if scales is None else scales.dtype, torch.float32)
-            formats.append(PackedIntegers(scheme, scale_dtype, has_order=f"{name}.g_idx" in theirs))
-        _set_each(module, formats)
-        module.has_bias |= any(f"{name}.bias" in theirs for name in names)
+def _set_stored(module: Projection | Embedding, stored: tuple[StoredWeight, ...], *, is_expanded: bool) -> None:
+    sizes = tuple(part.size[0] for part in module.parts) if isinstance(module, Projection) else module.shape[:1]
+    if is_expanded:
+        module.format = Expanded(stored, sizes, module.format)
+    elif len(set(stored)) == 1:
+        module.format = stored[0].format(sizes)
+    else:
+        formats = tuple(each.format((size,)) for each, size in zip(stored, sizes, strict=True))
+        module.format = Mixed(formats, sizes)
+
+
+def _gguf(section: HFConfig) -> _Find:
+    def find(name: str, tensors: _Tensors) -> StoredWeight:
+        block_type = tensors["weight"].block_type if "weight" in tensors else None
+        return Plain() if block_type is None else InBlocks(block_type)
+
+    return find
+
+
+def _gptq_awq(section: HFConfig) -> _Find:
+    quantization = IntegerQuantization.read(section)
+
+    def find(name: str, tensors: _Tensors) -> StoredWeight:
+        if "qweight" not in tensors:
+            return Plain()
+        return PackedIntegers(quantization.scheme_of(name), _scale_dtype(tensors, "scales"), "g_idx" in tensors)
+
+    return find
+
+
+def _compressed(section: HFConfig) -> _Find:
+    quantization = CompressedQuantization.read(section)
+
+    def find(name: str, tensors: _Tensors) -> StoredWeight:
+        scheme = quantization.scheme_of(name)
+        if scheme is None or "weight_scale" not in tensors:
+            return Plain()
+        if scheme.format == "mxfp4-pack-quantized":
+            return Float4("weight_packed", "weight_scale", is_in_blocks=False)
+        if scheme.format == "float-quantized":
+            return _float8(scheme.block, "weight_scale", tensors)
+        shape = tensors.get("weight_shape")
+        return CompressedIntegers(
+            scheme,
+            _scale_dtype(tensors, "weight_scale"),
+            _only_scale(scheme.block, tensors["weight_scale"]),
+            None if shape is None else torch.int32 if shape.dtype == "int32" else torch.int64,
+            scheme.is_reordered or "weight_g_idx" in tensors,
+        )
+
+    return find
+
+
+def _fp8(section: HFConfig) -> _Find:
+    block = float8_block(section)
+
+    def find(name: str, tensors: _Tensors) -> StoredWeight:
+        scale = next((each for each in ("weight_scale_inv", "weight_scale") if each in tensors), None)
+        return Plain() if scale is None else _float8(block, scale, tensors)
+
+    return find
+
+
+def _mxfp4(section: HFConfig) -> _Find:
+    stored = Float4("weight_blocks", "weight_scales", is_in_blocks=True)
+    return lambda name, tensors: stored if stored.weight_name in tensors else Plain()
+
+
+def _float8(block: tuple[int, int], scale: str, tensors: _Tensors) -> Float8:
+    inputs = tensors.get("input_scale")
+    input_shape = None if inputs is None else () if inputs.shape == () else (1,)
+    return Float8(block, scale, _scale_dtype(tensors, scale), _only_scale(block, tensors[scale]), input_shape)
+
+
+def _scale_dtype(tensors: _Tensors, name: str) -> torch.dtype:
+    return _SCALES.get(tensors[name].dtype if name in tensors else "", torch.float32)
+
+
+def _only_scale(block: tuple[int, int], scale: TensorInfo) -> tuple[int, ...] | None:
+    """The shape of a scale for a whole tensor, which tools spell in two ways; None if there may be more."""
+    return None if block != (0, 0) else () if scale.shape == () else (1,)
 
 
 PASSES: dict[str, Callable[[Model, ModelConfig, Checkpoint], None]] = {
     QUANT_METHOD: _saved_by_quire,
-    GGUF_METHOD: _in_blocks,
-    "gptq": _in_integers,
-    "awq": _in_integers,
+    GGUF_METHOD: partial(_as_stored, _gguf),
+    "gptq": partial(_as_stored, _gptq_awq),
+    "awq": partial(_as_stored, _gptq_awq),
+    "compressed-tensors": partial(_as_stored, _compressed),
+    "fp8": partial(_as_stored, _fp8),
+    "mxfp4": partial(_as_stored, _mxfp4),
 }
 """quant_method of a checkpoint -> the pass that sets each module's `format`; it may look at the tensors' names, dtypes
 and shapes. `quire.config.quantization.METHODS` has the same keys."""

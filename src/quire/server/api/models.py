@@ -15,7 +15,7 @@ from quire.server.http.state import ServerState, state_of
 async def list_models(request: Request) -> ASGIApp:
     """GET /v1/models"""
     state = state_of(request)
-    names = [name for entry in state.models.entries for name in entry.spec.names]
+    names = [name for entry in state.models.entries for name in (*entry.spec.names, *entry.adapter_names)]
     if "anthropic-version" in request.headers:
         models = [_anthropic_card(state, name) for name in names]
         return json_response(AnthropicModelList(data=models, first_id=models[0].id, last_id=models[-1].id))
@@ -32,8 +32,18 @@ async def retrieve_model(request: Request) -> ASGIApp:
 def _card(state: ServerState, name: str) -> ModelCard:
     entry = state.models.find(name)
     max_model_len = None if entry.llm is None else entry.llm.model_config.max_model_len
-    created, root = int(state.started), entry.spec.checkpoint
-    return ModelCard(id=name, created=created, root=root, max_model_len=max_model_len, status=entry.status)
+    card = ModelCard(
+        id=name,
+        created=int(state.started),
+        root=entry.spec.checkpoint,
+        max_model_len=max_model_len,
+        status=entry.status,
+    )
+    if name in entry.adapter_names:
+        adapter = None if entry.llm is None else entry.llm.adapters.get(name)
+        card.parent = entry.name if adapter is None else adapter.base_model_name or entry.name
+        card.root = card.root if adapter is None else adapter.folder
+    return card
 
 
 def _anthropic_card(state: ServerState, name: str) -> AnthropicModelCard:

@@ -81,6 +81,8 @@ class RequestContext:
     """Name of the API key, if keys are in use."""
     model: str = ""
     """Name under which the model was requested."""
+    base_model: str = ""
+    """The first name of the model, also where `model` is a LoRA adapter of it."""
     field_names: dict[str, str] = field(default_factory=dict)
     """The body's names for fields that error messages of the engine call otherwise, such as `prompt`."""
     unknown_fields: list[str] = field(default_factory=list)

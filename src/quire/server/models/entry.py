@@ -54,6 +54,13 @@ class ModelEntry:
         return None if self.served is None else self.served.llm
 
     @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """The LoRA adapters of the model, whose names clients may use as model names."""
+        if self.llm is None:
+            return tuple(request.lora_name for request in self.spec.engine.lora_requests())
+        return tuple(adapter.name for adapter in self.llm.adapters)
+
+    @property
     def num_bytes(self) -> int:
         """Memory that the model uses while it is awake; 0 if that is unknown."""
         return 0 if self.served is None else self.served.llm.num_bytes

@@ -14,7 +14,7 @@ from quire.config.args import EngineArgs
 from quire.config.machine import machine_memory
 from quire.config.sizes import format_bytes, parse_bytes
 from quire.server.config import ServerArgs
-from quire.server.http.errors import ApiError
+from quire.server.http.errors import ApiError, invalid
 from quire.server.models.entry import ModelEntry
 from quire.server.models.served_model import ServedModel
 from quire.server.models.spec import ModelSpec
@@ -63,15 +63,30 @@ class ModelPool:
         return pool
 
     def find(self, name: str | None) -> ModelEntry:
-        """The model of this name, or the first one for None. Raises ApiError (404) for a model that is not served."""
+        """The model of this name, or that of the adapter of this name, or the first one for None. Raises ApiError (404)
+        for a name that is not served."""
         if name is None:
             return self.entries[0]
+        spellings = {name, name.removesuffix(":latest")}
         for entry in self.entries:
-            if name in entry.spec.names or name.removesuffix(":latest") in entry.spec.names:
+            if not spellings.isdisjoint(entry.spec.names):
                 return entry
-        names = ", ".join(name for entry in self.entries for name in entry.spec.names)
+        for entry in self.entries:
+            if not spellings.isdisjoint(entry.adapter_names):
+                return entry
+        raise self.not_found(name)
+
+    def not_found(self, name: str) -> ApiError:
+        """The response to a request for a model that is not served."""
+        names = ", ".join(name for entry in self.entries for name in (*entry.spec.names, *entry.adapter_names))
         message = f"the model {name[:200]!r} is not served here; available: {names}"
-        raise ApiError(404, message, param="model", code="model_not_found")
+        return ApiError(404, message, param="model", code="model_not_found")
+
+    def check_new_name(self, name: str, owner: ModelEntry | None = None) -> None:
+        """Raise ApiError (400) if the name is taken, other than by an adapter of `owner`."""
+        for entry in self.entries:
+            if name in entry.spec.names or (entry is not owner and name in entry.adapter_names):
+                raise invalid(f"the name {name[:200]!r} is taken by the model {entry.name!r} or an adapter of it")
 
     def observe(self, observer: Callable[[ModelEntry], None]) -> None:
         """Call `observer` with every model, also with those that are added later."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from quire.common.lora import KnownAdapter
 from quire.server.api.tools import ReasoningFormat, ToolFormat, choose_reasoning_format, choose_tool_format
 from quire.server.config import ServerArgs
 from quire.text.chat_template.template import compile_chat_template
@@ -19,6 +21,8 @@ class ServedModel:
 
     llm: AsyncLLM
     args: ServerArgs
+    adapter: KnownAdapter | None = None
+    """The LoRA adapter that a request has named, in the request's own copy of this object; None: the model alone."""
     tool_format: ToolFormat | None = field(init=False)
     """Format of the model's tool calls. None: its output is not searched for calls."""
     reasoning_format: ReasoningFormat | None = field(init=False)
@@ -32,3 +36,9 @@ class ServedModel:
         template = templates.get("tool_use") or templates.get("default")
         self.tool_format = choose_tool_format(self.args.tool_parser, template)
         self.reasoning_format = choose_reasoning_format(self.args.reasoning_parser, template)
+
+    def with_adapter(self, adapter: KnownAdapter) -> ServedModel:
+        """The same model for a request that uses the adapter."""
+        other = copy(self)
+        other.adapter = adapter
+        return other

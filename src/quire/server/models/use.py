@@ -10,7 +10,7 @@ from quire.server.models.served_model import ServedModel
 
 
 async def use_model(request: Request, name: str | None) -> ServedModel:
-    """The model of this name, or the first one for None; loaded first if it is not.
+    """The model of this name, with the adapter if it is one's, or the first one for None; loaded first if it is not.
 
     It stays awake until the response was sent and the request's background response has ended. The name is noted in the
     request's context. The request's body must have been read. Raises ApiError: 404 for a model that is not served, 503
@@ -18,8 +18,15 @@ async def use_model(request: Request, name: str | None) -> ServedModel:
     """
     pool, context = state_of(request).models, context_of(request)
     entry = pool.find(name)
-    context.model = name or entry.name
+    context.model, context.base_model = name or entry.name, entry.name
     pool.begin_use(entry)
     context.at_end.callback(pool.end_use, entry)
     loading = pool.ready(entry)
-    return await (loading if entry.is_awake else unless_disconnected(request, loading))
+    model = await (loading if entry.is_awake else unless_disconnected(request, loading))
+    if name is None or name in entry.spec.names or name.removesuffix(":latest") in entry.spec.names:
+        return model
+    adapters = model.llm.adapters
+    adapter = adapters.get(name) or adapters.get(name.removesuffix(":latest"))
+    if adapter is None:  # unloaded while the model was loaded
+        raise pool.not_found(name)
+    return model.with_adapter(adapter)

@@ -47,7 +47,7 @@ class Metrics:
 
     def on_http_response(self, context: RequestContext) -> None:
         """The response to an HTTP request is complete."""
-        name = self._names.get(context.model, next(iter(self._models)))
+        name = self._names.get(context.base_model or context.model, next(iter(self._models)))
         self._http.setdefault(name, Counter())[context.route, context.method, str(context.status)] += 1
 
     def collect(self) -> Iterator[Metric]:

@@ -69,7 +69,7 @@ class ModelMetrics:
         yield self.labels.single(GaugeMetricFamily, "quire:model_loaded", text, int(is_loaded))
         if llm is None:
             return
-        metrics = self.engine.snapshot(llm.stats(), llm.config.cache)
+        metrics = self.engine.snapshot(llm.stats(), llm.config.cache, llm.config.lora)
         for name, of_name in groupby(metrics, key=lambda metric: metric.name):
             yield _engine_family(name, list(of_name))
         if is_loaded:

@@ -1,5 +1,6 @@
 """Reads a tokenizer's files: its vocabulary and model, special tokens and chat templates."""
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from quire.config.hf_config import check_file, read_json_object
 MAX_TEMPLATE_BYTES = 1024**2
 _MAX_TOKENIZER_BYTES = 256 * 1024**2
 _WHOLE = "tokenizer.json"
+_CONFIG = "tokenizer_config.json"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SPECIAL_TOKEN_LISTS = ("additional_special_tokens", "extra_special_tokens")
 
@@ -42,6 +44,14 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
         return TokenizerFiles(backend, special_tokens, _read_chat_templates(folder, config))
 
 
+def write_tokenizer_files(files: TokenizerFiles, folder: Path) -> None:
+    """Write the files of which `read_tokenizer_files` makes the same."""
+    files.backend.save(str(folder / _WHOLE))
+    templates = [{"name": name, "template": template} for name, template in files.chat_templates.items()]
+    config = {**files.special_tokens, "chat_template": templates}
+    (folder / _CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
 @contextmanager
 def library_errors(what: str) -> Iterator[None]:
     """Turn every exception of the block into a TokenizerError; the library's panics are not subclasses of Exception."""
@@ -56,7 +66,7 @@ def library_errors(what: str) -> Iterator[None]:
 def _read_config(folder: Path) -> dict[str, Any]:
     """Return special_tokens_map.json updated with tokenizer_config.json; both may be missing."""
     config: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+    for name in ("special_tokens_map.json", _CONFIG):
         if (folder / name).exists():
             config |= read_json_object(folder / name)
     return config

@@ -109,7 +109,9 @@ async def tags(request: Request) -> ASGIApp:
             "digest": facts.digest,
             "details": facts.details(),
         }
-        listed += [api.ListedModel(name=name, model=name, **common) for name in entry.spec.names]
+        listed += [
+            api.ListedModel(name=name, model=name, **common) for name in (*entry.spec.names, *entry.adapter_names)
+        ]
     return json_response(api.ModelList(listed))
 
 
@@ -183,6 +185,8 @@ async def pull(request: Request) -> ASGIApp:
     body, state = await read_struct(request, api.PullRequest), state_of(request)
     name = _name(body).removesuffix(":latest")
     known = [entry.spec for entry in state.models.entries if name in entry.spec.names]
+    if not known:
+        state.models.check_new_name(name)
     if not known and not is_downloadable(name):
         raise invalid(f"model={name[:200]!r}: must be a served model or an id of the hub, such as 'org/name'", "model")
     first = state.models.entries[0].spec.engine

@@ -33,7 +33,7 @@ async def generate(
     for an aborted one. Closing the generator aborts the requests that still run.
     """
     streams = [
-        model.llm.generate(prompt, params, request_id=engine_id(answer_id, place))
+        model.llm.generate(prompt, params, request_id=engine_id(answer_id, place), lora_request=model.adapter)
         for place, prompt in enumerate(prompts)
     ]
     async with aclosing(_merged(streams)) as outputs:

@@ -69,8 +69,9 @@ class ModelCard(msgspec.Struct, kw_only=True):
     created: int
     owned_by: str = "quire"
     root: str
-    """The checkpoint."""
+    """The checkpoint, or the folder of a LoRA adapter."""
     parent: str | None = None
+    """The base model of a LoRA adapter."""
     max_model_len: int | None
     """None as long as the model was never loaded."""
     status: str

@@ -65,6 +65,7 @@ function update(item, row, selected) {
     row.numSeqs > 1 ? plural(row.numSeqs, "sequence") : "",
     plural(row.numBlocks, "block"),
     row.preemptions ? `preempted ${row.preemptions} times` : "",
+    row.adapter ? `adapter ${row.adapter}` : "",
   ].filter(Boolean).join(", ");
   setAttribute(button, "aria-label", said);
   setAttribute(button, "title", said);

@@ -1,0 +1,76 @@
+"""The LoRA adapters of an engine in another process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Set
+from itertools import count
+
+from quire.common.errors import CheckpointError, EngineDeadError, error_named
+from quire.common.lora import KnownAdapter, LoRARequest
+from quire.config.args import EngineConfig
+from quire.engine.adapters import AdapterTable, AnyAdapter, refused
+from quire.engine.process.messages import AdapterInspected, Event, InspectAdapter, KeepAdapters, Ready
+from quire.interfaces.async_llm.supervisor import Supervisor
+
+
+class EngineAdapters:
+    """Keeps the table of adapters in this process, where it outlives an engine; the engine reads their files.
+
+    Requests carry what is known of their adapters, so another engine runs them with the same content or not at all.
+    """
+
+    def __init__(self, engine: Supervisor, config: EngineConfig) -> None:
+        self._engine = engine
+        self.table = AdapterTable(config.model, config.lora, on_change=self._send)
+        self._numbers = count(1)
+        self._answers: dict[int, asyncio.Future[AdapterInspected]] = {}
+
+    async def add(self, request: LoRARequest) -> KnownAdapter:
+        """Add an adapter, as AdapterTable.add does. Raises EngineDeadError too."""
+        self.table.check_enabled()
+        number = next(self._numbers)
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._engine.send(InspectAdapter(number, request.with_folder()))
+            found = await answer
+        finally:
+            del self._answers[number]
+        if found.adapter is None:
+            raise error_named(found.error_kind, found.error)
+        return self.table.put(found.adapter, replaces=request.load_inplace)
+
+    async def of_request(self, request: AnyAdapter) -> KnownAdapter | None:
+        """The adapter that a request names, which is added if need be. Raises RequestError or EngineDeadError."""
+        found = self.table.known(request)
+        if found is not None or not isinstance(request, LoRARequest):
+            return found
+        try:
+            return await self.add(request)
+        except CheckpointError as error:
+            raise refused(request, error) from error
+
+    def _send(self, digests: Set[str]) -> None:
+        if self._engine.death is None:
+            self._engine.send(KeepAdapters(frozenset(digests)))
+
+    def on_message(self, message: Event) -> None:
+        """Give an answer to the call that waits for it."""
+        answer = self._answers.get(message.number) if isinstance(message, AdapterInspected) else None
+        if answer is not None and isinstance(message, AdapterInspected) and not answer.done():
+            answer.set_result(message)
+
+    def on_death(self, error: EngineDeadError) -> None:
+        """End the calls that wait. The table remains."""
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(error)
+
+    def on_restart(self, ready: Ready) -> None:
+        """Send the adapters to keep to the new engine, which keeps none by itself."""
+        if digests := self.table.digests:
+            self._send(digests)
+
+    def on_loss(self, error: EngineDeadError) -> None:
+        """End the calls that wait."""
+        self.on_death(error)

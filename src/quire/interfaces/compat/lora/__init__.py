@@ -1,0 +1,1 @@
+"""vLLM's package of LoRA adapters."""

@@ -1,0 +1,69 @@
+"""Integers as GPTQ or AWQ packs them into words."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.common.errors import CheckpointError
+from quire.config.quantization.integers import IntegerScheme
+from quire.models.layers.stored.integers import Layout, Numbers, StoredIntegers, from_words, order_of
+from quire.models.layers.weighted_layer import Part, WeightSpec
+
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where the 4 bits of each of eight neighbouring outputs lie in AWQ's word, counted from the lowest."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedIntegers(StoredIntegers):
+    """The tensors `qweight`, `qzeros` and `scales`, and GPTQ's `g_idx`."""
+
+    scheme: IntegerScheme
+    scale_dtype: torch.dtype
+    has_order: bool
+    """Whether there is a `g_idx`: the group of each input, which need not be those of its neighbours."""
+
+    def specs(self, part: Part, dtype: torch.dtype) -> Mapping[str, WeightSpec]:
+        n, k = part.shape
+        groups = -(-k // self.layout(k).scale_range)
+        weight = Part((k, self._words(n)) if self.scheme.is_awq else (self._words(k), n))
+        specs = {
+            "qweight": WeightSpec((weight,), torch.int32),
+            "qzeros": WeightSpec((Part((groups, self._words(n))),), torch.int32),
+            "scales": WeightSpec((Part((groups, n)),), self.scale_dtype),
+        }
+        return {**specs, "g_idx": WeightSpec((Part((k,)),), torch.int32)} if self.has_order else specs
+
+    def layout(self, k: int) -> Layout:
+        scheme = self.scheme
+        is_reordered = scheme.is_reordered and self.has_order
+        scale_range = scheme.group_size or -(-k // 32) * 32
+        return Layout(scheme.bits, scale_range, self.scale_dtype, not scheme.is_symmetric, is_reordered)
+
+    def numbers(self, tensors: Mapping[str, Tensor], n: int, k: int) -> Numbers:
+        scheme = self.scheme
+        if scheme.is_awq:
+            integers = self._along_outputs(tensors["qweight"]).T
+        else:
+            integers = from_words(tensors["qweight"], scheme.bits).transpose(1, 2).reshape(k, n).T
+        zeros: Tensor | None = self._along_outputs(tensors["qzeros"]).T + scheme.zero_offset
+        if scheme.is_symmetric:
+            if not bool((zeros == 2 ** (scheme.bits - 1)).all()):
+                raise CheckpointError("the config says `sym`, but zero points in qzeros are not in the middle")
+            zeros = None
+        order = None
+        if self.has_order:
+            order = order_of(tensors["g_idx"], self.layout(k).scale_range, may_differ=scheme.is_reordered)
+        return Numbers(integers if order is None else integers[:, order], tensors["scales"].T, zeros, order)
+
+    def _words(self, count: int) -> int:
+        in_word = 32 // self.scheme.bits
+        if count % in_word:
+            raise CheckpointError(f"{count} integers do not fill words of {in_word}: the config has another shape")
+        return count // in_word
+
+    def _along_outputs(self, words: Tensor) -> Tensor:
+        """Words [rows, n * bits / 32] int32 -> integers [rows, n] uint8."""
+        integers = from_words(words, self.scheme.bits)
+        return (integers[:, :, _AWQ_ORDER] if self.scheme.is_awq else integers).flatten(1)

@@ -1,0 +1,168 @@
+"""Integers with scales, however a tool packed them: kept as integers by the kernels, without rounding."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire import kernels
+from quire.common.errors import CheckpointError
+from quire.kernels.backends import reference
+from quire.models.layers.stored import pieces
+from quire.models.layers.weight_format import WeightFormat, join_specs, kept_once, tensors_of
+from quire.models.layers.weighted_layer import Part, WeightSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """Integers and what they are multiplied with, as kernels.pack_integers takes them."""
+
+    integers: Tensor
+    """uint8 [n, k], the columns in the order of their groups."""
+    scales: Tensor
+    """[n, ranges]; uint8 exponents for MXFP4."""
+    zeros: Tensor | None = None
+    """uint8 [n, ranges]; None where all are in the middle."""
+    order: Tensor | None = None
+    """int64 [k]: which input each column is of. None: as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The form of Numbers with k columns."""
+
+    bits: int
+    scale_range: int
+    """How many columns share a scale: a multiple of 32, or at least k."""
+    scale_dtype: torch.dtype
+    has_zeros: bool = False
+    is_reordered: bool = False
+
+    def num_bytes(self, n: int, k: int) -> int:
+        """The size of a matrix [n, k] as the kernels keep it."""
+        format = kernels.integer_format(self.bits, self.scale_dtype, has_zeros=self.has_zeros)
+        scale_range = 0 if self.scale_dtype is torch.uint8 else self.scale_range
+        return kernels.quantized_bytes(n, k, format, scale_range) + (4 * k if self.is_reordered else 0)
+
+    def without_values(self, n: int, k: int) -> Numbers:
+        """Numbers of this form on torch's meta device."""
+        ranges = (n, -(-k // self.scale_range))
+        zeros = torch.empty(ranges, dtype=torch.uint8, device="meta") if self.has_zeros else None
+        integers = torch.empty((n, k), dtype=torch.uint8, device="meta")
+        return Numbers(integers, torch.empty(ranges, dtype=self.scale_dtype, device="meta"), zeros)
+
+
+class StoredIntegers(ABC):
+    """A StoredWeight of integers. Subclasses, which are frozen dataclasses, know how a tool packs them."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def specs(self, part: Part, dtype: torch.dtype) -> Mapping[str, WeightSpec]:
+        """As StoredWeight. The part must be a whole matrix."""
+
+    @abstractmethod
+    def layout(self, k: int) -> Layout:
+        """The form of what `numbers` returns. Raises CheckpointError if there is none for k columns."""
+
+    @abstractmethod
+    def numbers(self, tensors: Mapping[str, Tensor], n: int, k: int) -> Numbers:
+        """The matrix [n, k]. Raises CheckpointError if the tensors contradict each other or the config."""
+
+    def expand(self, out: Tensor, tensors: Mapping[str, Tensor]) -> None:
+        """As StoredWeight."""
+        layout, numbers = self.layout(out.shape[1]), self.numbers(tensors, *out.shape)
+        columns = slice(None) if numbers.order is None else numbers.order
+        for rows in pieces(out.shape):
+            zeros = None if numbers.zeros is None else numbers.zeros[rows]
+            integers, scales, mins = reference.split_integers(
+                numbers.integers[rows], numbers.scales[rows], zeros, layout.bits, layout.scale_range
+            )
+            weights = integers * scales[..., None]
+            weights = weights if mins is None else weights - mins[..., None]
+            out[rows, columns] = weights.flatten(1)[:, : out.shape[1]].to(out.dtype)
+
+    def format(self, sizes: tuple[int, ...]) -> WeightFormat:
+        """As StoredWeight."""
+        return Integers(self, sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Integers:
+    """Integers of one or several modules that are stored alike, as one matrix of the kernels."""
+
+    stored: StoredIntegers
+    sizes: tuple[int, ...]
+    """The rows of each module."""
+
+    def specs(self, parts: tuple[Part, ...], dtype: torch.dtype) -> Mapping[str, WeightSpec]:
+        n, k = WeightSpec(parts, dtype).shape
+        modules = [self.stored.specs(part, dtype) for part in parts]
+        return kept_once(join_specs(modules), self.stored.layout(k).num_bytes(n, k))
+
+    def matrix(
+        self, tensors: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
+    ) -> kernels.QuantizedWeight:
+        layout = self.stored.layout(shape[1])
+        if next(iter(tensors.values())).is_meta:
+            numbers = layout.without_values(*shape)
+        else:
+            modules = [
+                self.stored.numbers(tensors_of(tensors, i, len(self.sizes)), size, shape[1])
+                for i, size in enumerate(self.sizes)
+            ]
+            numbers = modules[0] if len(modules) == 1 else _stacked(modules)
+        return kernels.pack_integers(
+            numbers.integers.contiguous(),
+            numbers.scales.contiguous(),
+            None if numbers.zeros is None else numbers.zeros.contiguous(),
+            dtype,
+            layout.bits,
+            layout.scale_range,
+            None if numbers.order is None else numbers.order.int(),
+        )
+
+
+def _stacked(modules: list[Numbers]) -> Numbers:
+    """The rows of all modules. Raises CheckpointError if the orders of their columns differ."""
+    orders = [each.order for each in modules if each.order is not None]
+    if orders and not (len(orders) == len(modules) and all(torch.equal(order, orders[0]) for order in orders)):
+        raise CheckpointError("g_idx differs between projections that share their inputs")
+    zeros = [each.zeros for each in modules if each.zeros is not None]
+    return Numbers(
+        torch.cat([each.integers for each in modules]),
+        torch.cat([each.scales for each in modules]),
+        torch.cat(zeros) if zeros else None,
+        orders[0] if orders else None,
+    )
+
+
+def order_of(groups: Tensor, size: int, *, may_differ: bool) -> Tensor | None:
+    """From the group of each input, [k], the inputs in the order of their groups.
+
+    None if they lie in it, unless they `may_differ` from it: memory for an order was planned then. Raises
+    CheckpointError unless each group has `size` inputs.
+    """
+    in_order = (torch.arange(len(groups)) // size).int()
+    if not may_differ and torch.equal(groups, in_order):
+        return None
+    if not torch.equal(groups.sort().values, in_order):
+        raise CheckpointError(f"g_idx must name each group, of {size} inputs, that many times")
+    return groups.argsort(stable=True)
+
+
+def from_words(words: Tensor, bits: int) -> Tensor:
+    """Words [rows, columns] int32 -> their integers, the lowest first, [rows, columns, 32 / bits] uint8."""
+    parts = words.contiguous().view(torch.uint8).view(*words.shape, 4)
+    return parts if bits == 8 else halves_of(parts)
+
+
+def halves_of(data: Tensor) -> Tensor:
+    """Bytes [..., columns] -> their lower and higher 4 bits in turn, [..., 2 * columns] uint8."""
+    flat, out = data.reshape(-1), torch.empty(data.numel(), dtype=torch.int16)
+    for part in pieces((len(flat), 1)):
+        wide = flat[part].to(torch.int16)  # two bytes, one for each half
+        torch.bitwise_and(wide | wide << 4, 0x0F0F, out=out[part])
+    return out.view(torch.uint8).view(*data.shape[:-1], 2 * data.shape[-1])
