@@ -230,7 +230,7 @@ static void expand_chunk(const LoraArgs& args, const LoraWork& work, const LoraC
 template <typename Run>
 QUIRE_INLINE void for_chunks(const LoraWork& work, const LoraPlan& plan, int64_t products, const Run& run) {
   const bool is_small = products <= kInlineLoraProducts;
-  const int64_t wanted = is_small ? 1 : kTasksPerThread * num_threads();
+  const int64_t wanted = is_small ? 1 : (plan.num_chunks == 1 ? 2 : kTasksPerThread) * num_threads();
   const int64_t parts = plan.num_chunks >= wanted ? 1 : ceil_div(wanted, plan.num_chunks);
   auto task = [&](int64_t index, int) { run(work.chunks[index / parts], index % parts, parts); };
   auto all_tasks = [&](int64_t, int thread) {
