@@ -13,6 +13,7 @@
 #include "attention/tile.h"
 #include "isa/rows.h"
 #include "isa/simd.h"
+#include "quantized/rotation.h"
 
 namespace quire::QUIRE_ISA {
 
@@ -102,18 +103,35 @@ class AttentionTask {
     }
   }
 
+  // Calls call(begin, count, rotated) for blocks of a query, rotated as the keys of an int8 cache are.
+  template <typename Call>
+  void for_rotated_blocks(const T* from, const Call& call) const {
+    alignas(64) float rotated[256];
+    for (int64_t begin = 0, count; begin < a_.head_dim; begin += count) {
+      count = rotation_width(a_.head_dim - begin);
+      const T* block = from + begin;
+      const f32 factor = set1(1 / rotation_root(count));
+      rotate_values(count, [=](int64_t i, int64_t n) { return load_some(block + i, n) * factor; }, rotated);
+      call(begin, count, rotated);
+    }
+  }
+
   // Stage row r's query as int16 multiples of a step that goes into its scale. The number of multiples is such that no
   // sum overflows.
   void quantize_query(int64_t r, const T* from) const {
     const float levels = float(min_of(32767, (int64_t{1} << 24) / a_.head_dim));
     f32 largest = set1(0.0f);
-    for_parts(a_.head_dim, [&](int64_t i, int64_t n) { largest = max(largest, abs(load_some(from + i, n))); });
+    for_rotated_blocks(from, [&](int64_t, int64_t count, const float* rotated) {
+      for_parts(count, [&](int64_t i, int64_t n) { largest = max(largest, abs(load_some(rotated + i, n))); });
+    });
     const float most = reduce_max(largest);
     const f32 inverse = set1(most > kTiny ? levels / most : 0.0f), shifter = set1(12582912.0f);
-    int16_t* to = query(r);
-    for_parts(a_.head_dim, [&](int64_t i, int64_t n) {
-      const i32 v = __builtin_convertvector(load_some(from + i, n) * inverse + shifter - shifter, i32);
-      for (int64_t j = 0; j < n; ++j) to[i + j / 4 * 4 + j % 4 / 2 + j % 2 * 2] = int16_t(v[j]);
+    for_rotated_blocks(from, [&](int64_t begin, int64_t count, const float* rotated) {
+      int16_t* to = query(r) + begin;
+      for_parts(count, [&](int64_t i, int64_t n) {
+        const i32 v = __builtin_convertvector(load_some(rotated + i, n) * inverse + shifter - shifter, i32);
+        for (int64_t j = 0; j < n; ++j) to[i + j / 4 * 4 + j % 4 / 2 + j % 2 * 2] = int16_t(v[j]);
+      });
     });
     s_.query_scales[r] *= most / levels;
   }

@@ -1,10 +1,10 @@
 // Moving keys and values between tokens, slots and blocks. The same code serves every instruction set.
 //
 // One block of one layer: keys [num_kv_heads, head_dim / pack, block_size, pack], where pack elements fill four bytes,
-// and values [num_kv_heads, block_size, head_dim]. An int8 key has two lanes more: the float32 scales of the key and of
-// the value. Both caches may be views into one buffer, so the stride from block to block is free; within a block
-// everything is contiguous. All sizes here are in bytes; a "lane" is four bytes of a key. Slots and blocks that the
-// cache does not have are refused with std::invalid_argument.
+// and values [num_kv_heads, block_size, head_dim]. An int8 key is rotated, and has two lanes more: the float32 scales
+// of the key and of the value. Both caches may be views into one buffer, so the stride from block to block is free;
+// within a block everything is contiguous. All sizes here are in bytes; a "lane" is four bytes of a key. Slots and
+// blocks that the cache does not have are refused with std::invalid_argument.
 #pragma once
 
 #include <cstdint>
@@ -17,6 +17,7 @@
 
 #include "checks.h"
 #include "common.h"
+#include "quantized/layout.h"
 #include "runtime/memory.h"
 #include "runtime/thread_pool.h"
 
@@ -111,6 +112,26 @@ float quantize_head(const T* from, int64_t count, int8_t* to) {
   return most / 127.0f;
 }
 
+// A key as it is rounded: rotated (quantized/rotation.h), so that a channel that is far larger than the others does not
+// cost them their precision. Queries are rotated too.
+template <typename T>
+void rotate_key(const T* from, int64_t count, float* to) {
+  for (int64_t begin = 0, width; begin < count; begin += width, from += width, to += width) {
+    width = rotation_width(count - begin);
+    const float factor = 1 / rotation_root(width);
+    for (int64_t i = 0; i < width; ++i) to[i] = to_float(from[i]) * factor;
+    for (int64_t stride = 1; stride < width; stride *= 2) {
+      for (int64_t first = 0; first < width; first += 2 * stride) {
+        for (int64_t i = first; i < first + stride; ++i) {
+          const float a = to[i], b = to[i + stride];
+          to[i] = a + b;
+          to[i + stride] = a - b;
+        }
+      }
+    }
+  }
+}
+
 // As write_kv into an int8 cache, each head of each token with its own scales. Strides in elements.
 template <typename T>
 void quantize_kv(const KvCache& cache, const void* key, int64_t key_stride, const void* value, int64_t value_stride,
@@ -119,11 +140,13 @@ void quantize_kv(const KvCache& cache, const void* key, int64_t key_stride, cons
   const int64_t head_dim = cache.value_bytes;
   for_each_token(cache, num_tokens, [&](int64_t t) {
     static thread_local std::vector<uint8_t> packed;
+    static thread_local std::vector<float> rotated;
     ask_for_memory();
     packed.resize(static_cast<size_t>(cache.key_bytes));
+    rotated.resize(static_cast<size_t>(head_dim));
     for (int64_t head = 0; head < cache.num_kv_heads; ++head) {
-      const float scales[2] = {quantize_head(static_cast<const T*>(key) + t * key_stride + head * head_dim, head_dim,
-                                             reinterpret_cast<int8_t*>(packed.data())),
+      rotate_key(static_cast<const T*>(key) + t * key_stride + head * head_dim, head_dim, rotated.data());
+      const float scales[2] = {quantize_head(rotated.data(), head_dim, reinterpret_cast<int8_t*>(packed.data())),
                                quantize_head(static_cast<const T*>(value) + t * value_stride + head * head_dim,
                                              head_dim, reinterpret_cast<int8_t*>(cache.value(slots[t], head)))};
       std::memcpy(packed.data() + head_dim, scales, sizeof scales);

@@ -73,7 +73,7 @@ std::vector<float> choose_factors(const QuantizedShape& shape, DType dtype, cons
   std::vector<float> of_x(size_t(shape.k)), of_weight(size_t(shape.k));
   for (int64_t i = 0; i < shape.k;) {
     const int64_t width = rotation_width(shape.k - i);
-    const float root = std::sqrt(float(width));
+    const float root = rotation_root(width);
     for (const int64_t end = i + width; i < end; ++i) {
       const float scale = compensation(largest[size_t(i)] / median), sign = sign_of(uint32_t(i));
       of_x[size_t(i)] = sign * scale / root;

@@ -78,6 +78,10 @@ inline constexpr int64_t kMostQuantizedK = 65536;
 QUIRE_INLINE constexpr int64_t rotation_width(int64_t rest) {
   return rest >= 256 ? 256 : rest >= 64 ? 64 : rest >= 16 ? 16 : rest >= 4 ? 4 : 1;
 }
+// What Hadamard's matrix of that size is divided by, so that a rotation keeps lengths.
+QUIRE_INLINE constexpr float rotation_root(int64_t width) {
+  return width == 256 ? 16 : width == 64 ? 8 : width == 16 ? 4 : width == 4 ? 2 : 1;
+}
 
 QUIRE_INLINE constexpr int64_t bytes_of(Number number) {
   if (number == Number::kNone) return 0;

@@ -68,24 +68,36 @@ def test_tokens_in_int8_are_as_the_reference_rounds_them_and_within_half_a_step(
     kernels.write_kv(key, value, k_cache, v_cache, slots)
     reference.write_kv(key, value, *expected_caches, slots)
     assert torch.equal(buffer, expected)
-    for written, read in zip((key, value), kernels.gather_kv(k_cache, v_cache, slots), strict=True):
-        written = written.float()
+    read_key, read_value = kernels.gather_kv(k_cache, v_cache, slots)
+    rotated = reference.rotate_heads(key), reference.rotate_heads(read_key)
+    for written, read in (rotated, (value.float(), read_value)):
         step = written.abs().amax(-1, keepdim=True) / 127
-        assert ((read - written).abs() <= 0.5001 * step + 1e-30).all()
+        assert ((read - written).abs() <= 0.501 * step + 1e-30).all()
 
 
 def test_int8_ties_go_to_the_even_multiple_and_a_nan_stays_with_its_head():
     _, k_cache, v_cache = make_cache(head_dim=8, dtype=torch.int8)
     key, value = torch.zeros(2, 1, 2, 8)
-    key[0, 0] = torch.tensor([127.0, -127.0, 0.5, 1.5, 2.5, -0.5, -1.5, 126.5])
+    value[0, 0] = torch.tensor([127.0, -127.0, 0.5, 1.5, 2.5, -0.5, -1.5, 126.5])
     key[0, 1] = 3.0
     value[0, 1, 4] = torch.nan
     kernels.write_kv(key, value, k_cache, v_cache, torch.tensor([5]))
     read_key, read_value = kernels.gather_kv(k_cache, v_cache, torch.tensor([5]))
-    assert read_key[0, 0].tolist() == [127, -127, 0, 2, 2, 0, -2, 126]
-    assert read_key[0, 1].tolist() == [3.0] * 8
-    assert read_value[0, 0].tolist() == [0.0] * 8
+    assert read_value[0, 0].tolist() == [127, -127, 0, 2, 2, 0, -2, 126]
+    assert read_key[0, 0].tolist() == [0.0] * 8
+    assert read_key[0, 1].tolist() == pytest.approx([3.0] * 8)
     assert read_value[0, 1].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_far_larger_channel_of_keys_costs_the_others_little_of_their_precision(dtype):
+    _, k_cache, v_cache = make_cache(8, 16, 2, 64, torch.int8)
+    key, value = torch.randn(2, 100, 2, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    key[..., 7] += 100
+    slots = torch.arange(100)
+    kernels.write_kv(key, value, k_cache, v_cache, slots)
+    errors = kernels.gather_kv(k_cache, v_cache, slots)[0] - key.float()
+    assert errors.square().mean().sqrt() < 0.06  # 0.23 if they were not rotated
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

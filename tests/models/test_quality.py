@@ -68,6 +68,24 @@ def test_int8_does_not_depend_on_how_norms_and_weights_share_their_scale(
     assert comparison(folder, "int8", source_code)["times exact"] < 1.005
 
 
+def test_an_int8_cache_does_not_mind_a_large_bias_of_keys(tmp_path: Path, source_code: list[int]) -> None:
+    """Of 200 in a channel that turns slowly, as Qwen2's have: in the same model, keys are exact or rounded."""
+    folder = tmp_path / "biased"
+    shutil.copytree(EMBEDDED, folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | {"attention_bias": True}), encoding="utf-8")
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight") and "self_attn" in name]:
+        bias = torch.zeros(len(tensors[name]))
+        if "k_proj" in name:
+            bias[31::64] = 200.0
+        tensors[name.replace("weight", "bias")] = bias
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    result = comparison(folder, "int8 KV cache", source_code)
+    assert result["times exact"] < 1.01
+    assert result["divergence"] < 0.01
+
+
 def scaled(weight: torch.Tensor, factor: float) -> torch.Tensor:
     """With columns 3 and 40 times the factor."""
     weight = weight.float()

@@ -235,16 +235,22 @@ def write_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots
     key, value [num_tokens, num_kv_heads, head_dim]; slots [num_tokens] (block_id * block_size + offset);
     k_cache [num_blocks, num_kv_heads, head_dim / pack, block_size, pack] where pack elements fill four bytes (the
     lanes of the dot-product instructions); v_cache [num_blocks, num_kv_heads, block_size, head_dim]. An int8 k_cache
-    has two lanes more: the bytes of the float32 scales of the key and of the value.
+    has two lanes more, the bytes of the float32 scales of the key and of the value, and its keys are rotated.
     """
     check_range("write_kv: slot", slots, _num_slots(v_cache))
     block_size, pack = k_cache.shape[3:]
     blocks, offsets = slots.long() // block_size, slots.long() % block_size
     if k_cache.dtype is torch.int8:
-        (key, key_scale), (value, value_scale) = quantize_int8(key), quantize_int8(value)
+        (key, key_scale), (value, value_scale) = quantize_int8(rotate_heads(key)), quantize_int8(value)
         key = torch.cat([key, torch.cat([key_scale, value_scale], dim=-1).view(torch.int8)], dim=-1)
     k_cache[blocks, :, :, offsets] = key.reshape(*key.shape[:2], key.shape[2] // pack, pack)
     v_cache[blocks, :, offsets] = value
+
+
+def rotate_heads(x: Tensor) -> Tensor:
+    """Keys x [num_tokens, num_heads, head_dim] as an int8 cache rounds them, rotated; or rotated ones as they were."""
+    head_dim = x.shape[-1]
+    return reference_rotation.rotate(x.reshape(-1, head_dim), 1 / reference_rotation.roots(head_dim)).view(x.shape)
 
 
 def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -266,7 +272,7 @@ def gather_kv(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> tuple[Tensor, 
     if key.dtype is not torch.int8:
         return key, value
     scales = key[..., -8:].contiguous().view(torch.float32)
-    return key[..., :-8] * scales[..., :1], value * scales[..., 1:]
+    return rotate_heads(key[..., :-8] * scales[..., :1]), value * scales[..., 1:]
 
 
 def paged_attention(

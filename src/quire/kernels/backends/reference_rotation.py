@@ -58,7 +58,7 @@ def rotate(x: Tensor, factors: Tensor) -> Tensor:
     for block in torch.split(x.float() * factors, blocks(x.shape[1]), dim=1):
         stride, width = 1, block.shape[1]
         while stride < width:
-            pairs = block.reshape(len(x), -1, 2, stride)
+            pairs = block.reshape(len(x), width // (2 * stride), 2, stride)
             block = torch.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], 2)
             stride *= 2
         parts.append(block.reshape(len(x), width))
