@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import uvicorn
 
+from quire.engine.adapters import AdapterTable
 from quire.engine.view.cache_frame import (
     CACHED,
     FREE,
@@ -239,7 +240,8 @@ class SyntheticLLM:
         self.frames_per_s = frames_per_s
         """0: nothing changes after the snapshot."""
         self.tokenizer = SimpleNamespace(chat_templates={}, decode_token=lambda token: f" word{token % 97}")
-        self.model_config = SimpleNamespace(model="synthetic", max_model_len=4096, vocab_size=1000)
+        self.model_config: Any = SimpleNamespace(model="synthetic", max_model_len=4096, vocab_size=1000)
+        self.adapters = AdapterTable(self.model_config, None)
 
     async def watch_cache(self) -> AsyncGenerator[bytes, None]:
         """The snapshot in pieces, then changes."""

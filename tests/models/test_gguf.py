@@ -195,6 +195,6 @@ def test_a_real_model_answers_sensibly() -> None:
     assert spec is not None
     assert spec.origin is not None
     llm = LLM(Path(spec.origin).parent, kv_cache_memory="64MiB", max_model_len=512)
-    question = [{"role": "user", "content": "What is the capital of France?"}]
+    question = [{"role": "user", "content": "What is the capital of France? Answer in English."}]
     output = llm.chat(question, SamplingParams(temperature=0, max_tokens=32), use_tqdm=False)[0].outputs[0]
     assert (output.text, output.finish_reason) == ("The capital of France is Paris.", "stop")
