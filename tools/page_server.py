@@ -240,8 +240,9 @@ class SyntheticLLM:
         self.frames_per_s = frames_per_s
         """0: nothing changes after the snapshot."""
         self.tokenizer = SimpleNamespace(chat_templates={}, decode_token=lambda token: f" word{token % 97}")
-        self.model_config: Any = SimpleNamespace(model="synthetic", max_model_len=4096, vocab_size=1000)
-        self.adapters = AdapterTable(self.model_config, None)
+        model: Any = SimpleNamespace(model="synthetic", max_model_len=4096, vocab_size=1000)
+        self.model_config = model
+        self.adapters = AdapterTable(model, None)
 
     async def watch_cache(self) -> AsyncGenerator[bytes, None]:
         """The snapshot in pieces, then changes."""
