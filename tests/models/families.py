@@ -14,6 +14,14 @@ SMALL = {
 }
 GPT2 = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.5}
 NEOX = {key: value for key, value in SMALL.items() if key != "num_key_value_heads"}
+FALCON = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "ffn_hidden_size": 64,
+    "initializer_range": 0.5,
+}
 FULL, SLIDING = "full_attention", "sliding_attention"
 PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}}
 
@@ -25,6 +33,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         SMALL | {"num_hidden_layers": 3, "sliding_window": 7, "sliding_window_pattern": 2},
     ),
     "exaone4-full": ("Exaone4ForCausalLM", SMALL | {"sliding_window": None, "layer_types": [FULL] * 2}),
+    "falcon-7b": ("FalconForCausalLM", FALCON),
+    "falcon-40b": (
+        "FalconForCausalLM",
+        FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True, "tie_word_embeddings": False},
+    ),
+    "falcon-one-norm": (
+        "FalconForCausalLM",
+        FALCON | {"new_decoder_architecture": True, "num_kv_heads": 4, "num_ln_in_parallel_attn": 1},
+    ),
+    "falcon-serial": (
+        "FalconForCausalLM",
+        FALCON | {"parallel_attn": False, "multi_query": False, "num_kv_heads": 4, "ffn_hidden_size": 48},
+    ),
     "gpt2": ("GPT2LMHeadModel", GPT2),
     "gpt2-scales-untied": (
         "GPT2LMHeadModel",

@@ -7,6 +7,7 @@ from quire.config.hf_config import HFConfig
 
 MODELS = {
     "Exaone4ForCausalLM": "quire.models.families.llama_like.exaone4:Exaone4ForCausalLM",
+    "FalconForCausalLM": "quire.models.families.gpt.falcon:FalconForCausalLM",
     "GPT2LMHeadModel": "quire.models.families.gpt.gpt2:GPT2LMHeadModel",
     "GPTNeoXForCausalLM": "quire.models.families.gpt.gpt_neox:GPTNeoXForCausalLM",
     "HunYuanDenseV1ForCausalLM": "quire.models.families.llama_like.hunyuan:HunYuanDenseV1ForCausalLM",

@@ -27,14 +27,18 @@ class NormShape:
 class Norm(WeightedLayer):
     """A norm over the last dimension. Without weights of its own it multiplies by 1."""
 
+    weight: Tensor
+
     def __init__(self, width: int, shape: NormShape) -> None:
         super().__init__()
+        self.width = width
         self.shape = shape
         self.eps = shape.eps
-        self.weight = torch.ones(width)
+        if not shape.has_weight:
+            self.weight = torch.ones(width)
 
     def weight_specs(self) -> Mapping[str, WeightSpec]:
-        spec = WeightSpec((Part(tuple(self.weight.shape)),), torch.float32)
+        spec = WeightSpec((Part((self.width,)),), torch.float32)
         wanted = {"weight": self.shape.has_weight, "bias": self.shape.has_bias}
         return {name: spec for name, is_wanted in wanted.items() if is_wanted}
 
