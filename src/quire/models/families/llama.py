@@ -144,7 +144,7 @@ class LlamaAttention(nn.Module):
             self.q_norm = RMSNorm(head_dim, shape.rms_norm_eps)
             self.k_norm = RMSNorm(head_dim, shape.rms_norm_eps)
         self.rotary = rotary
-        self.attn = Attention(head_dim**-0.5, sliding_window)
+        self.attn = Attention(head_dim**-0.5, kernels.AttentionVariant(sliding_window))
 
     def forward(self, x: Tensor, batch: BatchTensors, kv: LayerKVCache) -> Tensor:
         heads = self.qkv_proj(x, batch).unflatten(1, (-1, self.head_dim))  # [num_tokens, all heads, head_dim]
