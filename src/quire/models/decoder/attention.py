@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from quire.kernels import AttentionVariant
 from quire.models.decoder.shapes import AttentionShape, HeadNormShape, QKVLayout, Span
 from quire.models.layers.attention import Attention
 from quire.models.layers.batch_tensors import BatchTensors, LayerKVCache
@@ -37,7 +38,7 @@ class SelfAttention(nn.Module):
             blocks=_blocks(shape),
         )
         self.o_proj = Linear(sizes[0], hidden_size, bias=shape.o_bias, dtype=dtype, is_transposed=is_transposed)
-        self.attn = Attention(shape.scale, shape.sliding_window)
+        self.attn = Attention(shape.scale, AttentionVariant(shape.sliding_window))
         self._heads = self._make_heads(shape, num_heads, rotary)
 
     def _make_heads(
