@@ -28,12 +28,29 @@ PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "par
 ALPHA = {"rope_type": "dynamic", "alpha": 50.0, "rope_theta": 500.0, "factor": 1.0}
 
 GEMMA = SMALL | {"head_dim": 16, "initializer_range": 0.5, "table_scale": 0.3}
-MPT = {"vocab_size": 96, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 128, "initializer_range": 0.5, "seed": 3}
+MPT = {
+    "vocab_size": 96,
+    "d_model": 32,
+    "n_layers": 2,
+    "n_heads": 4,
+    "max_seq_len": 128,
+    "initializer_range": 0.5,
+    "seed": 3,
+}
 MPT |= {"table_scale": 0.3}
-BLOOM = {"vocab_size": 96, "hidden_size": 32, "n_layer": 2, "n_head": 4, "seq_length": 128, "initializer_range": 1.0}
+BLOOM = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "seq_length": 128,
+    "initializer_range": 0.7,
+    "seed": 4,
+}
 GPTJ = GPT2 | {"rotary_dim": 4, "initializer_range": 0.3}
 INTERLEAVED = SMALL | {"head_dim": 16}
 APERTUS = SMALL | {"pad_token_id": None, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+APERTUS |= {"initializer_range": 0.1}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "apertus": ("ApertusForCausalLM", APERTUS),
@@ -43,9 +60,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("BloomForCausalLM", BLOOM),
     "bloom-residual-untied": (
         "BloomForCausalLM",
-        BLOOM | {"apply_residual_connection_post_layernorm": True, "tie_word_embeddings": False, "n_head": 2},
+        BLOOM
+        | {
+            "apply_residual_connection_post_layernorm": True,
+            "tie_word_embeddings": False,
+            "n_head": 2,
+            "initializer_range": 0.1,
+            "table_scale": 0.01,
+            "seed": 1,
+        },
     ),
-    "bloom-odd-heads": ("BloomForCausalLM", BLOOM | {"n_head": 6, "hidden_size": 48}),
+    "bloom-odd-heads": ("BloomForCausalLM", BLOOM | {"n_head": 6, "hidden_size": 48, "initializer_range": 0.3, "seed": 2}),
     "cohere": ("CohereForCausalLM", SMALL | {"logit_scale": 0.25}),
     "cohere-biases-untied": (
         "CohereForCausalLM",
@@ -69,7 +94,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "falcon-rw": (
         "FalconForCausalLM",
-        FALCON | {"alibi": True, "parallel_attn": False, "multi_query": False, "num_kv_heads": 4, "bias": True},
+        FALCON
+        | {
+            "alibi": True,
+            "parallel_attn": False,
+            "multi_query": False,
+            "num_kv_heads": 4,
+            "bias": True,
+            "initializer_range": 0.2,
+            "seed": 2,
+        },
     ),
     "falcon-one-norm": (
         "FalconForCausalLM",
