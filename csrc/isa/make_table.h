@@ -5,6 +5,7 @@
 #include "elementwise/activation.h"
 #include "elementwise/norm.h"
 #include "elementwise/rotary.h"
+#include "elementwise/scale.h"
 #include "isa/probe.h"
 #include "kernel_table.h"
 #include "lora/lora.h"
@@ -25,6 +26,7 @@ const KernelTable table = {
     .lora = kLora,
     .norm = kNorm,
     .activation = kActivation,
+    .scale = kScale,
     .rotary = kRotary,
     .probe = kProbe,
     .attention = kAttention,

@@ -11,7 +11,7 @@ from quire.kernels.embedding import embedding, rotary_embedding
 from quire.kernels.kv_cache import copy_blocks, copy_slots, gather_kv, make_layer_cache, write_kv
 from quire.kernels.lora import add_lora, pack_lora
 from quire.kernels.matmul import matmul, pack_weight, unpack_weight
-from quire.kernels.norm import add, add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from quire.kernels.norm import add, add_layer_norm, add_rms_norm, layer_norm, rms_norm, scale, softcap
 from quire.kernels.quantized import (
     block_size,
     integer_format,
@@ -23,6 +23,7 @@ from quire.kernels.quantized import (
 )
 from quire.kernels.sampling import processed_logits, sample, top_logprobs
 from quire.kernels.sampling_tensors import LogitChanges, SamplingTensors, TokenLists
+from quire.kernels.variants import XIELU, ActivationKind, AttentionVariant, ClampedSwiGLU
 from quire.kernels.weights import (
     BLOCK_FORMATS,
     QUANTIZED_FORMATS,
@@ -37,7 +38,11 @@ from quire.kernels.weights import (
 __all__ = [
     "BLOCK_FORMATS",
     "QUANTIZED_FORMATS",
+    "XIELU",
+    "ActivationKind",
+    "AttentionVariant",
     "Backend",
+    "ClampedSwiGLU",
     "KernelGraph",
     "LoRATable",
     "LoRAWeight",
@@ -83,7 +88,9 @@ __all__ = [
     "rms_norm",
     "rotary_embedding",
     "sample",
+    "scale",
     "set_num_threads",
+    "softcap",
     "top_logprobs",
     "unpack_weight",
     "write_kv",
