@@ -122,7 +122,8 @@ def test_invalid_sizes(folder: Path, key: str, value: Any) -> None:
     [
         ({"dtype": "int8"}, "'dtype' is 'int8'"),
         ({"num_key_value_heads": 3}, "2 attention heads cannot share 3"),
-        ({"head_dim": 3}, "even head_dim"),
+        ({"head_dim": 3}, "even number of dimensions, not 3: head_dim is 3"),
+        ({"partial_rotary_factor": 1.5}, "not 6: head_dim is 4, and partial_rotary_factor is 1.5"),
         ({"hidden_act": "sine"}, "'hidden_act' is 'sine', supported"),
         ({"rope_scaling": {"type": "spiral"}}, "rope_type is 'spiral', supported"),
         ({"rope_scaling": {"type": "linear"}}, "no 'factor'"),

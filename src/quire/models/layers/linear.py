@@ -64,9 +64,9 @@ class Linear(Projection):
 class LmHead(Projection):
     """The projection to the vocabulary; its result is float32 whatever the model computes in."""
 
-    def __init__(self, hidden_size: int, vocab_size: int, dtype: torch.dtype) -> None:
-        super().__init__(hidden_size, vocab_size, bias=False, dtype=dtype)
+    def __init__(self, hidden_size: int, vocab_size: int, dtype: torch.dtype, *, bias: bool = False) -> None:
+        super().__init__(hidden_size, vocab_size, bias=bias, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [num_rows, hidden] -> logits [num_rows, vocab] float32."""
-        return kernels.matmul(x, self.weight, None, torch.float32)
+        return kernels.matmul(x, self.weight, self.bias, torch.float32)

@@ -1,0 +1,45 @@
+"""The MLP of a layer, gated or plain."""
+
+import torch
+from torch import Tensor, nn
+
+from quire import kernels
+from quire.models.decoder.shapes import MLPShape
+from quire.models.layers.batch_tensors import BatchTensors
+from quire.models.layers.linear import Linear
+
+
+class GatedMLP(nn.Module):
+    """`down(act(gate(x)) * up(x))` (Shazeer 2020)."""
+
+    def __init__(self, shape: MLPShape, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        widths = 2 * shape.width if shape.is_stacked else (shape.width, shape.width)
+        self.gate_up_proj = Linear(hidden_size, widths, bias=shape.up_bias, dtype=dtype)
+        self.down_proj = Linear(shape.width, hidden_size, bias=shape.down_bias, dtype=dtype)
+        self.act = shape.activation
+
+    def forward(self, x: Tensor, batch: BatchTensors) -> Tensor:
+        """x [num_tokens, hidden] -> as x."""
+        out: Tensor = self.down_proj(kernels.gated_activation(self.gate_up_proj(x, batch), self.act), batch)
+        return out
+
+
+class PlainMLP(nn.Module):
+    """`down(act(up(x)))`."""
+
+    def __init__(self, shape: MLPShape, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.up_proj = Linear(hidden_size, shape.width, bias=shape.up_bias, dtype=dtype)
+        self.down_proj = Linear(shape.width, hidden_size, bias=shape.down_bias, dtype=dtype)
+        self.act = shape.activation
+
+    def forward(self, x: Tensor, batch: BatchTensors) -> Tensor:
+        """x [num_tokens, hidden] -> as x."""
+        out: Tensor = self.down_proj(kernels.activation(self.up_proj(x, batch), self.act), batch)
+        return out
+
+
+def make_mlp(shape: MLPShape, hidden_size: int, dtype: torch.dtype) -> nn.Module:
+    """The module that computes it: `forward(x, batch)`."""
+    return (GatedMLP if shape.is_gated else PlainMLP)(shape, hidden_size, dtype)
