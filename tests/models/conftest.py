@@ -124,7 +124,7 @@ def save_checkpoint(tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
         family = architecture.removesuffix("ForCausalLM")
         config = getattr(transformers, f"{family}Config")(**fields)
         model = getattr(transformers, architecture)(config).to(dtype).eval()
-        for name, parameter in model.named_parameters():
+        for name, parameter in (*model.named_parameters(), *model.named_buffers()):
             if "norm" in name or name.endswith("bias"):  # initialized to 1 and 0, where a mistake could hide
                 torch.nn.init.normal_(parameter.data, mean=float(name.endswith("norm.weight")), std=0.2)
         model.save_pretrained(tmp_path / "checkpoint", max_shard_size=shard_size)

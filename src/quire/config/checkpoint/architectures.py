@@ -4,12 +4,17 @@ from quire.common.errors import CheckpointError, UnsupportedModelError
 from quire.config.hf_config import HFConfig
 
 MODELS = {
+    "Glm4MoeForCausalLM": "quire.models.families.glm4_moe:Glm4MoeForCausalLM",
     "LlamaForCausalLM": "quire.models.families.llama:LlamaForCausalLM",
     "LLaMAForCausalLM": "quire.models.families.llama:LlamaForCausalLM",
     "MistralForCausalLM": "quire.models.families.mistral:MistralForCausalLM",
+    "MixtralForCausalLM": "quire.models.families.mixtral:MixtralForCausalLM",
     "OPTForCausalLM": "quire.models.families.opt:OPTForCausalLM",
     "Qwen2ForCausalLM": "quire.models.families.qwen2:Qwen2ForCausalLM",
+    "OlmoeForCausalLM": "quire.models.families.olmoe:OlmoeForCausalLM",
+    "Qwen2MoeForCausalLM": "quire.models.families.qwen2_moe:Qwen2MoeForCausalLM",
     "Qwen3ForCausalLM": "quire.models.families.qwen3:Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM": "quire.models.families.qwen3_moe:Qwen3MoeForCausalLM",
 }
 """By name as in a config.json's `architectures`: module and class, imported when a model of it is loaded."""
 

@@ -5,6 +5,7 @@ from enum import Enum, auto
 
 import torch
 
+from quire.models.layers.experts import ExpertsShape
 from quire.models.layers.norm import NormShape
 from quire.models.layers.rotary import RopeShape
 
@@ -95,7 +96,7 @@ class LayerShape:
     """One layer."""
 
     attention: AttentionShape
-    mlp: MLPShape
+    mlp: MLPShape | ExpertsShape
     norm: NormShape
     arrangement: Arrangement = Arrangement.PRE_NORM
 

@@ -20,7 +20,8 @@ class Stack:
     pattern: str
     """A regular expression for their names in the checkpoint."""
     names: tuple[str, ...]
-    """What the match is replaced with, for each tensor that an expert's rows are dealt to; `{}` is the expert."""
+    """What the match is replaced with, for each tensor that an expert's rows are dealt to; `{}` is the expert. None:
+    these tensors are left out."""
     is_interleaved: bool = False
     """Whether names take rows in turn, and not one range each."""
     is_transposed: bool = False
@@ -53,7 +54,8 @@ class UnstackedCheckpoint:
         tensors: dict[str, TensorInfo] = {}
         for name, info in checkpoint.tensors.items():
             stack = next((stack for stack in stacks if re.search(stack.pattern, name)), None)
-            tensors |= {name: info} if stack is None else self._cut(stack, info)
+            if stack is None or stack.names:
+                tensors |= {name: info} if stack is None else self._cut(stack, info)
         self.tensors: Mapping[str, TensorInfo] = tensors
 
     def _cut(self, stack: Stack, info: TensorInfo) -> dict[str, TensorInfo]:
