@@ -21,6 +21,7 @@ from quire.models.layers.experts import ExpertsShape
 from quire.models.layers.linear import Linear, LmHead
 from quire.models.layers.norm import NormShape, make_norm
 from quire.models.layers.rotary import RopeShape, RotaryEmbedding
+from quire.models.weights.stacked import STACKS, Stack
 
 Step = Callable[[Tensor, BatchTensors], Tensor]
 """From [num_tokens, one width] to [num_tokens, the same or another width]. It may write to what it gets."""
@@ -97,6 +98,10 @@ class Decoder(CausalLM):
                 return made
         self.rotary.append(RotaryEmbedding(config, rope))
         return self._rotary_of(config, rope)
+
+    @classmethod
+    def stacks(cls, config: ModelConfig) -> tuple[Stack, ...]:
+        return STACKS
 
     @classmethod
     def shape(cls, config: ModelConfig) -> DecoderShape:

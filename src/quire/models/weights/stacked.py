@@ -30,6 +30,14 @@ class Stack:
     """For tensors that have no dimension of experts: how many share the first one."""
 
 
+STACKS = (
+    Stack(r"\.experts\.gate_up_proj$", (".experts.{}.gate_proj.weight", ".experts.{}.up_proj.weight")),
+    Stack(r"\.experts\.down_proj$", (".experts.{}.down_proj.weight",)),
+    Stack(r"\.experts\.(gate|up|down)_proj\.weight$", (r".experts.{}.\1_proj.weight",)),
+)
+"""As transformers keeps experts, and as GGUF files do."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Slice:
     """Where a tensor of one expert is."""
