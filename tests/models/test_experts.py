@@ -1,5 +1,6 @@
 """Layers of experts: what a plain loop computes, from checkpoints of every format and arrangement of tensors."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ from quire.kernels import Routing
 from quire.models.layers.batch_tensors import BatchTensors
 from quire.models.layers.experts import Experts, ExpertsShape
 from quire.models.weights.loader import load_model, weight_bytes
+from quire.models.weights.saving import save_quantized
 from quire.models.weights.stacked import Stack, UnstackedCheckpoint
 
 from . import test_compressed_tensors as compressed
 from . import test_packed_integers as packed
+from .gguf_convert import Kind, convert
 from .small_checkpoint import SMALL
 
 MIXTURE = SMALL | {"num_local_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 64, "head_dim": 32}
@@ -186,6 +189,28 @@ def test_experts_of_compressed_tensors(index: int, mixture: Path, paged_run: Any
         tmp_path, mixture, compressed.section(module), lambda _, shape: compressed.compressed(module, shape, scales)
     )
     compressed.check(config, plain, paged_run, tolerance=0.03)
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q8_0, Kind.BF16])
+def test_experts_of_gguf_files(kind: Kind, mixture: Path, paged_run: Any, tmp_path: Path) -> None:
+    def of_experts(name: str) -> Kind:
+        return kind if "_exps" in name else Kind.F32
+
+    blocks, plain = (
+        ModelConfig.resolve(convert(mixture, tmp_path / f"{dequantized}.gguf", of_experts, dequantized=dequantized))
+        for dequantized in (False, True)
+    )
+    blocks = dataclasses.replace(blocks, dtype="float32")
+    matrix, expected = (
+        load_model(config).get_submodule("layers.1.mlp.experts.3.down_proj").weight for config in (blocks, plain)
+    )
+    assert torch.equal(packed.rows_of(matrix), packed.rows_of(expected))
+    actual, exact = packed.logits_of(blocks, paged_run), packed.logits_of(plain, paged_run)
+    assert (actual - exact).norm() <= 0.03 * exact.norm()
+    if kernels.isa() != "reference":
+        save_quantized(dataclasses.replace(blocks, quantization="int4"), tmp_path / "saved", lambda _: None)
+        again = dataclasses.replace(plain, quantization="int4")
+        assert torch.equal(logits_of(tmp_path / "saved", paged_run), packed.logits_of(again, paged_run))
 
 
 def test_a_config_whose_numbers_do_not_fit_is_refused(mixture: Path) -> None:

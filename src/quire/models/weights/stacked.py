@@ -63,10 +63,10 @@ class UnstackedCheckpoint:
         for name, info in checkpoint.tensors.items():
             stack = next((stack for stack in stacks if re.search(stack.pattern, name)), None)
             if stack is None or stack.names:
-                tensors |= {name: info} if stack is None else self._cut(stack, info)
+                tensors |= {name: info} if stack is None else self._cut(stack, name, info)
         self.tensors: Mapping[str, TensorInfo] = tensors
 
-    def _cut(self, stack: Stack, info: TensorInfo) -> dict[str, TensorInfo]:
+    def _cut(self, stack: Stack, source: str, info: TensorInfo) -> dict[str, TensorInfo]:
         whole = info.logical_shape if info.block_type else info.shape
         num_experts, parts = stack.num_experts or (whole[0] if whole else 0), len(stack.names)
         rows = info.shape[0] // num_experts if num_experts else 0
@@ -79,7 +79,7 @@ class UnstackedCheckpoint:
             or shape[-1 if stack.is_transposed else 0] % parts
         ):
             raise CheckpointError(
-                f"{info.name} {list(info.shape)} does not hold the matrices of experts, at most {MAX_EXPERTS}, whose "
+                f"{source} {list(info.shape)} does not hold the matrices of experts, at most {MAX_EXPERTS}, whose "
                 f"rows can be dealt to {parts}"
             )
         meant = shape[::-1] if stack.is_transposed else shape
@@ -89,10 +89,10 @@ class UnstackedCheckpoint:
         found = {}
         for expert in range(num_experts):
             for i, replacement in enumerate(stack.names):
-                name = re.sub(stack.pattern, replacement.replace("{}", str(expert)), info.name)
+                name = re.sub(stack.pattern, replacement.replace("{}", str(expert)), source)
                 index = slice(i, None, parts) if stack.is_interleaved else slice(i * part[0], (i + 1) * part[0])
                 at = (expert * first_rows, (expert + 1) * first_rows)
-                self._slices[name] = _Slice(info.name, at, shape, stack.is_transposed, index)
+                self._slices[name] = _Slice(source, at, shape, stack.is_transposed, index)
                 num_bytes = info.num_bytes // (num_experts * parts)
                 blocks = {"block_type": info.block_type, "block_shape": block_shape}
                 found[name] = TensorInfo(name, info.dtype, part, num_bytes, **blocks)
