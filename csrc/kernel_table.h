@@ -24,24 +24,48 @@ struct NormTable {
   // The same, and then the norm of that sum.
   void (*add_rms_norm[kNumDTypes])(const void* x, void* residual, const float* weight, float eps, void* out,
                                    int64_t rows, int64_t width);
-  // The same; residual may be null: x alone.
+  // The same; residual may be null: x alone. So may bias.
   void (*layer_norm[kNumDTypes])(const void* x, void* residual, const float* weight, const float* bias, float eps,
                                  void* out, int64_t rows, int64_t width);
 };
 
-enum Activation : int { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3 };
+enum Activation : int {
+  kSilu = 0,
+  kGelu = 1,
+  kGeluTanh = 2,
+  kRelu = 3,
+  kRelu2 = 4,
+  kQuickGelu = 5,
+  kXielu = 6,
+  kClampedSwiglu = 7,  // only gated
+};
+
+// A kind and the members of its struct in elementwise/activation.h, in their order.
+struct ActivationKind {
+  int kind;
+  float parameters[3];
+};
 
 struct ActivationTable {
   // x and out [rows, width] contiguous.
-  void (*activation[kNumDTypes])(int kind, const void* x, int64_t rows, int64_t width, void* out);
+  void (*activation[kNumDTypes])(const ActivationKind& kind, const void* x, int64_t rows, int64_t width, void* out);
   // x [rows, 2 * width] contiguous.
-  void (*gated_activation[kNumDTypes])(int kind, const void* x, int64_t rows, int64_t width, void* out);
+  void (*gated_activation[kNumDTypes])(const ActivationKind& kind, const void* x, int64_t rows, int64_t width,
+                                       void* out);
+};
+
+// In place; x [rows, width] contiguous.
+struct ScaleTable {
+  void (*scale[kNumDTypes])(void* x, int64_t rows, int64_t width, float factor);
+  void (*softcap)(float* x, int64_t rows, int64_t width, float cap);
 };
 
 struct RotaryTable {
   // x [tokens, heads, >= rotary_dim]; cos_sin [max_positions, rotary_dim]; every position must be below max_positions.
-  void (*rotary[kNumDTypes])(void* x, int64_t tokens, int64_t heads, int64_t token_stride, int64_t head_stride,
-                             const int64_t* positions, const float* cos_sin, int64_t rotary_dim);
+  using Kernel = void (*)(void* x, int64_t tokens, int64_t heads, int64_t token_stride, int64_t head_stride,
+                          const int64_t* positions, const float* cos_sin, int64_t rotary_dim);
+  Kernel rotary[kNumDTypes];
+  Kernel interleaved_rotary[kNumDTypes];
 };
 
 // Where a product [rows, n] goes, rows `stride` apart, and what is added to each row.
@@ -190,6 +214,7 @@ struct KernelTable {
   ExpertTable experts;
   NormTable norm;
   ActivationTable activation;
+  ScaleTable scale;
   RotaryTable rotary;
   ProbeTable probe;
   AttentionTable attention;

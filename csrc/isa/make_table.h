@@ -7,6 +7,7 @@
 #include "elementwise/rotary.h"
 #include "experts/products.h"
 #include "experts/route.h"
+#include "elementwise/scale.h"
 #include "isa/probe.h"
 #include "kernel_table.h"
 #include "lora/lora.h"
@@ -31,6 +32,7 @@ const KernelTable table = {
                 .combine = {combine<float>, combine<bf16>}},
     .norm = kNorm,
     .activation = kActivation,
+    .scale = kScale,
     .rotary = kRotary,
     .probe = kProbe,
     .attention = kAttention,

@@ -13,7 +13,7 @@ from quire.kernels.experts import combine_experts, expert_matmul, group_by_exper
 from quire.kernels.kv_cache import copy_blocks, copy_slots, gather_kv, make_layer_cache, write_kv
 from quire.kernels.lora import add_lora, pack_lora
 from quire.kernels.matmul import matmul, pack_weight, unpack_weight
-from quire.kernels.norm import add, add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from quire.kernels.norm import add, add_layer_norm, add_rms_norm, layer_norm, rms_norm, scale, softcap
 from quire.kernels.quantized import (
     block_size,
     integer_format,
@@ -25,6 +25,7 @@ from quire.kernels.quantized import (
 )
 from quire.kernels.sampling import processed_logits, sample, top_logprobs
 from quire.kernels.sampling_tensors import LogitChanges, SamplingTensors, TokenLists
+from quire.kernels.variants import XIELU, ActivationKind, AttentionVariant, ClampedSwiGLU
 from quire.kernels.weights import (
     BLOCK_FORMATS,
     QUANTIZED_FORMATS,
@@ -39,7 +40,11 @@ from quire.kernels.weights import (
 __all__ = [
     "BLOCK_FORMATS",
     "QUANTIZED_FORMATS",
+    "XIELU",
+    "ActivationKind",
+    "AttentionVariant",
     "Backend",
+    "ClampedSwiGLU",
     "ExpertRows",
     "ExpertWeights",
     "KernelGraph",
@@ -92,7 +97,9 @@ __all__ = [
     "rotary_embedding",
     "route",
     "sample",
+    "scale",
     "set_num_threads",
+    "softcap",
     "top_logprobs",
     "unpack_weight",
     "write_kv",

@@ -15,20 +15,37 @@ from quire.kernels.backends.workspace import Workspace, empty, zeroed_blocks
 from quire.kernels.checks import ACTIVATIONS, DTYPES
 from quire.kernels.expert_weights import SCORINGS, ExpertRows, ExpertWeights, Routing
 from quire.kernels.sampling_tensors import SamplingTensors
+from quire.kernels.variants import XIELU, ActivationKind, AttentionVariant
 from quire.kernels.weights import FORMATS, MAX_LORA_MODULES, LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
 
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 """The dtypes by their number in csrc/common.h."""
 
 _FORMAT_CODES = {format: code for code, format in enumerate(FORMATS)}
-_ACTIVATION_CODES = {kind: code for code, kind in enumerate(ACTIVATIONS)}
+_ACTIVATION_CODES = {kind: (code, 0.0, 0.0, 0.0) for code, kind in enumerate(ACTIVATIONS)}
 _SEES_ALL = 2**63 - 1
+
+
+def _rows(x: Tensor) -> tuple[int, int]:
+    """How many rows x has, and their width."""
+    shape = x.shape
+    width = shape[-1] if shape else 1
+    return x.numel() // (width or 1), width
 
 
 def _place(out: Tensor) -> tuple[int, int, int]:
     """Where a product goes: address, distance of rows in elements, and dtype."""
     stride = out.shape[1] if out.is_contiguous() else out.stride(0)  # asking for a stride costs more than is_contiguous
     return out.data_ptr(), stride, DTYPE_CODES[out.dtype]
+
+
+def _activation_code(kind: ActivationKind) -> tuple[int, float, float, float]:
+    """The kind's number in csrc/kernel_table.h, and its parameters in the order of csrc/elementwise/activation.h."""
+    if isinstance(kind, str):
+        return _ACTIVATION_CODES[kind]
+    if isinstance(kind, XIELU):
+        return len(ACTIVATIONS), kind.alpha_p, kind.alpha_n, kind.beta
+    return len(ACTIVATIONS) + 1, kind.limit, kind.alpha, 0.0
 
 
 class NativeBackend:
@@ -261,45 +278,51 @@ class NativeBackend:
         )
         return out
 
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         return self._layer_norm(x, 0, weight, bias, eps)
 
-    def add_layer_norm(self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    def add_layer_norm(self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         return self._layer_norm(x, residual.data_ptr(), weight, bias, eps)
 
-    def _layer_norm(self, x: Tensor, residual: int, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    def _layer_norm(self, x: Tensor, residual: int, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         shape, dtype = x.shape, x.dtype
         width = shape[-1]
         rows = x.numel() // (width or 1)
         out = empty(shape, dtype)
-        to = out.data_ptr()
+        to, bias_at = out.data_ptr(), 0 if bias is None else bias.data_ptr()
         self.native.layer_norm(
-            DTYPE_CODES[dtype], x.data_ptr(), residual, weight.data_ptr(), bias.data_ptr(), eps, to, rows, width
+            DTYPE_CODES[dtype], x.data_ptr(), residual, weight.data_ptr(), bias_at, eps, to, rows, width
         )
         return out
 
-    def rotary_embedding(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
-        (tokens, heads, _), (token_stride, head_stride, _) = x.shape, x.stride()
+    def scale(self, x: Tensor, factor: float) -> None:
+        rows, width = _rows(x)
+        self.native.scale(DTYPE_CODES[x.dtype], x.data_ptr(), rows, width, factor)
+
+    def softcap(self, x: Tensor, cap: float) -> None:
+        rows, width = _rows(x)
+        self.native.softcap(x.data_ptr(), rows, width, cap)
+
+    def rotary_embedding(self, x: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool) -> None:
+        sizes, (token_stride, head_stride, _) = x.shape[:2], x.stride()
         code, at, table = DTYPE_CODES[x.dtype], positions.data_ptr(), cos_sin.data_ptr()
         max_positions, rotary_dim = cos_sin.shape
         self.native.rotary(
-            code, x.data_ptr(), tokens, heads, token_stride, head_stride, at, table, max_positions, rotary_dim
+            code, x.data_ptr(), *sizes, token_stride, head_stride, at, table, max_positions, rotary_dim, interleaved
         )
 
-    def activation(self, x: Tensor, kind: str) -> Tensor:
-        shape, dtype = x.shape, x.dtype
-        width = shape[-1] if shape else 1
-        rows = x.numel() // (width or 1)
-        out = empty(shape, dtype)
-        self.native.activation(DTYPE_CODES[dtype], _ACTIVATION_CODES[kind], x.data_ptr(), rows, width, out.data_ptr())
+    def activation(self, x: Tensor, kind: ActivationKind) -> Tensor:
+        dtype, (rows, width) = x.dtype, _rows(x)
+        out = empty(x.shape, dtype)
+        self.native.activation(DTYPE_CODES[dtype], *_activation_code(kind), x.data_ptr(), rows, width, out.data_ptr())
         return out
 
-    def gated_activation(self, x: Tensor, kind: str) -> Tensor:
+    def gated_activation(self, x: Tensor, kind: ActivationKind) -> Tensor:
         (rows, double_width), dtype = x.shape, x.dtype
         width = double_width // 2
         out = empty((rows, width), dtype)
         self.native.gated_activation(
-            DTYPE_CODES[dtype], _ACTIVATION_CODES[kind], x.data_ptr(), rows, width, out.data_ptr()
+            DTYPE_CODES[dtype], *_activation_code(kind), x.data_ptr(), rows, width, out.data_ptr()
         )
         return out
 
@@ -339,7 +362,7 @@ class NativeBackend:
         seq_lens: Tensor,
         block_tables: Tensor,
         scale: float,
-        sliding_window: int | None,
+        variant: AttentionVariant,
     ) -> Tensor:
         num_tokens, num_heads, head_dim = query.shape
         num_blocks, num_kv_heads, block_size, _ = v_cache.shape
@@ -348,10 +371,13 @@ class NativeBackend:
         is_int8 = v_cache.dtype is torch.int8
         tables = query_start.data_ptr(), seq_lens.data_ptr(), block_tables.data_ptr(), block_tables.stride(0)
         sizes = block_tables.shape[1], num_tokens, seq_lens.shape[0], num_heads, num_kv_heads, head_dim
-        window = _SEES_ALL if sliding_window is None else sliding_window
+        spans = variant.sliding_window or _SEES_ALL, variant.chunk_size or _SEES_ALL
+        sinks = 0 if variant.sinks is None else variant.sinks.data_ptr()
+        slopes = 0 if variant.slopes is None else variant.slopes.data_ptr()
+        changes = scale, variant.softcap or 0.0, sinks, slopes
         code, at, stride, to = DTYPE_CODES[query.dtype], query.data_ptr(), query.stride(0), out.data_ptr()
         self.native.paged_attention(
-            code, at, stride, is_int8, *caches, *tables, *sizes, num_blocks, block_size, window, scale, to
+            code, at, stride, is_int8, *caches, *tables, *sizes, num_blocks, block_size, *spans, *changes, to
         )
         return out
 

@@ -169,6 +169,8 @@ class ReferenceBackend:
     add_layer_norm = staticmethod(reference.add_layer_norm)
     activation = staticmethod(reference.activation)
     gated_activation = staticmethod(reference.gated_activation)
+    scale = staticmethod(reference.scale)
+    softcap = staticmethod(reference.softcap)
     rotary_embedding = staticmethod(reference.rotary_embedding)
     write_kv = staticmethod(reference.write_kv)
     gather_kv = staticmethod(reference.gather_kv)

@@ -11,6 +11,7 @@ from quire.kernels.backends.base import Backend
 from quire.kernels.backends.reference_backend import ReferenceBackend
 from quire.kernels.backends.workspace import Workspace, empty
 from quire.kernels.expert_weights import ExpertRows, ExpertWeights, Routing
+from quire.kernels.variants import ActivationKind
 from quire.kernels.weights import LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
 
 _ALIGNMENT = 64
@@ -121,9 +122,9 @@ class ShapesBackend(ReferenceBackend):
 
     rms_norm = add_rms_norm = layer_norm = add_layer_norm = activation = paged_attention = _like  # type: ignore[assignment]
 
-    def gated_activation(self, x: Tensor, kind: str) -> Tensor:
+    def gated_activation(self, x: Tensor, kind: ActivationKind) -> Tensor:
         return self.empty((len(x), x.shape[1] // 2), x.dtype)
 
     def _nothing(self, *_: object) -> None: ...
 
-    add = rotary_embedding = write_kv = _nothing  # type: ignore[assignment]
+    add = scale = softcap = rotary_embedding = write_kv = _nothing  # type: ignore[assignment]

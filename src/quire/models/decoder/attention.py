@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from quire.kernels import AttentionVariant
 from quire.models.decoder.shapes import AttentionShape, HeadNormShape, QKVLayout, Span
 from quire.models.layers.attention import Attention
 from quire.models.layers.batch_tensors import BatchTensors, LayerKVCache
@@ -30,7 +31,7 @@ class SelfAttention(nn.Module):
         is_apart = shape.qkv_layout is QKVLayout.APART
         self.qkv_proj = Linear(hidden_size, sizes if is_apart else sum(sizes), bias=shape.qkv_bias, dtype=dtype)
         self.o_proj = Linear(sizes[0], hidden_size, bias=shape.o_bias, dtype=dtype)
-        self.attn = Attention(shape.scale, shape.sliding_window)
+        self.attn = Attention(shape.scale, AttentionVariant(shape.sliding_window))
         self._heads = self._make_heads(shape, num_heads, rotary)
 
     def _make_heads(
