@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from quire.config.model import ModelConfig
+from tests.models.families import FAMILIES
 
 # Largest difference of two logits, as a share of the largest logit; measured: up to 1e-5.
 TOLERANCE = 5e-5
@@ -52,6 +53,7 @@ EXPERTS = LLAMA | {"num_local_experts": 6, "num_experts": 6, "num_experts_per_to
 GLM_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "num_hidden_layers": 3}
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **FAMILIES,
     "opt": ("OPTForCausalLM", OPT),
     "opt-post-norm": ("OPTForCausalLM", OPT | {"do_layer_norm_before": False}),
     "opt-350m-like": ("OPTForCausalLM", OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 16}),

@@ -31,8 +31,9 @@ class PlainMLP(nn.Module):
 
     def __init__(self, shape: MLPShape, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.up_proj = Linear(hidden_size, shape.width, bias=shape.up_bias, dtype=dtype)
-        self.down_proj = Linear(shape.width, hidden_size, bias=shape.down_bias, dtype=dtype)
+        width, is_transposed = shape.width, shape.is_transposed
+        self.up_proj = Linear(hidden_size, width, bias=shape.up_bias, dtype=dtype, is_transposed=is_transposed)
+        self.down_proj = Linear(width, hidden_size, bias=shape.down_bias, dtype=dtype, is_transposed=is_transposed)
         self.act = shape.activation
 
     def forward(self, x: Tensor, batch: BatchTensors) -> Tensor:

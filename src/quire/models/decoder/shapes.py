@@ -51,6 +51,8 @@ class AttentionShape:
     qkv_bias: bool = False
     o_bias: bool = False
     qkv_layout: QKVLayout = QKVLayout.APART
+    is_transposed: bool = False
+    """Whether the checkpoint has matrices [in, out], as GPT-2 has."""
     rope: RopeShape | None = None
     head_norm: HeadNormShape | None = None
     sliding_window: int | None = None
@@ -70,6 +72,8 @@ class MLPShape:
     up_bias: bool = False
     """Of the gate too."""
     down_bias: bool = False
+    is_transposed: bool = False
+    """Whether the checkpoint has matrices [in, out]; of a plain MLP alone."""
 
 
 class Arrangement(Enum):

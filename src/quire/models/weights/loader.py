@@ -44,7 +44,8 @@ class Assignment:
         """Whether the checkpoint holds the very tensor, so that nothing has to be copied."""
         only = self.spec.parts[0]
         stored = checkpoint.tensors[names[self.sources[0]]].dtype
-        return len(self.sources) == 1 and only.columns is None and getattr(torch, stored) is self.spec.dtype
+        is_whole_rows = len(self.sources) == 1 and only.columns is None and not only.is_arranged
+        return is_whole_rows and getattr(torch, stored) is self.spec.dtype
 
 
 def load_model(config: ModelConfig) -> Model:
@@ -170,11 +171,14 @@ def reading(checkpoint: Checkpoint, name: str, part: Part | None = None) -> Iter
     info = checkpoint.tensors[name]
     part = part or Part(info.shape)
     dtype: torch.dtype = getattr(torch, info.dtype)
-    with checkpoint.reading(name, part.rows) as data:
+    rows = None if part.is_arranged else part.rows
+    with checkpoint.reading(name, rows) as data:
         raw = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
         if raw.data_ptr() % dtype.itemsize:
             raw = raw.clone()  # the file leaves it unaligned
-        tensor = raw.view(dtype).view(dataclasses.replace(part, columns=None).size)
+        tensor = raw.view(dtype).view(Part(part.shape, rows).size)
+        if part.is_arranged:
+            tensor = part.arranged(tensor)[slice(*(part.rows or (None,)))]
         yield tensor if part.columns is None else tensor[:, slice(*part.columns)]
 
 
