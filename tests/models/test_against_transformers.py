@@ -118,6 +118,21 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("Qwen3MoeForCausalLM", EXPERTS | {"head_dim": 16, "norm_topk_prob": True}),
     "olmoe": ("OlmoeForCausalLM", EXPERTS | {"num_key_value_heads": 4}),
     "olmoe-normalized": ("OlmoeForCausalLM", EXPERTS | {"norm_topk_prob": True, "num_experts_per_tok": 3}),
+    "gpt-oss": ("GptOssForCausalLM", EXPERTS | {"head_dim": 16, "num_hidden_layers": 3, "sliding_window": 5}),
+    "gpt-oss-yarn-full": (
+        "GptOssForCausalLM",
+        EXPERTS
+        | {"head_dim": 8, "layer_types": ["full_attention"] * 2, "swiglu_limit": 0.5, "num_experts_per_tok": 6}
+        | {"rope_parameters": YARN | {"truncate": False}},
+    ),
+    "phimoe": ("PhimoeForCausalLM", EXPERTS | {"sliding_window": 9}),
+    "phimoe-biases-longrope": (
+        "PhimoeForCausalLM",
+        EXPERTS
+        | {"attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.3, "sliding_window": None}
+        # transformers takes the short factors for every length
+        | {"rope_parameters": LONGROPE | {"long_factor": LONGROPE["short_factor"], "short_mscale": 1.2, "long_mscale": 1.2}},
+    ),
     "glm4-moe": ("Glm4MoeForCausalLM", LLAMA | GLM_EXPERTS | {"head_dim": 16, "num_mtp_layers": 0}),
     "glm4-moe-groups": (
         "Glm4MoeForCausalLM",

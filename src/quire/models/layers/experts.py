@@ -20,8 +20,7 @@ class ExpertsShape:
     routing: kernels.Routing
     width: int
     """Of an expert."""
-    activation: str
-    """One of kernels.ACTIVATIONS."""
+    activation: kernels.ActivationKind
     bias: bool = False
     """Whether experts have biases."""
     router_bias: bool = False
