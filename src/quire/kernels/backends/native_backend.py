@@ -13,6 +13,7 @@ from quire.kernels.backends import key_layout, reference
 from quire.kernels.backends.recording import KernelGraph
 from quire.kernels.backends.workspace import Workspace, empty, zeroed_blocks
 from quire.kernels.checks import ACTIVATIONS, DTYPES
+from quire.kernels.expert_weights import SCORINGS, ExpertRows, ExpertWeights, Routing
 from quire.kernels.sampling_tensors import SamplingTensors
 from quire.kernels.variants import XIELU, ActivationKind, AttentionVariant
 from quire.kernels.weights import FORMATS, MAX_LORA_MODULES, LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
@@ -172,6 +173,59 @@ class NativeBackend:
         given = x.data_ptr(), k, rows, k, slots.data_ptr(), adapters.address, num_slots, *sizes
         to = out.data_ptr(), out.shape[1], work.data_ptr(), adapters.most_ranks
         self.native.add_lora(DTYPE_CODES[x.dtype], *given, *to)
+
+    def route(self, logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        rows, how = len(logits), routing
+        ids, weights = empty((rows, how.top_k), torch.int32), empty((rows, how.top_k), torch.float32)
+        groups = how.num_groups, how.top_groups, how.has_pairs
+        given = logits.data_ptr(), rows, how.num_experts, how.top_k, SCORINGS.index(how.scoring)
+        bias_at, to = 0 if bias is None else bias.data_ptr(), (ids.data_ptr(), weights.data_ptr())
+        self.native.route(*given, bias_at, *groups, how.is_normalized, how.scale, how.jitter, *to)
+        return ids, weights
+
+    def group_by_expert(self, ids: Tensor, num_experts: int) -> ExpertRows:
+        count = ids.numel()
+        starts = empty((num_experts + 1,), torch.int32)
+        pairs, places = empty((count,), torch.int32), empty((count,), torch.int32)
+        to = starts.data_ptr(), pairs.data_ptr(), places.data_ptr()
+        self.native.group_by_expert(ids.data_ptr(), count, num_experts, *to)
+        return ExpertRows(ids.shape[1], starts, pairs, places)
+
+    def expert_matmul(self, x: Tensor, experts: ExpertWeights, rows: ExpertRows, of_tokens: bool, out: Tensor) -> None:
+        count, k, start = len(out), experts.k, 0
+        pairs = rows.pairs.data_ptr() if of_tokens else 0
+        given = DTYPE_CODES[x.dtype], x.data_ptr(), k, pairs, rows.top_k, count, rows.starts.data_ptr()
+        for part, n in enumerate(experts.sizes):
+            work_bytes, row_bytes = self._expert_work(experts, part, count, of_tokens)
+            work = empty((work_bytes,), torch.uint8)
+            entries = experts.entries.ctypes.data + part * experts.num_experts * experts.entries.strides[0]
+            sizes = entries, experts.num_experts, n, k, work.data_ptr(), row_bytes
+            self.native.expert_matmul(*given, *sizes, *_place(out[:, start : start + n]))
+            start += n
+
+    def expert_work_bytes(self, experts: ExpertWeights, part: int, num_rows: int, of_tokens: bool) -> int:
+        return self._expert_work(experts, part, num_rows, of_tokens)[0]
+
+    def _expert_work(self, experts: ExpertWeights, part: int, num_rows: int, of_tokens: bool) -> tuple[int, int]:
+        """The memory that a product computes in, and what one of its rows takes there."""
+        k, row_bytes = experts.k, 0
+        for format in experts.formats[part]:
+            if format is not None:
+                needed = int(self.native.quantized_rows_bytes(_FORMAT_CODES[format[0]], format[1], 1, k))
+            else:  # rows that are no neighbours are copied, odd numbers of cache lines apart
+                needed = (-(-k * experts.dtype.itemsize // 64) | 1) * 64 if of_tokens else 0
+            row_bytes = max(row_bytes, needed)
+        return int(self.native.expert_work_bytes(num_rows, experts.num_experts, row_bytes)), row_bytes
+
+    def combine_experts(
+        self, y: Tensor, weights: Tensor, rows: ExpertRows, shared: Tensor | None, gate: Tensor | None
+    ) -> Tensor:
+        num_tokens, width = len(weights), y.shape[1]
+        out = empty((num_tokens, width), y.dtype)
+        added = 0 if shared is None else shared.data_ptr(), 0 if gate is None else gate.data_ptr()
+        given = y.data_ptr(), weights.data_ptr(), rows.places.data_ptr(), num_tokens, rows.top_k, width
+        self.native.combine_experts(DTYPE_CODES[y.dtype], *given, *added, out.data_ptr())
+        return out
 
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
         count, (vocab, hidden) = token_ids.numel(), table.shape

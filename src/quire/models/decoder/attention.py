@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from quire.kernels import AttentionVariant
 from quire.models.decoder.shapes import AttentionShape, HeadNormShape, QKVLayout, Span
-from quire.models.layers.attention import Attention
+from quire.models.layers.attention import Attention, SinkAttention
 from quire.models.layers.batch_tensors import BatchTensors, LayerKVCache
 from quire.models.layers.linear import Linear
 from quire.models.layers.norm import Norm, RMSNorm, make_norm
@@ -38,7 +38,12 @@ class SelfAttention(nn.Module):
             blocks=_blocks(shape),
         )
         self.o_proj = Linear(sizes[0], hidden_size, bias=shape.o_bias, dtype=dtype, is_transposed=is_transposed)
-        self.attn = Attention(shape.scale, AttentionVariant(shape.sliding_window))
+        variant = AttentionVariant(shape.sliding_window)
+        self.attn = (
+            SinkAttention(shape.scale, variant, shape.num_heads)
+            if shape.has_sinks
+            else Attention(shape.scale, variant)
+        )
         self._heads = self._make_heads(shape, num_heads, rotary)
 
     def _make_heads(

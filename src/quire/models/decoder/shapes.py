@@ -5,6 +5,8 @@ from enum import Enum, auto
 
 import torch
 
+from quire.kernels import ActivationKind
+from quire.models.layers.experts import ExpertsShape
 from quire.models.layers.norm import NormShape
 from quire.models.layers.rotary import RopeShape
 
@@ -56,6 +58,8 @@ class AttentionShape:
     head_norm: HeadNormShape | None = None
     sliding_window: int | None = None
     """The number of tokens that a token sees, itself included. None: all."""
+    has_sinks: bool = False
+    """Whether a learned score of each head joins the softmax (SinkAttention)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +67,7 @@ class MLPShape:
     """`down(act(up(x)))`, or if gated `down(act(gate(x)) * up(x))` (Shazeer 2020)."""
 
     width: int
-    activation: str
-    """One of kernels.ACTIVATIONS."""
+    activation: ActivationKind
     is_gated: bool = True
     is_stacked: bool = False
     """Whether the checkpoint has gate and up in one tensor."""
@@ -99,7 +102,7 @@ class LayerShape:
     """One layer."""
 
     attention: AttentionShape
-    mlp: MLPShape
+    mlp: MLPShape | ExpertsShape
     norm: NormShape
     arrangement: Arrangement = Arrangement.PRE_NORM
 
