@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.kernels.backends.recording import KernelGraph
 from quire.kernels.backends.workspace import Workspace
-from quire.kernels.sampling_tensors import SamplingTensors
+from quire.kernels.sampling.tensors import SamplingTensors
 from quire.kernels.variants import ActivationKind, AttentionVariant
 from quire.kernels.weights import LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
 

@@ -13,7 +13,7 @@ from quire.kernels.backends import key_layout, reference
 from quire.kernels.backends.recording import KernelGraph
 from quire.kernels.backends.workspace import Workspace, empty, zeroed_blocks
 from quire.kernels.checks import ACTIVATIONS, DTYPES
-from quire.kernels.sampling_tensors import SamplingTensors
+from quire.kernels.sampling.tensors import SamplingTensors
 from quire.kernels.variants import XIELU, ActivationKind, AttentionVariant
 from quire.kernels.weights import FORMATS, MAX_LORA_MODULES, LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
 
