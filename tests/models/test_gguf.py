@@ -84,9 +84,8 @@ def test_blocks_of_mixed_types_are_kept_as_they_are(
             assert torch.equal(rows_of(matrices[0]), rows_of(matrices[1])), name
         num_mixed += isinstance(matrices[0], kernels.StackedWeight)
         num_blocks += isinstance(matrices[0], kernels.QuantizedWeight)
-        num_bytes += sum(
-            tensor.nbytes for tensor in [*matrices[:1], getattr(layer, "bias", None)] if tensor is not None
-        )
+        bias = getattr(layer, "bias", None) if "bias" in layer.weight_specs() else None
+        num_bytes += sum(tensor.nbytes for tensor in [*matrices[:1], bias] if tensor is not None)
     assert num_mixed
     assert num_blocks
     assert num_bytes == weight_bytes(blocks) < weight_bytes(plain)
