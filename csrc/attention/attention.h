@@ -220,8 +220,9 @@ class AttentionTask {
         }
       });
       const int64_t vector = first / W, vectors_end = (last + W - 1) / W;
-      if (a_.softcap > 0 || a_.slopes != nullptr)
+      if (a_.softcap > 0 || a_.slopes != nullptr) {
         change_scores(tile.start, row, rows, vector, vectors_end, scores(row));
+      }
       for (int64_t r = row; r < row + rows; ++r) {
         const int64_t first_seen = s_.first_keys[r] - tile.start, seen_end = s_.positions[r] + 1 - tile.start;
         if (first_seen > vector * W || seen_end < vectors_end * W) {
