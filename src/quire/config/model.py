@@ -6,12 +6,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from quire.common.errors import CheckpointError, UnsupportedModelError, check_choice
+from quire.common.errors import CheckpointError, check_choice
 from quire.common.log import logger
 from quire.config.checkpoint.architectures import supported_architecture
 from quire.config.checkpoint.formats import find_format
 from quire.config.checkpoint.gguf.files import read_gguf
 from quire.config.checkpoint.gguf.hf_values import generation_values, hf_values
+from quire.config.checkpoint.hf_names import standard_names
 from quire.config.checkpoint.location import CONFIG_FILE, EMBEDDED_CHECKPOINTS, Location
 from quire.config.hf_config import HFConfig, read_json_object
 from quire.config.quantization import check_quantization, read_quantization
@@ -92,6 +93,7 @@ class ModelConfig:
         architecture = supported_architecture(hf)  # before gigabytes of weights that could not be used are downloaded
         if hf.get("auto_map"):
             logger.warning("%s asks for its own code (auto_map): never run, Quire's own model is used", hf.source)
+        hf = standard_names(hf)
         path = location.complete(path)
         generation = (_generation_config(path) if path.is_dir() else generation).replaced(override_generation_config)
         tokenizer_path = path if tokenizer is None else Location(str(tokenizer), None, None, download_dir).tokenizer()
@@ -119,14 +121,18 @@ class ModelConfig:
         )
 
 
-def rope_config(hf: HFConfig) -> HFConfig:
+def rope_config(hf: HFConfig, layer_type: str = "full_attention") -> HFConfig:
     """The rotary embedding's parameters, from `rope_parameters` (transformers 5) or `rope_scaling` and `rope_theta`.
 
     Always holds `rope_type` and `rope_theta`, and `original_max_position_embeddings`, the length trained on.
+    `layer_type` counts where the config has parameters for each type of layer.
     """
     section = hf.section("rope_parameters") or hf.section("rope_scaling") or HFConfig({}, f"{hf.source}: rope")
     if any(isinstance(value, dict) for value in section.values()):
-        raise UnsupportedModelError(f"{section.source}: one rotary embedding per type of layer is not supported")
+        of_layers = section.section(layer_type)
+        if of_layers is None:
+            raise CheckpointError(f"{section.source} has no {layer_type!r}: this checkpoint is incomplete")
+        section = of_layers
     rope_type = section.text("rope_type", section.text("type", "default"))
     original = section.size("original_max_position_embeddings", hf.size("max_position_embeddings"))
     return HFConfig(

@@ -18,6 +18,8 @@ from quire.kernels.elementwise import (
     softcap,
 )
 from quire.kernels.embedding import embedding, rotary_embedding
+from quire.kernels.experts.products import combine_experts, expert_matmul, group_by_expert, route
+from quire.kernels.experts.weights import ExpertRows, ExpertWeights, Routing
 from quire.kernels.kv_cache import copy_blocks, copy_slots, gather_kv, make_layer_cache, write_kv
 from quire.kernels.lora import add_lora, pack_lora
 from quire.kernels.matmul import matmul, pack_weight, unpack_weight
@@ -52,6 +54,8 @@ __all__ = [
     "AttentionVariant",
     "Backend",
     "ClampedSwiGLU",
+    "ExpertRows",
+    "ExpertWeights",
     "KernelGraph",
     "LoRATable",
     "LoRAWeight",
@@ -60,6 +64,7 @@ __all__ = [
     "Meter",
     "PackedWeight",
     "QuantizedWeight",
+    "Routing",
     "SamplingTensors",
     "StackedWeight",
     "TokenLists",
@@ -73,11 +78,14 @@ __all__ = [
     "backend_of",
     "block_size",
     "borrowed",
+    "combine_experts",
     "copy_blocks",
     "copy_slots",
     "embedding",
+    "expert_matmul",
     "gated_activation",
     "gather_kv",
+    "group_by_expert",
     "integer_format",
     "isa",
     "layer_norm",
@@ -96,6 +104,7 @@ __all__ = [
     "register_backend",
     "rms_norm",
     "rotary_embedding",
+    "route",
     "sample",
     "scale",
     "set_num_threads",

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quire.kernels.backends import reference_rotation
 from quire.kernels.checks import check_range
+from quire.kernels.experts.weights import Routing
 from quire.kernels.variants import XIELU, ActivationKind, ClampedSwiGLU
 
 
@@ -160,6 +161,49 @@ def split_integers(
     scales = scales[:, per_group]
     mins = None if zeros is None else zeros[:, per_group] * scales
     return F.pad(numbers, (0, -numbers.shape[1] % 32)).view(-1, groups, 32), scales, mins
+
+
+def route(logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The experts of each token, best first, and their weights, as Routing says: logits [num_tokens, num_experts] ->
+    [num_tokens, top_k] int32 and float32. Of equal ones the first is chosen; a NaN counts as -inf."""
+    scores = torch.sigmoid(logits) if routing.scoring == "sigmoid" else torch.softmax(logits, 1)
+    chosen_by = logits if bias is None and not routing.has_pairs else scores  # of the same order, but without ties
+    chosen_by = chosen_by if bias is None else chosen_by + bias
+    chosen_by = chosen_by.where(~chosen_by.isnan(), -torch.inf)
+    ids = chosen_by.argsort(dim=1, descending=True, stable=True)
+    if routing.num_groups > 1:
+        groups = chosen_by.unflatten(1, (routing.num_groups, -1)).sort(2, descending=True).values
+        of_group = groups[:, :, :2].sum(2) if routing.has_pairs else groups[:, :, 0]
+        top = of_group.argsort(dim=1, descending=True, stable=True)[:, : routing.top_groups]
+        is_in = torch.zeros_like(of_group, dtype=torch.bool).scatter(1, top, torch.ones_like(top, dtype=torch.bool))
+        is_out = ~is_in.gather(1, ids // groups.shape[2])
+        ids = ids.gather(1, is_out.int().argsort(dim=1, stable=True))
+    ids = ids[:, : routing.top_k]
+    weights = _shares(logits, ids, routing.jitter) if routing.scoring == "sparsemixer" else scores.gather(1, ids)
+    if routing.is_normalized:
+        weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
+    return ids.int(), weights * routing.scale
+
+
+def _shares(logits: Tensor, ids: Tensor, jitter: float) -> Tensor:
+    """Of each chosen logit, its share in a softmax over those that are left when it is chosen, and near it."""
+    left, shares = logits, []
+    for index in ids.T[:, :, None]:
+        highest = logits.gather(1, index)
+        is_far = (highest - logits) / torch.maximum(logits.abs(), highest) > 2 * jitter
+        shares.append(torch.softmax(left.masked_fill(is_far, -torch.inf), 1).gather(1, index))
+        left = left.scatter(1, index, -torch.inf)
+    return torch.cat(shares, 1)
+
+
+def combine_experts(y: Tensor, weights: Tensor, places: Tensor, shared: Tensor | None, gate: Tensor | None) -> Tensor:
+    """The sums over each token's experts of results times weights [num_tokens, top_k]: y [num_pairs, width], places
+    [num_tokens * top_k] -> [num_tokens, width]. `shared` is added, times the sigmoid of `gate` [num_tokens, 1]."""
+    results = y[places.long()].float().view(*weights.shape, y.shape[1])  # [num_tokens, top_k, width]
+    out = (results * weights[:, :, None]).sum(1)
+    if shared is not None:
+        out = out + (shared.float() if gate is None else shared.float() * torch.sigmoid(gate))
+    return out.to(y.dtype)
 
 
 def embedding(token_ids: Tensor, table: Tensor) -> Tensor:

@@ -1,10 +1,15 @@
 """Attention over the paged KV cache. Projections, head norms and rotary embedding are the model's."""
 
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
 from torch import Tensor, nn
 
 from quire import kernels
 from quire.kernels.variants import PLAIN, AttentionVariant
 from quire.models.layers.batch_tensors import BatchTensors, LayerKVCache
+from quire.models.layers.weighted_layer import Part, WeightedLayer, WeightSpec
 
 
 class Attention(nn.Module):
@@ -22,3 +27,17 @@ class Attention(nn.Module):
         return kernels.paged_attention(
             query, kv.k, kv.v, batch.query_start, batch.seq_lens, group.block_tables, self.scale, self.variant
         )
+
+
+class SinkAttention(Attention, WeightedLayer):
+    """Attention in which a learned score of each head takes its share of the softmax, and has no value (gpt-oss)."""
+
+    def __init__(self, scale: float, variant: AttentionVariant, num_heads: int) -> None:
+        super().__init__(scale, variant)
+        self._spec = WeightSpec((Part((num_heads,)),), torch.float32)
+
+    def weight_specs(self) -> Mapping[str, WeightSpec]:
+        return {"sinks": self._spec}
+
+    def set_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        self.variant = replace(self.variant, sinks=tensors["sinks"].clone())  # [num_heads]
