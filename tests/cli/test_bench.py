@@ -45,7 +45,7 @@ def test_kernels_reach_a_share_of_the_limit(rows: Rows, monkeypatch: pytest.Monk
     found = rows("kernels", "--rows", "2", "--seconds", "0", "--dtype", "float32")
     assert {row["kernel"].split()[0] for row in found} == {
         "matmul", "add_lora", "rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "gelu", "gated",
-        "rotary_embedding", "sample", "top_logprobs", "copy_blocks",
+        "rotary_embedding", "interleaved", "scale", "softcap", "sample", "top_logprobs", "copy_blocks",
     }  # fmt: skip
     for row in found:
         assert row["us"] > 0
@@ -65,7 +65,8 @@ def test_attention_decodes_every_context_and_prefills_the_short_ones(
     found = rows("attention", "--context", "40", "4096", "--num-seqs", "1", "3", "--seconds", "0")
     cases = {(row["attention"], row["context"], row["num_seqs"]) for row in found}
     decodes = {("decode", context, num_seqs) for context in (40, 4096) for num_seqs in (1, 3)}
-    assert cases == decodes | {("shared", 40, 3), ("shared", 4096, 3), ("prefill", 40, 1)}
+    variants = {(variant, context, 1) for variant in ("softcap", "sinks", "slopes") for context in (40, 4096)}
+    assert cases == decodes | variants | {("shared", 40, 3), ("shared", 4096, 3), ("prefill", 40, 1)}
     assert {row["cache"] for row in found} == {"bfloat16", "int8"}
     assert all(row["of_limit"] > 0 for row in found)
 

@@ -1,5 +1,7 @@
 """Workspaces and recorded kernels."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -78,6 +80,43 @@ def test_a_replay_computes_from_what_is_in_place_now():
         graph.replay()
         assert torch.equal(out, kernels.activation(kernels.matmul(x, weight), "relu"))
     assert len(graph) == 2, "nothing is recorded any more"
+
+
+CONSTANTS = torch.linspace(0.5, 2, 8), torch.arange(6), torch.linspace(-1, 1, 24).view(6, 4)
+
+
+def run_on_rows(x: torch.Tensor, constants: Sequence[torch.Tensor] = CONSTANTS) -> list[torch.Tensor]:
+    """Call each kernel that works on rows alone on x [6, 8]; those in place change it."""
+    weight, positions, cos_sin = constants
+    kernels.scale(x, 0.75)
+    kernels.softcap(x, 3.0)
+    kernels.rotary_embedding(x.view(6, 2, 4), positions, cos_sin, interleaved=True)
+    return [
+        kernels.layer_norm(x, weight, None, 1e-5),
+        kernels.add_layer_norm(x, x, weight, None, 1e-5),
+        kernels.activation(x, kernels.XIELU(0.8, 1.3)),
+        kernels.gated_activation(x, kernels.ClampedSwiGLU()),
+    ]
+
+
+@needs_native
+def test_kernels_on_rows_are_recorded() -> None:
+    graph, x = kernels.backend_for("cpu").graph(), torch.randn(6, 8)
+    with kernels.Workspace().recording(), graph.record():
+        outs = run_on_rows(x)
+    assert len(graph) == 7
+    for seed in range(2):
+        x.copy_(torch.randn(6, 8, generator=torch.Generator().manual_seed(seed)))
+        expected = run_on_rows(x.clone())
+        graph.replay()
+        assert all(map(torch.equal, outs, expected))
+
+
+def test_kernels_on_rows_allocate_their_outputs_alone() -> None:
+    meter = kernels.Meter()
+    with meter:
+        outs = run_on_rows(torch.zeros(6, 8, device="meta"), [constant.to("meta") for constant in CONSTANTS])
+    assert meter.peak_bytes == sum(-(-out.nbytes // 64) * 64 for out in outs)
 
 
 @needs_native

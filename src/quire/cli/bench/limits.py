@@ -15,7 +15,8 @@ import torch
 
 from quire import kernels
 from quire.common.errors import ConfigError
-from quire.kernels.backends.native_backend import DTYPE_CODES, NativeBackend
+from quire.kernels.backends.native_arguments import DTYPE_CODES
+from quire.kernels.backends.native_backend import NativeBackend
 from quire.models.layers.embedding import Embedding
 from quire.models.layers.linear import LmHead
 from quire.models.registry import model_class

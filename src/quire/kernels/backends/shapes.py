@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.kernels.backends.base import Backend
 from quire.kernels.backends.reference_backend import ReferenceBackend
 from quire.kernels.backends.workspace import Workspace, empty
-from quire.kernels.expert_weights import ExpertRows, ExpertWeights, Routing
+from quire.kernels.experts.weights import ExpertRows, ExpertWeights, Routing
 from quire.kernels.variants import ActivationKind
 from quire.kernels.weights import LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
 

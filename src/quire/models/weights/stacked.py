@@ -10,7 +10,7 @@ import numpy as np
 
 from quire.common.errors import CheckpointError
 from quire.config.checkpoint.tensors import Checkpoint, TensorInfo
-from quire.kernels.expert_weights import MAX_EXPERTS
+from quire.kernels.experts.weights import MAX_EXPERTS
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,10 @@ class Glm4MoeForCausalLM(Decoder):
 
     @classmethod
     def stacks(cls, config: ModelConfig) -> tuple[Stack, ...]:
-        return (*super().stacks(config), Stack(rf"^model\.layers\.{config.hf_config.size('num_hidden_layers')}\.", ()),)
+        return (
+            *super().stacks(config),
+            Stack(rf"^model\.layers\.{config.hf_config.size('num_hidden_layers')}\.", ()),
+        )
 
 
 def corrected_experts(hf: HFConfig) -> ExpertsShape:

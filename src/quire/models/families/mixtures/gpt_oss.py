@@ -37,7 +37,10 @@ class GptOssForCausalLM(Decoder):
     @classmethod
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
         is_sliding = layer_type(hf, layer, lambda i: FULL if i % 2 else SLIDING) == SLIDING
-        window, bias = hf.size("sliding_window", _DEFAULT_WINDOW) if is_sliding else None, hf.flag("attention_bias", True)
+        window, bias = (
+            hf.size("sliding_window", _DEFAULT_WINDOW) if is_sliding else None,
+            hf.flag("attention_bias", True),
+        )
         shape = super().attention_shape(hf, layer)
         return replace(shape, qkv_bias=bias, o_bias=bias, sliding_window=window, has_sinks=True)
 
