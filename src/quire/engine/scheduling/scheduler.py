@@ -28,6 +28,9 @@ FIRST_CHUNK = 64
 """Tokens of prompts in a step while the time of a step is still unknown."""
 MIN_CHUNK = 16
 """Tokens of prompts in a step at least, however short the target time of a step is."""
+LOOK_AHEAD = 256
+"""Queued requests that may start in a step, so that its cost does not grow with the queue. Those whose adapters find no
+slot are passed over at little cost, and do not count."""
 
 
 class Scheduler:
@@ -233,7 +236,10 @@ class Scheduler:
             return
         requests.planning_group = None
         self.adapters.begin_step()
+        num_left = LOOK_AHEAD
         for group in requests.policy.candidates(self.clock()):
+            if num_left == 0:
+                return
             if not plan.allows(group):
                 continue
             requests.planning_group = group
@@ -243,6 +249,7 @@ class Scheduler:
                 continue
             if not (self._resume(group, plan) if group in requests.swapped else self._start(group, plan)):
                 return
+            num_left -= 1
             requests.planning_group = None
 
     def _admit_adapter(self, group: SequenceGroup) -> bool:
