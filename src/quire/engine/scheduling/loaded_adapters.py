@@ -65,7 +65,8 @@ class LoadedAdapters:
         self._contents: dict[str, _Content] = {}  # by digest: those in slots, and those that requests use
         self._kept: Set[str] = frozenset()
         self._claimed: set[_Content] = set()
-        self._waiting: set[_Content] = set()  # those that have found no slot in this step
+        self.waiting: set[str] = set()
+        """Digests of the adapters that have found no slot in this step: their requests need not be asked about."""
         self._num_starts = self._num_steps = 0
         self._stats: dict[str, AdapterStats] = {}
 
@@ -95,20 +96,19 @@ class LoadedAdapters:
         """Requests may start in another step. Claims of the last one are forgotten."""
         self._num_steps += 1
         self._claimed.clear()
-        self._waiting.clear()
+        self.waiting.clear()
 
     def admit(self, group: SequenceGroup) -> bool:
         """Whether the request may start: its adapter is in a slot, into which this call has loaded it if need be.
-        Requests must be asked in the policy's order. Raises what loading raises."""
+        Requests must be asked about in the policy's order, those of `waiting` adapters not at all. Raises what loading
+        raises."""
         content = self._content(group)
         if content.slot >= 0:
             return group in content.holders or content not in self._claimed
-        if content in self._waiting:
-            return False
         victims, is_enough = self._victims(content)
         if not is_enough or any(victim.holders for victim in victims):
             self._claimed.update(victims)
-            self._waiting.add(content)
+            self.waiting.add(content.adapter.digest)
             return False
         for victim in victims:
             self._unload(victim)

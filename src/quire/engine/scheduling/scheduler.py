@@ -236,11 +236,11 @@ class Scheduler:
             return
         requests.planning_group = None
         self.adapters.begin_step()
-        num_left = LOOK_AHEAD
+        num_left, waiting = LOOK_AHEAD, self.adapters.waiting
         for group in requests.policy.candidates(self.clock()):
             if num_left == 0:
                 return
-            if not plan.allows(group):
+            if (group.adapter is not None and group.adapter.digest in waiting) or not plan.allows(group):
                 continue
             requests.planning_group = group
             if plan.is_full(self.config.max_num_seqs, group.num_wanted_seqs):
