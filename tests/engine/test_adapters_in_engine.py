@@ -162,7 +162,9 @@ def test_an_adapter_that_vanishes_or_changes_ends_only_its_own_requests(llm: LLM
     assert "adapter 'adapter-1' could not be loaded" in outputs[0].error
     assert "adapter 'adapter-2' could not be loaded" in outputs[1].error
     assert "has changed since the adapter was added" in outputs[1].error
-    assert [output.outputs[0].finish_reason for output in outputs] == ["abort", "abort", "length", "length"]
+    assert [output.outputs[0].finish_reason for output in outputs] == ["ignored", "ignored", "length", "length"]
+    with pytest.raises(RequestError, match="could not be loaded: its folder has no adapter_config"):
+        run(llm, PROMPT, request(gone, 1))
     shutil.rmtree(changed)
 
 

@@ -216,10 +216,11 @@ def test_an_adapter_that_cannot_be_loaded_ends_only_its_own_requests(caplog, mon
     harness.executor.lost.add("b")
     lost, others = add(harness, B), [add(harness, of) for of in (A, C, None)]
     harness.run()
-    assert lost.seqs[0].status is SequenceStatus.FINISHED_ABORTED
-    assert lost.has_failed
-    assert lost.error == "the adapter 'b' could not be loaded: /adapters/b is gone"
-    assert [record.getMessage() for record in caplog.records] == [f"request 0: {lost.error}"]
+    assert lost.seqs[0].status is SequenceStatus.FINISHED_IGNORED
+    assert lost.error == "the adapter 'b' could not be loaded: its folder is gone"
+    assert [record.getMessage() for record in caplog.records] == [
+        "request 0: the adapter could not be loaded: /adapters/b is gone"
+    ]
     for group in others:
         harness.check_output(group)
     harness.executor.lost.clear()

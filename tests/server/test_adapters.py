@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -142,7 +143,27 @@ def test_wrong_folders_are_refused(server: Server, adapters: Path, path: str, st
     assert answer.status == status
     assert reason in answer.error["message"]
     assert "\n" not in answer.error["message"]
+    assert str(adapters) not in answer.error["message"], "a path that the client has not given"
     assert server.get("/v1/models/x").status == 404
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_adapter_whose_files_vanish_gives_an_error_that_says_so(
+    server: Server, adapters: Path, stream: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
+    sizes = tiny_sizes(EngineArgs().resolve().model)
+    folder = write_adapter(adapters / "brief", make_tensors(sizes, 2, seed=9 + stream), r=2)
+    assert server.post(LOAD, {"lora_name": "brief", "lora_path": "brief"}).status == 200
+    shutil.rmtree(folder)
+    caplog.clear()
+    answer = server.post("/v1/completions", COMPLETION | {"model": "brief", "stream": stream})
+    reason = "its folder has no adapter_config.json: not the folder of a PEFT adapter"
+    assert (answer.status, answer.error["message"]) == (400, f"the adapter 'brief' could not be loaded: {reason}")
+    (line,) = [record for record in caplog.records if "could not be loaded" in record.getMessage()]
+    assert line.exc_info is None
+    assert str(folder) in line.getMessage()
+    assert not any(record.exc_info for record in caplog.records)
 
 
 @pytest.mark.parametrize(("name", "reason"), [("", "lora_name=''"), ("a\n", "printable"), ("alias", "is taken by")])

@@ -253,14 +253,16 @@ class Scheduler:
             requests.planning_group = None
 
     def _admit_adapter(self, group: SequenceGroup) -> bool:
-        """Whether the request's adapter is in a slot. A request whose adapter cannot be loaded ends."""
+        """Whether the request's adapter is in a slot. A request whose adapter cannot be loaded ends; only the log says
+        where the adapter's files should be."""
         try:
             return self.adapters.admit(group)
         except CheckpointError as error:
             assert group.adapter is not None
-            group.error = f"the adapter {group.adapter.name!r} could not be loaded: {error}"
-            logger.error("request %s: %s", group.request_id, group.error)
-            self._end_queued(group, SequenceStatus.FINISHED_ABORTED)
+            logger.error("request %s: the adapter could not be loaded: %s", group.request_id, error)
+            reason = str(error).replace(group.adapter.folder, "its folder")
+            group.error = f"the adapter {group.adapter.name!r} could not be loaded: {reason}"
+            self._end_queued(group, SequenceStatus.FINISHED_IGNORED)
             return False
 
     def _start(self, group: SequenceGroup, plan: StepPlan) -> bool:
