@@ -152,6 +152,27 @@ def test_one_for_all_or_one_for_each(llm: LLM, folders: list[Path]) -> None:
     assert len(run(llm, ["a", "b"], request(folders[0]))) == 2
 
 
+def test_outputs_name_their_adapter(llm: LLM, folders: list[Path]) -> None:
+    asked = LoRARequest("adapter-1", 1, str(folders[0]), "base")
+    outputs = run(llm, [PROMPT] * 2, [asked, None])
+    assert [output.lora_request for output in outputs] == [asked, None]
+
+
+def test_a_pinned_adapter_stays_loaded(llm: LLM, folders: list[Path]) -> None:
+    engine = llm.engine
+    numbers = range(1, 7)
+    for number in numbers:
+        engine.add_lora(request(folders[number - 1], number))
+    assert [engine.pin_lora(number) for number in (1, 2, 2, 3, 9)] == [True, True, True, True, False]
+    with pytest.raises(RequestError, match="'adapter-4' cannot be pinned: one of the 4 slots must be left for others"):
+        engine.pin_lora(4)
+    for number in numbers:
+        run(llm, PROMPT, request(folders[number - 1], number))
+    assert {adapter.lora_int_id for adapter in engine.scheduler.adapters.loaded} == {1, 2, 3, 6}
+    engine.remove_lora(1)
+    assert len(engine.adapters.pinned) == 2
+
+
 def test_an_adapter_that_vanishes_or_changes_ends_only_its_own_requests(llm: LLM, folders: list[Path]) -> None:
     gone, changed = (Path(shutil.copytree(folders[i], folders[0].parent / name)) for i, name in enumerate("xy"))
     for number, folder in enumerate((gone, changed), start=1):

@@ -105,6 +105,19 @@ def test_the_least_recently_used_adapter_that_no_request_holds_is_unloaded() -> 
     assert [each.name for each in harness.adapters.loaded] == ["a", "c"]
 
 
+def test_a_pinned_adapter_makes_room_only_if_all_others_cannot() -> None:
+    harness = Harness(num_blocks=20, max_loras=2, lora_bytes=3)
+    harness.adapters.keep_only(kept(A, B, C, D), pinned=kept(A))
+    for of in (A, B, C, D):
+        add(harness, of, max_tokens=1)
+        harness.run()
+    assert [each.name for each in harness.adapters.loaded] == ["a", "d"]
+    large = add(harness, adapter("x", num_bytes=3), max_tokens=1)
+    harness.run()
+    harness.check_output(large)
+    assert harness.adapters.loaded == []
+
+
 def test_a_request_without_a_slot_does_not_block_those_behind_it() -> None:
     harness = Harness(num_blocks=20, max_loras=1)
     running, waiting, base = add(harness, A, max_tokens=8), add(harness, B), add(harness, None)

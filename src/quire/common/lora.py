@@ -81,6 +81,11 @@ class KnownAdapter(msgspec.Struct, frozen=True):
     """Memory that it takes in a slot."""
     base_model_name: str | None = None
 
+    @property
+    def request(self) -> LoRARequest:
+        """A request for it."""
+        return LoRARequest(self.name, self.lora_int_id, self.folder, self.base_model_name)
+
 
 def check_name(name: str, value: Any) -> None:
     """Raise InvalidParamsError unless the value can be the name of an adapter."""

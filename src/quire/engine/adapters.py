@@ -30,15 +30,17 @@ class AdapterTable:
         model: ModelConfig,
         config: LoRAConfig | None,
         *,
-        on_change: Callable[[Set[str]], None] = lambda digests: None,
+        on_change: Callable[[Set[str], Set[str]], None] = lambda digests, pinned: None,
         inspect: Callable[[Path, ModelConfig, int], AdapterInfo] | None = None,
     ) -> None:
-        """`on_change` receives the digests of all adapters when they change; `inspect` is inspect_adapter."""
+        """`on_change` receives the digests of all adapters and of the pinned ones when they change; `inspect` is
+        inspect_adapter."""
         self._model = model
         self._config = config
         self._on_change = on_change
         self._inspect = inspect or _inspect
         self._by_name: dict[str, KnownAdapter] = {}
+        self._pinned: set[str] = set()  # names
         self._last_id = 0
 
     def __iter__(self) -> Iterator[KnownAdapter]:
@@ -52,6 +54,11 @@ class AdapterTable:
     def digests(self) -> frozenset[str]:
         """The digests of all adapters."""
         return frozenset(adapter.digest for adapter in self._by_name.values())
+
+    @property
+    def pinned(self) -> frozenset[str]:
+        """The digests of the pinned adapters."""
+        return frozenset(self._by_name[name].digest for name in self._pinned)
 
     def known(self, request: AnyAdapter) -> KnownAdapter | None:
         """The adapter that a request names, if it needs not be added; otherwise None."""
@@ -113,15 +120,32 @@ class AdapterTable:
         if (other := next(others, None)) is not None:
             raise RequestError(f"lora_int_id={adapter.lora_int_id} is that of the adapter {other.name!r}: use another")
         self._by_name[adapter.name] = adapter
-        self._on_change(self.digests)
+        self._on_change(self.digests, self.pinned)
         return adapter
+
+    def pin(self, lora_id: int) -> bool:
+        """Keep an adapter in its slot, from the first request that uses it until it is removed. Returns False if it is
+        unknown. Raises RequestError if no slot would be left for others."""
+        found = next((adapter for adapter in self if adapter.lora_int_id == lora_id), None)
+        if found is None:
+            return False
+        num_slots = self.check_enabled().max_loras
+        if len(self.pinned | {found.digest}) >= num_slots:
+            raise RequestError(
+                f"the adapter {found.name!r} cannot be pinned: one of the {num_slots} slots must be left for others; "
+                "raise max_loras"
+            )
+        self._pinned.add(found.name)
+        self._on_change(self.digests, self.pinned)
+        return True
 
     def remove(self, adapter: int | str) -> bool:
         """Forget an adapter, given by id or name; requests that use it finish. Returns False if it is unknown."""
         found = [known.name for known in self if adapter in (known.lora_int_id, known.name)]
         for name in found:
             del self._by_name[name]
-        self._on_change(self.digests)
+            self._pinned.discard(name)
+        self._on_change(self.digests, self.pinned)
         return bool(found)
 
     def new_id(self) -> int:

@@ -50,9 +50,9 @@ class EngineAdapters:
         except CheckpointError as error:
             raise refused(request, error) from error
 
-    def _send(self, digests: Set[str]) -> None:
+    def _send(self, digests: Set[str], pinned: Set[str]) -> None:
         if self._engine.death is None:
-            self._engine.send(KeepAdapters(frozenset(digests)))
+            self._engine.send(KeepAdapters(frozenset(digests), frozenset(pinned)))
 
     def on_message(self, message: Event) -> None:
         """Give an answer to the call that waits for it."""
@@ -69,7 +69,7 @@ class EngineAdapters:
     def on_restart(self, ready: Ready) -> None:
         """Send the adapters to keep to the new engine, which keeps none by itself."""
         if digests := self.table.digests:
-            self._send(digests)
+            self._send(digests, self.table.pinned)
 
     def on_loss(self, error: EngineDeadError) -> None:
         """End the calls that wait."""
