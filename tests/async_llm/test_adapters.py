@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 
 from quire import (
@@ -148,6 +149,16 @@ def test_wrong_adapters_are_refused_as_in_the_engine_itself(door: Door, tmp_path
         door.run(door.llm.add_lora(nothing))
     with pytest.raises(InvalidParamsError, match="must be a LoRARequest or None, not str"):
         door.run(text(door, "a"))
+
+
+def test_paths_and_hub_ids_are_this_process(
+    door: Door, folders: list[Path], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: str(folders[0]))
+    monkeypatch.chdir(folders[1].parent)
+    adapters = [LoRARequest("hub", 1, "org/name"), LoRARequest("here", 2, folders[1].name)]
+    assert [door.run(text(door, of)) for of in adapters] == expected[1:3]
+    assert door.llm.adapters.get("hub").request == adapters[0]
 
 
 def test_an_engine_that_dies_while_it_reads_an_adapter_ends_the_call(door: Door, folders: list[Path]) -> None:

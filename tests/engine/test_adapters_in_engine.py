@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 
 from quire import LLM, BeamSearchParams, InvalidParamsError, LoRARequest, RequestError, RequestOutput, SamplingParams
@@ -156,6 +157,24 @@ def test_outputs_name_their_adapter(llm: LLM, folders: list[Path]) -> None:
     asked = LoRARequest("adapter-1", 1, str(folders[0]), "base")
     outputs = run(llm, [PROMPT] * 2, [asked, None])
     assert [output.lora_request for output in outputs] == [asked, None]
+
+
+def test_an_adapter_on_the_hub_is_downloaded_once_without_pickles(
+    llm: LLM, folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    downloads: list[list[str]] = []
+
+    def download(name: str, **options: Any) -> str:
+        assert name == "org/adapter"
+        downloads.append(options["allow_patterns"])
+        return str(folders[0])
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    asked = LoRARequest("mine", 1, "org/adapter")
+    first, second = (run(llm, PROMPT, asked)[0] for _ in range(2))
+    assert bits(first) == bits(second) == bits(run(llm, PROMPT, request(folders[0], 2))[0])
+    assert first.lora_request == asked
+    assert downloads == [["adapter_config.json", "adapter_model.safetensors"]]
 
 
 def test_a_pinned_adapter_stays_loaded(llm: LLM, folders: list[Path]) -> None:

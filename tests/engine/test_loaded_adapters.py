@@ -21,7 +21,7 @@ from .fake import Harness
 
 def adapter(name: str, num_bytes: int = 1, digest: str = "") -> KnownAdapter:
     digest = digest or name
-    return KnownAdapter(name, ord(name[0]), f"/adapters/{name}", digest, num_bytes)
+    return KnownAdapter(name, ord(name[0]), f"/adapters/{name}", digest, num_bytes, name)
 
 
 A, B, C, D, E = map(adapter, "abcde")

@@ -130,6 +130,7 @@ def test_adapters_come_and_go(server: Server, adapters: Path) -> None:
         ("a\0b", 400, "is not a path"),
         ("..", 403, "not below the server's lora_dir"),
         (".", 403, "not below the server's lora_dir"),
+        ("org/name", 400, "has no adapter_config.json"),  # no hub id here
         ("1/../../x", 403, "not below the server's lora_dir"),
         ("/etc", 403, "not below the server's lora_dir"),
         ("link", 403, "not below the server's lora_dir"),

@@ -76,7 +76,7 @@ class RequestOutput:
     """Log-probabilities of each prompt token computed so far, if requested; None for the first token, which nothing
     predicts. With output_kind "delta", only the first output has them."""
     lora_request: LoRARequest | None = None
-    """The LoRA adapter that it used, with the absolute path of its folder."""
+    """The LoRA adapter that it used."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from quire.common.errors import CheckpointError, InvalidParamsError, RequestError
 from quire.common.lora import KnownAdapter, LoRARequest
+from quire.config.checkpoint.location import adapter_folder
 from quire.config.lora import LoRAConfig
 from quire.config.model import ModelConfig
 from quire.config.sizes import format_bytes
@@ -67,7 +68,7 @@ class AdapterTable:
         if not isinstance(request, LoRARequest):
             raise InvalidParamsError(f"lora_request must be a LoRARequest or None, not {type(request).__name__}")
         found = self._by_name.get(request.lora_name)
-        is_same = found is not None and (found.lora_int_id, found.folder) == (request.lora_int_id, request.folder)
+        is_same = found is not None and (found.lora_int_id, found.path) == (request.lora_int_id, request.path)
         return found if is_same and not request.load_inplace else None
 
     def of_request(self, request: AnyAdapter) -> KnownAdapter | None:
@@ -86,10 +87,12 @@ class AdapterTable:
         return self.put(self.inspect(request), replaces=request.load_inplace)
 
     def inspect(self, request: LoRARequest) -> KnownAdapter:
-        """Read an adapter's files without adding it; may run in a thread. Raises RequestError if it can never be used
-        here, and CheckpointError if it cannot be read or does not belong to the model."""
+        """Read an adapter's files without adding it, downloaded first for a hub id; may run in a thread. Raises
+        RequestError if it can never be used here, and CheckpointError if it cannot be read or does not belong to the
+        model."""
         config = self.check_enabled()
-        info = self._inspect(Path(request.folder), self._model, config.max_lora_rank)
+        folder = adapter_folder(request.path)
+        info = self._inspect(folder, self._model, config.max_lora_rank)
         limit = config.max_bytes
         if limit is not None and info.num_bytes > limit:
             raise RequestError(
@@ -98,7 +101,13 @@ class AdapterTable:
             )
         base_model_name = request.base_model_name or info.base_model_name
         return KnownAdapter(
-            request.lora_name, request.lora_int_id, request.folder, info.digest, info.num_bytes, base_model_name
+            request.lora_name,
+            request.lora_int_id,
+            str(folder),
+            info.digest,
+            info.num_bytes,
+            request.path,
+            base_model_name,
         )
 
     def check_enabled(self) -> LoRAConfig:
