@@ -26,7 +26,12 @@ static void dequantize_row(const PanelReader& reader, const char* data, int64_t 
       if (format.bits == 4) integer = i == half ? integer & 15 : integer >> 4;
       if (format.table != nullptr) integer = format.table[integer];
       const int64_t at = ((begin + i) / format.group - first) * kPanelColumns + j;
-      values[i] = float(integer - format.zero) * scales[at];
+      int32_t zero = format.zero;
+      if (reader.has_offsets()) {
+        integer *= 2;
+        zero = (reinterpret_cast<const uint16_t*>(panel)[first * kPanelColumns + at] & 15) + 8;
+      }
+      values[i] = float(integer - zero) * scales[at];
       if (format.min != Number::kNone) values[i] = values[i] - mins[at];
     }
     for_parts(count, [&](int64_t i, int64_t n) { store_some(out + begin + i, load_n(values + i, n), n); });
