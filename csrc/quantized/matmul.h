@@ -113,7 +113,7 @@ struct QuantizedTile {
 
   // Integers that are multiplied, of one half of each byte: twice the stored ones where there are offsets.
   QUIRE_INLINE i32 half_of(i32 bytes, bool is_upper) {
-    if constexpr (kOffsets) return (is_upper ? bytes >> 3 : bytes << 1) & 0x1e1e1e1e;
+    if constexpr (kOffsets) return (is_upper ? rotated_left<28>(bytes) : bytes) & 0x1e1e1e1e;
     return (is_upper ? bytes >> 4 : bytes) & 0x0f0f0f0f;
   }
 
@@ -149,17 +149,17 @@ struct QuantizedTile {
     for (int64_t index = 0; index < piece.groups; ++index) {
       const int64_t group = piece.first + index;
       const XValue* x = reinterpret_cast<const XValue*>(rows) + group * layout.group;
-      i32 acc[R][G], numbers[G];
+      const uint16_t* offset_scales = piece.offset_scales + index * kPanelColumns + column;
+      i32 acc[R][G], offset[G];
       QUIRE_UNROLL
       for (int g = 0; g < G; ++g) {
-        const int64_t at = index * kPanelColumns + column + g * W;
-        if constexpr (kOffsets) numbers[g] = load_integers<u16_lanes>(piece.offset_scales + at);
+        if constexpr (kOffsets) offset[g] = offset_of(load_integers<u16_lanes>(offset_scales + g * W));
       }
       QUIRE_UNROLL
       for (int r = 0; r < R; ++r) {
         const i32 lack = set1_lane(rows + r * row_bytes + lacks_at + group * int64_t(sizeof(int32_t)));
         QUIRE_UNROLL
-        for (int g = 0; g < G; ++g) acc[r][g] = kOffsets ? multiply_pairs(offset_of(numbers[g]), lack) : lack;
+        for (int g = 0; g < G; ++g) acc[r][g] = kOffsets ? multiply_pairs(offset[g], lack) : lack;
       }
       for (int64_t unit = 0; unit < unit_rows; ++unit, units += kUnitRowBytes, x += kUnitBytes) {
         QUIRE_UNROLL
@@ -170,8 +170,8 @@ struct QuantizedTile {
       f32 scale[G];
       QUIRE_UNROLL
       for (int g = 0; g < G; ++g) {
-        const int64_t at = index * kPanelColumns + column + g * W;
-        scale[g] = kOffsets ? scale_of(numbers[g]) : load(piece.scales + at);
+        scale[g] = kOffsets ? scale_of(load_integers<u16_lanes>(offset_scales + g * W))
+                            : load(piece.scales + index * kPanelColumns + column + g * W);
       }
       QUIRE_UNROLL
       for (int r = 0; r < R; ++r) {

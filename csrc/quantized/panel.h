@@ -22,7 +22,10 @@ static void dequantize_row(const PanelReader& reader, const char* data, int64_t 
     alignas(64) float values[QuantizedShape::kBlock];
     for (int64_t i = 0; i < count; ++i) {
       const int64_t half = format.bits == 4 ? i % (QuantizedShape::kBlock / 2) : i;
-      int32_t integer = uint8_t(units[half / kUnitBytes * kUnitRowBytes + half % kUnitBytes]);
+      uint32_t unit;
+      std::memcpy(&unit, units + half / kUnitBytes * kUnitRowBytes, sizeof unit);
+      if (reader.has_offsets()) unit = unit >> 1 | unit << 31;
+      int32_t integer = unit >> (half % kUnitBytes * 8) & 255;
       if (format.bits == 4) integer = i == half ? integer & 15 : integer >> 4;
       if (format.table != nullptr) integer = format.table[integer];
       const int64_t at = ((begin + i) / format.group - first) * kPanelColumns + j;

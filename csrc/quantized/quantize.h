@@ -56,7 +56,7 @@ struct WeightBlock {
         if constexpr (kBits == 4) bits = bits | stored(row * 4 + byte + kBlockK / 2) << 4;
         unit = unit | bits << (8 * byte);
       }
-      store_lanes(out + row * kUnitRowBytes + first * kUnitBytes, unit);
+      store_lanes(out + row * kUnitRowBytes + first * kUnitBytes, kBits == 4 ? rotated_left<1>(unit) : unit);
     }
   }
 };

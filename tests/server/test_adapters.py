@@ -299,6 +299,37 @@ def test_adapters_are_loaded_and_unloaded_while_others_stream(adapters: Path, nu
         door.close()
 
 
+def test_an_adapter_is_unloaded_while_many_streams_use_it(server: Server) -> None:
+    """They end with the tokens that they would have had, those that wait too; new requests find no such model."""
+    load = {"lora_name": "brief", "lora_path": "1"}
+    body = COMPLETION | {"model": "brief", "max_tokens": 12, "ignore_eos": True, "stream": True}
+
+    async def post(path: str, given: Any) -> Answer:
+        return await server.request("POST", path, json.dumps(given).encode())
+
+    async def stream(prompt: str) -> str:
+        answer = await post("/v1/completions", body | {"prompt": prompt})
+        return "".join(event["choices"][0]["text"] for event in answer.events if event["choices"])
+
+    async def unloaded_meanwhile() -> list[str]:
+        assert (await post(LOAD, load)).status == 200
+        streams = [asyncio.create_task(stream(f"def f{i}(")) for i in range(32)]
+        while not (used := server.engine.stats().adapters.get("brief")) or used.num_running < 8:
+            await asyncio.sleep(0)
+        assert (await post(UNLOAD, {"lora_name": "brief"})).status == 200
+        assert (await post("/v1/completions", body)).error["code"] == "model_not_found"
+        assert not any(each.done() for each in streams)
+        texts = await asyncio.gather(*streams)
+        assert "brief" not in {adapter.name for adapter in server.engine.scheduler.adapters.loaded}
+        return texts
+
+    async def alone() -> list[str]:
+        assert (await post(LOAD, load)).status == 200
+        return [await stream(f"def f{i}(") for i in (0, 9, 31)]
+
+    assert [asyncio.run(unloaded_meanwhile())[i] for i in (0, 9, 31)] == asyncio.run(alone())
+
+
 def test_a_model_that_was_never_loaded_lists_its_adapters() -> None:
     pool = ModelPool(specs(a=["x=/x"], b=[]), ServerArgs(model_memory="1GiB"))
     assert [entry.adapter_names for entry in pool.entries] == [("x",), ()]
