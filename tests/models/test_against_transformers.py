@@ -131,7 +131,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         EXPERTS
         | {"attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.3, "sliding_window": None}
         # transformers takes the short factors for every length
-        | {"rope_parameters": LONGROPE | {"long_factor": LONGROPE["short_factor"], "short_mscale": 1.2, "long_mscale": 1.2}},
+        | {
+            "rope_parameters": LONGROPE
+            | {"long_factor": LONGROPE["short_factor"], "short_mscale": 1.2, "long_mscale": 1.2}
+        },
     ),
     "glm4-moe": ("Glm4MoeForCausalLM", LLAMA | GLM_EXPERTS | {"head_dim": 16, "num_mtp_layers": 0}),
     "glm4-moe-groups": (

@@ -40,9 +40,7 @@ class SelfAttention(nn.Module):
         self.o_proj = Linear(sizes[0], hidden_size, bias=shape.o_bias, dtype=dtype, is_transposed=is_transposed)
         variant = AttentionVariant(shape.sliding_window)
         self.attn = (
-            SinkAttention(shape.scale, variant, shape.num_heads)
-            if shape.has_sinks
-            else Attention(shape.scale, variant)
+            SinkAttention(shape.scale, variant, shape.num_heads) if shape.has_sinks else Attention(shape.scale, variant)
         )
         self._heads = self._make_heads(shape, num_heads, rotary)
 
