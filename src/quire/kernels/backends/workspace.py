@@ -7,7 +7,7 @@ import threading
 import weakref
 from bisect import insort
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 
@@ -76,12 +76,12 @@ class Workspace:
         return sum(region.num_bytes_taken for region in self._regions)
 
 
-def _huge_pages(num_bytes: int) -> memoryview:
+def _huge_pages(num_bytes: int) -> mmap.mmap:
     """Anonymous memory, in whole pages: in huge ones where the system grants them."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(memory)
+    return memory
 
 
 class _Region:
@@ -89,7 +89,7 @@ class _Region:
 
     def __init__(self, num_bytes: int) -> None:
         num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._memory = _huge_pages(num_bytes)
+        self._memory = memoryview(_huge_pages(num_bytes))
         self._free = [(0, num_bytes)]  # sorted, none touching the next
         self._returned: deque[tuple[int, int]] = deque()  # appended to when a tensor dies, which may be within `take`
 
@@ -144,16 +144,21 @@ class WeightMemory:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._rest = memoryview(b"")
+        self._region: Callable[[], mmap.mmap | None] = lambda: None
+        """The region in use, if a matrix in it is alive."""
+        self._used = 0
 
     def empty(self, num_bytes: int) -> Tensor:
         """[num_bytes] uint8, aligned for kernels, with any contents."""
         if not _SMALL_BYTES <= num_bytes < _SHARED_BYTES // 4:
             return torch.empty(num_bytes, dtype=torch.uint8)
         with self._lock:
-            if len(self._rest) < num_bytes:
-                self._rest = _huge_pages(_SHARED_BYTES)
-            piece, self._rest = self._rest[:num_bytes], self._rest[-(-num_bytes // _ALIGNMENT) * _ALIGNMENT :]
+            region = self._region()
+            if region is None or self._used + num_bytes > _SHARED_BYTES:
+                region, self._used = _huge_pages(_SHARED_BYTES), 0
+                self._region = weakref.ref(region)
+            piece = memoryview(region)[self._used : self._used + num_bytes]
+            self._used += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         return torch.frombuffer(piece, dtype=torch.uint8)
 
 
