@@ -169,6 +169,23 @@ def test_a_table_that_is_not_the_head_too_is_not_read() -> None:
     assert WeightCosts.of(untied) == WeightCosts.of(tied)
 
 
+def test_of_experts_only_those_are_read_that_a_token_goes_to() -> None:
+    plan = plan_memory(EngineArgs(num_gpu_blocks_override=8, max_model_len=64))
+    model, sizes = plan.config.model, {"num_experts": 8, "moe_intermediate_size": 32}
+
+    def costs(top_k: int) -> WeightCosts:
+        hf = HFConfig({**model.hf_config, **sizes, "num_experts_per_tok": top_k}, "config.json")
+        mixture = dataclasses.replace(model, hf_config=hf, architecture="Qwen3MoeForCausalLM")
+        return WeightCosts.of(dataclasses.replace(plan, config=dataclasses.replace(plan.config, model=mixture)))
+
+    matrices = model.hf_config.size("num_hidden_layers") * 3 * model.hf_config.size("hidden_size") * 32
+    few, all_of_them = costs(2), costs(8)
+    assert all_of_them.body - few.body == 6 * matrices
+    assert all_of_them.num_bytes == plan.weight_bytes
+    share = (few.body + few.head) / (all_of_them.body + all_of_them.head)
+    assert few.num_bytes == pytest.approx(plan.weight_bytes * share, abs=1)
+
+
 def test_percentiles_are_values_that_were_measured() -> None:
     values = [index / 1000 for index in range(1, 101)]
     assert latency.percentiles_ms(values) == {"p50": 50, "p90": 90, "p99": 99}

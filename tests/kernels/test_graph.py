@@ -9,10 +9,24 @@ from hypothesis import strategies as st
 
 from quire import kernels
 from quire.common.errors import KernelError
-from quire.kernels.backends.workspace import empty
+from quire.kernels.backends.workspace import WeightMemory, empty
 from tests.kernels.isas import needs_native
 
 LARGE = 70_000  # bytes: what a workspace does not leave to the system
+
+
+def test_small_matrices_share_memory_which_goes_when_all_of_them_are_gone():
+    memory = WeightMemory()
+    pieces = [memory.empty(LARGE + i).fill_(i) for i in range(3)]
+    assert all(piece.data_ptr() % 64 == 0 and bool((piece == i).all()) for i, piece in enumerate(pieces))
+    assert pieces[2].data_ptr() - pieces[0].data_ptr() < 3 * LARGE
+    assert memory.empty(100).shape == (100,)
+    large = memory.empty(2**26)
+    assert large.nbytes == 2**26
+    assert memory._region() is not None
+    del pieces
+    assert memory._region() is None
+    assert memory.empty(LARGE).shape == (LARGE,)
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 5)), max_size=40))

@@ -21,7 +21,7 @@ from quire.kernels.backends.native_arguments import (
     sample_args,
 )
 from quire.kernels.backends.recording import KernelGraph
-from quire.kernels.backends.workspace import Workspace, empty, zeroed_blocks
+from quire.kernels.backends.workspace import WeightMemory, Workspace, empty, zeroed_blocks
 from quire.kernels.experts.weights import SCORINGS, ExpertRows, ExpertWeights, Routing
 from quire.kernels.sampling.tensors import SamplingTensors
 from quire.kernels.variants import ActivationKind, AttentionVariant
@@ -43,6 +43,7 @@ class NativeBackend:
     def __init__(self, native: Any) -> None:
         self.native = native
         """quire._native, which is untyped."""
+        self._weights = WeightMemory()
 
     @property
     def isa(self) -> str:
@@ -63,7 +64,7 @@ class NativeBackend:
 
     def pack_weight(self, weight: Tensor) -> PackedWeight:
         (n, k), size = weight.shape, weight.element_size()
-        data = torch.empty(self.native.packed_bytes(n, k, size), dtype=torch.uint8)
+        data = self._weights.empty(self.native.packed_bytes(n, k, size))
         self.native.pack(weight.data_ptr(), weight.stride(0) * size, n, k, size, data.data_ptr())
         return PackedWeight(n, k, weight.dtype, data, data.data_ptr())
 
@@ -87,14 +88,14 @@ class NativeBackend:
 
     def quantize_weight(self, weight: Tensor, format: str) -> QuantizedWeight | None:
         n, k = weight.shape
-        data = torch.empty(self.quantized_bytes(n, k, format, 0), dtype=torch.uint8)
+        data = self._weights.empty(self.quantized_bytes(n, k, format, 0))
         codes = FORMAT_CODES[format], DTYPE_CODES[weight.dtype]
         is_finite = self.native.quantize(*codes, weight.data_ptr(), weight.stride(0), n, k, data.data_ptr())
         return QuantizedWeight(n, k, weight.dtype, format, data, data.data_ptr()) if is_finite else None
 
     def pack_blocks(self, rows: Tensor, k: int, dtype: torch.dtype, format: str) -> QuantizedWeight:
         n = rows.shape[0]
-        data = torch.empty(self.quantized_bytes(n, k, format, 0), dtype=torch.uint8)
+        data = self._weights.empty(self.quantized_bytes(n, k, format, 0))
         self.native.pack_blocks(FORMAT_CODES[format], rows.data_ptr(), rows.stride(0), n, k, data.data_ptr())
         return QuantizedWeight(n, k, dtype, format, data, data.data_ptr())
 
@@ -102,7 +103,7 @@ class NativeBackend:
         self, integers: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype, format: str, scale_range: int
     ) -> QuantizedWeight:
         n, k = integers.shape
-        data = torch.empty(self.quantized_bytes(n, k, format, scale_range), dtype=torch.uint8)
+        data = self._weights.empty(self.quantized_bytes(n, k, format, scale_range))
         tensors = integers.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr()
         self.native.pack_integers(FORMAT_CODES[format], scale_range, *tensors, n, k, data.data_ptr())
         return QuantizedWeight(n, k, dtype, format, data, data.data_ptr(), scale_range)

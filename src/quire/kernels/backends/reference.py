@@ -181,7 +181,11 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor
     chosen_by = chosen_by.where(~chosen_by.isnan(), -torch.inf)
     ids = chosen_by.argsort(dim=1, descending=True, stable=True)
     if routing.num_groups > 1:
-        groups = chosen_by.unflatten(1, (routing.num_groups, -1)).sort(2, descending=True).values
+        groups = (
+            chosen_by.view(len(logits), routing.num_groups, logits.shape[1] // routing.num_groups)
+            .sort(2, descending=True)
+            .values
+        )
         of_group = groups[:, :, :2].sum(2) if routing.has_pairs else groups[:, :, 0]
         top = of_group.argsort(dim=1, descending=True, stable=True)[:, : routing.top_groups]
         is_in = torch.zeros_like(of_group, dtype=torch.bool).scatter(1, top, torch.ones_like(top, dtype=torch.bool))

@@ -32,7 +32,8 @@ class Decoder(CausalLM):
     """A decoder as `shape` describes it.
 
     A family overrides `shape`, or only the parts of it that differ from those of Llama without biases: `layer_shape`,
-    `attention_shape`, `mlp_shape`, `experts_shape`, `norm_shape`, `rope_shape`. They take the layer's number, and read the config alone.
+    `attention_shape`, `mlp_shape`, `experts_shape`, `norm_shape`, `rope_shape`. They take the layer's number, and read
+    the config alone.
     """
 
     renames: ClassVar[tuple[tuple[str, str], ...]] = ((r"^model\.", ""),)
