@@ -23,8 +23,15 @@ from quire.server.models.spec import ModelSpec
 LOG_FORMATS = ("text", "json")
 _MAX_TEMPLATE_BYTES = 2**20
 CONTENT_FORMATS = ("auto", "string", "openai")
-REASONING_PARSERS = ("auto", "none", "think", "mistral", "START...END")
-TOOL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral")
+REASONING_PARSERS = (
+    "auto", "none", "think", "cohere_command3", "cohere_command4", "ernie45", "gpt_oss", "granite", "hunyuan_a13b",
+    "mistral", "seed_oss", "START...END",
+)  # fmt: skip
+TOOL_PARSERS = (
+    "auto", "none", "hermes", "cohere_command3", "cohere_command_r", "deepseek_v3", "deepseek_v31", "glm45", "gpt_oss",
+    "granite", "granite-20b-fc", "hunyuan_a13b", "llama3_json", "mistral", "mistral_v11", "phi4_mini_json",
+    "qwen3_coder", "seed_oss",
+)  # fmt: skip
 _AT_LEAST: Mapping[str, float] = {
     "max_prompts_per_request": 1, "max_choices_per_request": 1, "max_waiting": 0, "max_concurrent_per_tenant": 1,
     "requests_per_minute": 1, "tokens_per_minute": 1, "drain_timeout_s": 0, "response_store_max": 0,
@@ -113,8 +120,8 @@ class ServerArgs:
     tool_parser: str = arg("auto", f"format of the model's tool calls: {', '.join(TOOL_PARSERS)}, or vLLM's name of it")
     reasoning_parser: str = arg(
         "auto",
-        "tags around the model's reasoning: auto, none, think, mistral, vLLM's name of a parser of these, or two tags "
-        "written START...END",
+        f"format of the model's reasoning: {', '.join(REASONING_PARSERS[:-1])}, vLLM's name of it, or two tags written "
+        "START...END",
     )
     response_store: str | None = arg(None, "file for stored responses; none: kept in memory")
     response_store_max: int = arg(10_000, "maximum number of stored responses; the oldest are deleted first")
