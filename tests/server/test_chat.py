@@ -238,6 +238,47 @@ def test_with_a_format_the_model_may_still_call_tools(format_name, said, content
 
 FORBIDDEN = "stopped after"
 """What a request is told whose next token the grammar does not allow."""
+BONN = '{"city": "Bonn"}'
+DEEPSEEK = "<|tool_calls_begin|><|tool_call_begin|>{}<|tool_call_end|><|tool_calls_end|>"
+
+
+def deepseek(call):
+    """DeepSeek's marks around a call."""
+    return DEEPSEEK.replace("{}", call).replace("|", "\uff5c").replace("_", "\u2581")
+
+
+XML = "<tool_call>\n<function=weather>\n<parameter=city>\nBonn\n</parameter>\n</function>\n</tool_call>"
+WRITTEN_CALLS = {
+    "cohere_command3": f'<|START_ACTION|>\n[{{"tool_name": "weather", "parameters": {BONN}}}]\n<|END_ACTION|>',
+    "cohere_command_r": f'Action: ```json\n[{{"tool_name": "weather", "parameters": {BONN}}}]\n```',
+    "deepseek_v3": deepseek(f"function<|tool_sep|>weather\n```json\n{BONN}\n```"),
+    "deepseek_v31": deepseek(f"weather<|tool_sep|>{BONN}"),
+    "glm45": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Bonn</arg_value>\n</tool_call>",
+    "gpt_oss": f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{BONN}",
+    "granite": f'<|tool_call|>[{{"name": "weather", "arguments": {BONN}}}]',
+    "granite-20b-fc": f'<function_call>{{"name": "weather", "arguments": {BONN}}}',
+    "hermes": CALL,
+    "hunyuan_a13b": f'<tool_calls>[{{"name": "weather", "arguments": {BONN}}}]</tool_calls>',
+    "llama3_json": f'{{"name": "weather", "parameters": {BONN}}}',
+    "mistral": f'[TOOL_CALLS][{{"name": "weather", "arguments": {BONN}}}]',
+    "mistral_v11": f"[TOOL_CALLS]weather[ARGS]{BONN}",
+    "phi4_mini_json": f'<|tool_call|>[{{"name": "weather", "arguments": {BONN}}}]<|/tool_call|>',
+    "qwen3_coder": XML,
+    "seed_oss": XML.replace("tool_call>", "seed:tool_call>"),
+}
+"""A call of each format, as a grammar writes it."""
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_each_format_s_calls_are_written_by_a_grammar_and_read_again(name):
+    request = HELLO | {"tools": [WEATHER], "response_format": AS_CITY, "temperature": 0}
+    server = saying(WRITTEN_CALLS[name], tool_format=TOOL_FORMATS[name])
+    (choice,) = server.post(PATH, request).json["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("weather", {"city": "Bonn"})
+    assert choice["message"]["content"] is None
+    wrong = saying(WRITTEN_CALLS[name].replace("Bonn", "Rome"), tool_format=TOOL_FORMATS[name])
+    assert FORBIDDEN in wrong.post(PATH, request).error["message"]
 
 
 @pytest.mark.parametrize("said", [CALL.replace("Bonn", "Rome"), CALL.replace("weather", "other"), "Hello", "[1]"])
@@ -264,9 +305,10 @@ def test_tags_that_are_special_tokens_stay_special():
     form = StructuredOutputsParams(json_object=True)
     ids = {"<tool_call>": 7, "</tool_call>": 8}
     tag = calls_or_content(tools, form, TOOL_FORMATS["hermes"], ids, parallel=False).structural_tag
-    calls = tag["format"]["elements"][1]
-    assert calls["tags"][0]["begin"] == {"type": "token", "token": 7}
-    assert calls["tags"][0]["end"] == {"type": "token", "token": 8}
+    calls = tag["format"]["elements"][1]["elements"][1]
+    first, _, last = calls["tags"][0]["content"]["elements"]
+    assert first["elements"] == [{"type": "token", "token": 7}, {"type": "const_string", "value": "\n"}]
+    assert last["elements"] == [{"type": "const_string", "value": "\n"}, {"type": "token", "token": 8}]
     assert calls["stop_after_first"]
 
 

@@ -106,9 +106,9 @@ def _with_tokens(form: Any, special_token_ids: Mapping[str, int]) -> Any:
     """Return the format of a structural tag with its special tokens, which a grammar does not match as text."""
     if isinstance(form, list):
         return [_with_tokens(item, special_token_ids) for item in form]
-    if not isinstance(form, dict) or form["type"] == "json_schema":
+    if not isinstance(form, dict) or form.get("type") == "json_schema":
         return form
-    if form["type"] == "const_string":
+    if form.get("type") == "const_string":
         found = sorted((text for text in special_token_ids if text in form["value"]), key=len, reverse=True)
         if not found:
             return form

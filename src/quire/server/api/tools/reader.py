@@ -114,8 +114,9 @@ class Reader:
         if there is none. No tag may begin within another one."""
         while True:
             places = {self._text.find(tag, self._at): tag for tag in tags}
-            found = min((place for place in places if place >= 0), default=-1)
-            if found >= 0:
+            places.pop(-1, None)
+            if places:
+                found = min(places)
                 sink(self.take(found - self._at))
                 return self.take(len(places[found]))
             sink(self.take(self.num_waiting - (0 if self._ended else max(map(self._overlap, tags), default=0))))
@@ -133,5 +134,7 @@ class Reader:
 
     def _overlap(self, tag: str) -> int:
         """Number of characters at the end that could begin `tag`."""
-        longest = min(len(tag) - 1, self.num_waiting)
-        return next((n for n in range(longest, 0, -1) if self._text.endswith(tag[:n])), 0)
+        for num_chars in range(min(len(tag) - 1, self.num_waiting), 0, -1):
+            if self._text.endswith(tag[:num_chars]):
+                return num_chars
+        return 0
