@@ -60,6 +60,7 @@ class OutputParser:
         if forced is not None:
             self._reading = self._read_forced(forced)
         elif any(form is not None and form.has_channels for form in (reasoning, tools)):
+            self._reader.push(reasoning.header if reasoning is not None else "")
             self._reading = self._read_channels(reasoning, tools)
         else:
             self._reading = self._read(reasoning, tools)
@@ -121,8 +122,6 @@ class OutputParser:
             self._found.content(before)
 
     def _read_channels(self, reasoning: ReasoningFormat | None, tools: ToolFormat | None) -> Reading[None]:
-        if reasoning is not None:
-            self._reader.push(reasoning.header)
         channels = ChannelReader(
             self._calls, self._found, has_reasoning=reasoning is not None, has_calls=tools is not None
         )
