@@ -102,11 +102,13 @@ FEATURES = [
     "{{ spec }}@{{ depth }}{%- endif -%}{%- endmacro -%}"
     "{{ kind(tools[0].function if tools else {'a': {'b': 1}}) }}",
     "{%- set ns = namespace(last=-1, seen=false) -%}{%- for m in messages -%}"
-    "{%- if m.role == 'user' and not ns.seen -%}{%- set ns.last = loop.index0 -%}{%- set ns.seen = true -%}{%- endif -%}{%- endfor -%}{{ ns.last }}",
+    "{%- if m.role == 'user' and not ns.seen -%}{%- set ns.last = loop.index0 -%}"
+    "{%- set ns.seen = true -%}{%- endif -%}{%- endfor -%}{{ ns.last }}",
     "{% set text %}{{ messages[0].content }}{% endset %}{{ text | trim | upper }}{{ range(2, 5) | list }}"
     "{%- macro wrap() %}[{{ caller('y') }}]{% endmacro %}{% call(x) wrap() %}{{ x }}{% endcall %}",
     "{% generation %}{{ messages[0].content | tojson(indent=1, separators=(',', ':'), sort_keys=True) }}"
-    "{% endgeneration %}{{ '%s/%02d' % ('a', 7) }}{{ '{}-{x}'.format(1, x='b') }}{{ 'a' 'b' }}{{ 7 // 2 }}{{ [1] + [2] }}",
+    "{% endgeneration %}{{ '%s/%02d' % ('a', 7) }}{{ '{}-{x}'.format(1, x='b') }}{{ 'a' 'b' }}{{ 7 // 2 }}"
+    "{{ [1] + [2] }}",
     "{%- for m in messages recursive %}{{ loop.previtem.role if loop.previtem is defined else '^' }}"
     "{{ loop.nextitem.role if not loop.last else '$' }}{{ loop.cycle('x', 'y') }}{% endfor %}"
     "{% filter upper %}a{% endfilter %}{{ 'x' if true is true and none is none and 1 is number and 1 is integer }}",

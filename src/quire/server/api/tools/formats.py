@@ -156,7 +156,7 @@ REASONING_FORMATS = {
 
 def choose_tool_format(choice: str, chat_template: str | None) -> ToolFormat | None:
     """The format of that name; None for `none`; for `auto` the one whose tags the template has. Raises ConfigError."""
-    choice = own_format("tool_parser", choice, list(TOOL_FORMATS))
+    choice = own_format("tool_parser", choice)
     if choice == "auto":
         return _tool_format_of(chat_template or "")
     if choice != "none" and choice not in TOOL_FORMATS:
@@ -172,7 +172,7 @@ def _tool_format_of(template: str) -> ToolFormat | None:
 
 def choose_reasoning_format(choice: str, chat_template: str | None) -> ReasoningFormat | None:
     """Return the format as `choose_tool_format` does. Tags of another format are written `START...END`."""
-    choice = own_format("reasoning_parser", choice, list(REASONING_FORMATS))
+    choice = own_format("reasoning_parser", choice)
     if choice == "auto":
         template = chat_template or ""
         known = REASONING_FORMATS.values()
