@@ -132,7 +132,7 @@ def remove(name: str) -> Callable[[Path], object]:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (remove("tokenizer.json"), r"has no tokenizer: neither tokenizer\.json nor vocab\.json"),
+        (remove("tokenizer.json"), r"has no tokenizer: neither tokenizer\.json, nor tekken\.json"),
         (write("tokenizer.json", '{"version": "1.0", "mod'), r"tokenizer\.json cannot be read \(is it incomplete\?\)"),
         (write("tokenizer_config.json", "[]"), r"tokenizer_config\.json holds a JSON list"),
         (write("tokenizer_config.json", '{"a'), r"tokenizer_config\.json is not valid JSON"),
@@ -180,12 +180,6 @@ def test_a_tokenizer_that_fails_on_a_text_says_so(folder: Path) -> None:
         (folder / "tokenizer.json").write_text(json.dumps(whole | {"added_tokens": []} | part))
         with pytest.raises(TokenizerError, match="failed to encode a text"):
             Tokenizer.from_path(folder).encode("unheard of")
-
-
-def test_a_sentencepiece_model_alone_is_named_as_unsupported(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x0b")
-    with pytest.raises(TokenizerError, match=r"tokenizer\.model .SentencePiece. is not supported"):
-        Tokenizer.from_path(tmp_path)
 
 
 def test_a_special_token_outside_the_vocabulary_cannot_be_added_to_texts(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ CONFIG_FILE = "config.json"
 EMBEDDED_ROOT = Path(__file__).parents[2] / "models" / "embedded"
 _HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<file>[\w.-]+))?")
 _CONFIG_FILES = ("*.json", "*.jinja")
-TOKENIZER_FILES = (*_CONFIG_FILES, "*.model", "*.txt")
+TOKENIZER_FILES = (*_CONFIG_FILES, "*.model", "*.tiktoken", "*.txt")
 _NOT_OURS = ("*/*", "consolidated*", "*.bin.index.json")
 """Files that are not downloaded: subfolders (other formats, original weights), and copies of the weights under other
 names."""
