@@ -77,16 +77,20 @@ def sentencepiece_backend(
     backend = tokenizers.Tokenizer(model)
     steps: list[normalizers.Normalizer] = [normalizers.Precompiled(charsmap)] if charsmap else []
     if removes_extra_spaces:
-        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
-    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            # Metaspace puts its letter before a text that does not begin with it. There is no plain space left, so
-            # the first of these always does, and the second turns that space into the letter of all others.
-            pre_tokenizers.Metaspace(" ", prefix, split=False),
-            pre_tokenizers.Metaspace(_SPACE, "never", split=False),
-        ]
-    )
+        outer = rf"[ {_SPACE}]+\z|\A +" if prefix == "never" else rf"[ {_SPACE}]+\z"
+        steps += [normalizers.Replace(Regex(outer), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    else:
+        steps.append(normalizers.Replace(" ", _SPACE))
+    backend.normalizer = normalizers.Sequence(steps)
+    # Metaspace puts its letter before a text that does not begin with it. If extra spaces are kept, there is no plain
+    # space left, so that the first of these always does. The second turns spaces into the letter of all others.
+    letters = [
+        pre_tokenizers.Metaspace(" ", prefix, split=False),
+        pre_tokenizers.Metaspace(_SPACE, "never", split=False),
+    ]
+    # Unigram would find the token of a byte, such as <0x41>, where a text spells its name.
+    names = pre_tokenizers.Split(Regex("<(?=0x[0-9A-F]{2}>)"), "merged_with_previous")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*letters, names] if isinstance(model, models.Unigram) else letters)
     strip = [] if prefix == "never" else [decoders.Strip(" ", 1, 0)]
     backend.decoder = decoders.Sequence(
         [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
@@ -97,7 +101,7 @@ def sentencepiece_backend(
 def is_sentencepiece(path: Path) -> bool:
     """Whether this is a message of protocol buffers that begins with a token, and no text file of tiktoken."""
     with path.open("rb") as file:
-        return file.read(1) == b"\n"
+        return file.read(1) in (b"\n", b"")
 
 
 def read_sentencepiece(path: Path, config: Mapping[str, Any], added: Mapping[int, str]) -> Built:
