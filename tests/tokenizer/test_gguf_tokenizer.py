@@ -1,6 +1,5 @@
 """Tokenizers from GGUF headers: equal to the tokenizers that the headers were made of."""
 
-# ruff: noqa: RUF001
 import importlib.util
 import itertools
 import json

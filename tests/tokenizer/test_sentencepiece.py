@@ -1,6 +1,5 @@
 """tokenizer.model: equal to the sentencepiece library on models that it trains here; malformed files are refused."""
 
-# ruff: noqa: RUF001
 import functools
 import io
 import json
@@ -200,7 +199,10 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
         "256 tokens of bytes: it must have one, and none, without byte_fallback",
     ),
     "a token of 2,000 letters": (lambda: with_piece(piece="z" * 2000), "has 2000 characters: at most 1024"),
-    "an id out of range": (lambda: of_fields(lambda spec: setattr(spec, "eos_id", 700), "trainer_spec"), "eos_id is 700"),
+    "an id out of range": (
+        lambda: of_fields(lambda spec: setattr(spec, "eos_id", 700), "trainer_spec"),
+        "eos_id is 700, but there are 700 tokens",
+    ),
     "words": (lambda: of_fields(lambda spec: setattr(spec, "model_type", 3), "trainer_spec"), "model_type 3"),
     "spaces behind words": (
         lambda: of_fields(lambda spec: setattr(spec, "treat_whitespace_as_suffix", True), "trainer_spec"),

@@ -13,7 +13,15 @@ from quire.text.tokenizer.tokenizer import Tokenizer
 
 from .made import EMBEDDED, write_byte_level_bpe
 
-TEXTS = ["Hello world", " leading and trailing ", "naïve café 😀", "x</s>y", "", "line\n\n  indented\ttab"]
+TEXTS = [
+    "Hello world",
+    " leading and trailing ",
+    "naïve café 😀",
+    "It's 2024 e\u0301t",
+    "x</s>y",
+    "",
+    "line\n\n  indented\ttab",
+]
 
 
 @pytest.fixture
@@ -53,6 +61,25 @@ def test_vocab_and_merges(tmp_path: Path, add_bos: bool) -> None:
     tokenizer = Tokenizer.from_path(tmp_path)
     assert tokenizer.encode("Hi")[0] == tokenizer.bos_token_id or not add_bos
     assert tokenizer.decode(tokenizer.encode("Hi")) == "Hi"
+
+
+SPECIAL = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "</s>") | {"pad_token": "<pad>"}
+ADDED = {"8192": {"content": "</s>", "special": True}, "8193": {"content": "<pad>", "special": True}}
+ADDED |= {"8194": {"content": "  "}, "8195": {"content": "\t\t"}}
+
+
+@pytest.mark.parametrize(
+    ("tokenizer_class", "config"),
+    [
+        ("GPT2Tokenizer", {"add_prefix_space": True}),
+        ("GPT2Tokenizer", SPECIAL | {"added_tokens_decoder": ADDED}),
+        ("Qwen2Tokenizer", {"additional_special_tokens": ["</s>"]}),
+    ],
+)
+def test_vocab_and_merges_of_other_families(tmp_path: Path, tokenizer_class: str, config: dict[str, Any]) -> None:
+    """OPT; Phi-2, which has tokens for runs of spaces; Qwen 2."""
+    write_byte_level_bpe(tmp_path, tokenizer_class=tokenizer_class, **config)
+    same_as_transformers(tmp_path, tokenizer_class)
 
 
 def test_tokenizer_json_outranks_add_bos_token(folder: Path) -> None:
