@@ -123,7 +123,7 @@ def save_checkpoint(tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
         shard_size, table_scale = fields.pop("max_shard_size", "1GB"), fields.pop("table_scale", 1.0)
         kind = getattr(transformers, architecture)
         model = kind(kind.config_class(**fields)).to(dtype).eval()
-        for name, parameter in model.named_parameters():
+        for name, parameter in (*model.named_parameters(), *model.named_buffers()):
             if (
                 "norm" in name or "ln_" in name or name.endswith("bias")
             ):  # initialized to 1 and 0, where a mistake could hide

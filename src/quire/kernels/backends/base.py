@@ -9,7 +9,8 @@ from torch import Tensor
 
 from quire.kernels.backends.recording import KernelGraph
 from quire.kernels.backends.workspace import Workspace
-from quire.kernels.sampling_tensors import SamplingTensors
+from quire.kernels.experts.weights import ExpertRows, ExpertWeights, Routing
+from quire.kernels.sampling.tensors import SamplingTensors
 from quire.kernels.variants import ActivationKind, AttentionVariant
 from quire.kernels.weights import LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
 
@@ -101,6 +102,18 @@ class Backend(Protocol):
         """Into `memory`, which is uint8, aligned and large enough, if the backend's layout lies in one piece."""
 
     def add_lora(self, x: Tensor, out: Tensor, adapters: LoRATable, slots: Tensor) -> None: ...
+
+    def route(self, logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]: ...
+    def group_by_expert(self, ids: Tensor, num_experts: int) -> ExpertRows: ...
+    def expert_matmul(
+        self, x: Tensor, experts: ExpertWeights, rows: ExpertRows, of_tokens: bool, out: Tensor
+    ) -> None: ...
+    def expert_work_bytes(self, experts: ExpertWeights, part: int, num_rows: int, of_tokens: bool) -> int:
+        """The memory that the product of a part of the experts' matrices computes in."""
+
+    def combine_experts(
+        self, y: Tensor, weights: Tensor, rows: ExpertRows, shared: Tensor | None, gate: Tensor | None
+    ) -> Tensor: ...
 
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor: ...
     def gather_packed(self, token_ids: Tensor, table: PackedWeight) -> Tensor: ...

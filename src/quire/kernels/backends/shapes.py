@@ -10,6 +10,7 @@ from torch import Tensor
 from quire.kernels.backends.base import Backend
 from quire.kernels.backends.reference_backend import ReferenceBackend
 from quire.kernels.backends.workspace import Workspace, empty
+from quire.kernels.experts.weights import ExpertRows, ExpertWeights, Routing
 from quire.kernels.variants import ActivationKind
 from quire.kernels.weights import LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
 
@@ -90,6 +91,23 @@ class ShapesBackend(ReferenceBackend):
 
     def add_lora(self, x: Tensor, out: Tensor, adapters: LoRATable, slots: Tensor) -> None:
         self.empty((adapters.work_bytes(len(x)),), torch.uint8)
+
+    def route(self, logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        shape = (len(logits), routing.top_k)
+        return self.empty(shape, torch.int32), self.empty(shape, torch.float32)
+
+    def group_by_expert(self, ids: Tensor, num_experts: int) -> ExpertRows:
+        lengths = num_experts + 1, ids.numel(), ids.numel()
+        return ExpertRows(ids.shape[1], *(self.empty((length,), torch.int32) for length in lengths))
+
+    def expert_matmul(self, x: Tensor, experts: ExpertWeights, rows: ExpertRows, of_tokens: bool, out: Tensor) -> None:
+        for part in range(len(experts.sizes)):
+            self.empty((self._host.expert_work_bytes(experts, part, len(out), of_tokens),), torch.uint8)
+
+    def combine_experts(
+        self, y: Tensor, weights: Tensor, rows: ExpertRows, shared: Tensor | None, gate: Tensor | None
+    ) -> Tensor:
+        return self.empty((len(weights), y.shape[1]), y.dtype)
 
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
         return self.empty((len(token_ids), table.shape[1]), table.dtype)

@@ -1,4 +1,4 @@
-"""The MLP of a layer, gated or plain."""
+"""The MLP of a layer, gated or plain, or its experts."""
 
 import torch
 from torch import Tensor, nn
@@ -7,6 +7,7 @@ from quire import kernels
 from quire.models.decoder.shapes import MLPShape
 from quire.models.layers.activation import Activation, LearnedXIELU
 from quire.models.layers.batch_tensors import BatchTensors
+from quire.models.layers.experts import Experts, ExpertsShape
 from quire.models.layers.linear import Linear, output_linear
 
 
@@ -51,6 +52,10 @@ class PlainMLP(nn.Module):
         return out
 
 
-def make_mlp(shape: MLPShape, hidden_size: int, dtype: torch.dtype) -> nn.Module:
+def make_mlp(shape: MLPShape | ExpertsShape, hidden_size: int, dtype: torch.dtype) -> nn.Module:
     """The module that computes it: `forward(x, batch)`."""
+    if isinstance(shape, ExpertsShape):
+        width = shape.shared_width
+        shared = None if width is None else GatedMLP(MLPShape(width, shape.activation), hidden_size, dtype)
+        return Experts(shape, hidden_size, dtype, shared)
     return (GatedMLP if shape.is_gated else PlainMLP)(shape, hidden_size, dtype)

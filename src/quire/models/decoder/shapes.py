@@ -5,6 +5,8 @@ from enum import Enum, auto
 
 import torch
 
+from quire.kernels import ActivationKind
+from quire.models.layers.experts import ExpertsShape
 from quire.models.layers.norm import NormShape
 from quire.models.layers.rotary import RopeShape
 
@@ -73,8 +75,8 @@ class MLPShape:
     """`down(act(up(x)))`, or if gated `down(act(gate(x)) * up(x))` (Shazeer 2020)."""
 
     width: int
-    activation: str
-    """One of kernels.ACTIVATIONS; or `xielu`, whose parameters are weights, in a plain MLP."""
+    activation: ActivationKind
+    """Or `xielu`, whose parameters are weights, in a plain MLP."""
     is_gated: bool = True
     is_stacked: bool = False
     """Whether the checkpoint has gate and up in one tensor."""
@@ -111,7 +113,7 @@ class LayerShape:
     """One layer."""
 
     attention: AttentionShape
-    mlp: MLPShape
+    mlp: MLPShape | ExpertsShape
     norm: NormShape
     arrangement: Arrangement = Arrangement.PRE_NORM
 

@@ -35,9 +35,9 @@ def activation_kind(hf: HFConfig, key: str, default: str) -> str:
 
 
 class Activation(nn.Module):
-    """One of kernels.ACTIVATIONS, of each element."""
+    """An activation of each element."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: kernels.ActivationKind) -> None:
         super().__init__()
         self.kind = kind
 

@@ -21,6 +21,7 @@ from quire.models.base import CausalLM, Model
 from quire.models.layers.weighted_layer import Part, WeightedLayer, WeightSpec
 from quire.models.registry import model_class
 from quire.models.weights.quantization import choose_formats
+from quire.models.weights.stacked import UnstackedCheckpoint
 
 _MAX_NAMED = 20
 """Weights that an error message names."""
@@ -55,7 +56,7 @@ def load_model(config: ModelConfig) -> Model:
     missing, unexpected, or of a wrong shape or dtype.
     """
     started = time.perf_counter()
-    checkpoint = open_checkpoint(config.path)
+    checkpoint = open_weights(config)
     model = build_model(config, checkpoint)
     loader = LayerLoader(model, config, checkpoint)
     is_quantized_now = config.quantization in QUANTIZATIONS and config.quant_method != QUANT_METHOD
@@ -114,6 +115,12 @@ def load_causal_lm(config: ModelConfig) -> CausalLM:
     return model
 
 
+def open_weights(config: ModelConfig) -> Checkpoint:
+    """The tensors of the checkpoint, those of experts one by one. Raises CheckpointError, reads no weights."""
+    checkpoint, stacks = open_checkpoint(config.path), model_class(config.architecture).stacks(config)
+    return UnstackedCheckpoint(checkpoint, stacks) if stacks else checkpoint
+
+
 def build_model(config: ModelConfig, checkpoint: Checkpoint) -> Model:
     """The model without weights; its layers know in which formats they will want them."""
     model = model_class(config.architecture)(config)
@@ -123,7 +130,7 @@ def build_model(config: ModelConfig, checkpoint: Checkpoint) -> Model:
 
 def weight_bytes(config: ModelConfig) -> int:
     """Memory the weights will take, as the layers keep them. Reads headers, no weights."""
-    model = build_model(dataclasses.replace(config, max_model_len=1), open_checkpoint(config.path))
+    model = build_model(dataclasses.replace(config, max_model_len=1), open_weights(config))
     return sum(assignment.spec.num_bytes for assignment in assignments(model))
 
 
