@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from quire.cli.parser import Parser
+from quire.cli.arguments.parser import Parser
 from quire.common.errors import QuireError, nearest_name
 from quire.common.version import __version__
 
