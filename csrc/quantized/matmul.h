@@ -6,6 +6,8 @@
 // end. So an element has the same bits in any batch and in every variant.
 #pragma once
 
+#include <cstddef>
+
 #include "isa/rows.h"
 #include "matmul/tiles.h"
 #include "quantized/quads.h"
@@ -20,12 +22,18 @@ constexpr float kQuantizedZero = 1e-30f;
 // Rows of x that are kept quantized at once: enough that reading the weights anew for the next ones costs nothing.
 constexpr int64_t kMostQuantizedRows = 512;
 
-// A row of x as the tiles read it: its values, then of each group its scale, then what the sum of its products lacks
-// because stored integers have too much (QuantizedFormat::zero), then the sum of its values times the scale.
+// Of a group of x: its scale, and what the sum of its products lacks because stored integers have too much
+// (QuantizedFormat::zero).
+struct GroupOfX {
+  float scale;
+  int32_t lack;
+};
+
+// A row of x as the tiles read it: its values, then its groups, then of each group the sum of its values times the scale.
 struct QuantizedRow {
   int64_t k, group, groups, zero;
   bool has_mins;
-  int64_t scales_at, lacks_at, sums_at, bytes;
+  int64_t groups_at, sums_at, bytes;
 
   QUIRE_MEMBER explicit QuantizedRow(const QuantizedShape& shape)
       : k(shape.k),
@@ -33,9 +41,8 @@ struct QuantizedRow {
         groups(shape.groups()),
         zero(shape.format.zero),
         has_mins(shape.format.min != Number::kNone),
-        scales_at(groups * group * int64_t(sizeof(XValue))),
-        lacks_at(scales_at + groups * int64_t(sizeof(float))),
-        sums_at(lacks_at + groups * int64_t(sizeof(int32_t))),
+        groups_at(groups * group * int64_t(sizeof(XValue))),
+        sums_at(groups_at + groups * int64_t(sizeof(GroupOfX))),
         // Odd numbers of cache lines keep rows out of each other's sets.
         bytes((ceil_div(sums_at + (has_mins ? groups : 0) * int64_t(sizeof(float)), 64) | 1) * 64) {}
 };
@@ -57,8 +64,7 @@ static float largest_of(const T* row, int64_t k) {
 template <typename T>
 static void quantize_row(const T* x, const int32_t* order, const QuantizedRow& layout, char* row) {
   XValue* values = reinterpret_cast<XValue*>(row);
-  float* scales = reinterpret_cast<float*>(row + layout.scales_at);
-  int32_t* lacks = reinterpret_cast<int32_t*>(row + layout.lacks_at);
+  GroupOfX* groups = reinterpret_cast<GroupOfX*>(row + layout.groups_at);
   float* sums = reinterpret_cast<float*>(row + layout.sums_at);
   for (int64_t group = 0; group < layout.groups; ++group, values += layout.group) {
     const T* from = x + group * layout.group;
@@ -80,8 +86,7 @@ static void quantize_row(const T* x, const int32_t* order, const QuantizedRow& l
       store_values(values + i, as_int(rounded) - as_int(shifter));
     }
     const float total = reduce_add(sum);
-    scales[group] = scale;
-    lacks[group] = -int32_t(total) * int32_t(layout.zero);
+    groups[group] = {scale, -int32_t(total) * int32_t(layout.zero)};
     if (layout.has_mins) sums[group] = total * scale;
   }
 }
@@ -136,8 +141,8 @@ struct QuantizedTile {
   // sums += the products of R quantized rows and G vectors of columns, from `column` on; sums' rows are 32 apart.
   template <int R, int G>
   static void run(const char* rows, const QuantizedRow& layout, const WeightPiece& piece, int64_t column, float* sums) {
-    const int64_t row_bytes = layout.bytes, scales_at = layout.scales_at, lacks_at = layout.lacks_at;
-    const int64_t unit_rows = layout.group / kUnitBytes / (kHalves ? 2 : 1);
+    const int64_t row_bytes = layout.bytes, group_size = kHalves ? QuantizedShape::kBlock : layout.group;
+    const int64_t unit_rows = group_size / kUnitBytes / (kHalves ? 2 : 1);
     const int64_t x_stride = row_bytes / int64_t(sizeof(XValue));
     const char* units = piece.units + column * kUnitBytes;
     f32 sum[R][G];
@@ -148,7 +153,8 @@ struct QuantizedTile {
     }
     for (int64_t index = 0; index < piece.groups; ++index) {
       const int64_t group = piece.first + index;
-      const XValue* x = reinterpret_cast<const XValue*>(rows) + group * layout.group;
+      const XValue* x = reinterpret_cast<const XValue*>(rows) + group * group_size;
+      const char* group_of_x = rows + layout.groups_at + group * int64_t(sizeof(GroupOfX));
       const uint16_t* offset_scales = piece.offset_scales + index * kPanelColumns + column;
       i32 acc[R][G], offset[G];
       QUIRE_UNROLL
@@ -157,7 +163,7 @@ struct QuantizedTile {
       }
       QUIRE_UNROLL
       for (int r = 0; r < R; ++r) {
-        const i32 lack = set1_lane(rows + r * row_bytes + lacks_at + group * int64_t(sizeof(int32_t)));
+        const i32 lack = set1_lane(group_of_x + r * row_bytes + offsetof(GroupOfX, lack));
         QUIRE_UNROLL
         for (int g = 0; g < G; ++g) acc[r][g] = kOffsets ? multiply_pairs(offset[g], lack) : lack;
       }
@@ -175,7 +181,7 @@ struct QuantizedTile {
       }
       QUIRE_UNROLL
       for (int r = 0; r < R; ++r) {
-        const f32 x_scale = set1(reinterpret_cast<const float*>(rows + r * row_bytes + scales_at)[group]);
+        const f32 x_scale = set1(reinterpret_cast<const GroupOfX*>(group_of_x + r * row_bytes)->scale);
         QUIRE_UNROLL
         for (int g = 0; g < G; ++g) {
           sum[r][g] = sum[r][g] + __builtin_convertvector(acc[r][g], f32) * (x_scale * scale[g]);
