@@ -6,8 +6,6 @@
 // end. So an element has the same bits in any batch and in every variant.
 #pragma once
 
-#include <cstddef>
-
 #include "isa/rows.h"
 #include "matmul/tiles.h"
 #include "quantized/quads.h"
@@ -22,18 +20,12 @@ constexpr float kQuantizedZero = 1e-30f;
 // Rows of x that are kept quantized at once: enough that reading the weights anew for the next ones costs nothing.
 constexpr int64_t kMostQuantizedRows = 512;
 
-// Of a group of x: its scale, and what the sum of its products lacks because stored integers have too much
-// (QuantizedFormat::zero).
-struct GroupOfX {
-  float scale;
-  int32_t lack;
-};
-
-// A row of x as the tiles read it: its values, then its groups, then of each group the sum of its values times the scale.
+// A row of x as the tiles read it: its values, then of each group its scale, then what the sum of its products lacks
+// because stored integers have too much (QuantizedFormat::zero), then the sum of its values times the scale.
 struct QuantizedRow {
   int64_t k, group, groups, zero;
   bool has_mins;
-  int64_t groups_at, sums_at, bytes;
+  int64_t scales_at, lacks_at, sums_at, bytes;
 
   QUIRE_MEMBER explicit QuantizedRow(const QuantizedShape& shape)
       : k(shape.k),
@@ -41,8 +33,9 @@ struct QuantizedRow {
         groups(shape.groups()),
         zero(shape.format.zero),
         has_mins(shape.format.min != Number::kNone),
-        groups_at(groups * group * int64_t(sizeof(XValue))),
-        sums_at(groups_at + groups * int64_t(sizeof(GroupOfX))),
+        scales_at(groups * group * int64_t(sizeof(XValue))),
+        lacks_at(scales_at + groups * int64_t(sizeof(float))),
+        sums_at(lacks_at + groups * int64_t(sizeof(int32_t))),
         // Odd numbers of cache lines keep rows out of each other's sets.
         bytes((ceil_div(sums_at + (has_mins ? groups : 0) * int64_t(sizeof(float)), 64) | 1) * 64) {}
 };
@@ -64,7 +57,8 @@ static float largest_of(const T* row, int64_t k) {
 template <typename T>
 static void quantize_row(const T* x, const int32_t* order, const QuantizedRow& layout, char* row) {
   XValue* values = reinterpret_cast<XValue*>(row);
-  GroupOfX* groups = reinterpret_cast<GroupOfX*>(row + layout.groups_at);
+  float* scales = reinterpret_cast<float*>(row + layout.scales_at);
+  int32_t* lacks = reinterpret_cast<int32_t*>(row + layout.lacks_at);
   float* sums = reinterpret_cast<float*>(row + layout.sums_at);
   for (int64_t group = 0; group < layout.groups; ++group, values += layout.group) {
     const T* from = x + group * layout.group;
@@ -86,7 +80,8 @@ static void quantize_row(const T* x, const int32_t* order, const QuantizedRow& l
       store_values(values + i, as_int(rounded) - as_int(shifter));
     }
     const float total = reduce_add(sum);
-    groups[group] = {scale, -int32_t(total) * int32_t(layout.zero)};
+    scales[group] = scale;
+    lacks[group] = -int32_t(total) * int32_t(layout.zero);
     if (layout.has_mins) sums[group] = total * scale;
   }
 }
@@ -102,33 +97,23 @@ static void quantize_rotated_row(const T* x, const float* factors, const Quantiz
 // A piece of a panel: of `groups` groups the units [group / 4][32], scales and mins [groups][32].
 struct WeightPiece {
   const char* units;
-  const uint16_t* offset_scales;  // those of the panel, if it has offsets: `scales` are not used then
+  const bf16* stored_scales;  // where the panel has a scale for each group: its own, and `scales` are not used
   const float *scales, *mins;
   int64_t first, groups;  // the first group's index in a row
 };
 
-// What the units hold: bytes, or plain halves of bytes as they lie in a panel (PanelReader::has_plain_halves), whose
-// groups may have offsets.
-enum class Units { kBytes, kHalves, kOffsetHalves };
-
-template <Units kUnits>
+// kHalves: the units of plain halves of bytes, as they lie in a panel (PanelReader::has_plain_halves).
+template <bool kHalves>
 struct QuantizedTile {
   static constexpr int kMost = kPanelVectors;
-  static constexpr bool kHalves = kUnits != Units::kBytes, kOffsets = kUnits == Units::kOffsetHalves;
-
-  // Integers that are multiplied, of one half of each byte: twice the stored ones where there are offsets.
-  QUIRE_INLINE i32 half_of(i32 bytes, bool is_upper) {
-    if constexpr (kOffsets) return (is_upper ? rotated_left<28>(bytes) : bytes) & 0x1e1e1e1e;
-    return (is_upper ? bytes >> 4 : bytes) & 0x0f0f0f0f;
-  }
 
   template <int R, int G>
-  QUIRE_INLINE void multiply(i32 (&acc)[R][G], const char* units, const XValue* x, int64_t x_stride, bool is_upper) {
+  QUIRE_INLINE void multiply(i32 (&acc)[R][G], const char* units, const XValue* x, int64_t x_stride, int shift) {
     Quads w[G];
     QUIRE_UNROLL
     for (int g = 0; g < G; ++g) {
       const i32 bytes = load_lanes(units + g * W * kUnitBytes);
-      w[g] = weight_quads(kHalves ? half_of(bytes, is_upper) : bytes);
+      w[g] = weight_quads(kHalves ? (bytes >> shift) & 0x0f0f0f0f : bytes);
     }
     QUIRE_UNROLL
     for (int r = 0; r < R; ++r) {
@@ -141,8 +126,8 @@ struct QuantizedTile {
   // sums += the products of R quantized rows and G vectors of columns, from `column` on; sums' rows are 32 apart.
   template <int R, int G>
   static void run(const char* rows, const QuantizedRow& layout, const WeightPiece& piece, int64_t column, float* sums) {
-    const int64_t row_bytes = layout.bytes, group_size = kHalves ? QuantizedShape::kBlock : layout.group;
-    const int64_t unit_rows = group_size / kUnitBytes / (kHalves ? 2 : 1);
+    const int64_t row_bytes = layout.bytes, scales_at = layout.scales_at, lacks_at = layout.lacks_at;
+    const int64_t unit_rows = layout.group / kUnitBytes / (kHalves ? 2 : 1);
     const int64_t x_stride = row_bytes / int64_t(sizeof(XValue));
     const char* units = piece.units + column * kUnitBytes;
     f32 sum[R][G];
@@ -153,35 +138,29 @@ struct QuantizedTile {
     }
     for (int64_t index = 0; index < piece.groups; ++index) {
       const int64_t group = piece.first + index;
-      const XValue* x = reinterpret_cast<const XValue*>(rows) + group * group_size;
-      const char* group_of_x = rows + layout.groups_at + group * int64_t(sizeof(GroupOfX));
-      const uint16_t* offset_scales = piece.offset_scales + index * kPanelColumns + column;
-      i32 acc[R][G], offset[G];
-      QUIRE_UNROLL
-      for (int g = 0; g < G; ++g) {
-        if constexpr (kOffsets) offset[g] = offset_of(load_integers<u16_lanes>(offset_scales + g * W));
-      }
+      const XValue* x = reinterpret_cast<const XValue*>(rows) + group * layout.group;
+      i32 acc[R][G];
       QUIRE_UNROLL
       for (int r = 0; r < R; ++r) {
-        const i32 lack = set1_lane(group_of_x + r * row_bytes + offsetof(GroupOfX, lack));
+        const i32 lack = set1_lane(rows + r * row_bytes + lacks_at + group * int64_t(sizeof(int32_t)));
         QUIRE_UNROLL
-        for (int g = 0; g < G; ++g) acc[r][g] = kOffsets ? multiply_pairs(offset[g], lack) : lack;
+        for (int g = 0; g < G; ++g) acc[r][g] = lack;
       }
       for (int64_t unit = 0; unit < unit_rows; ++unit, units += kUnitRowBytes, x += kUnitBytes) {
         QUIRE_UNROLL
         for (int g = 0; g < G; ++g) __builtin_prefetch(units + g * W * kUnitBytes + kBytesAhead, 0, 2);
-        multiply<R, G>(acc, units, x, x_stride, false);
-        if constexpr (kHalves) multiply<R, G>(acc, units, x + QuantizedShape::kBlock / 2, x_stride, true);
+        multiply<R, G>(acc, units, x, x_stride, 0);
+        if constexpr (kHalves) multiply<R, G>(acc, units, x + QuantizedShape::kBlock / 2, x_stride, 4);
       }
       f32 scale[G];
       QUIRE_UNROLL
       for (int g = 0; g < G; ++g) {
-        scale[g] = kOffsets ? scale_of(load_integers<u16_lanes>(offset_scales + g * W))
-                            : load(piece.scales + index * kPanelColumns + column + g * W);
+        const int64_t at = index * kPanelColumns + column + g * W;
+        scale[g] = piece.stored_scales != nullptr ? load(piece.stored_scales + at) : load(piece.scales + at);
       }
       QUIRE_UNROLL
       for (int r = 0; r < R; ++r) {
-        const f32 x_scale = set1(reinterpret_cast<const GroupOfX*>(group_of_x + r * row_bytes)->scale);
+        const f32 x_scale = set1(reinterpret_cast<const float*>(rows + r * row_bytes + scales_at)[group]);
         QUIRE_UNROLL
         for (int g = 0; g < G; ++g) {
           sum[r][g] = sum[r][g] + __builtin_convertvector(acc[r][g], f32) * (x_scale * scale[g]);
@@ -229,26 +208,25 @@ static void multiply_panel(const char* rows, int64_t num_rows, const PanelReader
     for (int64_t i = 0; i < num_sums; i += W) store(minuses + i, set1(0));
   }
   const bool has_halves = reader.has_plain_halves(), is_plain = has_halves || reader.shape.format.bits == 8;
-  const bool has_offsets = reader.has_offsets();
+  const bool has_stored_scales = reader.has_stored_scales();
   const int64_t piece_k = is_plain ? kPieceK : kUnpackedK, row_blocks = ceil_div(num_rows, kTileRows);
   const int64_t piece_groups = layout.group > piece_k ? 1 : piece_k / layout.group;
   // The tiles ask for what lies kBytesAhead of the integers they read: all but these lines, as they skip the fields.
   for (int64_t at = 0; at < reader.integers_at; at += 64) __builtin_prefetch(panel + kBytesAhead + at, 0, 2);
   for (int64_t first = 0; first < layout.groups; first += piece_groups) {
     const int64_t end = smaller(first + piece_groups, layout.groups);
-    if (!has_offsets) reader.read_scales(panel, first, end, scales, mins);
+    if (!has_stored_scales) reader.read_scales(panel, first, end, scales, mins);
     const int64_t begin_block = first * layout.group / QuantizedShape::kBlock;
     const int64_t end_block = ceil_div(end * layout.group, QuantizedShape::kBlock);
     const char* units = is_plain ? panel + reader.integers_at + begin_block * reader.shape.block_bytes()
                                  : reader.unpack(panel, begin_block, end_block, bytes);
-    const uint16_t* offset_scales = reinterpret_cast<const uint16_t*>(panel) + first * kPanelColumns;
-    const WeightPiece piece = {units, offset_scales, scales, mins, first, end - first};
+    const bf16* stored_scales = reinterpret_cast<const bf16*>(panel) + first * kPanelColumns;
+    const WeightPiece piece = {units, has_stored_scales ? stored_scales : nullptr, scales, mins, first, end - first};
     for (int64_t block = 0; block < row_blocks; ++block) {
       const int64_t row = block * num_rows / row_blocks, height = (block + 1) * num_rows / row_blocks - row;
-      for_tiles<QuantizedTile<Units::kBytes>>(height, 1, [&](int64_t vector, int64_t width) {
-        const auto run = has_offsets  ? tile_function<QuantizedTile<Units::kOffsetHalves>>(height, width)
-                         : has_halves ? tile_function<QuantizedTile<Units::kHalves>>(height, width)
-                                      : tile_function<QuantizedTile<Units::kBytes>>(height, width);
+      for_tiles<QuantizedTile<false>>(height, 1, [&](int64_t vector, int64_t width) {
+        const auto run = has_halves ? tile_function<QuantizedTile<true>>(height, width)
+                                    : tile_function<QuantizedTile<false>>(height, width);
         run(rows + row * row_bytes, layout, piece, vector * W, sums + row * kPanelColumns);
       });
     }

@@ -143,7 +143,7 @@ def test_weights_are_plain_where_no_quantization_is_stated(tmp_path: Path, state
 
 
 def test_weights_that_quire_quantized_need_no_argument(tmp_path: Path) -> None:
-    stated = {"quant_method": "quire", "format": "int8", "version": 4}
+    stated = {"quant_method": "quire", "format": "int8", "version": 3}
     config = ModelConfig.resolve(write(tmp_path, quantization_config=stated))
     assert (config.quantization, config.quant_method) == ("int8", "quire")
 

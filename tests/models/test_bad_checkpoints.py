@@ -146,7 +146,7 @@ def test_invalid_sizes(folder: Path, key: str, value: Any) -> None:
             {"quantization_config": {"quant_method": "quire", "format": "int8", "version": 99}},
             "'int8' in version 99 of the layout, .* run `quire quantize` again",
         ),
-        ({"quantization_config": {"quant_method": "quire", "format": "int3", "version": 4}}, "quantized to 'int3'"),
+        ({"quantization_config": {"quant_method": "quire", "format": "int3", "version": 3}}, "quantized to 'int3'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "weights of None bits"),
         ({"tie_word_embeddings": "yes"}, "true or false"),
     ],
@@ -161,7 +161,7 @@ def test_a_quantization_is_known_and_said_once(folder: Path) -> None:
     with pytest.raises(ConfigError, match="quantization='int5', did you mean"):
         ModelConfig.resolve(folder, quantization="int5")
     write(
-        folder, FIELDS | {"quantization_config": {"quant_method": "quire", "format": "int8", "version": 4}}, weights()
+        folder, FIELDS | {"quantization_config": {"quant_method": "quire", "format": "int8", "version": 3}}, weights()
     )
     for asked in (None, "int8"):
         config = ModelConfig.resolve(folder, quantization=asked)

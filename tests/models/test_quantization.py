@@ -152,7 +152,7 @@ def test_a_failure_while_saving_leaves_nothing_behind(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"version": 99}, "version 99.*readable are int8, int4 in version 4"),
+        ({"version": 99}, "version 99.*readable are int8, int4 in version 3"),
         ({"format": "int2"}, "'int2'"),
         ({"quant_method": "bitsandbytes"}, "take the unquantized checkpoint"),
     ],
