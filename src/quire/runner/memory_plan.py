@@ -115,7 +115,7 @@ def plan_memory(args: EngineArgs) -> MemoryPlan:
     Raises ConfigError, CheckpointError, or OutOfMemoryError where no block, or not the max_model_len asked for, fits.
     """
     config = args.resolve()
-    model = model_class(config.model.architecture)
+    model = model_class(config.model.architecture, config.model.model_impl)
     machine = machine_memory().limited(config.cache.memory_limit_bytes)
     weights = weight_bytes(config.model)
     adapters = 0 if config.lora is None else adapter_reserve(config.model, config.lora)
