@@ -184,8 +184,6 @@ def _fill_buffers(model: Any) -> None:
 
 def _split(model: Any) -> tuple[nn.Module, nn.Module]:
     """The layers, and the model with their results in their place."""
-    from transformers.modeling_outputs import MoeModelOutputWithPast
-
     backbone: nn.Module = model.base_model
-    setattr(model, model.base_model_prefix, GivenHidden(MoeModelOutputWithPast))
+    setattr(model, model.base_model_prefix, GivenHidden())
     return backbone, model

@@ -92,10 +92,19 @@ class OwnTensors(WeightedLayer):
 class GivenHidden(nn.Module):
     """In the place of the layers, where only the head of a model runs: returns what it is given."""
 
-    def __init__(self, output: type) -> None:
-        super().__init__()
-        self._output = output
+    def forward(self, *_: object, inputs_embeds: Tensor, **others: object) -> "LastHidden":
+        """inputs_embeds [1, num_rows, hidden] as the last hidden state."""
+        return LastHidden(inputs_embeds)
 
-    def forward(self, *, inputs_embeds: Tensor, **_: object) -> object:
-        """The library's output class, with inputs_embeds [1, num_rows, hidden] as the last hidden state."""
-        return self._output(last_hidden_state=inputs_embeds)
+
+class LastHidden:
+    """What layers return in the library, with nothing but hidden states: whatever else a head hands on is None."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None
