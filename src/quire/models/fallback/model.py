@@ -11,6 +11,7 @@ from quire.common.errors import UnsupportedModelError
 from quire.config.checkpoint.library import library_class, library_config
 from quire.config.kv_cache import KVCacheSpec
 from quire.config.model import ModelConfig
+from quire.kernels.backends.reference_backend import TorchThreads
 from quire.models.base import CausalLM
 from quire.models.fallback.attention import NAME, STEP, PagedStep, Survey, attention
 from quire.models.fallback.modules import CurrentBatch, GivenHidden, Head, InnerLinear, OwnTensors, TokenTable
@@ -28,7 +29,8 @@ class TransformersCausalLM(CausalLM):
 
     Made on torch's meta device. Its `nn.Linear`s, token table and head are replaced by Quire's, so that quantization,
     stored formats and adapters apply; its attention is Quire's, over the paged cache. Everything else is the library's
-    modules with torch's arithmetic, so equal bits in another batch are not promised, and steps cannot be recorded.
+    modules with torch's arithmetic, so equal bits in another batch are not promised, and steps cannot be recorded. Torch
+    computes it on one thread: more would wait for the cores on which the threads of the kernels run.
 
     What the layers keep is found out by running them on the meta device, not read from the config. Raises
     UnsupportedModelError, before weights are read, for a model that keeps or does something else.
@@ -71,13 +73,15 @@ class TransformersCausalLM(CausalLM):
         given = {"input_ids": batch.token_ids} if batch.embeddings is None else {"inputs_embeds": batch.embeddings}
         named = {name: tensor[None] for name, tensor in given.items() if tensor is not None}
         step = PagedStep(self._attention, batch, kv)
-        out = self.backbone(**named, position_ids=batch.positions[None], use_cache=False, **{STEP: step})
+        with TorchThreads(1):
+            out = self.backbone(**named, position_ids=batch.positions[None], use_cache=False, **{STEP: step})
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """As CausalLM, with whatever the library does to logits."""
-        logits: Tensor = self.head(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        with TorchThreads(1):
+            logits: Tensor = self.head(inputs_embeds=hidden[None], use_cache=False).logits[0]
         return logits
 
 
