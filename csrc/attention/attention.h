@@ -86,15 +86,19 @@ class AttentionTask {
     return reinterpret_cast<typename Lane::Query*>(s_.queries) + r * a_.head_dim;
   }
 
+  // The query head of row r.
+  int64_t head_of(int64_t r) const { return item_.kv_head * group_ + r % token_rows_; }
+
   void stage_queries() const {
+    int64_t seq = item_.seq;
     for (int64_t r = 0; r < rows_; ++r) {
-      const int64_t token = item_.token_begin + r / token_rows_, head = item_.kv_head * group_ + r % token_rows_;
-      const T* from = static_cast<const T*>(a_.query) + token * a_.query_stride + head * a_.head_dim;
+      const int64_t token = item_.token_begin + r / token_rows_;
+      while (a_.query_start[seq + 1] <= token) ++seq;
+      const T* from = static_cast<const T*>(a_.query) + token * a_.query_stride + head_of(r) * a_.head_dim;
       s_.query_scales[r] = a_.scale * kLog2E;
       s_.steps[r] = 1.0f;
-      // Tokens of following sequences see all keys of the item.
-      s_.positions[r] = token < a_.query_start[item_.seq + 1] ? context_of(a_, item_.seq) + token
-                                                              : item_.section_end * kSectionKeys - 1;
+      s_.positions[r] = context_of(a_, seq) + token;
+      s_.first_keys[r] = a_.first_key(s_.positions[r]);
       if constexpr (kInt8) {
         quantize_query(r, from);
       } else {
@@ -199,7 +203,7 @@ class AttentionTask {
     const auto for_blocks = [&](const auto& call) {  // call(row, rows, first, last): rows that see keys [first, last)
       for (int64_t b = begin; b < end; ++b) {
         const int64_t row = row_of(b), after = row_of(b + 1);
-        const int64_t first = max_of(a_.first_key(s_.positions[row]) - tile.start, 0);
+        const int64_t first = max_of(s_.first_keys[row] - tile.start, 0);
         const int64_t last = min_of(s_.positions[after - 1] + 1 - tile.start, kTileKeys);
         if (first < last) call(row, after - row, first, last);
       }
@@ -214,8 +218,11 @@ class AttentionTask {
       });
       const int64_t vector = first / W, vectors_end = (last + W - 1) / W;
       for (int64_t r = row; r < row + rows; ++r) {
-        const int64_t first_seen = a_.first_key(s_.positions[r]) - tile.start,
-                      seen_end = s_.positions[r] + 1 - tile.start;
+        const int64_t first_seen = s_.first_keys[r] - tile.start, seen_end = s_.positions[r] + 1 - tile.start;
+        if (a_.softcap > 0) cap_scores(scores(r), vector, vectors_end, a_.softcap * kLog2E);
+        if (a_.slopes != nullptr) {
+          add_slope(scores(r), vector, vectors_end, a_.slopes[head_of(r)] * kLog2E, tile.start - s_.positions[r]);
+        }
         if (first_seen > vector * W || seen_end < vectors_end * W) {
           mask_scores(scores(r), vector, vectors_end, first_seen, seen_end);
         }
@@ -270,12 +277,21 @@ class AttentionTask {
     }
   }
 
+  // What row r's outputs are multiplied with when its sink joins the softmax, whose sum is `sum`: after all keys, so
+  // that it counts once however these were split.
+  f32 inverse_with_sink(int64_t r, float sum) {
+    const float sink = a_.sinks[head_of(r)] * kLog2E, most = total().maxima[r], new_max = most > sink ? most : sink;
+    const f32 keep = exp2_negative(set1(most - new_max));
+    return keep / fma(set1(sum), keep, exp2_negative(set1(sink - new_max)));
+  }
+
   void write_output() {
     for (int64_t r = 0; r < rows_; ++r) {
-      const int64_t token = item_.token_begin + r / token_rows_, head = item_.kv_head * group_ + r % token_rows_;
-      T* out = static_cast<T*>(a_.out) + (token * a_.num_heads + head) * a_.head_dim;
+      const int64_t token = item_.token_begin + r / token_rows_;
+      T* out = static_cast<T*>(a_.out) + (token * a_.num_heads + head_of(r)) * a_.head_dim;
       const float* from = total().rows + r * a_.row_stride;
-      const f32 inverse = set1(1.0f / reduce_add(load(row_sums(total(), r))));
+      const float sum = reduce_add(load(row_sums(total(), r)));
+      const f32 inverse = a_.sinks == nullptr ? set1(1.0f / sum) : inverse_with_sink(r, sum);
       // Adding zero turns -0 into +0: a masked key adds zero to an output, which is the one thing that can change one.
       for_parts(a_.head_dim,
                 [&](int64_t d, int64_t n) { store_some(out + d, load(from + d) * inverse + set1(0.0f), n); });

@@ -121,12 +121,13 @@ def save_checkpoint(tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
     def save(architecture: str, *, dtype: torch.dtype = torch.float32, **fields: Any) -> tuple[Path, Any]:
         torch.manual_seed(0)
         shard_size = fields.pop("max_shard_size", "1GB")
-        family = architecture.removesuffix("ForCausalLM")
-        config = getattr(transformers, f"{family}Config")(**fields)
-        model = getattr(transformers, architecture)(config).to(dtype).eval()
-        for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith("bias"):  # initialized to 1 and 0, where a mistake could hide
-                torch.nn.init.normal_(parameter.data, mean=float(name.endswith("norm.weight")), std=0.2)
+        kind = getattr(transformers, architecture)
+        model = kind(kind.config_class(**fields)).to(dtype).eval()
+        for name, parameter in (*model.named_parameters(), *model.named_buffers()):
+            if (
+                "norm" in name or "ln_" in name or name.endswith("bias")
+            ):  # initialized to 1 and 0, where a mistake could hide
+                torch.nn.init.normal_(parameter.data, mean=float(name.endswith("weight")), std=0.2)
         model.save_pretrained(tmp_path / "checkpoint", max_shard_size=shard_size)
         return tmp_path / "checkpoint", model
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from quire.common.errors import CheckpointError, UnsupportedModelError, check_choice
+from quire.common.errors import CheckpointError, check_choice
 from quire.common.log import logger
 from quire.config.checkpoint.formats import find_format
 from quire.config.checkpoint.gguf.files import read_gguf
@@ -81,7 +81,8 @@ class ModelConfig:
         never touched), or a hub id `org/name`, which is downloaded: JSON, tokenizer and safetensors files, never
         pickles; with `org/name:Q4_K_M` or `gguf_file`, that GGUF file alone. `tokenizer` is the same, for the tokenizer
         files alone. The overrides replace values of config.json and
-        generation_config.json. `model_impl` is one of MODEL_IMPLS; `auto` is Quire's model if there is one. Raises ConfigError for an unknown dtype or quantization,
+        generation_config.json. `model_impl` is one of MODEL_IMPLS, where `auto` is Quire's own model if there is one.
+        Raises ConfigError for an unknown dtype or quantization,
         UnsupportedModelError for a checkpoint that another tool quantized, and CheckpointError for a checkpoint that is
         missing or malformed.
         """
@@ -94,7 +95,7 @@ class ModelConfig:
         # Before gigabytes of weights that could not be used are downloaded.
         architecture, model_impl, hf = implementation(stated.replaced(hf_overrides), model_impl)
         if hf.get("auto_map"):
-            logger.warning("%s asks for its own code (auto_map): never run, the model of %s is used", hf.source, model_impl)
+            logger.warning("%s asks for its own code (auto_map): never run, %s's own model is used", hf.source, model_impl)
         path = location.complete(path)
         generation = (_generation_config(path) if path.is_dir() else generation).replaced(override_generation_config)
         tokenizer_path = path if tokenizer is None else Location(str(tokenizer), None, None, download_dir).tokenizer()
@@ -123,14 +124,18 @@ class ModelConfig:
         )
 
 
-def rope_config(hf: HFConfig) -> HFConfig:
+def rope_config(hf: HFConfig, layer_type: str = "full_attention") -> HFConfig:
     """The rotary embedding's parameters, from `rope_parameters` (transformers 5) or `rope_scaling` and `rope_theta`.
 
     Always holds `rope_type` and `rope_theta`, and `original_max_position_embeddings`, the length trained on.
+    `layer_type` counts where the config has parameters for each type of layer.
     """
     section = hf.section("rope_parameters") or hf.section("rope_scaling") or HFConfig({}, f"{hf.source}: rope")
     if any(isinstance(value, dict) for value in section.values()):
-        raise UnsupportedModelError(f"{section.source}: one rotary embedding per type of layer is not supported")
+        of_layers = section.section(layer_type)
+        if of_layers is None:
+            raise CheckpointError(f"{section.source} has no {layer_type!r}: this checkpoint is incomplete")
+        section = of_layers
     rope_type = section.text("rope_type", section.text("type", "default"))
     original = section.size("original_max_position_embeddings", hf.size("max_position_embeddings"))
     return HFConfig(

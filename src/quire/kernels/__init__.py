@@ -8,10 +8,12 @@ from quire.kernels.backends.recording import KernelGraph
 from quire.kernels.backends.shapes import Meter
 from quire.kernels.backends.workspace import Workspace, borrowed
 from quire.kernels.embedding import embedding, rotary_embedding
+from quire.kernels.expert_weights import ExpertRows, ExpertWeights, Routing
+from quire.kernels.experts import combine_experts, expert_matmul, group_by_expert, route
 from quire.kernels.kv_cache import copy_blocks, copy_slots, gather_kv, make_layer_cache, write_kv
 from quire.kernels.lora import add_lora, pack_lora
 from quire.kernels.matmul import matmul, pack_weight, unpack_weight
-from quire.kernels.norm import add, add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from quire.kernels.norm import add, add_layer_norm, add_rms_norm, layer_norm, rms_norm, scale, softcap
 from quire.kernels.quantized import (
     block_size,
     integer_format,
@@ -23,6 +25,7 @@ from quire.kernels.quantized import (
 )
 from quire.kernels.sampling import processed_logits, sample, top_logprobs
 from quire.kernels.sampling_tensors import LogitChanges, SamplingTensors, TokenLists
+from quire.kernels.variants import XIELU, ActivationKind, AttentionVariant, ClampedSwiGLU
 from quire.kernels.weights import (
     BLOCK_FORMATS,
     QUANTIZED_FORMATS,
@@ -37,7 +40,13 @@ from quire.kernels.weights import (
 __all__ = [
     "BLOCK_FORMATS",
     "QUANTIZED_FORMATS",
+    "XIELU",
+    "ActivationKind",
+    "AttentionVariant",
     "Backend",
+    "ClampedSwiGLU",
+    "ExpertRows",
+    "ExpertWeights",
     "KernelGraph",
     "LoRATable",
     "LoRAWeight",
@@ -46,6 +55,7 @@ __all__ = [
     "Meter",
     "PackedWeight",
     "QuantizedWeight",
+    "Routing",
     "SamplingTensors",
     "StackedWeight",
     "TokenLists",
@@ -59,11 +69,14 @@ __all__ = [
     "backend_of",
     "block_size",
     "borrowed",
+    "combine_experts",
     "copy_blocks",
     "copy_slots",
     "embedding",
+    "expert_matmul",
     "gated_activation",
     "gather_kv",
+    "group_by_expert",
     "integer_format",
     "isa",
     "layer_norm",
@@ -82,8 +95,11 @@ __all__ = [
     "register_backend",
     "rms_norm",
     "rotary_embedding",
+    "route",
     "sample",
+    "scale",
     "set_num_threads",
+    "softcap",
     "top_logprobs",
     "unpack_weight",
     "write_kv",

@@ -1,4 +1,4 @@
-"""The residual sum, RMSNorm and LayerNorm, apart and in one."""
+"""The residual sum, RMSNorm and LayerNorm, apart and in one; multiplying by a number, and capping softly."""
 
 import torch
 from torch import Tensor
@@ -44,35 +44,52 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     return backend.add_rms_norm(x, residual, weight, eps)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """LayerNorm over the last dimension, as reference.layer_norm, into a new tensor.
 
-    x [..., hidden] float32 or bfloat16, contiguous; weight and bias [hidden] float32.
+    x [..., hidden] float32 or bfloat16, contiguous; weight and bias [hidden] float32; no bias: None.
     """
     backend, shape = backend_of(x), x.shape
     if (
         not shape
         or x.dtype not in DTYPES
         or not x.is_contiguous()
-        or not (_is_vector(backend, weight, shape[-1]) and _is_vector(backend, bias, shape[-1]))
+        or not _are_weights(backend, weight, bias, shape[-1])
     ):
         raise refusal("layer_norm", _LAYER_NORM_TAKES, x=x, weight=weight, bias=bias)
     return backend.layer_norm(x, weight, bias, eps)
 
 
-def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """`residual += x` in place, then LayerNorm of it into a new tensor; as reference.add_layer_norm.
 
-    x, residual [..., hidden] contiguous, of one dtype; weight and bias [hidden] float32.
+    x, residual [..., hidden] contiguous, of one dtype; weight and bias [hidden] float32; no bias: None.
     """
     backend, shape = backend_of(x), x.shape
-    if (
-        not shape
-        or not _are_rows(backend, shape, x, residual)
-        or not (_is_vector(backend, weight, shape[-1]) and _is_vector(backend, bias, shape[-1]))
-    ):
+    if not shape or not (_are_rows(backend, shape, x, residual) and _are_weights(backend, weight, bias, shape[-1])):
         raise refusal("add_layer_norm", _ADD_TAKES, x=x, residual=residual, weight=weight, bias=bias)
     return backend.add_layer_norm(x, residual, weight, bias, eps)
+
+
+def scale(x: Tensor, factor: float) -> None:
+    """`x *= factor` in place: the factor as a float32, the product rounded to x's dtype.
+
+    x of any shape, float32 or bfloat16, contiguous.
+    """
+    if x.dtype not in DTYPES or not x.is_contiguous():
+        raise refusal("scale", "x float32 or bfloat16, contiguous", x=x, factor=factor)
+    backend_of(x).scale(x, factor)
+
+
+def softcap(x: Tensor, cap: float) -> None:
+    """`x = cap * tanh(x / cap)` in place, within 1e-6 of its value; x of any shape float32, contiguous; cap above 0."""
+    if x.dtype is not torch.float32 or not x.is_contiguous() or not cap > 0:
+        raise refusal("softcap", "x float32, contiguous, and a cap above 0", x=x, cap=cap)
+    backend_of(x).softcap(x, cap)
+
+
+def _are_weights(backend: Backend, weight: Tensor, bias: Tensor | None, width: int) -> bool:
+    return _is_vector(backend, weight, width) and (bias is None or _is_vector(backend, bias, width))
 
 
 def _is_vector(backend: Backend, weight: Tensor, width: int) -> bool:

@@ -7,14 +7,13 @@ import torch
 from torch import Tensor
 
 from quire import kernels
-from quire.config.checkpoint.formats import open_checkpoint
 from quire.config.kv_cache import AttentionSpec
 from quire.config.lora import LoRAConfig
 from quire.config.model import ModelConfig
 from quire.models.adapters.slots import AdapterSlots
 from quire.models.base import Model
 from quire.models.layers.batch_tensors import BatchTensors, GroupTensors, LayerKVCache
-from quire.models.weights.loader import build_model
+from quire.models.weights.loader import build_model, open_weights
 
 _BLOCK_SIZE = 16
 
@@ -25,7 +24,7 @@ def activation_bytes(config: ModelConfig, num_tokens: int, lora: LoRAConfig | No
 
     The model runs on torch's meta device: its kernels allocate as always, but read no weights and compute nothing.
     """
-    model = build_model(dataclasses.replace(config, max_model_len=1), open_checkpoint(config.path))
+    model = build_model(dataclasses.replace(config, max_model_len=1), open_weights(config))
     meter = kernels.Meter()
     with torch.no_grad():  # not inference_mode, in which torch would hide the operations that others consist of
         for _, layer in model.weighted_layers():

@@ -8,6 +8,7 @@ from typing import Any
 
 from quire.common.errors import ConfigError, UnsupportedModelError, check_choice
 from quire.config.checkpoint.architectures import supported_architecture
+from quire.config.checkpoint.hf_names import standard_names
 from quire.config.hf_config import HFConfig
 
 MODEL_IMPLS = ("auto", "quire", "transformers")
@@ -30,7 +31,7 @@ def implementation(hf: HFConfig, model_impl: str) -> tuple[str, str, HFConfig]:
     if wanted == "transformers":
         return _library_architecture(hf), wanted, _with_sizes(hf)
     try:
-        return supported_architecture(hf), "quire", hf
+        return supported_architecture(hf), "quire", standard_names(hf)
     except UnsupportedModelError as error:
         if wanted != "auto":
             raise

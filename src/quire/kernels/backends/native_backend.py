@@ -13,21 +13,39 @@ from quire.kernels.backends import key_layout, reference
 from quire.kernels.backends.recording import KernelGraph
 from quire.kernels.backends.workspace import Workspace, empty, zeroed_blocks
 from quire.kernels.checks import ACTIVATIONS, DTYPES
+from quire.kernels.expert_weights import SCORINGS, ExpertRows, ExpertWeights, Routing
 from quire.kernels.sampling_tensors import SamplingTensors
+from quire.kernels.variants import XIELU, ActivationKind, AttentionVariant
 from quire.kernels.weights import FORMATS, MAX_LORA_MODULES, LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
 
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 """The dtypes by their number in csrc/common.h."""
 
 _FORMAT_CODES = {format: code for code, format in enumerate(FORMATS)}
-_ACTIVATION_CODES = {kind: code for code, kind in enumerate(ACTIVATIONS)}
+_ACTIVATION_CODES = {kind: (code, 0.0, 0.0, 0.0) for code, kind in enumerate(ACTIVATIONS)}
 _SEES_ALL = 2**63 - 1
+
+
+def _rows(x: Tensor) -> tuple[int, int]:
+    """How many rows x has, and their width."""
+    shape = x.shape
+    width = shape[-1] if shape else 1
+    return x.numel() // (width or 1), width
 
 
 def _place(out: Tensor) -> tuple[int, int, int]:
     """Where a product goes: address, distance of rows in elements, and dtype."""
     stride = out.shape[1] if out.is_contiguous() else out.stride(0)  # asking for a stride costs more than is_contiguous
     return out.data_ptr(), stride, DTYPE_CODES[out.dtype]
+
+
+def _activation_code(kind: ActivationKind) -> tuple[int, float, float, float]:
+    """The kind's number in csrc/kernel_table.h, and its parameters in the order of csrc/elementwise/activation.h."""
+    if isinstance(kind, str):
+        return _ACTIVATION_CODES[kind]
+    if isinstance(kind, XIELU):
+        return len(ACTIVATIONS), kind.alpha_p, kind.alpha_n, kind.beta
+    return len(ACTIVATIONS) + 1, kind.limit, kind.alpha, 0.0
 
 
 class NativeBackend:
@@ -156,6 +174,59 @@ class NativeBackend:
         to = out.data_ptr(), out.shape[1], work.data_ptr(), adapters.most_ranks
         self.native.add_lora(DTYPE_CODES[x.dtype], *given, *to)
 
+    def route(self, logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        rows, how = len(logits), routing
+        ids, weights = empty((rows, how.top_k), torch.int32), empty((rows, how.top_k), torch.float32)
+        groups = how.num_groups, how.top_groups, how.has_pairs
+        given = logits.data_ptr(), rows, how.num_experts, how.top_k, SCORINGS.index(how.scoring)
+        bias_at, to = 0 if bias is None else bias.data_ptr(), (ids.data_ptr(), weights.data_ptr())
+        self.native.route(*given, bias_at, *groups, how.is_normalized, how.scale, how.jitter, *to)
+        return ids, weights
+
+    def group_by_expert(self, ids: Tensor, num_experts: int) -> ExpertRows:
+        count = ids.numel()
+        starts = empty((num_experts + 1,), torch.int32)
+        pairs, places = empty((count,), torch.int32), empty((count,), torch.int32)
+        to = starts.data_ptr(), pairs.data_ptr(), places.data_ptr()
+        self.native.group_by_expert(ids.data_ptr(), count, num_experts, *to)
+        return ExpertRows(ids.shape[1], starts, pairs, places)
+
+    def expert_matmul(self, x: Tensor, experts: ExpertWeights, rows: ExpertRows, of_tokens: bool, out: Tensor) -> None:
+        count, k, start = len(out), experts.k, 0
+        pairs = rows.pairs.data_ptr() if of_tokens else 0
+        given = DTYPE_CODES[x.dtype], x.data_ptr(), k, pairs, rows.top_k, count, rows.starts.data_ptr()
+        for part, n in enumerate(experts.sizes):
+            work_bytes, row_bytes = self._expert_work(experts, part, count, of_tokens)
+            work = empty((work_bytes,), torch.uint8)
+            entries = experts.entries.ctypes.data + part * experts.num_experts * experts.entries.strides[0]
+            sizes = entries, experts.num_experts, n, k, work.data_ptr(), row_bytes
+            self.native.expert_matmul(*given, *sizes, *_place(out[:, start : start + n]))
+            start += n
+
+    def expert_work_bytes(self, experts: ExpertWeights, part: int, num_rows: int, of_tokens: bool) -> int:
+        return self._expert_work(experts, part, num_rows, of_tokens)[0]
+
+    def _expert_work(self, experts: ExpertWeights, part: int, num_rows: int, of_tokens: bool) -> tuple[int, int]:
+        """The memory that a product computes in, and what one of its rows takes there."""
+        k, row_bytes = experts.k, 0
+        for format in experts.formats[part]:
+            if format is not None:
+                needed = int(self.native.quantized_rows_bytes(_FORMAT_CODES[format[0]], format[1], 1, k))
+            else:  # rows that are no neighbours are copied, odd numbers of cache lines apart
+                needed = (-(-k * experts.dtype.itemsize // 64) | 1) * 64 if of_tokens else 0
+            row_bytes = max(row_bytes, needed)
+        return int(self.native.expert_work_bytes(num_rows, experts.num_experts, row_bytes)), row_bytes
+
+    def combine_experts(
+        self, y: Tensor, weights: Tensor, rows: ExpertRows, shared: Tensor | None, gate: Tensor | None
+    ) -> Tensor:
+        num_tokens, width = len(weights), y.shape[1]
+        out = empty((num_tokens, width), y.dtype)
+        added = 0 if shared is None else shared.data_ptr(), 0 if gate is None else gate.data_ptr()
+        given = y.data_ptr(), weights.data_ptr(), rows.places.data_ptr(), num_tokens, rows.top_k, width
+        self.native.combine_experts(DTYPE_CODES[y.dtype], *given, *added, out.data_ptr())
+        return out
+
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
         count, (vocab, hidden) = token_ids.numel(), table.shape
         out = empty((count, hidden), table.dtype)
@@ -207,45 +278,51 @@ class NativeBackend:
         )
         return out
 
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         return self._layer_norm(x, 0, weight, bias, eps)
 
-    def add_layer_norm(self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    def add_layer_norm(self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         return self._layer_norm(x, residual.data_ptr(), weight, bias, eps)
 
-    def _layer_norm(self, x: Tensor, residual: int, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    def _layer_norm(self, x: Tensor, residual: int, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         shape, dtype = x.shape, x.dtype
         width = shape[-1]
         rows = x.numel() // (width or 1)
         out = empty(shape, dtype)
-        to = out.data_ptr()
+        to, bias_at = out.data_ptr(), 0 if bias is None else bias.data_ptr()
         self.native.layer_norm(
-            DTYPE_CODES[dtype], x.data_ptr(), residual, weight.data_ptr(), bias.data_ptr(), eps, to, rows, width
+            DTYPE_CODES[dtype], x.data_ptr(), residual, weight.data_ptr(), bias_at, eps, to, rows, width
         )
         return out
 
-    def rotary_embedding(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
-        (tokens, heads, _), (token_stride, head_stride, _) = x.shape, x.stride()
+    def scale(self, x: Tensor, factor: float) -> None:
+        rows, width = _rows(x)
+        self.native.scale(DTYPE_CODES[x.dtype], x.data_ptr(), rows, width, factor)
+
+    def softcap(self, x: Tensor, cap: float) -> None:
+        rows, width = _rows(x)
+        self.native.softcap(x.data_ptr(), rows, width, cap)
+
+    def rotary_embedding(self, x: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool) -> None:
+        sizes, (token_stride, head_stride, _) = x.shape[:2], x.stride()
         code, at, table = DTYPE_CODES[x.dtype], positions.data_ptr(), cos_sin.data_ptr()
         max_positions, rotary_dim = cos_sin.shape
         self.native.rotary(
-            code, x.data_ptr(), tokens, heads, token_stride, head_stride, at, table, max_positions, rotary_dim
+            code, x.data_ptr(), *sizes, token_stride, head_stride, at, table, max_positions, rotary_dim, interleaved
         )
 
-    def activation(self, x: Tensor, kind: str) -> Tensor:
-        shape, dtype = x.shape, x.dtype
-        width = shape[-1] if shape else 1
-        rows = x.numel() // (width or 1)
-        out = empty(shape, dtype)
-        self.native.activation(DTYPE_CODES[dtype], _ACTIVATION_CODES[kind], x.data_ptr(), rows, width, out.data_ptr())
+    def activation(self, x: Tensor, kind: ActivationKind) -> Tensor:
+        dtype, (rows, width) = x.dtype, _rows(x)
+        out = empty(x.shape, dtype)
+        self.native.activation(DTYPE_CODES[dtype], *_activation_code(kind), x.data_ptr(), rows, width, out.data_ptr())
         return out
 
-    def gated_activation(self, x: Tensor, kind: str) -> Tensor:
+    def gated_activation(self, x: Tensor, kind: ActivationKind) -> Tensor:
         (rows, double_width), dtype = x.shape, x.dtype
         width = double_width // 2
         out = empty((rows, width), dtype)
         self.native.gated_activation(
-            DTYPE_CODES[dtype], _ACTIVATION_CODES[kind], x.data_ptr(), rows, width, out.data_ptr()
+            DTYPE_CODES[dtype], *_activation_code(kind), x.data_ptr(), rows, width, out.data_ptr()
         )
         return out
 
@@ -285,7 +362,7 @@ class NativeBackend:
         seq_lens: Tensor,
         block_tables: Tensor,
         scale: float,
-        sliding_window: int | None,
+        variant: AttentionVariant,
     ) -> Tensor:
         num_tokens, num_heads, head_dim = query.shape
         num_blocks, num_kv_heads, block_size, _ = v_cache.shape
@@ -294,10 +371,13 @@ class NativeBackend:
         is_int8 = v_cache.dtype is torch.int8
         tables = query_start.data_ptr(), seq_lens.data_ptr(), block_tables.data_ptr(), block_tables.stride(0)
         sizes = block_tables.shape[1], num_tokens, seq_lens.shape[0], num_heads, num_kv_heads, head_dim
-        window = _SEES_ALL if sliding_window is None else sliding_window
+        spans = variant.sliding_window or _SEES_ALL, variant.chunk_size or _SEES_ALL
+        sinks = 0 if variant.sinks is None else variant.sinks.data_ptr()
+        slopes = 0 if variant.slopes is None else variant.slopes.data_ptr()
+        changes = scale, variant.softcap or 0.0, sinks, slopes
         code, at, stride, to = DTYPE_CODES[query.dtype], query.data_ptr(), query.stride(0), out.data_ptr()
         self.native.paged_attention(
-            code, at, stride, is_int8, *caches, *tables, *sizes, num_blocks, block_size, window, scale, to
+            code, at, stride, is_int8, *caches, *tables, *sizes, num_blocks, block_size, *spans, *changes, to
         )
         return out
 

@@ -14,6 +14,8 @@ from torch.utils._pytree import tree_leaves
 from quire.kernels.backends.base import Backend
 from quire.kernels.backends.reference_backend import ReferenceBackend
 from quire.kernels.backends.workspace import Workspace, empty
+from quire.kernels.expert_weights import ExpertRows, ExpertWeights, Routing
+from quire.kernels.variants import ActivationKind
 from quire.kernels.weights import LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
 
 _ALIGNMENT = 64
@@ -133,6 +135,23 @@ class ShapesBackend(ReferenceBackend):
     def add_lora(self, x: Tensor, out: Tensor, adapters: LoRATable, slots: Tensor) -> None:
         self.empty((adapters.work_bytes(len(x)),), torch.uint8)
 
+    def route(self, logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        shape = (len(logits), routing.top_k)
+        return self.empty(shape, torch.int32), self.empty(shape, torch.float32)
+
+    def group_by_expert(self, ids: Tensor, num_experts: int) -> ExpertRows:
+        lengths = num_experts + 1, ids.numel(), ids.numel()
+        return ExpertRows(ids.shape[1], *(self.empty((length,), torch.int32) for length in lengths))
+
+    def expert_matmul(self, x: Tensor, experts: ExpertWeights, rows: ExpertRows, of_tokens: bool, out: Tensor) -> None:
+        for part in range(len(experts.sizes)):
+            self.empty((self._host.expert_work_bytes(experts, part, len(out), of_tokens),), torch.uint8)
+
+    def combine_experts(
+        self, y: Tensor, weights: Tensor, rows: ExpertRows, shared: Tensor | None, gate: Tensor | None
+    ) -> Tensor:
+        return self.empty((len(weights), y.shape[1]), y.dtype)
+
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
         return self.empty((len(token_ids), table.shape[1]), table.dtype)
 
@@ -146,9 +165,9 @@ class ShapesBackend(ReferenceBackend):
 
     rms_norm = add_rms_norm = layer_norm = add_layer_norm = activation = paged_attention = _like  # type: ignore[assignment]
 
-    def gated_activation(self, x: Tensor, kind: str) -> Tensor:
+    def gated_activation(self, x: Tensor, kind: ActivationKind) -> Tensor:
         return self.empty((len(x), x.shape[1] // 2), x.dtype)
 
     def _nothing(self, *_: object) -> None: ...
 
-    add = rotary_embedding = write_kv = _nothing  # type: ignore[assignment]
+    add = scale = softcap = rotary_embedding = write_kv = _nothing  # type: ignore[assignment]

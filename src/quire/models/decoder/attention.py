@@ -5,8 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from quire.kernels import AttentionVariant
 from quire.models.decoder.shapes import AttentionShape, HeadNormShape, QKVLayout, Span
-from quire.models.layers.attention import Attention
+from quire.models.layers.attention import Attention, SinkAttention
 from quire.models.layers.batch_tensors import BatchTensors, LayerKVCache
 from quire.models.layers.linear import Linear
 from quire.models.layers.norm import Norm, RMSNorm, make_norm
@@ -27,10 +28,22 @@ class SelfAttention(nn.Module):
         head_dim = self.head_dim = shape.head_dim
         num_heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
         sizes = tuple(n * head_dim for n in num_heads)
-        is_apart = shape.qkv_layout is QKVLayout.APART
-        self.qkv_proj = Linear(hidden_size, sizes if is_apart else sum(sizes), bias=shape.qkv_bias, dtype=dtype)
-        self.o_proj = Linear(sizes[0], hidden_size, bias=shape.o_bias, dtype=dtype)
-        self.attn = Attention(shape.scale, shape.sliding_window)
+        is_apart, is_transposed = shape.qkv_layout is QKVLayout.APART, shape.is_transposed
+        self.qkv_proj = Linear(
+            hidden_size,
+            sizes if is_apart else sum(sizes),
+            bias=shape.qkv_bias,
+            dtype=dtype,
+            is_transposed=is_transposed,
+            blocks=_blocks(shape),
+        )
+        self.o_proj = Linear(sizes[0], hidden_size, bias=shape.o_bias, dtype=dtype, is_transposed=is_transposed)
+        variant = AttentionVariant(shape.sliding_window)
+        self.attn = (
+            SinkAttention(shape.scale, variant, shape.num_heads)
+            if shape.has_sinks
+            else Attention(shape.scale, variant)
+        )
         self._heads = self._make_heads(shape, num_heads, rotary)
 
     def _make_heads(
@@ -98,3 +111,13 @@ def _head_norm(shape: HeadNormShape, num_heads: int, head_dim: int) -> Norm:
     if shape.span is Span.PROJECTION:
         return ProjectionNorm(num_heads * head_dim, shape.norm)
     return make_norm(head_dim, shape.norm)
+
+
+def _blocks(shape: AttentionShape) -> tuple[int, ...] | None:
+    """The heads of the checkpoint's tensor in the order queries, keys, values; None if that is its order."""
+    if shape.qkv_layout is not QKVLayout.BY_GROUP:
+        return None
+    num_groups, num_queries = shape.num_kv_heads, shape.num_heads // shape.num_kv_heads
+    groups = [range(group * (num_queries + 2), (group + 1) * (num_queries + 2)) for group in range(num_groups)]
+    queries = [head for group in groups for head in group[:num_queries]]
+    return (*queries, *(group[-2] for group in groups), *(group[-1] for group in groups))

@@ -1,4 +1,4 @@
-"""The MLP of a layer, gated or plain."""
+"""The MLP of a layer, gated or plain, or its experts."""
 
 import torch
 from torch import Tensor, nn
@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from quire import kernels
 from quire.models.decoder.shapes import MLPShape
 from quire.models.layers.batch_tensors import BatchTensors
+from quire.models.layers.experts import Experts, ExpertsShape
 from quire.models.layers.linear import Linear
 
 
@@ -30,8 +31,9 @@ class PlainMLP(nn.Module):
 
     def __init__(self, shape: MLPShape, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.up_proj = Linear(hidden_size, shape.width, bias=shape.up_bias, dtype=dtype)
-        self.down_proj = Linear(shape.width, hidden_size, bias=shape.down_bias, dtype=dtype)
+        width, is_transposed = shape.width, shape.is_transposed
+        self.up_proj = Linear(hidden_size, width, bias=shape.up_bias, dtype=dtype, is_transposed=is_transposed)
+        self.down_proj = Linear(width, hidden_size, bias=shape.down_bias, dtype=dtype, is_transposed=is_transposed)
         self.act = shape.activation
 
     def forward(self, x: Tensor, batch: BatchTensors) -> Tensor:
@@ -40,6 +42,10 @@ class PlainMLP(nn.Module):
         return out
 
 
-def make_mlp(shape: MLPShape, hidden_size: int, dtype: torch.dtype) -> nn.Module:
+def make_mlp(shape: MLPShape | ExpertsShape, hidden_size: int, dtype: torch.dtype) -> nn.Module:
     """The module that computes it: `forward(x, batch)`."""
+    if isinstance(shape, ExpertsShape):
+        width = shape.shared_width
+        shared = None if width is None else GatedMLP(MLPShape(width, shape.activation), hidden_size, dtype)
+        return Experts(shape, hidden_size, dtype, shared)
     return (GatedMLP if shape.is_gated else PlainMLP)(shape, hidden_size, dtype)

@@ -17,9 +17,11 @@ from quire.models.decoder.shapes import AttentionShape, DecoderShape, LayerShape
 from quire.models.layers.activation import activation_kind
 from quire.models.layers.batch_tensors import BatchTensors, LayerKVCache
 from quire.models.layers.embedding import Embedding, TiedLmHead
+from quire.models.layers.experts import ExpertsShape
 from quire.models.layers.linear import Linear, LmHead
 from quire.models.layers.norm import NormShape, make_norm
 from quire.models.layers.rotary import RopeShape, RotaryEmbedding
+from quire.models.weights.stacked import STACKS, Stack
 
 Step = Callable[[Tensor, BatchTensors], Tensor]
 """From [num_tokens, one width] to [num_tokens, the same or another width]. It may write to what it gets."""
@@ -29,7 +31,7 @@ class Decoder(CausalLM):
     """A decoder as `shape` describes it.
 
     A family overrides `shape`, or only the parts of it that differ from those of Llama without biases: `layer_shape`,
-    `attention_shape`, `mlp_shape`, `norm_shape`, `rope_shape`. They take the layer's number, and read the config alone.
+    `attention_shape`, `mlp_shape`, `experts_shape`, `norm_shape`, `rope_shape`. They take the layer's number, and read the config alone.
     """
 
     renames: ClassVar[tuple[tuple[str, str], ...]] = ((r"^model\.", ""),)
@@ -98,6 +100,10 @@ class Decoder(CausalLM):
         return self._rotary_of(config, rope)
 
     @classmethod
+    def stacks(cls, config: ModelConfig) -> tuple[Stack, ...]:
+        return STACKS
+
+    @classmethod
     def shape(cls, config: ModelConfig) -> DecoderShape:
         """What the config says. Raises CheckpointError or UnsupportedModelError for one that cannot be run."""
         hf = config.hf_config
@@ -113,7 +119,8 @@ class Decoder(CausalLM):
     @classmethod
     def layer_shape(cls, hf: HFConfig, layer: int) -> LayerShape:
         """Of layer number `layer`."""
-        return LayerShape(cls.attention_shape(hf, layer), cls.mlp_shape(hf, layer), cls.norm_shape(hf))
+        mlp = cls.experts_shape(hf, layer) or cls.mlp_shape(hf, layer)
+        return LayerShape(cls.attention_shape(hf, layer), mlp, cls.norm_shape(hf))
 
     @classmethod
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
@@ -131,6 +138,11 @@ class Decoder(CausalLM):
     def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:
         """Of layer number `layer`: here gated, without biases."""
         return MLPShape(hf.size("intermediate_size"), activation_kind(hf, "hidden_act", "silu"))
+
+    @classmethod
+    def experts_shape(cls, hf: HFConfig, layer: int) -> ExpertsShape | None:
+        """Of layer number `layer`; None if it has an MLP."""
+        return None
 
     @classmethod
     def norm_shape(cls, hf: HFConfig) -> NormShape:

@@ -1,8 +1,10 @@
 """What many families read from their configs in the same way."""
 
 from collections.abc import Callable
+from typing import Any
 
-from quire.common.errors import CheckpointError, UnsupportedModelError
+from quire import kernels
+from quire.common.errors import CheckpointError, KernelError, UnsupportedModelError
 from quire.config.hf_config import HFConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -31,3 +33,19 @@ def layer_type(hf: HFConfig, layer: int, default: Callable[[int], str]) -> str:
     if unknown := sorted({str(name) for name in types} - {FULL, SLIDING}):
         raise UnsupportedModelError(f"{hf.source}: layer_types {unknown}: supported are {FULL}, {SLIDING}")
     return str(types[layer])
+
+
+def read_routing(hf: HFConfig, num_experts: int, top_k: int, **how: Any) -> kernels.Routing:
+    """The Routing. Raises CheckpointError if its numbers do not fit together."""
+    try:
+        return kernels.Routing(top_k, num_experts, **how)
+    except KernelError as error:
+        raise CheckpointError(f"{hf.source}: {error}") from error
+
+
+def layer_indices(hf: HFConfig, key: str) -> list[int]:
+    """A list of layers, empty in a config without it. Raises CheckpointError if it is something else."""
+    layers = hf.get(key) or []
+    if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
+        raise CheckpointError(f"{hf.source}: {key!r} must be a list of layers' numbers")
+    return layers

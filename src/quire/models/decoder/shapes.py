@@ -5,6 +5,8 @@ from enum import Enum, auto
 
 import torch
 
+from quire.kernels import ActivationKind
+from quire.models.layers.experts import ExpertsShape
 from quire.models.layers.norm import NormShape
 from quire.models.layers.rotary import RopeShape
 
@@ -50,10 +52,14 @@ class AttentionShape:
     qkv_bias: bool = False
     o_bias: bool = False
     qkv_layout: QKVLayout = QKVLayout.APART
+    is_transposed: bool = False
+    """Whether the checkpoint has matrices [in, out], as GPT-2 has."""
     rope: RopeShape | None = None
     head_norm: HeadNormShape | None = None
     sliding_window: int | None = None
     """The number of tokens that a token sees, itself included. None: all."""
+    has_sinks: bool = False
+    """Whether a learned score of each head joins the softmax (SinkAttention)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +67,15 @@ class MLPShape:
     """`down(act(up(x)))`, or if gated `down(act(gate(x)) * up(x))` (Shazeer 2020)."""
 
     width: int
-    activation: str
-    """One of kernels.ACTIVATIONS."""
+    activation: ActivationKind
     is_gated: bool = True
     is_stacked: bool = False
     """Whether the checkpoint has gate and up in one tensor."""
     up_bias: bool = False
     """Of the gate too."""
     down_bias: bool = False
+    is_transposed: bool = False
+    """Whether the checkpoint has matrices [in, out]; of a plain MLP alone."""
 
 
 class Arrangement(Enum):
@@ -95,7 +102,7 @@ class LayerShape:
     """One layer."""
 
     attention: AttentionShape
-    mlp: MLPShape
+    mlp: MLPShape | ExpertsShape
     norm: NormShape
     arrangement: Arrangement = Arrangement.PRE_NORM
 

@@ -1,7 +1,7 @@
 """Attention as transformers' modules call it: over the paged KV cache, or only to find out what each layer asks for."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch.nn.functional as F
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from quire.common.errors import UnsupportedModelError
 from quire.config.kv_cache import AttentionSpec, attention_spec
+from quire.kernels.variants import AttentionVariant
 from quire.models.layers.attention import Attention
 from quire.models.layers.batch_tensors import BatchTensors, LayerKVCache
 
@@ -16,8 +17,9 @@ NAME = "quire"
 """What the library's config calls this attention."""
 STEP = "quire_step"
 """The keyword argument of a model's `forward` that its layers hand on to `attention`."""
-_NEUTRAL = {"dropout", "position_ids", "cache_position", "use_cache", "is_causal", STEP}
-"""Keyword arguments of the library's attention that change nothing here."""
+_SOFTCAP, _SINKS = "softcap", "s_aux"
+_KNOWN = {"dropout", "position_ids", "cache_position", "use_cache", "is_causal", STEP, _SOFTCAP, _SINKS}
+"""Keyword arguments of the library's attention that change nothing here, or that `Survey` and `PagedStep` read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,10 @@ class PagedStep:
         width = value.shape[-1]
         if width < key.shape[-1]:
             value = F.pad(value, (0, key.shape[-1] - width))
-        out: Tensor = self._layers[layer](query, key, value, self._batch, self._kv[layer])
+        attend = self._layers[layer]
+        if (sinks := call.others.get(_SINKS)) is not None:
+            attend = Attention(attend.scale, replace(attend.variant, sinks=sinks.float()))
+        out: Tensor = attend(query, key, value, self._batch, self._kv[layer])
         return out[..., :width]
 
 
@@ -93,7 +98,7 @@ class Survey:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
         module, layer = call.module, getattr(call.module, "layer_idx", None)
         name = type(module).__name__
-        asked = [key for key, value in call.others.items() if value is not None and key not in _NEUTRAL]
+        asked = [key for key, value in call.others.items() if value is not None and key not in _KNOWN]
         problems = {
             "has no layer_idx": not isinstance(layer, int),
             "attends more than once": layer in self.specs,
@@ -109,5 +114,5 @@ class Survey:
             raise UnsupportedModelError(f"{name} {' and '.join(found)}, which Quire's attention does not have")
         assert isinstance(layer, int)
         self.specs[layer] = attention_spec(*key.shape[1:], self._dtype, call.sliding_window)
-        self.layers[layer] = Attention(call.scale, call.sliding_window)
+        self.layers[layer] = Attention(call.scale, AttentionVariant(call.sliding_window, None, call.others.get(_SOFTCAP)))
         return query.new_empty(*query.shape[:2], value.shape[2])

@@ -139,7 +139,7 @@ def _check_windows(config: Any, survey: Survey) -> None:
     default = ["full_attention" if window is None else "sliding_attention"] * len(survey.specs)
     kinds = getattr(config, "layer_types", None) or default
     for layer, kind in enumerate(kinds):
-        if _WINDOWS.get(kind) is not (survey.layers[layer].sliding_window is not None):
+        if _WINDOWS.get(kind) is not (survey.layers[layer].variant.sliding_window is not None):
             raise UnsupportedModelError(f"layer {layer} is of the kind {kind!r}, but does not tell attention its window")
 
 

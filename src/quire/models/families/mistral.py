@@ -1,9 +1,10 @@
-"""Mistral (Jiang et al. 2023): a sliding window in every layer, or in none."""
+"""Mistral (Jiang et al. 2023) and Ministral: sliding windows in every layer, in some, or in none."""
 
 from dataclasses import replace
 
 from quire.config.hf_config import HFConfig
 from quire.models.decoder.model import Decoder
+from quire.models.decoder.reading import SLIDING, layer_type
 from quire.models.decoder.shapes import AttentionShape
 
 _DEFAULT_WINDOW = 4096
@@ -16,4 +17,15 @@ class MistralForCausalLM(Decoder):
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
         is_full = "sliding_window" in hf and hf["sliding_window"] is None
         window = None if is_full else hf.size("sliding_window", _DEFAULT_WINDOW)
+        return replace(super().attention_shape(hf, layer), sliding_window=window)
+
+
+class MinistralForCausalLM(Decoder):
+    """`layer_types` names the layers with a window: by default all, if `sliding_window` is given."""
+
+    @classmethod
+    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
+        has_window = hf.get("sliding_window") is not None
+        is_sliding = has_window and layer_type(hf, layer, lambda _: SLIDING) == SLIDING
+        window = hf.size("sliding_window") if is_sliding else None
         return replace(super().attention_shape(hf, layer), sliding_window=window)

@@ -31,21 +31,20 @@ class Norm(WeightedLayer):
 
     def __init__(self, width: int, shape: NormShape) -> None:
         super().__init__()
+        self.width = width
         self.shape = shape
         self.eps = shape.eps
-        self.weight = torch.ones(width)
-        self.bias = torch.zeros(width)
+        if not shape.has_weight:
+            self.weight = torch.ones(width)
 
     def weight_specs(self) -> Mapping[str, WeightSpec]:
-        spec = WeightSpec((Part(tuple(self.weight.shape)),), torch.float32)
+        spec = WeightSpec((Part((self.width,)),), torch.float32)
         wanted = {"weight": self.shape.has_weight, "bias": self.shape.has_bias}
         return {name: spec for name, is_wanted in wanted.items() if is_wanted}
 
     def set_weights(self, tensors: Mapping[str, Tensor]) -> None:
         if "weight" in tensors:
             self.weight = tensors["weight"] + self.shape.offset  # [width]
-        if "bias" in tensors:
-            self.bias = tensors["bias"].clone()  # [width]
 
     @abstractmethod
     def forward(self, x: Tensor) -> Tensor:
@@ -68,6 +67,15 @@ class RMSNorm(Norm):
 
 class LayerNorm(Norm):
     """Layer norm (Ba et al. 2016)."""
+
+    def __init__(self, width: int, shape: NormShape) -> None:
+        super().__init__(width, shape)
+        self.bias = torch.zeros(width)
+
+    def set_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        super().set_weights(tensors)
+        if "bias" in tensors:
+            self.bias = tensors["bias"].clone()  # [width]
 
     def forward(self, x: Tensor) -> Tensor:
         return kernels.layer_norm(x, self.weight, self.bias, self.eps)

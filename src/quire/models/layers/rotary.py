@@ -89,7 +89,10 @@ def _linear(config: ModelConfig, rope: HFConfig, dim: int) -> tuple[Tensor, floa
 
 
 def _dynamic(config: ModelConfig, rope: HFConfig, dim: int) -> tuple[Tensor, float]:
-    """The base grows with the length, so that the lowest frequency is stretched fully and the highest not at all."""
+    """The base grows with the length, so that the lowest frequency is stretched fully and the highest not at all; or by
+    a fixed `alpha` (HunYuan)."""
+    if rope.get("alpha") is not None:
+        return 1.0 / _base_powers(dim, rope.number("rope_theta") * rope.number("alpha") ** (dim / (dim - 2))), 1.0
     factor, original = rope.number("factor"), config.max_position_embeddings
     stretch = factor * max(config.max_model_len, original) / original - (factor - 1)
     return 1.0 / _base_powers(dim, rope.number("rope_theta") * stretch ** (dim / (dim - 2))), 1.0

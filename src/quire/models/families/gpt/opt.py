@@ -64,8 +64,8 @@ class OPTForCausalLM(Decoder):
 
     @classmethod
     def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:
-        activation, bias = activation_kind(hf, "activation_function", "relu"), hf.flag("enable_bias", True)
-        return MLPShape(hf.size("ffn_dim"), activation, is_gated=False, up_bias=bias, down_bias=bias)
+        activation, bias = activation_kind(hf, "hidden_act", "relu"), hf.flag("enable_bias", True)
+        return MLPShape(hf.size("intermediate_size"), activation, is_gated=False, up_bias=bias, down_bias=bias)
 
     @classmethod
     def norm_shape(cls, hf: HFConfig) -> NormShape:
