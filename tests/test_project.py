@@ -190,5 +190,5 @@ def test_an_archive_that_lacks_the_checkpoint_is_refused(tmp_path: Path) -> None
 
 
 def test_the_tables_of_the_migration_page_are_those_of_the_code() -> None:
-    """If not, run `python tools/migration_tables.py`."""
-    assert subprocess.run([sys.executable, str(ROOT / "tools" / "migration_tables.py"), "--check"]).returncode == 0
+    """If not, run `python -m tools.migration_tables`."""
+    assert subprocess.run([sys.executable, "-m", "tools.migration_tables", "--check"], cwd=ROOT).returncode == 0

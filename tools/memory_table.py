@@ -1,12 +1,11 @@
 """Write the tables of docs/how-to/memory.md: the memory that well-known models need.
 
-    python tools/memory_table.py [--check]
+    python -m tools.memory_table [--check]
 
 The figures are those of `quire plan`, for checkpoints that have the shapes of these models and no weights. With --check
 nothing is written, and the exit status is 1 if the page differs.
 """
 
-import argparse
 import json
 import sys
 import tempfile
@@ -21,9 +20,9 @@ from safetensors.torch import save_file
 from quire.config.args import EngineArgs
 from quire.config.machine import MachineMemory
 from quire.runner.memory_plan import MemoryPlan, plan_memory
+from tools.written_tables import write_or_check
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "how-to" / "memory.md"
-BEGIN, END = "<!-- written by tools/memory_table.py -->", "<!-- end -->"
 CONTEXTS = (4_096, 32_768)
 FORMATS = (("bf16", None), ("int8", "int8"), ("int4", "int4"))
 GIB = 2**30
@@ -139,18 +138,5 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.1f}" if num_bytes >= GIB else f"{num_bytes / GIB:.2f}"
 
 
-def main() -> int:
-    """Write or check the page."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true")
-    page = PAGE.read_text(encoding="utf-8")
-    head, _, rest = page.partition(BEGIN)
-    written = f"{head}{BEGIN}\n{chr(10).join(tables())}\n{END}{rest.partition(END)[2]}"
-    if parser.parse_args().check:
-        return int(written != page)
-    PAGE.write_text(written, encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(__doc__, PAGE, "tools/memory_table.py", tables()))

@@ -1,12 +1,11 @@
 """Write the tables of docs/migrating.md: what becomes of each argument of vLLM.
 
-    python tools/migration_tables.py [--check]
+    python -m tools.migration_tables [--check]
 
 The tables come from Quire's own classes and from src/quire/common/arguments/vllm_arguments.toml. With --check nothing
 is written, and the exit status is 1 if the page differs.
 """
 
-import argparse
 import dataclasses
 import sys
 from collections.abc import Iterator
@@ -16,9 +15,9 @@ from quire.common.arguments.vllm_arguments import Kind, parsers, vllm_arguments
 from quire.common.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from quire.config.args import EngineArgs
 from quire.server.config import ServerArgs
+from tools.written_tables import write_or_check
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "migrating.md"
-BEGIN, END = "<!-- written by tools/migration_tables.py -->", "<!-- end -->"
 SECTIONS: tuple[tuple[str, Kind, tuple[str, ...]], ...] = (
     (
         "Engine: `LLM(...)`, `EngineArgs`, `quire serve`",
@@ -59,18 +58,5 @@ def _unless(allowed: tuple[object, ...]) -> str:
     return f" unless empty or {' or '.join(f'`{value}`' for value in allowed)}" if allowed else " unless empty"
 
 
-def main() -> int:
-    """Write or check the page."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true")
-    page = PAGE.read_text(encoding="utf-8")
-    head, _, rest = page.partition(BEGIN)
-    written = f"{head}{BEGIN}\n{chr(10).join(tables())}\n{END}{rest.partition(END)[2]}"
-    if parser.parse_args().check:
-        return int(written != page)
-    PAGE.write_text(written, encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(__doc__, PAGE, "tools/migration_tables.py", tables()))

@@ -43,8 +43,8 @@ def test_the_page_of_the_api_has_every_public_name() -> None:
 
 @pytest.mark.slow
 def test_the_tables_of_memory_are_those_that_quire_plan_computes() -> None:
-    """If not, run `python tools/memory_table.py`."""
-    assert subprocess.run([sys.executable, str(ROOT / "tools" / "memory_table.py"), "--check"]).returncode == 0
+    """If not, run `python -m tools.memory_table`."""
+    assert subprocess.run([sys.executable, "-m", "tools.memory_table", "--check"], cwd=ROOT).returncode == 0
 
 
 def site(folder: Path, body: str, style: str = "") -> Path:

@@ -238,6 +238,101 @@ def test_with_a_format_the_model_may_still_call_tools(format_name, said, content
 
 FORBIDDEN = "stopped after"
 """What a request is told whose next token the grammar does not allow."""
+BONN = '{"city": "Bonn"}'
+DEEPSEEK = "<|tool_calls_begin|><|tool_call_begin|>{}<|tool_call_end|><|tool_calls_end|>"
+
+
+def deepseek(call):
+    """DeepSeek's marks around a call."""
+    return DEEPSEEK.replace("{}", call).replace("|", "\uff5c").replace("_", "\u2581")
+
+
+XML = "<tool_call>\n<function=weather>\n<parameter=city>\nBonn\n</parameter>\n</function>\n</tool_call>"
+WRITTEN_CALLS = {
+    "cohere_command3": f'<|START_ACTION|>\n[{{"tool_name": "weather", "parameters": {BONN}}}]\n<|END_ACTION|>',
+    "cohere_command_r": f'Action: ```json\n[{{"tool_name": "weather", "parameters": {BONN}}}]\n```',
+    "deepseek_v3": deepseek(f"function<|tool_sep|>weather\n```json\n{BONN}\n```"),
+    "deepseek_v31": deepseek(f"weather<|tool_sep|>{BONN}"),
+    "glm45": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Bonn</arg_value>\n</tool_call>",
+    "gpt_oss": f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{BONN}",
+    "granite": f'<|tool_call|>[{{"name": "weather", "arguments": {BONN}}}]',
+    "granite-20b-fc": f'<function_call>{{"name": "weather", "arguments": {BONN}}}',
+    "hermes": CALL,
+    "hunyuan_a13b": f'<tool_calls>[{{"name": "weather", "arguments": {BONN}}}]</tool_calls>',
+    "llama3_json": f'{{"name": "weather", "parameters": {BONN}}}',
+    "mistral": f'[TOOL_CALLS][{{"name": "weather", "arguments": {BONN}}}]',
+    "mistral_v11": f"[TOOL_CALLS]weather[ARGS]{BONN}",
+    "phi4_mini_json": f'<|tool_call|>[{{"name": "weather", "arguments": {BONN}}}]<|/tool_call|>',
+    "qwen3_coder": XML,
+    "seed_oss": XML.replace("tool_call>", "seed:tool_call>"),
+}
+"""A call of each format, as a grammar writes it."""
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_each_format_s_calls_are_written_by_a_grammar_and_read_again(name):
+    request = HELLO | {"tools": [WEATHER], "response_format": AS_CITY, "temperature": 0}
+    server = saying(WRITTEN_CALLS[name], tool_format=TOOL_FORMATS[name])
+    (choice,) = server.post(PATH, request).json["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("weather", {"city": "Bonn"})
+    assert choice["message"]["content"] is None
+    wrong = saying(WRITTEN_CALLS[name].replace("Bonn", "Rome"), tool_format=TOOL_FORMATS[name])
+    assert FORBIDDEN in wrong.post(PATH, request).error["message"]
+
+
+BOOK = {
+    "type": "function",
+    "function": {
+        "name": "book",
+        "parameters": {
+            "properties": {
+                "title": {"type": "string"},
+                "kind": {"type": "string", "enum": ["poem", "play", None]},
+                "parts": {"$ref": "#/$defs/parts"},
+                "note": {"const": "new"},
+                "odd": True,
+            },
+            "required": ["title", "kind", "parts", "year"],
+            "$defs": {
+                "parts": {"type": "array", "items": {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}}},
+                "n": {"type": "integer"},
+            },
+        },
+    },
+}
+TITLE = 'a "b"\n</param> {'
+
+
+def xml(**arguments):
+    """A call of `book` as Qwen3-Coder writes it."""
+    made = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+    return f"<tool_call>\n<function=book>\n{made}</function>\n</tool_call>"
+
+
+def glm(**arguments):
+    """The same as GLM writes it."""
+    made = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value>\n" for key, text in arguments.items())
+    return f"<tool_call>book\n{made}</tool_call>"
+
+
+@pytest.mark.parametrize(("name", "write"), [("qwen3_coder", xml), ("glm45", glm)])
+@pytest.mark.parametrize("more", [{}, {"note": "new"}, {"odd": '{"a": [1]}'}, {"note": "new", "odd": '"text"'}])
+def test_tagged_arguments_fit_their_schemas(name, write, more):
+    request = HELLO | {"tools": [BOOK], "response_format": AS_CITY, "temperature": 0}
+    right = {"title": TITLE, "kind": "play", "parts": '[{"n": 1}]'}
+    year = {"year": "1600"}
+    server = saying(write(**right, **more, **year), tool_format=TOOL_FORMATS[name])
+    (choice,) = server.post(PATH, request).json["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    others = {"odd": json.loads(more["odd"])} if "odd" in more else {}
+    expected = {"title": TITLE, "kind": "play", "parts": [{"n": 1}], **more, **others, "year": 1600}
+    assert json.loads(call["function"]["arguments"]) == expected
+    for wrong in ({"kind": "novel"}, {"parts": '[{"n": "1"}]'}, {"other": "1"}):
+        server = saying(write(**right | wrong, **more, **year), tool_format=TOOL_FORMATS[name])
+        assert FORBIDDEN in server.post(PATH, request).error["message"]
+    server = saying(write(**right, **more), tool_format=TOOL_FORMATS[name])
+    assert FORBIDDEN in server.post(PATH, request).error["message"]
 
 
 @pytest.mark.parametrize("said", [CALL.replace("Bonn", "Rome"), CALL.replace("weather", "other"), "Hello", "[1]"])
@@ -264,10 +359,17 @@ def test_tags_that_are_special_tokens_stay_special():
     form = StructuredOutputsParams(json_object=True)
     ids = {"<tool_call>": 7, "</tool_call>": 8}
     tag = calls_or_content(tools, form, TOOL_FORMATS["hermes"], ids, parallel=False).structural_tag
-    calls = tag["format"]["elements"][1]
-    assert calls["tags"][0]["begin"] == {"type": "token", "token": 7}
-    assert calls["tags"][0]["end"] == {"type": "token", "token": 8}
+    calls = tag["format"]["elements"][1]["elements"][1]
+    first, _, last = calls["tags"][0]["content"]["elements"]
+    assert first["elements"] == [{"type": "token", "token": 7}, {"type": "const_string", "value": "\n"}]
+    assert last["elements"] == [{"type": "const_string", "value": "\n"}, {"type": "token", "token": 8}]
     assert calls["stop_after_first"]
+    tools = msgspec.convert([BOOK], list[Tool])
+    tag = calls_or_content(tools, form, TOOL_FORMATS["glm45"], {"</arg_value>": 9}, parallel=True).structural_tag
+    calls = tag["format"]["elements"][1]["elements"][1]
+    title = calls["tags"][0]["content"]["elements"][1]
+    assert title["elements"][1]["end"] == {"type": "token", "token": 9}
+    assert not calls["stop_after_first"]
 
 
 def test_logprobs_in_the_shape_of_chats(tiny):
@@ -339,6 +441,21 @@ def test_a_conversation_with_calls_goes_into_the_template():
     request = {"messages": messages, "chat_template": template, "return_token_ids": True}
     body = server.post(PATH, request).json
     assert tokenizer_of(server).decode(body["prompt_token_ids"]) == "[user:?][assistant:weather(Ulm)][tool:rain]"
+
+
+@pytest.mark.parametrize("field", ["reasoning", "reasoning_content"])
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "thinking", "tool_plan"])
+def test_a_template_finds_reasoning_under_its_own_name(field, name):
+    template = f"{{% for m in messages %}}[{{{{ m.{name} or '-' }}}}]{{% endfor %}}"
+    server = saying("ok", args=ServerArgs(allow_client_chat_template=True))
+    call = {"type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    said = [{"content": "Yes."}, {"tool_calls": [call]}, {"content": "Wait.", "tool_calls": [call]}]
+    messages = [*HELLO["messages"], *({"role": "assistant", field: "Hm.", **more} for more in said)]
+    request = {"messages": messages, "chat_template": template, "return_token_ids": True, "max_tokens": 1}
+    body = server.post(PATH, request).json
+    # gpt-oss's template refuses a message with content, calls and `thinking`
+    last = "Hm." if name == field else "-"
+    assert tokenizer_of(server).decode(body["prompt_token_ids"]) == f"[-][Hm.][Hm.][{last}]"
 
 
 @pytest.mark.parametrize("broken", ['{"name": "abc', "[1]", "none"])

@@ -93,6 +93,10 @@ class EngineArgs(metaclass=_NamesChecked):
     revision: str | None = arg(None, "branch, tag or commit of a hub id")
     download_dir: str | None = arg(None, "folder for downloads from the hub")
     gguf_file: str | None = arg(None, "name of a GGUF file in the folder or hub id, or a part of it such as Q4_K_M")
+    model_impl: str = arg(
+        "auto",
+        "whose modules run the model: quire, transformers (quire[transformers]), or auto: quire's where there are any",
+    )
     dtype: str = arg("auto", "auto, bfloat16 or float32; float16 checkpoints compute in bfloat16")
     quantization: str | None = arg(None, "int8 or int4: quantize the weights while they are loaded; none: do not")
     max_model_len: int | str | None = arg(
@@ -170,44 +174,9 @@ class EngineArgs(metaclass=_NamesChecked):
     def resolve(self) -> EngineConfig:
         """Check all arguments and read the checkpoint's config. Raises ConfigError or CheckpointError."""
         check_types(self)
-        model = ModelConfig.resolve(
-            self.model,
-            tokenizer=self.tokenizer,
-            dtype=self.dtype,
-            quantization=self.quantization,
-            revision=self.revision,
-            gguf_file=self.gguf_file,
-            download_dir=self.download_dir,
-            hf_overrides=self.hf_overrides or {},
-            override_generation_config=self.override_generation_config or {},
-        )
-        if self.kv_cache_memory is not None and self.num_gpu_blocks_override is not None:
-            raise ConfigError("kv_cache_memory and num_gpu_blocks_override both set the cache's size: give one")
-        if self.max_logprobs < -1:
-            raise ConfigError(f"max_logprobs={self.max_logprobs}: must be 0 or more, or -1 for any number")
         return EngineConfig(
-            model=dataclasses.replace(
-                model,
-                max_model_len=self._wanted_model_len(model),
-                generation_config=model.generation_config
-                if self._uses_generation_config()
-                else self.override_generation_config or {},
-            ),
-            cache=CacheConfig(
-                block_size=self.block_size,
-                kv_cache_bytes=None
-                if self.kv_cache_memory is None
-                else parse_bytes("kv_cache_memory", self.kv_cache_memory),
-                num_blocks_override=self.num_gpu_blocks_override,
-                memory_utilization=self.gpu_memory_utilization,
-                enable_prefix_caching=self.enable_prefix_caching,
-                swap_bytes=self._swap_bytes(),
-                memory_limit_bytes=None
-                if self.memory_limit is None
-                else parse_bytes("memory_limit", self.memory_limit),
-                pinned_fraction=self.pinned_fraction,
-                dtype=self.kv_cache_dtype,
-            ),
+            model=self._model(),
+            cache=self._cache(),
             scheduler=SchedulerConfig(
                 self.max_num_seqs,
                 self.max_num_batched_tokens,
@@ -224,11 +193,48 @@ class EngineArgs(metaclass=_NamesChecked):
                 cpus=() if self.cpu_list is None else parse_cpu_list(self.cpu_list),
             ),
             seed=self.seed,
-            max_logprobs=self.max_logprobs,
+            max_logprobs=self._max_logprobs(),
             logprobs_mode=check_choice("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES),
             measures_requests=not self.disable_log_stats,
             lora=self._lora(),
         )
+
+    def _model(self) -> ModelConfig:
+        overridden = self.override_generation_config or {}
+        model = ModelConfig.resolve(
+            self.model,
+            tokenizer=self.tokenizer,
+            dtype=self.dtype,
+            quantization=self.quantization,
+            revision=self.revision,
+            gguf_file=self.gguf_file,
+            download_dir=self.download_dir,
+            hf_overrides=self.hf_overrides or {},
+            override_generation_config=overridden,
+            model_impl=self.model_impl,
+        )
+        generation = model.generation_config if self._uses_generation_config() else overridden
+        return dataclasses.replace(model, max_model_len=self._wanted_model_len(model), generation_config=generation)
+
+    def _cache(self) -> CacheConfig:
+        if self.kv_cache_memory is not None and self.num_gpu_blocks_override is not None:
+            raise ConfigError("kv_cache_memory and num_gpu_blocks_override both set the cache's size: give one")
+        return CacheConfig(
+            block_size=self.block_size,
+            kv_cache_bytes=_bytes("kv_cache_memory", self.kv_cache_memory),
+            num_blocks_override=self.num_gpu_blocks_override,
+            memory_utilization=self.gpu_memory_utilization,
+            enable_prefix_caching=self.enable_prefix_caching,
+            swap_bytes=self._swap_bytes(),
+            memory_limit_bytes=_bytes("memory_limit", self.memory_limit),
+            pinned_fraction=self.pinned_fraction,
+            dtype=self.kv_cache_dtype,
+        )
+
+    def _max_logprobs(self) -> int:
+        if self.max_logprobs < -1:
+            raise ConfigError(f"max_logprobs={self.max_logprobs}: must be 0 or more, or -1 for any number")
+        return self.max_logprobs
 
     def _lora(self) -> LoRAConfig | None:
         if not self.enable_lora:
@@ -236,8 +242,7 @@ class EngineArgs(metaclass=_NamesChecked):
                 raise ConfigError("lora_modules require enable_lora")
             return None
         self.lora_requests()
-        max_bytes = None if self.lora_memory is None else parse_bytes("lora_memory", self.lora_memory)
-        return LoRAConfig(self.max_loras, self.max_lora_rank, max_bytes)
+        return LoRAConfig(self.max_loras, self.max_lora_rank, _bytes("lora_memory", self.lora_memory))
 
     def lora_requests(self) -> tuple[LoRARequest, ...]:
         """The adapters of `lora_modules`, with ids from 1. Raises ConfigError if one is wrong, or two have one name."""
@@ -281,6 +286,10 @@ class EngineArgs(metaclass=_NamesChecked):
                 f"max_model_len={length} is longer than the checkpoint's {model.max_context_len} positions"
             )
         return length
+
+
+def _bytes(name: str, given: str | int | None) -> int | None:
+    return None if given is None else parse_bytes(name, given)
 
 
 def check_types(args: Any) -> None:

@@ -21,25 +21,30 @@ export function setAttribute(node, name, value) {
   if (node.getAttribute(name) !== String(value)) node.setAttribute(name, value);
 }
 
-// Keeps one child of `parent` for each item, in order; what is there already is updated, so focus and scrolling stay.
-export function keyed(parent, items, keyOf, make, update) {
+const SLICES = 4;
+
+// Keeps one child of `parent` for each item, in order; what is there already is updated, so focus and scrolling stay. With a
+// `turn` (a number that counts up) only a quarter of what was there is updated, the next one each turn; null: all of it.
+export function keyed(parent, items, keyOf, make, update, turn = null) {
   const known = new Map([...parent.children].map((child) => [child.dataset.key, child]));
+  const keys = items.map((item) => String(keyOf(item)));
+  const focused = document.activeElement;
+  const wanted = new Set(keys);
+  let isLost = false;
+  for (const [key, child] of known) { // first of all: what follows one that is gone need not be moved then
+    if (wanted.has(key)) continue;
+    isLost ||= child.contains(focused);
+    child.remove();
+  }
   let place = parent.firstElementChild;
-  for (const item of items) {
-    const key = String(keyOf(item));
-    let child = known.get(key);
-    if (child) known.delete(key);
-    else {
-      child = make(item);
-      child.dataset.key = key;
-    }
+  for (const [i, item] of items.entries()) {
+    const child = known.get(keys[i]) ?? make(item);
+    const isNew = !known.has(keys[i]);
+    if (isNew) child.dataset.key = keys[i];
     if (child === place) place = place.nextElementSibling;
     else parent.insertBefore(child, place);
-    update(child, item);
+    if (isNew || turn === null || i % SLICES === turn % SLICES) update(child, item);
   }
-  const focused = document.activeElement;
-  const isLost = [...known.values()].some((child) => child.contains(focused));
-  for (const child of known.values()) child.remove();
   if (!isLost) return;
   // What had the focus is gone: the keyboard goes on from here, and not from the top of the page.
   const next = parent.querySelector("button, [tabindex='0']") ?? parent;

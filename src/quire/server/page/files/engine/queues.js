@@ -21,12 +21,12 @@ export class Queues {
     });
   }
 
-  render(mirror, selected) {
+  render(mirror, selected, turn) {
     for (const { name, none, number, list, note } of this.parts) {
       const rows = [...mirror.requests.values()].filter((row) => row.queue === name).sort((a, b) => a.order - b.order);
       const total = mirror.counters[name] ?? rows.length;
       setText(number, count(total));
-      keyed(list, rows.slice(0, MAX_SHOWN), (row) => row.order, (row) => this.#make(row), (item, row) => update(item, row, selected));
+      keyed(list, rows.slice(0, MAX_SHOWN), (row) => row.order, (row) => this.#make(row), (item, row) => update(item, row, selected), turn);
       const hidden = total - Math.min(rows.length, MAX_SHOWN);
       setText(note, total === 0 ? none : hidden > 0 ? `and ${count(hidden)} more` : "");
     }

@@ -8,14 +8,16 @@ export class PrefixTree {
   constructor(list, note) {
     this.list = list;
     this.note = note;
+    this.forest = null; // as arrange.js makes it
     this.folded = new Set();
     this.focused = null; // id of the row that Tab reaches
     list.addEventListener("keydown", (event) => this.#key(event));
   }
 
-  // `forest`: as arrange.js makes it.
-  render(forest) {
-    this.forest = forest;
+  // `turn`: as in `keyed`.
+  render(turn) {
+    const { forest } = this;
+    if (!forest) return;
     const rows = [];
     const open = forest.roots.map((node) => [node, 1]).reverse();
     while (open.length) {
@@ -25,7 +27,7 @@ export class PrefixTree {
     }
     const most = Math.max(1, ...rows.map((row) => row.hits));
     if (!rows.some((row) => row.id === this.focused)) this.focused = rows.length ? rows[0].id : null;
-    keyed(this.list, rows, (row) => row.id, () => this.#make(), (item, row) => this.#update(item, row, most));
+    keyed(this.list, rows, (row) => row.id, () => this.#make(), (item, row) => this.#update(item, row, most), turn);
     setText(this.note, rows.length === 0 ? "The cache is empty." : forest.numRuns > rows.length ? `and ${count(forest.numRuns - rows.length)} more runs, folded or further down` : "");
   }
 
@@ -57,7 +59,7 @@ export class PrefixTree {
     if (!item.hasAttribute("aria-expanded")) return;
     if (fold) this.folded.add(Number(item.dataset.key));
     else this.folded.delete(Number(item.dataset.key));
-    if (this.forest) this.render(this.forest);
+    this.render(null);
   }
 
   #key(event) {

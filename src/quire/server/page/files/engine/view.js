@@ -11,8 +11,8 @@ import { Queues } from "./queues.js";
 import { PrefixTree } from "./tree.js";
 
 const RETRY_MS = [500, 1000, 2000, 5000];
-const PART_MS = 300; // between two updates of the parts that are not the map
-const LIST_MS = 1200; // the same for lists and charts, which take the browser longer to lay out
+const PART_MS = 300; // between two updates of the parts that are not the map; of lists, of a quarter of their rows
+const CHART_MS = 1200; // the same for charts
 const UNSEEN_MS = 2000; // the same for parts that are scrolled out of view
 const SPEED_S = 120;
 const MAX_EVENTS_SHOWN = 100;
@@ -31,7 +31,7 @@ export class EngineView {
     this.details = new Details(byId("block-note"), (order) => this.#choose(order));
     const say = (details) => this.details.show(details);
     this.maps = [
-      new BlockMap("device", "Cache", { say, planned: (forest) => this.tree.render(forest) }),
+      new BlockMap("device", "Cache", { say, planned: (forest) => (this.tree.forest = forest) }),
       new BlockMap("host", "Host tier", { say }),
     ];
     byId("map").append(...this.maps.map((map) => map.root));
@@ -39,12 +39,13 @@ export class EngineView {
     this.parts = [
       ["scrub", () => this.#renderTime()],
       ["map", () => this.maps.forEach((map) => map.renderText())],
-      ["queues", (mirror) => this.queues.render(mirror, this.selected), LIST_MS],
+      ["queues", (mirror, now, turn) => this.queues.render(mirror, this.selected, turn)],
+      ["tree", (mirror, now, turn) => this.tree.render(turn)],
       ["figures", (mirror) => this.#renderFigures(mirror)],
-      ["speed", (mirror) => this.#renderSpeed(mirror), LIST_MS],
-      ["ttft", (mirror, now) => this.#renderLatency(now), LIST_MS],
-      ["events", (mirror, now) => this.#renderEvents(now), LIST_MS],
-    ].map(([id, render, every = PART_MS]) => ({ id, render, every, due: 0, isStale: true, isSeen: true }));
+      ["speed", (mirror) => this.#renderSpeed(mirror), CHART_MS],
+      ["ttft", (mirror, now) => this.#renderLatency(now), CHART_MS],
+      ["events", (mirror, now, turn) => this.#renderEvents(now, turn)],
+    ].map(([id, render, every = PART_MS]) => ({ id, render, every, due: 0, turn: 0, isStale: true, isSeen: true }));
     const seen = new IntersectionObserver((entries) => {
       for (const { target, isIntersecting } of entries) this.parts.find(({ id }) => id === target.id).isSeen = isIntersecting;
     });
@@ -179,8 +180,9 @@ export class EngineView {
     const part = this.parts.filter((each) => each.isStale && each.due <= time).sort((a, b) => a.due - b.due)[0];
     if (!part) return;
     part.isStale = false;
+    const turn = part.due === 0 ? null : (part.turn += 1);
     part.due = time + (part.isSeen ? part.every : UNSEEN_MS);
-    part.render(this.#shown, this.#now);
+    part.render(this.#shown, this.#now, turn);
   }
 
   #renderMap() {
@@ -259,7 +261,7 @@ export class EngineView {
     }
   }
 
-  #renderEvents(now) {
+  #renderEvents(now, turn) {
     const only = byId("only-pressure").checked;
     const wanted = this.history.happenings.filter(({ time, event }) => time <= now && (!only || PRESSURE.has(event.kind)));
     const shown = wanted.slice(-MAX_EVENTS_SHOWN).reverse();
@@ -268,7 +270,7 @@ export class EngineView {
       if (!this.numbers.has(happening)) this.numbers.set(happening, (this.lastNumber = (this.lastNumber ?? 0) + 1));
       return this.numbers.get(happening);
     };
-    keyed(byId("events"), shown, keyOf, makeEvent, (item, { time }) => setText(item.firstElementChild, ago(now - time)));
+    keyed(byId("events"), shown, keyOf, makeEvent, (item, { time }) => setText(item.firstElementChild, ago(now - time)), turn);
   }
 }
 
