@@ -63,6 +63,7 @@ class MemoryPlan:
         return {
             "model": self.config.model.model,
             "architecture": self.config.model.architecture,
+            "model_impl": self.config.model.model_impl,
             "dtype": self.config.model.dtype,
             "quantization": self.config.model.quantization,
             "machine_limit_bytes": self.machine.limit_bytes,
@@ -82,7 +83,8 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         model, cache = self.config.model, self.kv_cache
-        kinds = [model.architecture, model.dtype, *([f"{model.quantization} weights"] if model.quantization else [])]
+        library = [] if model.model_impl == "quire" else [f"{model.model_impl}' modules"]
+        kinds = [model.architecture, *library, model.dtype, *([f"{model.quantization} weights"] if model.quantization else [])]
         capacity = f"{cache.max_tokens} tokens in {self.kv_cache_dtype}"
         if not cache.is_length_bounded:
             most = cache.blocks_to_hold(self.max_model_len)
@@ -115,7 +117,7 @@ def plan_memory(args: EngineArgs) -> MemoryPlan:
     Raises ConfigError, CheckpointError, or OutOfMemoryError where no block, or not the max_model_len asked for, fits.
     """
     config = args.resolve()
-    model = model_class(config.model.architecture)
+    model = model_class(config.model.architecture, config.model.model_impl)
     machine = machine_memory().limited(config.cache.memory_limit_bytes)
     weights = weight_bytes(config.model)
     adapters = 0 if config.lora is None else adapter_reserve(config.model, config.lora)
