@@ -36,9 +36,10 @@ def implementation(hf: HFConfig, model_impl: str) -> tuple[str, str, HFConfig]:
         if wanted != "auto":
             raise
         try:
-            return _library_architecture(hf), "transformers", _with_sizes(hf)
+            architecture = _library_architecture(hf)
         except (ConfigError, UnsupportedModelError) as reason:
             raise UnsupportedModelError(f"{error}; {reason}") from error
+    return architecture, "transformers", _with_sizes(hf)
 
 
 def library_class(hf: HFConfig) -> Any:
@@ -63,7 +64,8 @@ def library_config(hf: HFConfig) -> Any:
     try:
         return CONFIG_MAPPING[hf.text("model_type")](**values)
     except Exception as error:  # each class of the library checks its values in its own way
-        raise UnsupportedModelError(f"{hf.source}: transformers refuses it: {error}") from error
+        message = " ".join(str(error).split())
+        raise UnsupportedModelError(f"{hf.source}: transformers refuses it: {message}") from error
 
 
 def _library() -> Any:

@@ -102,7 +102,7 @@ class Survey:
         problems = {
             "has no layer_idx": not isinstance(layer, int),
             "attends more than once": layer in self.specs,
-            "sees later tokens too": not getattr(module, "is_causal", False),
+            "sees later tokens too": not getattr(module, "is_causal", False) or call.others.get("is_causal") is False,
             "brings a mask of its own": call.mask is not None,
             f"asks for {', '.join(asked)}": bool(asked),
             "has keys of other heads than its values": key.shape[:2] != value.shape[:2],

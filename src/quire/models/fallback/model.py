@@ -102,7 +102,7 @@ def _empty_model(config: ModelConfig) -> Any:
                 library_config(config.hf_config), dtype=getattr(torch, config.dtype), attn_implementation=NAME
             ).eval()
     except Exception as error:  # each class of the library has its own errors for values that do not fit
-        raise UnsupportedModelError(f"{where} cannot be made of this config: {error}") from error
+        raise UnsupportedModelError(f"{where} cannot be made of this config: {' '.join(str(error).split())}") from error
 
 
 def _survey(model: Any, config: ModelConfig) -> Survey:
@@ -113,8 +113,10 @@ def _survey(model: Any, config: ModelConfig) -> Survey:
     try:
         with torch.inference_mode():
             model.base_model(input_ids=ids, position_ids=ids, use_cache=False, **{STEP: survey})
-    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        raise UnsupportedModelError(f"it does not run without weights: {error}") from error
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # whatever the library's code raises
+        raise UnsupportedModelError(f"it does not run without weights: {type(error).__name__} {error}") from error
     num_layers = model.config.num_hidden_layers
     if set(survey.specs) != set(range(num_layers)):
         without = [str(layer) for layer in range(num_layers) if layer not in survey.specs]
