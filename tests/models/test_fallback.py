@@ -35,7 +35,17 @@ SHAPE: dict[str, Any] = {
     "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 PLAIN = {"rope_type": "default", "rope_theta": 500.0}
-GPT = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 128, "initializer_range": 0.3, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False}
+GPT = {
+    "n_embd": 32,
+    "n_head": 4,
+    "n_layer": 2,
+    "n_positions": 128,
+    "initializer_range": 0.3,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
 LATENT = {
     "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
     "v_head_dim": 8,
@@ -50,7 +60,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "HyperCLOVAXForCausalLM": SHAPE | {"residual_multiplier": 0.5, "use_post_norm": True},
     "Jais2ForCausalLM": SHAPE,
     "MiniCPM3ForCausalLM": SHAPE | LATENT | {"tie_word_embeddings": False},
-    "Ministral3ForCausalLM": SHAPE | {"head_dim": 16, "rope_parameters": PLAIN | {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 32}},
+    "Ministral3ForCausalLM": SHAPE
+    | {
+        "head_dim": 16,
+        "rope_parameters": PLAIN | {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 32},
+    },
     "NanoChatForCausalLM": SHAPE,
     "PersimmonForCausalLM": SHAPE | {"num_key_value_heads": 4, "qk_layernorm": True},
     "VaultGemmaForCausalLM": SHAPE | WINDOWS | {"attn_logit_softcapping": 5.0},
@@ -164,9 +178,7 @@ def test_embeddings_may_stand_in_the_place_of_tokens(llama: Path, paged_run: Any
     run, expected = (paged_run(model, config, [tokens]) for _ in range(2))
     table = dict(model.weighted_layers())["model.embed_tokens"]
     forward = model.forward
-    model.forward = lambda batch, kv: forward(
-        replace(batch, token_ids=None, embeddings=table(batch.token_ids)), kv
-    )
+    model.forward = lambda batch, kv: forward(replace(batch, token_ids=None, embeddings=table(batch.token_ids)), kv)
     given = run.step([len(tokens)])[0]
     model.forward = forward
     assert torch.equal(given, expected.step([len(tokens)])[0])
@@ -201,13 +213,21 @@ SMALL_CONFIG = SHAPE | {"vocab_size": 96, "dtype": "float32"}
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a state": ("JambaForCausalLM", {}, "keeps other states than keys and values"),
     "convolutions": ("Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"]}, "keeps other states than keys"),
-    "experts": ("FlexOlmoForCausalLM", {"pad_token_id": 0}, "mlp.experts .*keeps the matrices of experts in one tensor"),
+    "experts": (
+        "FlexOlmoForCausalLM",
+        {"pad_token_id": 0},
+        "mlp.experts .*keeps the matrices of experts in one tensor",
+    ),
     "a mask": ("DogeForCausalLM", {}, "DogeAttention .* brings a mask of its own"),
     "two maps": ("DiffLlamaForCausalLM", {}, "DiffLlamaAttention attends more than once"),
     "both directions": ("BertLMHeadModel", {"pad_token_id": 0}, "sees later tokens too"),
     "kept to itself": ("NemotronForCausalLM", {}, "is not handed what `forward` was given"),
     "own attention": ("BioGptForCausalLM", {}, "does not let its attention be replaced"),
-    "a tied head's bias": ("CTRLLMHeadModel", {"tie_word_embeddings": True}, "is tied to its token table, but has a bias"),
+    "a tied head's bias": (
+        "CTRLLMHeadModel",
+        {"tie_word_embeddings": True},
+        "is tied to its token table, but has a bias",
+    ),
     "chunks": (
         "CwmForCausalLM",
         {"layer_types": ["full_attention", "chunked_attention"], "sliding_window": 8},
@@ -217,6 +237,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "CwmForCausalLM",
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 500.0}},
         "rope_type dynamic is not supported through transformers",
+    ),
+    "a head that reaches into the layers": (
+        "OPTForCausalLM",
+        {"pad_token_id": 0, "word_embed_proj_dim": 32},
+        "does not run without weights: AttributeError 'GivenHidden' object has no attribute 'decoder'",
     ),
     "values of a wrong type": ("CwmForCausalLM", {"num_hidden_layers": "two"}, "transformers refuses it"),
     "a nested config": ("Llama4ForCausalLM", {"model_type": "llama4"}, "a nested config is not supported"),
@@ -267,7 +292,7 @@ def test_a_class_of_the_library_runs_without_the_code_that_a_checkpoint_asks_for
     folder, _ = save_checkpoint("CwmForCausalLM", vocab_size=96, **ARCHITECTURES["CwmForCausalLM"])
     config = ModelConfig.resolve(with_code(folder, attn_implementation="someone/kernels"))
     load_model(config)
-    assert "never run, transformers's own model is used" in caplog.text
+    assert "never run, the model of transformers is" in caplog.text
     assert not (folder / "RAN").exists()
 
 

@@ -77,7 +77,8 @@ class WeightCosts:
         """Compute the costs from the checkpoint's configuration."""
         config = plan.config.model
         num_bytes, body, head = plan.weight_bytes, 0, 0
-        model = model_class(config.architecture, config.model_impl)(dataclasses.replace(config, max_model_len=1))  # no long rotary table
+        kind = model_class(config.architecture, config.model_impl)
+        model = kind(dataclasses.replace(config, max_model_len=1))  # no long rotary table
         for _, layer in model.weighted_layers():
             for spec in layer.weight_specs().values():
                 if spec.kept:
