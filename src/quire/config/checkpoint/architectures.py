@@ -25,6 +25,8 @@ MODELS = {
     "GPTJForCausalLM": "quire.models.families.gpt.gptj:GPTJForCausalLM",
     "GPTNeoXForCausalLM": "quire.models.families.gpt.gpt_neox:GPTNeoXForCausalLM",
     "GptOssForCausalLM": "quire.models.families.mixtures.gpt_oss:GptOssForCausalLM",
+    "Ernie4_5_MoeForCausalLM": "quire.models.families.mixtures.ernie4_5_moe:Ernie45MoeForCausalLM",
+    "GraniteMoeForCausalLM": "quire.models.families.mixtures.granite_moe:GraniteMoeForCausalLM",
     "GraniteForCausalLM": "quire.models.families.llama_like.granite:GraniteForCausalLM",
     "HeliumForCausalLM": "quire.models.families.llama_like.helium:HeliumForCausalLM",
     "HunYuanDenseV1ForCausalLM": "quire.models.families.llama_like.hunyuan:HunYuanDenseV1ForCausalLM",
