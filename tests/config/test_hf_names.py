@@ -36,6 +36,8 @@ def test_what_published_configs_leave_out_is_filled_in():
     assert bloom["max_position_embeddings"] == 2048
     assert standard(architectures=["BloomForCausalLM"], seq_length=64)["max_position_embeddings"] == 64
     assert "max_position_embeddings" not in standard(architectures="BloomForCausalLM")
+    assert standard(architectures=["GPTNeoXForCausalLM"])["partial_rotary_factor"] == 0.25
+    assert standard(architectures=["GPTNeoXForCausalLM"], rotary_pct=1.0)["partial_rotary_factor"] == 1.0
 
 
 def test_the_text_part_is_read_and_values_beside_it_count_first():

@@ -1,6 +1,7 @@
 """Decoders as checkpoints on the Hub describe them: nested and old configs, mixed tensors, and what is refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.common.errors import CheckpointError, UnsupportedModelError
+from quire.config.checkpoint.architectures import MODELS
+from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
 from quire.kernels import unpack_weight
 from quire.models.decoder.model import Decoder
+from quire.models.decoder.shapes import AttentionShape
+from quire.models.families.llama import LlamaForCausalLM
 from quire.models.weights.loader import build_model, load_model, open_checkpoint
 from tests.models.families import FAMILIES, FULL, NESTED, SLIDING
 from tests.models.test_against_transformers import VARIANTS, assert_same_logits, oracle_logits
@@ -80,7 +85,33 @@ def test_gemma_3_as_its_first_configs_spell_it(save_checkpoint: Any, paged_run: 
     assert_same_logits(logits_of(ModelConfig.resolve(folder), paged_run), oracle_logits(oracle, PROMPT, len(PROMPT)))
 
 
-def test_gpt_neox_and_gptj_as_their_first_configs_spell_them(save_checkpoint: Any, paged_run: Any) -> None:
+class InChunks(LlamaForCausalLM):
+    """Llama whose tokens see their own chunk, as in some layers of Llama 4."""
+
+    @classmethod
+    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
+        return replace(super().attention_shape(hf, layer), chunk_size=5 if layer == 0 else None)
+
+
+def test_chunked_attention_sees_its_chunk_and_keeps_no_more(
+    save_checkpoint: Any, paged_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, oracle = checkpoint(save_checkpoint, "llama-gqa")
+    monkeypatch.setitem(MODELS, "LlamaForCausalLM", f"{__name__}:InChunks")
+    config = ModelConfig.resolve(folder)
+    positions = torch.arange(len(PROMPT))
+    is_seen = positions[None] <= positions[:, None]
+    in_chunk = is_seen & (positions[None] // 5 == positions[:, None] // 5)
+    masks = [torch.zeros(1, 1, *seen.shape).masked_fill(~seen, -torch.inf) for seen in (in_chunk, is_seen)]
+    for layer, mask in zip(oracle.model.layers, masks, strict=True):
+        layer.register_forward_pre_hook(
+            lambda _, args, kwargs, mask=mask: (args, kwargs | {"attention_mask": mask}), with_kwargs=True
+        )
+    assert_same_logits(logits_of(config, paged_run), oracle_logits(oracle, PROMPT, len(PROMPT)))
+    assert [spec.max_blocks(100, 4, 1) for spec in InChunks.kv_cache_specs(config)] == [4, 25]
+
+
+def test_gpt_neox_as_its_first_configs_spell_it(save_checkpoint: Any, paged_run: Any) -> None:
     folder, oracle = checkpoint(save_checkpoint, "gpt-neox")
     rewrite(folder, rope_parameters=None, rotary_pct=0.5, rotary_emb_base=500)
     assert_same_logits(logits_of(ModelConfig.resolve(folder), paged_run), oracle_logits(oracle, PROMPT, len(PROMPT)))
@@ -155,6 +186,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "norms of heads (Cohere)": ("cohere", {"use_qk_norm": True}, "use_qk_norm"),
     "clipped projections": ("olmo", {"clip_qkv": 8.0}, "clip_qkv"),
     "clipped projections (MPT)": ("mpt", {"attn_config": {"clip_qkv": 6}}, "clip_qkv"),
+    "scaled logits (MPT)": ("mpt", {"logit_scale": 0.5}, "logit_scale"),
     "MPT without ALiBi": ("mpt", {"attn_config": {"alibi": False}}, "alibi"),
     "cross attention": ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
     "both directions": ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),

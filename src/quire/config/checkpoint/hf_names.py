@@ -32,6 +32,12 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "FalconForCausalLM": {"max_position_embeddings": 2048},
     "RWForCausalLM": {"max_position_embeddings": 2048},
     "Gemma3ForConditionalGeneration": _GEMMA3,
+    "GPTNeoXForCausalLM": {"partial_rotary_factor": 0.25},
+    "StableLmForCausalLM": {"partial_rotary_factor": 0.25},
+    "GlmForCausalLM": {"partial_rotary_factor": 0.5},
+    "Glm4ForCausalLM": {"partial_rotary_factor": 0.5},
+    "NemotronForCausalLM": {"partial_rotary_factor": 0.5},
+    "PhiForCausalLM": {"partial_rotary_factor": 0.5},
 }
 """Architecture -> values that its published configs leave out. Of BLOOM and Falcon, the length trained on."""
 _TEXT_PART = "text_config"

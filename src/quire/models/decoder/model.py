@@ -164,7 +164,10 @@ class Decoder(CausalLM):
     @classmethod
     def kv_cache_specs(cls, config: ModelConfig) -> list[KVCacheSpec]:
         attention = (layer.attention for layer in cls.shape(config).layers)
-        return [attention_spec(a.num_kv_heads, a.head_dim, config.dtype, a.sliding_window) for a in attention]
+        return [
+            attention_spec(a.num_kv_heads, a.head_dim, config.dtype, a.sliding_window or a.chunk_size)
+            for a in attention
+        ]
 
     @classmethod
     def ties_embeddings(cls, config: ModelConfig) -> bool:
