@@ -13,7 +13,7 @@ from pathlib import Path
 from quire.config.checkpoint.architectures import MODELS
 from quire.models.registry import described_models
 from tests.models.families import NESTED
-from tests.models.test_against_transformers import VARIANTS
+from tests.models.variants import VARIANTS
 from tools.written_tables import write_or_check
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"

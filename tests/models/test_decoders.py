@@ -18,8 +18,9 @@ from quire.models.decoder.model import Decoder
 from quire.models.decoder.shapes import AttentionShape
 from quire.models.families.llama import LlamaForCausalLM
 from quire.models.weights.loader import build_model, load_model, open_checkpoint
-from tests.models.families import FAMILIES, FULL, NESTED, SLIDING
-from tests.models.test_against_transformers import VARIANTS, assert_same_logits, oracle_logits
+from tests.models.families import FULL, NESTED, SLIDING
+from tests.models.test_against_transformers import assert_same_logits, oracle_logits
+from tests.models.variants import VARIANTS
 
 PROMPT = [5, 60, 3, 3, 17, 40, 8, 91, 2, 33, 12, 7]
 
@@ -214,4 +215,4 @@ def test_queries_that_are_scaled_by_position_are_refused(save_checkpoint: Any) -
 
 
 def test_at_least_thirty_families_are_compared_with_transformers() -> None:
-    assert len({architecture for architecture, _ in FAMILIES.values()}) >= 30
+    assert len({architecture for architecture, _ in VARIANTS.values()}) >= 30
