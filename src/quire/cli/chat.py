@@ -83,9 +83,7 @@ def run(options: argparse.Namespace) -> int:
 class ChatSession:
     """One conversation with a model, printed as it is generated."""
 
-    def __init__(
-        self, llm: LLM, params: SamplingParams, system: str | None, lora_request: AnyAdapter = None
-    ) -> None:
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None, lora_request: AnyAdapter = None) -> None:
         self._llm = llm
         self._lora_request = lora_request
         self._params = params

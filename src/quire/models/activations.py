@@ -20,17 +20,17 @@ _BLOCK_SIZE = 16
 
 
 def activation_bytes(config: ModelConfig, num_tokens: int, lora: LoRAConfig | None = None) -> int:
-    """The most that the outputs of kernels take at once in a forward pass of `num_tokens` tokens; logits excluded. With
-    `lora`, the tokens have adapters.
+    """The most that the outputs of kernels, and of torch's operations in a model that has some, take at once in a
+    forward pass of `num_tokens` tokens; logits excluded. With `lora`, the tokens have adapters.
 
     The model runs on torch's meta device: its kernels allocate as always, but read no weights and compute nothing.
-    Memory that a family takes from torch instead of from kernels is not counted.
     """
     model = build_model(dataclasses.replace(config, max_model_len=1), open_weights(config))
     meter = kernels.Meter()
-    with torch.inference_mode(), meter:
+    with torch.no_grad():  # not inference_mode, in which torch would hide the operations that others consist of
         for _, layer in model.weighted_layers():
             layer.set_weights({name: _meta(spec.shape, spec.dtype) for name, spec in layer.weight_specs().items()})
+        model.to("meta")
         for module in model.modules():  # tables that layers made themselves
             for name, value in vars(module).items():
                 if isinstance(value, Tensor):
@@ -40,7 +40,9 @@ def activation_bytes(config: ModelConfig, num_tokens: int, lora: LoRAConfig | No
                     setattr(module, name, dataclasses.replace(value, slopes=slopes))
         if lora is not None:
             AdapterSlots(model, lora)
-        model(_batch(model, num_tokens, has_adapters=lora is not None), _caches(model, config))
+        batch, caches = _batch(model, num_tokens, has_adapters=lora is not None), _caches(model, config)
+        with meter.counting():
+            model(batch, caches)
     return meter.peak_bytes
 
 

@@ -33,6 +33,11 @@ class Model(nn.Module, ABC):
     num_position_rows: ClassVar[int] = 1
     """1: `forward` takes positions [num_tokens]. More: [num_position_rows, num_tokens]."""
 
+    can_record: ClassVar[bool] = True
+    """Whether a forward pass consists of kernels alone, so that it can be recorded and replayed."""
+    num_logits_alive: ClassVar[int] = 1
+    """How many tensors as large as its logits a model with a head has at once, at most."""
+
     embed_tokens: nn.Module
 
     @classmethod

@@ -80,7 +80,8 @@ class WeightCosts:
         """Compute the costs from the checkpoint's configuration."""
         config = plan.config.model
         num_bytes, body, head = plan.weight_bytes, 0, 0
-        model = model_class(config.architecture)(dataclasses.replace(config, max_model_len=1))  # no long rotary table
+        made = model_class(config.architecture, config.model_impl)
+        model = made(dataclasses.replace(config, max_model_len=1))  # no long rotary table
         mixtures = [module for module in model.modules() if isinstance(module, Experts)]
         idle = {expert: 1 - each.routing.top_k / each.routing.num_experts for each in mixtures
                 for expert in each.experts.modules()}  # fmt: skip

@@ -106,14 +106,8 @@ class ChatChoices:
 
     def _new_parser(self, index: int) -> OutputParser:
         plan = self._plan
-        return OutputParser(
-            index,
-            reasoning=self._reasoning,
-            tools=plan.tools,
-            forced=plan.forced,
-            schemas=plan.schemas,
-            max_calls=plan.max_calls,
-        )
+        return OutputParser(index, reasoning=self._reasoning, tools=plan.tools, forced=plan.forced,
+                            schemas=plan.schemas, max_calls=plan.max_calls)  # fmt: skip
 
     def _attach_tokens(self, found: list[chat.ChatEvent], delta: CompletionOutput) -> None:
         """Attach token ids and log-probabilities to the first content event, or to an additional empty one."""

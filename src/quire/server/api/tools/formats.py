@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from quire.common.arguments.vllm_arguments import own_format
 from quire.common.errors import ConfigError
 from quire.server.api.tools.call_styles import CallStyle, JsonCalls, MistralCalls, NamedCalls, Schemas, Written
-from quire.server.api.tools.channels import CHANNEL, FUNCTIONS, MESSAGE, START
+from quire.server.api.tools.channels import CHANNEL, CONSTRAIN, FUNCTIONS, MESSAGE, START
 from quire.server.api.tools.tagged_calls import TaggedCalls
 
 
@@ -20,8 +20,8 @@ class ToolFormat:
     tags: tuple[str, ...]
     """Each precedes calls. A grammar writes the first."""
     style: CallStyle
-    signs: tuple[str, ...]
-    """All of them are in the chat templates of models that write this format."""
+    signs: tuple[str, ...] = ()
+    """The chat templates of models that write this format have all of these, or the first tag if there are none."""
     begins_bare: bool = False
     """Whether a call at the beginning of the output needs no tag."""
     has_channels: bool = False
@@ -70,7 +70,7 @@ class ReasoningFormat:
 
     @property
     def signs(self) -> tuple[str, ...]:
-        """All of them are in the chat templates of models that write this format."""
+        """The chat templates of models that write this format have all of these."""
         return (self.start,) if self.has_channels else (self.end, *self.answer)
 
     def after(self, prompt: str) -> ReasoningFormat:
@@ -85,7 +85,15 @@ class ReasoningFormat:
 def _xml_calls(tag: str) -> TaggedCalls:
     """Calls between `tag` and its end, as Qwen3-Coder writes them and others with another tag."""
     end = f"</function>\n{tag.replace('<', '</')}"
-    return TaggedCalls("\n<function=", ">\n", "<parameter=", ">\n", "\n</parameter>\n", end)
+    return TaggedCalls(
+        before_name="\n<function=", after_name=">\n", before_key="<parameter=", after_key=">\n",
+        after_value="\n</parameter>\n", end=end,
+    )  # fmt: skip
+
+
+def _cohere_calls(end: str) -> JsonCalls:
+    """An array with Cohere's keys."""
+    return JsonCalls(end=end, space="\n", name_key="tool_name", arguments_key="parameters")
 
 
 def _deepseek(words: str) -> str:
@@ -93,42 +101,44 @@ def _deepseek(words: str) -> str:
     return f"<\uff5c{words.replace(' ', chr(0x2581))}\uff5c>"
 
 
+_QWEN = "<tool_call>", "<function="
+_COMMAND_R = "Action: ```json", "Action:```json"
 _DEEPSEEK = _deepseek("tool calls begin"), _deepseek("tool calls end")
 _DEEPSEEK_CALL = _deepseek("tool call begin"), _deepseek("tool sep"), _deepseek("tool call end")
 _TOOL_FORMATS = (
     ToolFormat(
-        "gpt_oss", (CHANNEL,), NamedCalls(f"{CHANNEL}commentary to={FUNCTIONS}", f" <|constrain|>json{MESSAGE}",
-        separator=None), (CHANNEL, MESSAGE, FUNCTIONS), begins_bare=True, has_channels=True,
+        "gpt_oss", (CHANNEL,), NamedCalls(
+            before_name=f"{CHANNEL}commentary to={FUNCTIONS}", after_name=f" {CONSTRAIN}json{MESSAGE}", separator=None
+        ), signs=(CHANNEL, MESSAGE, FUNCTIONS), begins_bare=True, has_channels=True,
     ),
     ToolFormat(
-        "deepseek_v3", _DEEPSEEK[:1], NamedCalls(f"{_DEEPSEEK_CALL[0]}function{_DEEPSEEK_CALL[1]}", "\n```json\n",
-        f"\n```{_DEEPSEEK_CALL[2]}", _DEEPSEEK[1], "\n"), (_DEEPSEEK[0], "```json"),
+        "deepseek_v3", _DEEPSEEK[:1], NamedCalls(
+            before_name=f"{_DEEPSEEK_CALL[0]}function{_DEEPSEEK_CALL[1]}", after_name="\n```json\n",
+            after_call=f"\n```{_DEEPSEEK_CALL[2]}", end=_DEEPSEEK[1], separator="\n",
+        ), signs=(_DEEPSEEK[0], "```json"),
     ),
-    ToolFormat("deepseek_v31", _DEEPSEEK[:1], NamedCalls(*_DEEPSEEK_CALL, _DEEPSEEK[1]), _DEEPSEEK[:1]),
-    ToolFormat("seed_oss", ("<seed:tool_call>",), _xml_calls("<seed:tool_call>"), ("<seed:tool_call>",)),
+    ToolFormat("deepseek_v31", _DEEPSEEK[:1], NamedCalls(*_DEEPSEEK_CALL, end=_DEEPSEEK[1])),
+    ToolFormat("seed_oss", ("<seed:tool_call>", "<function="), _xml_calls("<seed:tool_call>")),
     ToolFormat(
-        "glm45", ("<tool_call>",), TaggedCalls("", "\n", "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n",
-        "</tool_call>"), ("<tool_call>", "<arg_key>"),
+        "glm45", ("<tool_call>",), TaggedCalls(
+            before_name="", after_name="\n", before_key="<arg_key>", after_key="</arg_key>\n<arg_value>",
+            after_value="</arg_value>\n", end="</tool_call>",
+        ), signs=("<tool_call>", "<arg_key>"),
     ),
-    ToolFormat("qwen3_coder", ("<tool_call>", "<function="), _xml_calls("<tool_call>"), ("<tool_call>", "<function=")),
-    ToolFormat("hermes", ("<tool_call>",), JsonCalls("</tool_call>", "\n", "\n"), ("<tool_call>",)),
-    ToolFormat("mistral_v11", ("[TOOL_CALLS]",), MistralCalls(is_named=True), ("[TOOL_CALLS]", "[ARGS]")),
-    ToolFormat("mistral", ("[TOOL_CALLS]",), MistralCalls(is_named=False), ("[TOOL_CALLS]",)),
+    ToolFormat("qwen3_coder", _QWEN, _xml_calls(_QWEN[0]), signs=_QWEN),
+    ToolFormat("hermes", ("<tool_call>",), JsonCalls(end="</tool_call>", space="\n", separator="\n")),
+    ToolFormat("mistral_v11", ("[TOOL_CALLS]",), MistralCalls(is_named=True), signs=("[TOOL_CALLS]", "[ARGS]")),
+    ToolFormat("mistral", ("[TOOL_CALLS]",), MistralCalls(is_named=False)),
+    ToolFormat("cohere_command3", ("<|START_ACTION|>",), _cohere_calls("<|END_ACTION|>")),
+    ToolFormat("cohere_command_r", _COMMAND_R, _cohere_calls("```"), signs=(_COMMAND_R[0], "tool_name")),
+    ToolFormat("hunyuan_a13b", ("<tool_calls>",), JsonCalls(end="</tool_calls>")),
     ToolFormat(
-        "cohere_command3", ("<|START_ACTION|>",), JsonCalls("<|END_ACTION|>", "\n", None, "tool_name", "parameters"),
-        ("<|START_ACTION|>",),
+        "phi4_mini_json", ("<|tool_call|>", "functools"), JsonCalls(end="<|/tool_call|>"), signs=("<|/tool|>",)
     ),
+    ToolFormat("granite", ("<|tool_call|>", "<tool_call>"), JsonCalls()),
+    ToolFormat("granite-20b-fc", ("<function_call>",), JsonCalls(separator="\n")),
     ToolFormat(
-        "cohere_command_r", ("Action: ```json", "Action:```json"), JsonCalls("```", "\n", None, "tool_name",
-        "parameters"), ("Action: ```json", "tool_name"),
-    ),
-    ToolFormat("hunyuan_a13b", ("<tool_calls>",), JsonCalls("</tool_calls>"), ("<tool_calls>",)),
-    ToolFormat("phi4_mini_json", ("<|tool_call|>", "functools"), JsonCalls("<|/tool_call|>"), ("<|/tool|>",)),
-    ToolFormat("granite", ("<|tool_call|>", "<tool_call>"), JsonCalls(), ("<|tool_call|>",)),
-    ToolFormat("granite-20b-fc", ("<function_call>",), JsonCalls(separator="\n"), ("<function_call>",)),
-    ToolFormat(
-        "llama3_json", ("<|python_tag|>",), JsonCalls(separator="; ", arguments_key="parameters"),
-        ("<|python_tag|>",), begins_bare=True,
+        "llama3_json", ("<|python_tag|>",), JsonCalls(separator="; ", arguments_key="parameters"), begins_bare=True
     ),
 )  # fmt: skip
 TOOL_FORMATS = {tool_format.name: tool_format for tool_format in _TOOL_FORMATS}
@@ -145,7 +155,7 @@ REASONING_FORMATS = {
     ),
     "granite": ReasoningFormat(
         "Here is my thought process:", "Here is my response:",
-        ("Here's my thought process:",), ("Here's my response:",),
+        more_starts=("Here's my thought process:",), more_ends=("Here's my response:",),
     ),
     "ernie45": ReasoningFormat(answer=("<response>", "</response>")),
     "hunyuan_a13b": ReasoningFormat(answer=("<answer>", "</answer>")),
@@ -165,7 +175,8 @@ def choose_tool_format(choice: str, chat_template: str | None) -> ToolFormat | N
 
 
 def _tool_format_of(template: str) -> ToolFormat | None:
-    signed = next((known for known in _TOOL_FORMATS if all(sign in template for sign in known.signs)), None)
+    signs = {known: known.signs or known.tags[:1] for known in _TOOL_FORMATS}
+    signed = next((known for known in signs if all(sign in template for sign in signs[known])), None)
     is_llama = "<|start_header_id|>" in template and '"parameters"' in template
     return TOOL_FORMATS["llama3_json"] if signed is None and is_llama else signed
 

@@ -4,7 +4,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
+from quire.common.errors import InvalidParamsError
 from quire.server.api.chat.protocol import Tool
+
+MAX_REFERRED_BYTES = 256 * 1024
 
 _TYPES = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
 
@@ -49,11 +54,20 @@ def required(schema: Mapping[str, Any]) -> list[str]:
     return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
 
 
-def property_schema(schema: dict[str, Any], name: str) -> dict[str, Any]:
-    """The schema of one property of an object, as a schema of its own."""
-    found = properties(schema).get(name)
+def property_schemas(schema: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The schemas of an object's properties, each as a schema of its own. Raises InvalidParamsError if they are too
+    large together, because each one with references contains the schema that they refer to."""
     place = "#/$defs/arguments"
-    return {**_moved(found, place), "$defs": {"arguments": _moved(schema, place)}} if isinstance(found, dict) else {}
+    found = {name: _moved(part, place) if isinstance(part, dict) else {} for name, part in properties(schema).items()}
+    referring = [name for name, part in found.items() if b'"$ref"' in msgspec.json.encode(part)]
+    whole = _moved(schema, place)
+    num_bytes = len(referring) * len(msgspec.json.encode(whole))
+    if num_bytes > MAX_REFERRED_BYTES:
+        raise InvalidParamsError(
+            f"tools: parameters with references need {num_bytes:,} bytes of schemas beside a response_format, at most "
+            f"{MAX_REFERRED_BYTES:,} are allowed: give fewer references, or no response_format"
+        )
+    return found | {name: {**found[name], "$defs": {"arguments": whole}} for name in referring}
 
 
 def json_types(schema: Any) -> frozenset[str]:

@@ -12,7 +12,7 @@ from quire.server.api.tools.call_reader import Call, CallReader
 from quire.server.api.tools.call_styles import Part, Schemas, Written
 from quire.server.api.tools.json_text import is_json
 from quire.server.api.tools.reader import Reader, Reading, Sink
-from quire.server.api.tools.schemas import json_type, json_types, properties, property_schema, required
+from quire.server.api.tools.schemas import json_type, json_types, properties, property_schemas, required
 
 _KEY = re.compile(r"[^<>\r\n]+")
 _PYTHONS = {"True": "true", "False": "false", "None": "null"}
@@ -93,10 +93,10 @@ class TaggedCalls:
         return Written(calls, "\n")
 
     def _written_arguments(self, schema: dict[str, Any]) -> Iterator[Part]:
-        needed = required(schema)
-        for key in dict.fromkeys([*properties(schema), *needed]):
+        needed, schemas = required(schema), property_schemas(schema)
+        for key in dict.fromkeys([*schemas, *needed]):
             head = _const(self.before_key + key + self.after_key)
-            pair = {"type": "sequence", "elements": [head, *self._written_value(property_schema(schema, key))]}
+            pair = {"type": "sequence", "elements": [head, *self._written_value(schemas.get(key, {}))]}
             yield pair if key in needed else {"type": "or", "elements": [_const(""), pair]}
 
     def _written_value(self, schema: dict[str, Any]) -> list[dict[str, Any]]:
