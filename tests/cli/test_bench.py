@@ -45,7 +45,8 @@ def test_kernels_reach_a_share_of_the_limit(rows: Rows, monkeypatch: pytest.Monk
     monkeypatch.setattr(kernels, "COLD_BYTES", 2**21)
     found = rows("kernels", "--rows", "2", "--seconds", "0", "--dtype", "float32")
     assert {row["kernel"].split()[0] for row in found} == {
-        "matmul", "add_lora", "expert_matmul", "combine_experts", "rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "gelu", "gated",
+        "matmul", "add_lora", "expert_matmul", "combine_experts", "rms_norm", "add_rms_norm",
+        "layer_norm", "add_layer_norm", "gelu", "gated",
         "rotary_embedding", "interleaved", "scale", "softcap", "sample", "top_logprobs", "copy_blocks",
     }  # fmt: skip
     for row in found:

@@ -81,7 +81,7 @@ def _experts(rows: int, options: argparse.Namespace) -> dict[str, Any]:
         torch.randn(rows, k).to(getattr(torch, options.dtype)),
     )
     ids, _ = kernels.route(torch.randn(rows, _EXPERTS), kernels.Routing(_TOP_K, _EXPERTS))
-    grouped, num_read = kernels.group_by_expert(ids, _EXPERTS), len(ids.unique())
+    grouped, num_read = kernels.group_by_expert(ids, _EXPERTS), len(set(ids.flatten().tolist()))
     calls = [
         partial(kernels.expert_matmul, x, kernels.ExpertWeights(copies), grouped, of_tokens=True)
         for copies in ([kernels.pack_weight(weight) for _ in range(_EXPERTS)] for _ in range(2))
