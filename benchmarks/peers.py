@@ -71,6 +71,10 @@ class Engine(ABC):
     def _driver(self, name: str, *arguments: object) -> list[str]:
         return [str(self.python), "-m", f"benchmarks.drivers.{name}", *map(str, arguments)]
 
+    def run_driver(self, name: str, *arguments: object) -> None:
+        """Run a driver that writes files, to its end. Raises LeftOutError if it fails."""
+        self._run(self._driver(name, *arguments))
+
     def _pip(self, *arguments: str) -> None:
         self._run([str(self.python), "-m", "pip", "install", "--quiet", *arguments])
 
@@ -109,6 +113,22 @@ class Quire(Engine):
     def variables(self) -> Mapping[str, str]:
         """Return the path of this checkout, in case it is not installed."""
         return {"PYTHONPATH": str(ROOT / "src")}
+
+
+class QuireGguf(Quire):
+    """This checkout, running the file that llama.cpp runs."""
+
+    name = "quire-gguf"
+
+    def install(self) -> None:
+        """Make llama.cpp's environment, which converts the checkpoint. Raises LeftOutError."""
+        LlamaCpp(self.folder, self.precision).install()
+
+    def command(self, checkpoint: Path, max_model_len: int) -> list[str]:
+        """Return the command, after the conversion."""
+        converted = LlamaCpp(self.folder, self.precision).convert(checkpoint)
+        arguments = {"max_model_len": max_model_len, "tokenizer": str(checkpoint)}
+        return self._driver("quire_engine", converted, json.dumps(arguments))
 
 
 class Vllm(Engine):
@@ -191,21 +211,25 @@ class LlamaCpp(Engine):
         self._pip("llama-cpp-python", "gguf", "numpy")
 
     def command(self, checkpoint: Path, max_model_len: int) -> list[str]:
-        """Convert the model once per precision."""
+        """Return the command, after the conversion."""
+        return self._driver("llama_cpp_batch", self.convert(checkpoint), num_threads())
+
+    def convert(self, checkpoint: Path) -> Path:
+        """The model as a GGUF file, which is made once per precision."""
         weight_format = self._formats[self.precision]
         converted = self.folder / "models" / f"{checkpoint.name}-{weight_format}.gguf"
         if not converted.exists():
             converted.parent.mkdir(parents=True, exist_ok=True)
             tool = "benchmarks.drivers.convert_to_gguf"
             self._run([str(self.python), "-m", tool, str(checkpoint), weight_format, str(converted)])
-        return self._driver("llama_cpp_batch", converted, num_threads())
+        return converted
 
 
-ENGINES: tuple[type[Engine], ...] = (Quire, Vllm, Transformers, OpenVino, LlamaCpp)
+ENGINES: tuple[type[Engine], ...] = (Quire, QuireGguf, Vllm, Transformers, OpenVino, LlamaCpp)
 """All engines; Quire is first, because the others are compared with it."""
 PRECISIONS: Mapping[str, tuple[type[Engine], ...]] = {
-    "bfloat16": ENGINES,
-    "int8": (Quire, OpenVino, LlamaCpp),
-    "int4": (Quire, OpenVino, LlamaCpp),
+    "bfloat16": (Quire, Vllm, Transformers, OpenVino, LlamaCpp),
+    "int8": (Quire, QuireGguf, OpenVino, LlamaCpp),
+    "int4": (Quire, QuireGguf, OpenVino, LlamaCpp),
 }
 """The engines that are measured in each precision."""

@@ -5,20 +5,23 @@
 Each row keeps the weights or the cache in one way. The exact distributions are those of the same weights in float32: of
 a GGUF file, of the numbers that its blocks stand for. The divergence is that of Kullback and Leibler, from the exact
 distribution of the next token to the row's, over the whole vocabulary: the mean of all tokens, in nats. Each row is
-printed as JSON.
+printed as JSON. With --llama-cpp, formats that llama.cpp makes of the same GGUF file are run by llama.cpp and compared
+with the same exact distributions.
 """
 
 import argparse
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.peers import ROOT, LlamaCpp, num_threads
 from quire import kernels
 from quire.common.batch import ScheduledSequence
 from quire.config.kv_layout import kv_cache_config
@@ -89,11 +92,11 @@ def _rows(matrix: kernels.PackedWeight | kernels.QuantizedWeight) -> Tensor:
     return kernels.embedding(torch.arange(matrix.n), matrix)
 
 
-def compare(exact: Scorer, other: Scorer, token_ids: Sequence[int]) -> dict[str, float]:
-    """Perplexity of the other, its ratio to the exact one's, and the mean divergence."""
+def compare(exact: Scorer, other: Iterable[Tensor], token_ids: Sequence[int]) -> dict[str, float]:
+    """Perplexity of the other's log-probabilities, its ratio to the exact one's, and the mean divergence."""
     logs = {"exact": 0.0, "other": 0.0}
     divergence, done = 0.0, 0
-    for of_exact, of_other in zip(exact.log_probabilities(token_ids), other.log_probabilities(token_ids), strict=True):
+    for of_exact, of_other in zip(exact.log_probabilities(token_ids), other, strict=True):
         following = torch.tensor(token_ids[done + 1 : done + 1 + len(of_exact)])[:, None]
         logs["exact"] -= of_exact.gather(1, following).double().sum().item()
         logs["other"] -= of_other.gather(1, following).double().sum().item()
@@ -108,6 +111,19 @@ def compare(exact: Scorer, other: Scorer, token_ids: Sequence[int]) -> dict[str,
     }
 
 
+def llama_cpp_scores(
+    engine: LlamaCpp, gguf: Path, weight_format: str, token_ids: Sequence[int], piece: int
+) -> Iterator[Tensor]:
+    """As Scorer.log_probabilities, from llama.cpp. Raises LeftOutError if it cannot be installed or fails."""
+    with tempfile.TemporaryDirectory(dir=engine.folder) as folder:
+        tokens, out = Path(folder) / "tokens.json", Path(folder) / "scores.npy"
+        tokens.write_text(json.dumps(list(token_ids)), encoding="utf-8")
+        engine.run_driver("llama_cpp_scores", gguf, weight_format, tokens, piece, num_threads(), out)
+        scores = np.load(out, mmap_mode="r")
+        for start in range(0, len(scores), piece):
+            yield torch.from_numpy(np.array(scores[start : start + piece]))
+
+
 def main() -> None:
     """Print a row for each way that was asked for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quality", description=__doc__)
@@ -116,14 +132,23 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=8192, help="tokens of the text that are scored")
     parser.add_argument("--piece", type=int, default=1024, help="tokens that see each other")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help=", ".join(WAYS))
+    parser.add_argument("--llama-cpp", nargs="+", default=[], metavar="FORMAT", help="such as as-stored Q8_0 Q4_K_M")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "benchmarks", help="of llama.cpp's environment")
     options = parser.parse_args()
-    tokenizer = Tokenizer.from_path(ModelConfig.resolve(options.model).tokenizer_path)
+    config = ModelConfig.resolve(options.model)
+    tokenizer = Tokenizer.from_path(config.tokenizer_path)
     token_ids = tokenizer.encode(options.text.read_text(encoding="utf-8"))[: options.max_tokens + 1]
     exact = Scorer(options.model, options.piece, "float32")
     expand(exact.model)
     for name in options.ways:
-        row = compare(exact, Scorer(options.model, options.piece, **WAYS[name]), token_ids)
+        other = Scorer(options.model, options.piece, **WAYS[name])
+        row = compare(exact, other.log_probabilities(token_ids), token_ids)
         print(json.dumps({"weights": name} | row), flush=True)
+    engine = LlamaCpp(options.folder)
+    for name in options.llama_cpp:
+        engine.install()
+        row = compare(exact, llama_cpp_scores(engine, config.path, name, token_ids, options.piece), token_ids)
+        print(json.dumps({"weights": f"llama.cpp {name}"} | row), flush=True)
 
 
 if __name__ == "__main__":

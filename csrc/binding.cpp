@@ -19,6 +19,7 @@ NB_MODULE(_native, module) {
   bind_matmul(module);
   bind_quantized(module);
   bind_lora(module);
+  bind_experts(module);
   bind_elementwise(module);
   bind_attention(module);
   bind_kv_cache(module);

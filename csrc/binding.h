@@ -65,6 +65,7 @@ void bind_graph(nb::module_& module);
 void bind_matmul(nb::module_& module);
 void bind_quantized(nb::module_& module);
 void bind_lora(nb::module_& module);
+void bind_experts(nb::module_& module);
 void bind_elementwise(nb::module_& module);
 void bind_attention(nb::module_& module);
 void bind_kv_cache(nb::module_& module);

@@ -24,24 +24,48 @@ struct NormTable {
   // The same, and then the norm of that sum.
   void (*add_rms_norm[kNumDTypes])(const void* x, void* residual, const float* weight, float eps, void* out,
                                    int64_t rows, int64_t width);
-  // The same; residual may be null: x alone.
+  // The same; residual may be null: x alone. So may bias.
   void (*layer_norm[kNumDTypes])(const void* x, void* residual, const float* weight, const float* bias, float eps,
                                  void* out, int64_t rows, int64_t width);
 };
 
-enum Activation : int { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3 };
+enum Activation : int {
+  kSilu = 0,
+  kGelu = 1,
+  kGeluTanh = 2,
+  kRelu = 3,
+  kRelu2 = 4,
+  kQuickGelu = 5,
+  kXielu = 6,
+  kClampedSwiglu = 7,  // only gated
+};
+
+// A kind and the members of its struct in elementwise/activation.h, in their order.
+struct ActivationKind {
+  int kind;
+  float parameters[3];
+};
 
 struct ActivationTable {
   // x and out [rows, width] contiguous.
-  void (*activation[kNumDTypes])(int kind, const void* x, int64_t rows, int64_t width, void* out);
+  void (*activation[kNumDTypes])(const ActivationKind& kind, const void* x, int64_t rows, int64_t width, void* out);
   // x [rows, 2 * width] contiguous.
-  void (*gated_activation[kNumDTypes])(int kind, const void* x, int64_t rows, int64_t width, void* out);
+  void (*gated_activation[kNumDTypes])(const ActivationKind& kind, const void* x, int64_t rows, int64_t width,
+                                       void* out);
+};
+
+// In place; x [rows, width] contiguous.
+struct ScaleTable {
+  void (*scale[kNumDTypes])(void* x, int64_t rows, int64_t width, float factor);
+  void (*softcap)(float* x, int64_t rows, int64_t width, float cap);
 };
 
 struct RotaryTable {
   // x [tokens, heads, >= rotary_dim]; cos_sin [max_positions, rotary_dim]; every position must be below max_positions.
-  void (*rotary[kNumDTypes])(void* x, int64_t tokens, int64_t heads, int64_t token_stride, int64_t head_stride,
-                             const int64_t* positions, const float* cos_sin, int64_t rotary_dim);
+  using Kernel = void (*)(void* x, int64_t tokens, int64_t heads, int64_t token_stride, int64_t head_stride,
+                          const int64_t* positions, const float* cos_sin, int64_t rotary_dim);
+  Kernel rotary[kNumDTypes];
+  Kernel interleaved_rotary[kNumDTypes];
 };
 
 // Where a product [rows, n] goes, rows `stride` apart, and what is added to each row.
@@ -117,6 +141,66 @@ struct LoraTable {
   void (*add_lora[kNumDTypes])(const LoraArgs& args);
 };
 
+enum Scoring : int { kSoftmax = 0, kSigmoid = 1, kSparseMixer = 2 };
+
+// Which experts each row goes to, as Routing in src/quire/kernels/weights.py says.
+struct RouteArgs {
+  const float* logits;  // [rows, num_experts] contiguous
+  int64_t rows, num_experts, top_k;
+  int scoring;
+  const float* bias;  // [num_experts] or null
+  int64_t num_groups, top_groups;
+  bool has_pairs;  // groups are chosen by the sum of their two best experts, not by the best one
+  bool is_normalized;
+  float scale, jitter;
+  int32_t* ids;    // [rows, top_k]
+  float* weights;  // [rows, top_k]
+};
+
+// The matrix [n, k] of one expert. Python writes such entries as integers of eight bytes.
+struct ExpertEntry {
+  const char* weight;
+  const float* bias;     // [n] or null
+  const int32_t* order;  // as in QuantizedMatmulArgs
+  int64_t format;        // index in kQuantizedFormats; -1: packed
+  int64_t base_group;
+};
+
+// The product of rows that are grouped by expert: row r of expert e for starts[e] <= r < starts[e + 1].
+struct ExpertMatmulArgs {
+  const void* x;  // rows of k, x_stride apart
+  int64_t x_stride;
+  const int32_t* pairs;  // [rows]: row r is of x's row pairs[r] / top_k; or null: of x's row r
+  int64_t top_k, rows;
+  const int32_t* starts;  // [num_experts + 1]
+  const ExpertEntry* table;
+  int64_t num_experts, n, k;
+  char* work;         // of expert_work_bytes
+  int64_t row_bytes;  // at most, of a row in it
+  void* out;          // rows of n, out_stride apart
+  int64_t out_stride;
+  DType out_dtype;
+};
+
+// Sums over the experts of each of `rows` tokens, in the order of their ranks.
+struct CombineArgs {
+  const void* y;  // [rows * top_k, width] contiguous
+  const float* weights;
+  const int32_t* places;  // [rows, top_k]: the row of y
+  int64_t rows, top_k, width;
+  const void* shared;  // [rows, width], added; or null
+  const float* gate;   // [rows]: shared counts its sigmoid; or null
+  void* out;           // [rows, width] contiguous
+};
+
+struct ExpertTable {
+  void (*route)(const RouteArgs& args);
+  // What matmul needs as work.
+  int64_t (*work_bytes)(int64_t rows, int64_t num_experts, int64_t row_bytes);
+  void (*matmul[kNumDTypes])(const ExpertMatmulArgs& args);
+  void (*combine[kNumDTypes])(const CombineArgs& args);
+};
+
 struct ProbeTable {
   void (*read_memory)(const void* data, int64_t bytes);
   int64_t (*multiply_in_registers[kNumDTypes + 1])(int64_t rounds);  // the last: bytes
@@ -127,8 +211,10 @@ struct KernelTable {
   MatmulTable matmul;
   QuantizedTable quantized;
   LoraTable lora;
+  ExpertTable experts;
   NormTable norm;
   ActivationTable activation;
+  ScaleTable scale;
   RotaryTable rotary;
   ProbeTable probe;
   AttentionTable attention;

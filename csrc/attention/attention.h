@@ -1,9 +1,10 @@
 // Paged attention over one item of a plan (attention/plan.h): Kwon et al. 2023, with the online softmax of Milakov and
-// Gimelshein 2018. Every (token, head) row is computed in an order that depends on its position and window alone: tiles
-// of 128 keys and sections of 512 at absolute positions, one chain of fused multiply-adds per score and per output.
-// What else is in the batch, how the prompt was cut, block size and placement, and the thread count do not change its
-// bits. Over an int8 cache the sums of a tile are exact integers: queries and probabilities become int16, each row by
-// itself. Values of keys that some row of a tile sees must be finite: rows that do not see them multiply them by zero.
+// Gimelshein 2018. Every (token, head) row is computed in an order that depends on its position and variant alone:
+// tiles of 128 keys and sections of 512 at absolute positions, one chain of fused multiply-adds per score and per
+// output. What else is in the batch, how the prompt was cut, block size and placement, and the thread count do not
+// change its bits. Over an int8 cache the sums of a tile are exact integers: queries and probabilities become int16,
+// each row by itself. Values of keys that some row of a tile sees must be finite: rows that do not see them multiply
+// them by zero.
 #pragma once
 
 #include <cstring>
@@ -86,19 +87,25 @@ class AttentionTask {
     return reinterpret_cast<typename Lane::Query*>(s_.queries) + r * a_.head_dim;
   }
 
+  // The query head of row r.
+  int64_t head_of(int64_t r) const { return item_.kv_head * group_ + r % token_rows_; }
+
   void stage_queries() const {
-    for (int64_t r = 0; r < rows_; ++r) {
-      const int64_t token = item_.token_begin + r / token_rows_, head = item_.kv_head * group_ + r % token_rows_;
-      const T* from = static_cast<const T*>(a_.query) + token * a_.query_stride + head * a_.head_dim;
-      s_.query_scales[r] = a_.scale * kLog2E;
-      s_.steps[r] = 1.0f;
-      // Tokens of following sequences see all keys of the item.
-      s_.positions[r] = token < a_.query_start[item_.seq + 1] ? context_of(a_, item_.seq) + token
-                                                              : item_.section_end * kSectionKeys - 1;
-      if constexpr (kInt8) {
-        quantize_query(r, from);
-      } else {
-        std::memcpy(query(r), from, size_t(a_.head_dim) * sizeof(T));
+    int64_t seq = item_.seq, r = 0;
+    for (int64_t token = item_.token_begin; token < item_.token_end; ++token) {
+      while (a_.query_start[seq + 1] <= token) ++seq;
+      const int64_t position = context_of(a_, seq) + token, first_key = a_.first_key(position);
+      const T* from = static_cast<const T*>(a_.query) + token * a_.query_stride + item_.kv_head * group_ * a_.head_dim;
+      for (const int64_t end = r + token_rows_; r < end; ++r, from += a_.head_dim) {
+        s_.query_scales[r] = a_.scale * kLog2E;
+        s_.steps[r] = 1.0f;
+        s_.positions[r] = position;
+        s_.first_keys[r] = first_key;
+        if constexpr (kInt8) {
+          quantize_query(r, from);
+        } else {
+          std::memcpy(query(r), from, size_t(a_.head_dim) * sizeof(T));
+        }
       }
     }
   }
@@ -199,7 +206,7 @@ class AttentionTask {
     const auto for_blocks = [&](const auto& call) {  // call(row, rows, first, last): rows that see keys [first, last)
       for (int64_t b = begin; b < end; ++b) {
         const int64_t row = row_of(b), after = row_of(b + 1);
-        const int64_t first = max_of(a_.first_key(s_.positions[row]) - tile.start, 0);
+        const int64_t first = max_of(s_.first_keys[row] - tile.start, 0);
         const int64_t last = min_of(s_.positions[after - 1] + 1 - tile.start, kTileKeys);
         if (first < last) call(row, after - row, first, last);
       }
@@ -213,9 +220,11 @@ class AttentionTask {
         }
       });
       const int64_t vector = first / W, vectors_end = (last + W - 1) / W;
+      if (a_.softcap > 0 || a_.slopes != nullptr) {
+        change_scores(tile.start, row, rows, vector, vectors_end, scores(row));
+      }
       for (int64_t r = row; r < row + rows; ++r) {
-        const int64_t first_seen = a_.first_key(s_.positions[r]) - tile.start,
-                      seen_end = s_.positions[r] + 1 - tile.start;
+        const int64_t first_seen = s_.first_keys[r] - tile.start, seen_end = s_.positions[r] + 1 - tile.start;
         if (first_seen > vector * W || seen_end < vectors_end * W) {
           mask_scores(scores(r), vector, vectors_end, first_seen, seen_end);
         }
@@ -246,6 +255,15 @@ class AttentionTask {
     });
   }
 
+  // Cap the scores of rows, and add their slopes. Not inlined: plain attention's loop keeps its registers.
+  __attribute__((noinline)) void change_scores(int64_t start, int64_t row, int64_t rows, int64_t vector, int64_t end,
+                                               float* scores) const {
+    for (int64_t r = row; r < row + rows; ++r, scores += kTileKeys) {
+      if (a_.softcap > 0) cap_scores(scores, vector, end, a_.softcap * kLog2E);
+      if (a_.slopes != nullptr) add_slope(scores, vector, end, a_.slopes[head_of(r)] * kLog2E, start - s_.positions[r]);
+    }
+  }
+
   template <int R, typename Call>
   static void with_rows(int64_t rows, const Call& call) {
     if (rows == R) {
@@ -270,12 +288,21 @@ class AttentionTask {
     }
   }
 
+  // What row r's outputs are multiplied with when its sink joins the softmax, whose sum is `sum`: after all keys, so
+  // that it counts once however these were split.
+  f32 inverse_with_sink(int64_t r, float sum) {
+    const float sink = a_.sinks[head_of(r)] * kLog2E, most = total().maxima[r], new_max = most > sink ? most : sink;
+    const f32 keep = exp2_negative(set1(most - new_max));
+    return keep / fma(set1(sum), keep, exp2_negative(set1(sink - new_max)));
+  }
+
   void write_output() {
     for (int64_t r = 0; r < rows_; ++r) {
-      const int64_t token = item_.token_begin + r / token_rows_, head = item_.kv_head * group_ + r % token_rows_;
-      T* out = static_cast<T*>(a_.out) + (token * a_.num_heads + head) * a_.head_dim;
+      const int64_t token = item_.token_begin + r / token_rows_;
+      T* out = static_cast<T*>(a_.out) + (token * a_.num_heads + head_of(r)) * a_.head_dim;
       const float* from = total().rows + r * a_.row_stride;
-      const f32 inverse = set1(1.0f / reduce_add(load(row_sums(total(), r))));
+      const float sum = reduce_add(load(row_sums(total(), r)));
+      const f32 inverse = a_.sinks == nullptr ? set1(1.0f / sum) : inverse_with_sink(r, sum);
       // Adding zero turns -0 into +0: a masked key adds zero to an output, which is the one thing that can change one.
       for_parts(a_.head_dim,
                 [&](int64_t d, int64_t n) { store_some(out + d, load(from + d) * inverse + set1(0.0f), n); });

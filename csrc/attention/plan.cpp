@@ -59,7 +59,7 @@ AttentionScratch thread_scratch(DType dtype, const AttentionArgs& args, int64_t 
   ask_for_memory();
   const int64_t lanes = args.int8_cache ? args.head_dim / 4 + 2 : args.head_dim / (dtype == kBFloat16 ? 2 : 1);
   const int64_t packed = args.block_size % 16 == 0 ? 0 : lanes * kTileKeys;  // vectors are 4, 8 or 16 lanes wide
-  state.positions.resize(static_cast<size_t>(rows));
+  state.positions.resize(2 * static_cast<size_t>(rows));
   float* next = state.floats.reserve(rows * (2 * args.row_stride + args.head_dim + 6) +
                                      kTileKeys * (kPassRows + args.row_stride) + packed);
   const auto take = [&next](int64_t count) { return std::exchange(next, next + count); };
@@ -74,7 +74,8 @@ AttentionScratch thread_scratch(DType dtype, const AttentionArgs& args, int64_t 
           .references = take(rows),
           .decay = take(rows),
           .steps = take(rows),
-          .positions = state.positions.data()};
+          .positions = state.positions.data(),
+          .first_keys = state.positions.data() + rows};
 }
 
 // The work of one call, in arrays that the calling thread keeps from call to call.

@@ -38,15 +38,21 @@ struct AttentionArgs {
   int64_t num_blocks;
   int64_t block_size;
   int64_t sliding_window;  // positions a token sees, itself included; INT64_MAX sees all
+  int64_t chunk_size;      // a token sees keys from the last multiple of it on; INT64_MAX sees all
   float scale;
-  void* out;  // [num_tokens, num_heads, head_dim], contiguous
+  float softcap;        // 0: none
+  const float* sinks;   // [num_heads] or null
+  const float* slopes;  // [num_heads] or null
+  void* out;            // [num_tokens, num_heads, head_dim], contiguous
   // Floats of one row of a softmax state, beside its maximum: the output, padded to whole vectors of any instruction
   // set, and one more vector of sums.
   int64_t row_stride = (head_dim + 15) / 16 * 16 + 16;
 
   // First key that a token at `position` sees.
   QUIRE_MEMBER int64_t first_key(int64_t position) const {
-    return position < sliding_window ? 0 : position - sliding_window + 1;
+    const int64_t window = position < sliding_window ? 0 : position - sliding_window + 1;
+    const int64_t chunk = position < chunk_size ? 0 : position - position % chunk_size;
+    return window > chunk ? window : chunk;
   }
 };
 
@@ -83,7 +89,8 @@ struct AttentionScratch {
   float* references;
   float* decay;
   float* steps;
-  int64_t* positions;
+  int64_t* positions;  // of a row, and of the first key that it sees
+  int64_t* first_keys;
 };
 
 struct AttentionTable {

@@ -195,12 +195,26 @@ static inline void stage_values(const KeyTile<C>& tile, int64_t first, int64_t l
 
 // Scores of vectors [vector, end) of a row become -inf but for keys [first, last).
 QUIRE_INLINE void mask_scores(float* scores, int64_t vector, int64_t end, int64_t first, int64_t last) {
-  alignas(64) static const int32_t kLanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  const i32 lanes = load_lanes(kLanes);
+  const i32 lanes = lane_indices();
   for (int64_t v = vector; v < end; ++v) {
     const i32 key = lanes + int32_t(v * W);
     const i32 is_visible = (key >= int32_t(first)) & (key < int32_t(last));
     store(scores + v * W, select(is_visible, load(scores + v * W), set1(-kInfinity)));
+  }
+}
+
+// Scores of vectors [vector, end) of a row become cap * tanh(score / cap).
+QUIRE_INLINE void cap_scores(float* scores, int64_t vector, int64_t end, float cap) {
+  const f32 most = set1(cap), inverse = set1(1.0f / cap);
+  for (int64_t v = vector; v < end; ++v) store(scores + v * W, most * tanh(load(scores + v * W) * inverse));
+}
+
+// slope * (key + distance) is added to the scores of vectors [vector, end) of a row, key being its index in the tile.
+QUIRE_INLINE void add_slope(float* scores, int64_t vector, int64_t end, float slope, int64_t distance) {
+  const i32 first = lane_indices() + int32_t(distance);
+  for (int64_t v = vector; v < end; ++v) {
+    const f32 keys = __builtin_convertvector(first + int32_t(v * W), f32);
+    store(scores + v * W, fma(keys, set1(slope), load(scores + v * W)));
   }
 }
 

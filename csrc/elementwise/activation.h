@@ -44,36 +44,86 @@ struct Relu {
   QUIRE_INLINE f32 apply(f32 v) { return select(v < set1(0), set1(0), v); }
 };
 
+struct Relu2 {
+  QUIRE_INLINE f32 apply(f32 v) {
+    const f32 positive = Relu::apply(v);
+    return positive * positive;
+  }
+};
+
+// v * sigmoid(1.702 v), an approximation of gelu (Hendrycks and Gimpel 2016).
+struct QuickGelu {
+  QUIRE_INLINE f32 apply(f32 v) { return v * sigmoid(v * set1(1.702f)); }
+};
+
+// xIELU (Huang and Schlag 2025).
+struct Xielu {
+  float alpha_p, alpha_n, beta;
+  QUIRE_MEMBER f32 apply(f32 v) const {
+    const f32 negative = set1(alpha_n) * (expm1_negative(-abs(v)) - v);
+    return fma(set1(beta), v, select(v > set1(0), set1(alpha_p) * v * v, negative));
+  }
+};
+
+template <typename Kind>
+QUIRE_INLINE f32 apply_gated(const Kind& kind, f32 gate, f32 up) {
+  return kind.apply(gate) * up;
+}
+
+// gpt-oss (OpenAI 2025): both halves clamped, a slope for the sigmoid, and one added to the second half.
+struct ClampedSwiglu {
+  float limit, alpha;
+};
+
+QUIRE_INLINE f32 apply_gated(const ClampedSwiglu& kind, f32 gate, f32 up) {
+  const f32 most = set1(kind.limit);
+  const f32 g = -max(-most, -gate);
+  return g * sigmoid(g * set1(kind.alpha)) * (1.0f - max(-most, -max(-most, up)));
+}
+
 // gate: x is [gate | up], 2 * width wide.
-template <typename T, typename Kind, bool kGated>
-static void activate(const T* x, int64_t rows, int64_t width, T* out) {
+template <typename T, bool kGated, typename Kind>
+static void activate(const Kind& kind, const T* x, int64_t rows, int64_t width, T* out) {
   const int64_t x_stride = kGated ? 2 * width : width;
   for_rows(rows, x_stride, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const T* from = x + row * x_stride;
       T* to = out + row * width;
-      for_parts(width, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
-        f32 v = Kind::apply(load_some(from + i, n));
-        if (kGated) v = v * load_some(from + width + i, n);
-        store_some(to + i, v, n);
+      for_parts(width, [=](int64_t i, int64_t n) __attribute__((always_inline)) {
+        const f32 v = load_some(from + i, n);
+        if constexpr (kGated) {
+          store_some(to + i, apply_gated(kind, v, load_some(from + width + i, n)), n);
+        } else {
+          store_some(to + i, kind.apply(v), n);
+        }
       });
     }
   });
 }
 
 template <typename T, bool kGated>
-static void activation(int kind, const void* x, int64_t rows, int64_t width, void* out) {
-  const T* from = static_cast<const T*>(x);
-  T* to = static_cast<T*>(out);
-  switch (kind) {
+static void activation(const ActivationKind& kind, const void* x, int64_t rows, int64_t width, void* out) {
+  const auto run = [&](const auto& chosen) {
+    activate<T, kGated>(chosen, static_cast<const T*>(x), rows, width, static_cast<T*>(out));
+  };
+  const float* p = kind.parameters;
+  switch (kind.kind) {
     case kSilu:
-      return activate<T, Silu, kGated>(from, rows, width, to);
+      return run(Silu{});
     case kGelu:
-      return activate<T, Gelu, kGated>(from, rows, width, to);
+      return run(Gelu{});
     case kGeluTanh:
-      return activate<T, GeluTanh, kGated>(from, rows, width, to);
+      return run(GeluTanh{});
     case kRelu:
-      return activate<T, Relu, kGated>(from, rows, width, to);
+      return run(Relu{});
+    case kRelu2:
+      return run(Relu2{});
+    case kQuickGelu:
+      return run(QuickGelu{});
+    case kXielu:
+      return run(Xielu{p[0], p[1], p[2]});
+    case kClampedSwiglu:
+      if constexpr (kGated) run(ClampedSwiglu{p[0], p[1]});
   }
 }
 

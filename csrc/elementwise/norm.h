@@ -18,7 +18,7 @@ QUIRE_INLINE void rms_norm_row(const T* x, const float* weight, float eps, T* ou
   });
 }
 
-template <typename T>
+template <bool kBias, typename T>
 QUIRE_INLINE void layer_norm_row(const T* x, const float* weight, const float* bias, float eps, T* out, int64_t width) {
   const float sum =
       sum_parts(width, [&](int64_t i, int64_t n) __attribute__((always_inline)) { return load_some(x + i, n); });
@@ -29,8 +29,12 @@ QUIRE_INLINE void layer_norm_row(const T* x, const float* weight, const float* b
   });
   const f32 scale = set1(1.0f / __builtin_sqrtf(squares / float(width) + eps));
   for_parts(width, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
-    const f32 v = (load_some(x + i, n) - mean) * scale;
-    store_some(out + i, fma(v, load_some(weight + i, n), load_some(bias + i, n)), n);
+    const f32 v = (load_some(x + i, n) - mean) * scale, w = load_some(weight + i, n);
+    if constexpr (kBias) {
+      store_some(out + i, fma(v, w, load_some(bias + i, n)), n);
+    } else {
+      store_some(out + i, v * w, n);
+    }
   });
 }
 
@@ -83,7 +87,12 @@ static void layer_norm(const void* x, void* residual, const float* weight, const
         add_row(from, sum, width);
         from = sum;
       }
-      layer_norm_row(from, weight, bias, eps, static_cast<T*>(out) + at, width);
+      T* to = static_cast<T*>(out) + at;
+      if (bias != nullptr) {
+        layer_norm_row<true>(from, weight, bias, eps, to, width);
+      } else {
+        layer_norm_row<false>(from, weight, bias, eps, to, width);
+      }
     }
   });
 }

@@ -5,6 +5,9 @@
 #include "elementwise/activation.h"
 #include "elementwise/norm.h"
 #include "elementwise/rotary.h"
+#include "elementwise/scale.h"
+#include "experts/products.h"
+#include "experts/route.h"
 #include "isa/probe.h"
 #include "kernel_table.h"
 #include "lora/lora.h"
@@ -23,8 +26,13 @@ const KernelTable table = {
     .matmul = kMatmul,
     .quantized = kQuantized,
     .lora = kLora,
+    .experts = {.route = route,
+                .work_bytes = expert_work_bytes,
+                .matmul = {expert_matmul<float>, expert_matmul<bf16>},
+                .combine = {combine<float>, combine<bf16>}},
     .norm = kNorm,
     .activation = kActivation,
+    .scale = kScale,
     .rotary = kRotary,
     .probe = kProbe,
     .attention = kAttention,

@@ -81,6 +81,13 @@ QUIRE_INLINE i32 load_integers(const void* p) {
   return __builtin_convertvector(lanes, i32);
 }
 
+// Lanes 2 i and 2 i + 1 exchanged.
+typedef uint64_t u64_pairs __attribute__((vector_size(4 * W)));
+QUIRE_INLINE f32 swap_neighbours(f32 v) {
+  const u64_pairs both = (u64_pairs)v;
+  return (f32)(both << 32 | both >> 32);
+}
+
 // W lanes of two bf16, the earlier one in the lower half.
 typedef i32 pairs;
 QUIRE_INLINE f32 lower(pairs p) { return as_float(p << 16); }
@@ -115,11 +122,14 @@ struct Lane<bf16> {
   QUIRE_INLINE f32 dot(f32 acc, Vector a, Vector b) { return dot2(acc, a, b); }
 };
 
-// v in the first n lanes, 0 in the others.
-QUIRE_INLINE f32 keep_n(f32 v, int64_t n) {
+// 0, 1, 2, ...
+QUIRE_INLINE i32 lane_indices() {
   alignas(64) static const int32_t kLanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  return as_float(as_int(v) & (load_lanes(kLanes) < int32_t(n)));
+  return load_lanes(kLanes);
 }
+
+// v in the first n lanes, 0 in the others.
+QUIRE_INLINE f32 keep_n(f32 v, int64_t n) { return as_float(as_int(v) & (lane_indices() < int32_t(n))); }
 
 // The polynomial in x with these coefficients, that of the highest power first.
 template <typename... Coefficients>
@@ -129,9 +139,9 @@ QUIRE_INLINE f32 polynomial(f32 x, float highest, Coefficients... others) {
   return sum;
 }
 
-// e^v = 2^power * factor, where power is an integer.
+// e^v = 2^power * (1 + excess), where power is an integer.
 struct Exponential {
-  f32 power, factor;
+  f32 power, excess;
 };
 
 QUIRE_INLINE Exponential split_exp(f32 v) {
@@ -139,7 +149,7 @@ QUIRE_INLINE Exponential split_exp(f32 v) {
   const f32 power = (v * set1(1.44269504f)) + shifter - shifter;
   const f32 upper_rest = fma(power, set1(-0.693145752f), v);  // ln 2 in two parts; the first has spare low bits
   const f32 r = fma(power, set1(-1.42860677e-6f), upper_rest);
-  return {power, fma(polynomial(r, 1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f), r * r, r) + 1.0f};
+  return {power, fma(polynomial(r, 1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f), r * r, r)};
 }
 
 constexpr float kLowestExp = -87.33654f;
@@ -151,7 +161,7 @@ QUIRE_INLINE f32 exp(f32 v) {
   // 2^power in two factors: power may be 128, which one exponent field cannot hold.
   const i32 exponent = __builtin_convertvector(parts.power, i32);
   const i32 half = exponent >> 1;
-  f32 result = parts.factor * as_float((half + 127) << 23) * as_float((exponent - half + 127) << 23);
+  f32 result = (parts.excess + 1.0f) * as_float((half + 127) << 23) * as_float((exponent - half + 127) << 23);
   result = select(v < lowest, set1(0.0f), result);
   result = select(v > highest, set1(__builtin_inff()), result);
   return select(v == v, result, v);
@@ -161,8 +171,21 @@ QUIRE_INLINE f32 exp(f32 v) {
 QUIRE_INLINE f32 exp_negative(f32 v) {
   const f32 lowest = set1(kLowestExp);
   const Exponential parts = split_exp(max(v, lowest));
-  const f32 scaled = as_float(as_int(parts.factor) + (__builtin_convertvector(parts.power, i32) << 23));
+  const f32 scaled = as_float(as_int(parts.excess + 1.0f) + (__builtin_convertvector(parts.power, i32) << 23));
   return as_float(as_int(scaled) & (v > lowest));
+}
+
+// e^v - 1 for v <= 0, within 5e-7 of its value. NaN for NaN.
+QUIRE_INLINE f32 expm1_negative(f32 v) {
+  const Exponential parts = split_exp(max(set1(kLowestExp), v));
+  const f32 power = as_float((__builtin_convertvector(parts.power, i32) + 127) << 23);
+  return fma(power, parts.excess, power - 1.0f);
+}
+
+// Within 5e-7 of its value. NaN for NaN.
+QUIRE_INLINE f32 tanh(f32 v) {
+  const f32 e = expm1_negative(-2.0f * abs(v));
+  return as_float(as_int(abs(e / (2.0f + e))) | (as_int(v) & int32_t(0x80000000)));
 }
 
 }  // namespace quire::QUIRE_ISA

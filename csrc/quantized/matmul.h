@@ -246,32 +246,43 @@ static int64_t quantized_rows_bytes(const QuantizedShape& shape, int64_t rows) {
   return smaller(rows, kMostQuantizedRows) * QuantizedRow(shape).bytes;
 }
 
+// A row of x, in the basis of the weight if that has factors.
+template <typename T>
+static void quantize_x(const T* x, const int32_t* order, const float* factors, const QuantizedRow& layout, char* to) {
+  if (factors != nullptr) {
+    quantize_rotated_row(x, factors, layout, to);
+  } else {
+    quantize_row(x, order, layout, to);
+  }
+}
+
+// The product of a task's rows, of which `rows` is the first one quantized; the first of all is row `first` of `to`.
+static void run_quantized_task(const PanelReader& reader, const QuantizedRow& layout, const char* weight,
+                               const char* rows, const ProductTask& task, const ProductOut& to, int64_t first) {
+  alignas(64) float sums[kTaskRows * kPanelColumns];
+  const int64_t panel_bytes = reader.shape.panel_bytes();
+  for (int64_t panel = task.panel; panel < task.panel + task.panels; ++panel) {
+    multiply_panel(rows, task.rows, reader, layout, weight + panel * panel_bytes, sums);
+    finish(to, first + task.row, task.rows, panel * kPanelColumns, sums, kPanelColumns, kPanelColumns);
+  }
+}
+
 template <typename T>
 static void quantized_matmul(const QuantizedMatmulArgs& args) {
   const QuantizedRow layout(args.shape);
   const PanelReader reader(args.shape);
-  const int64_t row_bytes = layout.bytes, panel_bytes = args.shape.panel_bytes();
+  const int64_t row_bytes = layout.bytes;
   const float* factors = factors_of(args.shape, args.weight);
   for (int64_t first = 0; first < args.rows; first += kMostQuantizedRows) {
     const int64_t rows = smaller(kMostQuantizedRows, args.rows - first);
     const T* x = static_cast<const T*>(args.x) + first * args.x_stride;
     for_rows(rows, layout.k, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
-        char* to = args.rows_of_x + row * row_bytes;
-        if (factors != nullptr) {
-          quantize_rotated_row(x + row * args.x_stride, factors, layout, to);
-        } else {
-          quantize_row(x + row * args.x_stride, args.order, layout, to);
-        }
+        quantize_x(x + row * args.x_stride, args.order, factors, layout, args.rows_of_x + row * row_bytes);
       }
     });
     for_tasks(rows, args.to.n, layout.k, kTaskPanels, [&](const ProductTask& task, int) {
-      alignas(64) float sums[kTaskRows * kPanelColumns];
-      for (int64_t panel = task.panel; panel < task.panel + task.panels; ++panel) {
-        multiply_panel(args.rows_of_x + task.row * row_bytes, task.rows, reader, layout,
-                       args.weight + panel * panel_bytes, sums);
-        finish(args.to, first + task.row, task.rows, panel * kPanelColumns, sums, kPanelColumns, kPanelColumns);
-      }
+      run_quantized_task(reader, layout, args.weight, args.rows_of_x + task.row * row_bytes, task, args.to, first);
     });
   }
 }

@@ -17,8 +17,8 @@ def test_a_supported_architecture_is_the_first_that_is_named(name):
 @pytest.mark.parametrize(
     ("values", "name"),
     [
-        ({"architectures": ["GPT2LMHeadModel"], "model_type": "llama"}, "GPT2LMHeadModel"),
-        ({"model_type": "gpt2"}, "gpt2"),
+        ({"architectures": ["CTRLLMHeadModel"], "model_type": "llama"}, "CTRLLMHeadModel"),
+        ({"model_type": "ctrl"}, "ctrl"),
     ],
 )
 def test_an_unsupported_architecture_is_named_with_its_file(values, name):
@@ -28,7 +28,7 @@ def test_an_unsupported_architecture_is_named_with_its_file(values, name):
 
 
 @pytest.mark.parametrize("named", [None, [], [5], "LlamaForCausalLM", {}])
-@pytest.mark.parametrize("model_type", [None, "llama", 5])
+@pytest.mark.parametrize("model_type", [None, "llama", "gpt_neox", 5])
 def test_a_config_that_names_none_is_malformed(named, model_type):
     with pytest.raises(CheckpointError) as raised:
         supported_architecture(HFConfig({"architectures": named, "model_type": model_type}, "a/config.json"))

@@ -12,6 +12,7 @@ from quire.config.model import ModelConfig, rope_config
 from tests.config.gguf_file import LLAMA, TABLE, Stored, Typed, model_bytes, write_gguf
 
 Q8_0 = 8
+MIXTURE = {"llama.expert_count": 8, "llama.expert_used_count": 2}
 
 
 @pytest.fixture
@@ -47,6 +48,8 @@ def test_the_config_comes_from_the_header(path: Path) -> None:
         ({"llama.attention.sliding_window": 64}, [], {"architectures": ["LlamaForCausalLM"]}),
         ({"llama.attention.sliding_window": 8}, [], {"architectures": ["MistralForCausalLM"], "sliding_window": 8}),
         ({"llama.attention.scale": 8**-0.5, "llama.expert_count": 0}, [], {"head_dim": 8}),
+        (MIXTURE | {"llama.attention.sliding_window": 8}, [], {"architectures": ["MixtralForCausalLM"],
+         "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": False}),
         ({}, [Stored("blk.0.ffn_up.weight", (32, 1), Q8_0, bytes(34))], {"dtype": "bfloat16",
          "quantization_config": {"quant_method": "gguf"}}),
         ({}, [Stored("blk.0.ffn_up.weight", (4, 1), 1, bytes(8))], {"dtype": "bfloat16"}),
@@ -138,9 +141,16 @@ def test_rope_tables_that_do_not_fit_are_refused(
     [
         (
             {"general.architecture": "gemma3"},
-            r"architecture 'gemma3' are not supported \(supported: llama, qwen2, qwen3\)",
+            r"architecture 'gemma3' are not supported \(supported: llama, olmoe, qwen2, qwen3, qwen3moe\)",
         ),
-        ({"llama.expert_count": 8}, "llama.expert_count is 8: mixtures of experts"),
+        (MIXTURE | {"llama.expert_gating_func": 2}, "llama.expert_gating_func is 2: not supported"),
+        (MIXTURE | {"llama.expert_shared_count": 1}, "llama.expert_shared_count is 1: not supported"),
+        (
+            {"general.architecture": "qwen2"}
+            | {key.replace("llama.", "qwen2."): value for key, value in (LLAMA | MIXTURE).items()
+               if key.startswith("llama.")},
+            "qwen2.expert_count is 8: mixtures of experts of this architecture",
+        ),
         ({"llama.attention.causal": False}, "encoders are not supported"),
         ({"llama.attention.value_length": 16}, "must equal the length of keys, 8"),
         ({"llama.rope.dimension_count": 4}, "must equal the head's size, 8"),
@@ -149,7 +159,7 @@ def test_rope_tables_that_do_not_fit_are_refused(
         ({"llama.rope.scaling.type": "longrope"}, "and longrope with its tables"),
         ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.attn_factor": 2.0}, "only 1 is supported"),
     ],
-)
+)  # fmt: skip
 def test_what_would_be_computed_wrongly_is_refused(path: Path, keys: dict[str, Any], match: str) -> None:
     with pytest.raises(UnsupportedModelError, match=match):
         resolved(path, keys)

@@ -7,6 +7,9 @@ import torch
 from torch import Tensor
 
 from quire import kernels
+from quire.kernels.backends import reference_attention
+from quire.kernels.variants import PLAIN, AttentionVariant
+from tests.kernels.tolerances import assert_close
 
 Attention = Callable[..., Tensor]
 
@@ -79,16 +82,33 @@ class PagedBatch:
         ends = torch.tensor([end for _, end in spans], dtype=torch.int32)
         return query, self.k_cache, self.v_cache, starts, ends, self.block_tables
 
-    def attend(self, spans: Sequence[tuple[int, int]], sliding_window: int | None = None) -> list[Tensor]:
+    def attend(self, spans: Sequence[tuple[int, int]], variant: AttentionVariant = PLAIN) -> list[Tensor]:
         """Compute the next tokens of each stream, all in one call; the outputs per stream."""
         scale = self.heads.head_dim**-0.5
-        out = kernels.paged_attention(*self.inputs(spans), scale, sliding_window)
+        out = kernels.paged_attention(*self.inputs(spans), scale, variant)
         return list(out.split([end - begin for begin, end in spans]))
 
 
-def attend_alone(heads: Heads, stream: Stream, sliding_window: int | None = None) -> Tensor:
+def attend_alone(heads: Heads, stream: Stream, variant: AttentionVariant = PLAIN) -> Tensor:
     """The same stream computed as one prefill, by itself."""
-    return PagedBatch(heads, [stream], block_size=16).attend([(0, len(stream))], sliding_window)[0]
+    return PagedBatch(heads, [stream], block_size=16).attend([(0, len(stream))], variant)[0]
+
+
+def check_against_reference(
+    heads: Heads, lens: list[int], query_lens: list[int], block_size: int, variant: AttentionVariant = PLAIN
+) -> None:
+    """Whole lengths of the sequences, and of how many of their last tokens the outputs are compared."""
+    streams = [make_stream(heads, n, seed) for seed, n in enumerate(lens)]
+    batch = PagedBatch(heads, streams, block_size)
+    for s, (n, query_len) in enumerate(zip(lens, query_lens, strict=True)):  # the context computed before
+        batch.inputs([(0, n - query_len) if i == s else (0, 0) for i in range(len(lens))])
+    inputs = batch.inputs([(n - query_len, n) for n, query_len in zip(lens, query_lens, strict=True)])
+    scale = heads.head_dim**-0.5
+    actual = kernels.paged_attention(*inputs, scale, variant)
+    kernel = "paged_attention" if heads.cache_dtype is None else "paged_attention_int8"
+    if inputs[1].dtype is torch.bfloat16 and kernels.isa() == "avx512_bf16":
+        kernel = "paged_attention_pairs"
+    assert_close(kernel, actual, reference_attention.paged_attention(*inputs, scale, variant))
 
 
 def same_bits(actual: Tensor, expected: Tensor) -> bool:

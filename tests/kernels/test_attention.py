@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -5,28 +7,13 @@ from hypothesis import strategies as st
 
 from quire import kernels
 from quire.common.errors import KernelError
-from quire.kernels.backends import reference
+from quire.kernels.variants import PLAIN, AttentionVariant
 from tests.effort import examples
 from tests.kernels.isas import ISAS, native, needs_native, using
-from tests.kernels.paged import Heads, PagedBatch, Stream, attend_alone, make_stream, same_bits
-from tests.kernels.tolerances import assert_close
+from tests.kernels.paged import Heads, PagedBatch, Stream, attend_alone, check_against_reference, make_stream, same_bits
 
 DTYPES = [torch.float32, torch.bfloat16]
 STORAGE = [(dtype, cache_dtype) for cache_dtype in (None, torch.int8) for dtype in DTYPES]
-
-
-def check_against_reference(heads: Heads, lens: list[int], query_lens: list[int], block_size: int, window: int | None):
-    streams = [make_stream(heads, n, seed) for seed, n in enumerate(lens)]
-    batch = PagedBatch(heads, streams, block_size)
-    for s, (n, query_len) in enumerate(zip(lens, query_lens, strict=True)):  # the context computed before
-        batch.inputs([(0, n - query_len) if i == s else (0, 0) for i in range(len(lens))])
-    inputs = batch.inputs([(n - query_len, n) for n, query_len in zip(lens, query_lens, strict=True)])
-    scale = heads.head_dim**-0.5
-    actual = kernels.paged_attention(*inputs, scale, window)
-    kernel = "paged_attention" if heads.cache_dtype is None else "paged_attention_int8"
-    if inputs[1].dtype is torch.bfloat16 and kernels.isa() == "avx512_bf16":
-        kernel = "paged_attention_pairs"
-    assert_close(kernel, actual, reference.paged_attention(*inputs, scale, window))
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -34,7 +21,7 @@ def check_against_reference(heads: Heads, lens: list[int], query_lens: list[int]
 @pytest.mark.parametrize("head_dim", [2, 10, 48, 64, 80, 96, 128, 256])
 def test_mixed_batch_matches_the_reference_for_each_head_dim(isa, dtype, head_dim):
     with using(isa):
-        check_against_reference(Heads(6, 2, head_dim, dtype), [1, 130, 70, 600], [1, 30, 70, 2], 16, None)
+        check_against_reference(Heads(6, 2, head_dim, dtype), [1, 130, 70, 600], [1, 30, 70, 2], 16)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -42,7 +29,7 @@ def test_mixed_batch_matches_the_reference_for_each_head_dim(isa, dtype, head_di
 @pytest.mark.parametrize("head_dim", [4, 12, 48, 64, 80, 100, 128, 256, 1024])
 def test_a_mixed_batch_over_int8_matches_the_reference_for_each_head_dim(isa, dtype, head_dim):
     with using(isa):
-        check_against_reference(Heads(6, 2, head_dim, dtype, torch.int8), [1, 130, 70, 600], [1, 30, 70, 2], 16, None)
+        check_against_reference(Heads(6, 2, head_dim, dtype, torch.int8), [1, 130, 70, 600], [1, 30, 70, 2], 16)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -50,7 +37,7 @@ def test_a_mixed_batch_over_int8_matches_the_reference_for_each_head_dim(isa, dt
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (3, 3), (14, 2), (9, 1), (64, 1)])
 def test_grouped_multi_and_single_key_heads_match_the_reference(isa, dtype, cache_dtype, num_heads, num_kv_heads):
     with using(isa):
-        check_against_reference(Heads(num_heads, num_kv_heads, 32, dtype, cache_dtype), [90, 17], [90, 1], 16, None)
+        check_against_reference(Heads(num_heads, num_kv_heads, 32, dtype, cache_dtype), [90, 17], [90, 1], 16)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -58,7 +45,7 @@ def test_grouped_multi_and_single_key_heads_match_the_reference(isa, dtype, cach
 @pytest.mark.parametrize("block_size", [1, 3, 4, 8, 16, 20, 48, 128])
 def test_any_block_size_matches_the_reference(isa, dtype, cache_dtype, block_size):
     with using(isa):
-        check_against_reference(Heads(4, 2, 32, dtype, cache_dtype), [200, 65, 64], [9, 65, 1], block_size, None)
+        check_against_reference(Heads(4, 2, 32, dtype, cache_dtype), [200, 65, 64], [9, 65, 1], block_size)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -66,7 +53,9 @@ def test_any_block_size_matches_the_reference(isa, dtype, cache_dtype, block_siz
 @pytest.mark.parametrize("window", [1, 5, 64, 100, 511, 10_000])
 def test_sliding_windows_match_the_reference(isa, dtype, cache_dtype, window):
     with using(isa):
-        check_against_reference(Heads(4, 2, 16, dtype, cache_dtype), [700, 130, 1], [150, 130, 1], 16, window)
+        check_against_reference(
+            Heads(4, 2, 16, dtype, cache_dtype), [700, 130, 1], [150, 130, 1], 16, AttentionVariant(window)
+        )
 
 
 def test_float32_agrees_with_the_textbook_formula():
@@ -93,6 +82,30 @@ def schedules(draw: st.DrawFn) -> tuple[list[int], list[list[int]]]:
     return lens, steps
 
 
+def variants() -> st.SearchStrategy[Callable[[int], AttentionVariant]]:
+    """Variants for any number of heads; half of them plain."""
+
+    def made(
+        window: int | None, chunk: int | None, softcap: float | None, has_sinks: bool, has_slopes: bool
+    ) -> Callable[[int], AttentionVariant]:
+        def of(num_heads: int) -> AttentionVariant:
+            sinks = torch.linspace(-2.0, 3.0, num_heads) if has_sinks else None
+            slopes = 2.0 ** -torch.arange(1.0, num_heads + 1) if has_slopes else None
+            return AttentionVariant(window, chunk, softcap, sinks, slopes)
+
+        return of
+
+    some = st.builds(
+        made,
+        st.sampled_from([None, None, 1, 33, 64, 300, 900]),
+        st.sampled_from([None, None, 1, 50, 128, 700]),
+        st.sampled_from([None, 0.5, 30.0]),
+        st.booleans(),
+        st.booleans(),
+    )
+    return st.one_of(st.just(made(None, None, None, False, False)), some)
+
+
 @pytest.mark.essential
 @needs_native
 @pytest.mark.parametrize("isa", ISAS)
@@ -107,23 +120,24 @@ def schedules(draw: st.DrawFn) -> tuple[list[int], list[list[int]]]:
         st.sampled_from(STORAGE),
     ),
     block_size=st.sampled_from([1, 5, 8, 16, 32]),
-    window=st.sampled_from([None, None, 1, 33, 64, 600]),
+    variant=variants(),
     num_threads=st.integers(1, 4),
     seed=st.integers(0, 1000),
 )
 def test_bits_do_not_depend_on_batch_chunks_blocks_or_threads(
-    isa, schedule, heads, block_size, window, num_threads, seed
+    isa, schedule, heads, block_size, variant, num_threads, seed
 ):
+    variant = variant(heads.num_heads)
     lens, steps = schedule
     streams = [make_stream(heads, n, seed + i) for i, n in enumerate(lens)]
     with using(isa, num_threads=1):
-        alone = [attend_alone(heads, stream, window) for stream in streams]
+        alone = [attend_alone(heads, stream, variant) for stream in streams]
     with using(isa, num_threads):
         batch = PagedBatch(heads, streams, block_size, seed)
         done = [0] * len(lens)
         for step in steps:
             spans = [(begin, begin + count) for begin, count in zip(done, step, strict=True)]
-            for s, out in enumerate(batch.attend(spans, window)):
+            for s, out in enumerate(batch.attend(spans, variant)):
                 assert same_bits(out, alone[s][slice(*spans[s])])
             done = [end for _, end in spans]
 
@@ -150,12 +164,13 @@ def families(draw: st.DrawFn) -> list[tuple[int, int, int, int]]:
     group=st.sampled_from([1, 3, 7]),
     storage=st.sampled_from(STORAGE),
     block_size=st.sampled_from([8, 16, 20, 48]),
-    window=st.sampled_from([None, None, 300, 900]),
+    variant=variants(),
     num_threads=st.integers(1, 3),
 )
 def test_bits_do_not_depend_on_which_sequences_share_blocks(
-    isa, family, group, storage, block_size, window, num_threads
+    isa, family, group, storage, block_size, variant, num_threads
 ):
+    variant = variant(2 * group)
     heads, streams = Heads(2 * group, 2, 16, *storage), list[Stream]()
     for s, (parent, shared, added, _) in enumerate(family):
         own = make_stream(heads, shared + added, seed=s)
@@ -166,13 +181,13 @@ def test_bits_do_not_depend_on_which_sequences_share_blocks(
     with using(isa, num_threads):
         batch = PagedBatch(heads, streams, block_size)
         batch.inputs([(0, begin) for begin, _ in spans])
-        alone = batch.attend(spans, window)
+        alone = batch.attend(spans, variant)
         for s, (parent, shared, *_) in enumerate(family):
             blocks = shared // block_size
             freed = batch.block_tables[s, :blocks].clone() if s else batch.block_tables[s, :0]
             batch.block_tables[s, : len(freed)] = batch.block_tables[parent, : len(freed)]
             batch.buffer.view(len(batch.k_cache), -1)[freed.long()] = 255  # NaN
-        assert all(map(same_bits, batch.attend(spans, window), alone))
+        assert all(map(same_bits, batch.attend(spans, variant), alone))
 
 
 @needs_native
@@ -219,8 +234,8 @@ def test_an_output_that_underflows_has_the_same_zero_in_decode_and_prefill(isa):
     value[1], value[2] = -1e-30, 1.0
     batch = PagedBatch(heads, [Stream(query, key, value)], block_size=16)
     with using(isa):
-        prefilled = kernels.paged_attention(*batch.inputs([(0, 3)]), 1.0, None)
-        assert same_bits(kernels.paged_attention(*batch.inputs([(1, 2)]), 1.0, None), prefilled[1:2])
+        prefilled = kernels.paged_attention(*batch.inputs([(0, 3)]), 1.0)
+        assert same_bits(kernels.paged_attention(*batch.inputs([(1, 2)]), 1.0), prefilled[1:2])
 
 
 @needs_native
@@ -245,10 +260,10 @@ def test_keys_outside_the_window_and_their_blocks_are_never_read(isa, cache_dtyp
     stream = make_stream(heads, 300, seed=5)
     batch = PagedBatch(heads, [stream], block_size=16)
     with using(isa):
-        expected = batch.attend([(0, 300)], sliding_window=20)[0]
+        expected = batch.attend([(0, 300)], AttentionVariant(20))[0]
         batch.buffer.view(len(batch.k_cache), -1)[batch.block_tables[0, :17].long()] = 255  # NaN
         batch.block_tables[0, :17] = -1  # freed
-        assert torch.equal(batch.attend([(299, 300)], sliding_window=20)[0], expected[-1:])
+        assert torch.equal(batch.attend([(299, 300)], AttentionVariant(20))[0], expected[-1:])
 
 
 @pytest.mark.essential
@@ -259,7 +274,7 @@ def test_large_scores_neither_overflow_nor_lose_the_maximum(isa):
     stream = make_stream(heads, 150, seed=2)
     batch = PagedBatch(heads, [stream], block_size=16)
     with using(isa):
-        out = kernels.paged_attention(*batch.inputs([(0, 150)]), 1e30, None)
+        out = kernels.paged_attention(*batch.inputs([(0, 150)]), 1e30)
     products = stream.query[:, 0] @ stream.key[:, 0].T
     best = products.masked_fill(torch.ones(150, 150).triu(1) > 0, -torch.inf)
     assert torch.equal(out[:, 0], stream.value[best.argmax(1), 0])
@@ -279,7 +294,7 @@ def test_scores_far_below_zero_weigh_as_much_as_the_same_scores_near_zero(isa, d
         batch = PagedBatch(heads, [stream], block_size=16)
         with using(isa):
             batch.inputs([(0, 700 - query_len)])
-            means.append(kernels.paged_attention(*batch.inputs([(700 - query_len, 700)]), 1.0, None))
+            means.append(kernels.paged_attention(*batch.inputs([(700 - query_len, 700)]), 1.0))
     assert means[0].isfinite().all()
     torch.testing.assert_close(means[0], means[1], rtol=1e-2, atol=1e-3)
 
@@ -301,12 +316,12 @@ def test_no_tokens_give_no_rows():
 
 
 class TestRefusals:
-    def call(self, sliding_window: int | None = None, **changes: torch.Tensor) -> torch.Tensor:
+    def call(self, variant: AttentionVariant = PLAIN, **changes: torch.Tensor) -> torch.Tensor:
         heads = Heads(4, 2, 16, torch.bfloat16)
         names = ("query", "k_cache", "v_cache", "query_start", "seq_lens", "block_tables")
         batch = PagedBatch(heads, [make_stream(heads, 20, seed=0)], block_size=16)
         inputs = dict(zip(names, batch.inputs([(0, 20)]), strict=True)) | changes
-        return kernels.paged_attention(**inputs, scale=1.0, sliding_window=sliding_window)
+        return kernels.paged_attention(**inputs, scale=1.0, variant=variant)
 
     @pytest.mark.parametrize(
         "changes",
@@ -334,10 +349,18 @@ class TestRefusals:
         with pytest.raises(KernelError, match=r"paged_attention takes query .*; got query: "):
             self.call(**changes)
 
-    @pytest.mark.parametrize("window", [0, -1])
-    def test_windows_that_see_nothing(self, window):
-        with pytest.raises(KernelError, match=f"sliding_window: {window}"):
-            self.call(sliding_window=window)
+    @pytest.mark.parametrize(
+        ("variant", "given"),
+        [
+            (AttentionVariant(sinks=torch.zeros(2)), r"sinks: float32 \[2\]"),  # of the key heads
+            (AttentionVariant(sinks=torch.zeros(4).bfloat16()), "sinks: bfloat16"),
+            (AttentionVariant(slopes=torch.zeros(8)[::2]), r"slopes: float32 \[4\] strides"),
+            (AttentionVariant(slopes=torch.zeros(4, device="meta")), "slopes: .* on meta"),
+        ],
+    )
+    def test_sinks_and_slopes_that_do_not_fit_the_heads(self, variant, given):
+        with pytest.raises(KernelError, match=f"sinks and slopes .*{given}"):
+            self.call(variant)
 
     @pytest.mark.parametrize(
         ("changes", "message"),

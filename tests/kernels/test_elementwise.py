@@ -9,6 +9,7 @@ from quire import kernels
 from quire.common.errors import KernelError
 from quire.kernels.backends import reference
 from quire.kernels.checks import ACTIVATIONS
+from quire.kernels.variants import XIELU, ClampedSwiGLU
 from tests.effort import examples
 
 from .isas import ISAS, needs_native, using
@@ -19,7 +20,7 @@ SHAPES = [(0, 8), (1, 1), (3, 5), (7, 48), (2, 897), (150, 256)]
 
 
 def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def norms(implementation, weight, bias):
@@ -28,25 +29,28 @@ def norms(implementation, weight, bias):
     def with_residual(norm, *weights):
         return lambda x, residual: (norm(x, residual := residual.clone(), *weights, 1e-5), residual)
 
+    layer_norm, add_layer_norm = implementation.layer_norm, implementation.add_layer_norm
     return {
         "rms_norm": lambda x, residual: (implementation.rms_norm(x, weight, 1e-6), residual),
         "add_rms_norm": with_residual(implementation.add_rms_norm, weight),
-        "layer_norm": lambda x, residual: (implementation.layer_norm(x, weight, bias, 1e-5), residual),
-        "add_layer_norm": with_residual(implementation.add_layer_norm, weight, bias),
+        "layer_norm": lambda x, residual: (layer_norm(x, weight, bias, 1e-5), residual),
+        "layer_norm without bias": lambda x, residual: (layer_norm(x, weight, None, 1e-5), residual),
+        "add_layer_norm": with_residual(add_layer_norm, weight, bias),
+        "add_layer_norm without bias": with_residual(add_layer_norm, weight, None),
     }
 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("norm", ["rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm"])
+@pytest.mark.parametrize("norm", norms(kernels, None, None))
 def test_norms_are_the_references(isa, dtype, shape, norm):
     x, residual = randn(2, *shape).to(dtype)
     weight, bias = randn(2, shape[1], seed=1)
     expected, expected_residual = norms(reference, weight, bias)[norm](x, residual)
     with using(isa):
         actual, actual_residual = norms(kernels, weight, bias)[norm](x, residual)
-    assert_close(norm, actual, expected)
+    assert_close(norm.removesuffix(" without bias"), actual, expected)
     assert torch.equal(actual_residual, expected_residual)
 
 
@@ -82,13 +86,84 @@ def test_layer_norm_of_numbers_far_from_zero_keeps_its_digits(isa):
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ACTIVATIONS)
+@pytest.mark.parametrize("shape", [*SHAPES, (), (2, 3, 5)])
+def test_scale_multiplies_by_a_float32_and_rounds_once(isa, dtype, shape):
+    x = randn(*shape).to(dtype)
+    expected = x.clone()
+    reference.scale(expected, 59.86652)
+    with using(isa):
+        kernels.scale(x, 59.86652)
+    assert_close("scale", x, expected)
+    assert torch.equal(x, expected)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("cap", [0.03, 30.0, 1e6])
+def test_softcap_is_within_its_bound_of_float64_over_the_whole_range(isa, cap):
+    """This bounds the error of the tanh that attention uses too."""
+    some = torch.cat([torch.linspace(-30, 30, 40_001), torch.logspace(-30, 4, 2001), torch.tensor([0.0, torch.inf])])
+    x = torch.cat([some, -some]) * cap
+    expected = cap * torch.tanh(x.double() / cap)
+    with using(isa):
+        kernels.softcap(x, cap)
+    torch.testing.assert_close(x.double(), expected, rtol=1e-6, atol=1e-35)
+    assert x.abs().max() <= torch.tensor(cap)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_softcap_keeps_nan_and_the_signs_of_zeros(isa):
+    x = torch.tensor([torch.nan, 0.0, -0.0])
+    with using(isa):
+        kernels.softcap(x, 30.0)
+    assert x.isnan().tolist() == [True, False, False]
+    assert x.signbit()[1:].tolist() == [False, True]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_softcap_is_the_references(isa, shape):
+    x = 40 * randn(*shape)
+    expected = x.clone()
+    reference.softcap(expected, 30.0)
+    with using(isa):
+        kernels.softcap(x, 30.0)
+    assert_close("softcap", x, expected)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [*ACTIVATIONS, XIELU(0.8, 1.3), XIELU(0.2, 0.7, 0.4)], ids=str)
 def test_activations_are_the_references(isa, dtype, kind):
     with using(isa):
         for rows, width in SHAPES:
             x = 3 * randn(rows, 2 * width).to(dtype)
             assert_close("activation", kernels.activation(x, kind), reference.activation(x, kind))
             assert_close("gated_activation", kernels.gated_activation(x, kind), reference.gated_activation(x, kind))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [ClampedSwiGLU(), ClampedSwiGLU(1.5, 1.0)], ids=str)
+def test_a_gate_with_limits_is_the_references(isa, dtype, kind):
+    with using(isa):
+        for rows, width in SHAPES:
+            x = 6 * randn(rows, 2 * width).to(dtype)
+            assert_close("gated_activation", kernels.gated_activation(x, kind), reference.gated_activation(x, kind))
+        ends = torch.tensor([[9.0, -9.0, 9.0, -9.0, torch.nan, 1.0, 9.0, -9.0, -9.0, 9.0, 1.0, torch.nan]])
+        expected = reference.gated_activation(ends, kind)
+        torch.testing.assert_close(kernels.gated_activation(ends, kind), expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_xielu_agrees_with_float64_near_zero_and_far_from_it(isa):
+    alpha_p, alpha_n, beta = 0.8, 1.3, 0.5
+    x = torch.cat([torch.linspace(-40, 40, 4001), torch.tensor([-1e30, -1e-3, -1e-20, -0.0, 0.0, 1e-20, 1e15])])
+    wide = x.double()
+    expected = torch.where(wide > 0, alpha_p * wide**2, alpha_n * (wide.expm1() - wide)) + beta * wide
+    with using(isa):
+        actual = kernels.activation(x, XIELU(alpha_p, alpha_n, beta))
+        assert kernels.activation(torch.tensor([torch.nan]), XIELU(alpha_p, alpha_n)).isnan().all()
+    torch.testing.assert_close(actual.double(), expected, rtol=2e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -103,20 +178,43 @@ def test_activations_have_float32_digits_over_their_whole_range(isa, kind):
         expected = x.double() * torch.sigmoid(2 * (2 / torch.pi) ** 0.5 * (x.double() + 0.044715 * x.double() ** 3))
     with using(isa):
         if kernels.isa() != "reference":
-            torch.testing.assert_close(kernels.activation(x, kind).double(), expected, rtol=2e-5, atol=1e-30)
+            actual = kernels.activation(x, kind).double()
+            torch.testing.assert_close(actual, expected.float().double(), rtol=2e-5, atol=1e-30)
 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rotary_dim", [0, 2, 14, 20, 64])
-def test_heads_are_rotated_in_place_and_their_neighbours_left_alone(isa, dtype, rotary_dim):
-    qkv = randn(90, 12, 64).to(dtype)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rotary_dim", [0, 2, 14, 20, 64, 322])
+def test_heads_are_rotated_in_place_and_their_neighbours_left_alone(isa, dtype, rotary_dim, interleaved):
+    qkv = randn(90, 12, max(64, rotary_dim)).to(dtype)
     positions, cos_sin = torch.arange(90) * 7 % 50, randn(50, rotary_dim, seed=1)
     expected = qkv.clone()
-    reference.rotary_embedding(expected[:, 3:7], positions, cos_sin)
+    reference.rotary_embedding(expected[:, 3:7], positions, cos_sin, interleaved)
     with using(isa):
-        kernels.rotary_embedding(qkv[:, 3:7], positions, cos_sin)
+        kernels.rotary_embedding(qkv[:, 3:7], positions, cos_sin, interleaved=interleaved)
     assert_close("rotary_embedding", qkv, expected)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_interleaved_pairs_are_the_halves_in_another_order(isa, dtype):
+    halves = randn(9, 3, 40).to(dtype)
+    pairs = halves.clone()
+    pairs[..., :32] = halves[..., :32].unflatten(-1, (2, 16)).transpose(-1, -2).flatten(-2)
+    positions, cos_sin = torch.arange(9), randn(9, 32, seed=1)
+    with using(isa):
+        kernels.rotary_embedding(halves, positions, cos_sin)
+        kernels.rotary_embedding(pairs, positions, cos_sin, interleaved=True)
+    assert torch.equal(pairs[..., :32].unflatten(-1, (16, 2)).transpose(-1, -2).flatten(-2), halves[..., :32])
+    assert torch.equal(pairs[..., 32:], halves[..., 32:])
+
+
+def changed(x, kernel, *arguments):
+    """What becomes of a copy of x."""
+    x = x.clone()
+    kernel(x, *arguments)
+    return x
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -149,7 +247,12 @@ def test_a_row_alone_has_the_bits_it_has_in_any_batch(isa, dtype, rows, half_wid
             whole, _ = norm(x, residual)
         with using(isa, 1):
             assert torch.equal(whole[alone], norm(x[alone], residual[alone])[0])
-    for kind in ACTIVATIONS:
+    with using(isa, threads):
+        scaled, capped = changed(x, kernels.scale, 0.3), changed(x.float(), kernels.softcap, 2.0)
+    with using(isa, 1):
+        assert torch.equal(scaled[alone], changed(x[alone], kernels.scale, 0.3))
+        assert torch.equal(capped[alone], changed(x[alone].float(), kernels.softcap, 2.0))
+    for kind in (*ACTIVATIONS, XIELU(0.8, 1.3)):
         with using(isa, threads):
             whole, gated = kernels.activation(x, kind), kernels.gated_activation(x, kind)
         with using(isa, 1):
@@ -181,6 +284,13 @@ COS_SIN = torch.zeros(9, 8)
         (lambda: kernels.add_layer_norm(torch.zeros(2, 8), torch.zeros(8, 2).T, WEIGHT, WEIGHT, 1e-6), "strides"),
         (lambda: kernels.activation(torch.zeros(2, 8), "swish"), "kind: 'swish'"),
         (lambda: kernels.activation(torch.zeros(8, 2).T, "relu"), "strides"),
+        (lambda: kernels.activation(torch.zeros(2, 8), ClampedSwiGLU()), r"kind: ClampedSwiGLU\(limit=7.0"),
+        (lambda: ClampedSwiGLU(0.0), r"ClampedSwiGLU takes a limit above 0; got limit: 0\.0"),
+        (lambda: kernels.scale(torch.zeros(8, 2).T, 2.0), "scale takes x float32 or bfloat16, contiguous; .*strides"),
+        (lambda: kernels.scale(torch.zeros(8, dtype=torch.int64), 2.0), "x: int64"),
+        (lambda: kernels.softcap(torch.zeros(8).bfloat16(), 2.0), "softcap takes x float32.*x: bfloat16"),
+        (lambda: kernels.softcap(torch.zeros(8, 2).T, 2.0), "strides"),
+        (lambda: kernels.softcap(torch.zeros(8), 0.0), r"a cap above 0; .*cap: 0\.0"),
         (lambda: kernels.gated_activation(torch.zeros(2, 7), "silu"), r"2 \* width.*got x: float32 \[2, 7\]"),
         (lambda: kernels.rotary_embedding(HEADS, POSITIONS.int(), COS_SIN), "positions: int32"),
         (lambda: kernels.rotary_embedding(HEADS, POSITIONS[:2], COS_SIN), r"positions: int64 \[2\]"),

@@ -8,6 +8,7 @@ from typing import Any
 import gguf
 import numpy as np
 import safetensors.torch
+import torch
 
 from quire.config.checkpoint.gguf.architectures import ARCHITECTURES
 
@@ -33,7 +34,8 @@ def convert(
     With `dequantized` the file holds the numbers that the blocks would stand for.
     """
     fields = json.loads((folder / "config.json").read_text())
-    arch = next(name for name, each in ARCHITECTURES.items() if each.name == fields["architectures"][0])
+    name = fields["architectures"][0]
+    arch = next(arch for arch, each in ARCHITECTURES.items() if name in (each.name, each.mixture))
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(fields["num_hidden_layers"])
     writer.add_context_length(fields["max_position_embeddings"])
@@ -53,7 +55,12 @@ def convert(
     names = gguf.get_tensor_name_map(
         next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch), fields["num_hidden_layers"]
     )
-    for name, tensor in safetensors.torch.load_file(folder / "model.safetensors").items():
+    num_experts = fields.get("num_experts", fields.get("num_local_experts"))
+    if num_experts:
+        writer.add_expert_count(num_experts)
+        writer.add_expert_used_count(fields["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(fields.get("moe_intermediate_size", fields["intermediate_size"]))
+    for name, tensor in with_stacks(safetensors.torch.load_file(folder / "model.safetensors")).items():
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if theirs == "output.weight" and fields.get("tie_word_embeddings"):
             continue
@@ -73,6 +80,16 @@ def convert(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def with_stacks(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The matrices of experts in one tensor for each layer."""
+    stacks: dict[str, list[torch.Tensor]] = {}
+    for name in [name for name in tensors if ".experts." in name]:
+        before, _, after = name.partition(".experts.")
+        stacks.setdefault(f"{before}.experts.{after.partition('.')[2]}", []).append(tensors[name])
+    others = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    return others | {name: torch.stack(stack) for name, stack in stacks.items()}
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:

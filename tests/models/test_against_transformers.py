@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from quire.config.model import ModelConfig
+from tests.models.families import FAMILIES
+from tests.models.mixtures import MIXTURES
 
 # Largest difference of two logits, as a share of the largest logit; measured: up to 1e-5.
 TOLERANCE = 5e-5
@@ -49,6 +51,8 @@ LONGROPE = {
 }
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **FAMILIES,
+    **MIXTURES,
     "opt": ("OPTForCausalLM", OPT),
     "opt-post-norm": ("OPTForCausalLM", OPT | {"do_layer_norm_before": False}),
     "opt-350m-like": ("OPTForCausalLM", OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 16}),

@@ -122,14 +122,15 @@ def test_invalid_sizes(folder: Path, key: str, value: Any) -> None:
     [
         ({"dtype": "int8"}, "'dtype' is 'int8'"),
         ({"num_key_value_heads": 3}, "2 attention heads cannot share 3"),
-        ({"head_dim": 3}, "even head_dim"),
+        ({"head_dim": 3}, "even number of dimensions, not 3: head_dim is 3"),
+        ({"partial_rotary_factor": 1.5}, "not 6: head_dim is 4, and partial_rotary_factor is 1.5"),
         ({"hidden_act": "sine"}, "'hidden_act' is 'sine', supported"),
         ({"rope_scaling": {"type": "spiral"}}, "rope_type is 'spiral', supported"),
         ({"rope_scaling": {"type": "linear"}}, "no 'factor'"),
         ({"rope_scaling": {"type": "linear", "factor": -2}}, "'factor' is -2"),
         ({"rope_scaling": {"type": "linear", "factor": 10**400}}, "'factor' is 1000"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0, "factor": 2.0}}, "make no sense"),
-        ({"rope_parameters": {"sliding_attention": {"rope_theta": 1.0}}}, "per type of layer"),
+        ({"rope_parameters": {"sliding_attention": {"rope_theta": 1.0}}}, "rope_parameters has no 'full_attention'"),
         (
             {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
             "a list of 2 numbers",
@@ -173,13 +174,13 @@ def test_a_quantization_is_known_and_said_once(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        (FIELDS | {"architectures": ["Phi3ForCausalLM"], "auto_map": {"AutoModel": "x.Y"}}, "Phi3ForCausalLM"),
-        ({"architectures": ["GPT2LMHeadModel"], "n_embd": 8, "n_layer": 1, "n_positions": 16}, "GPT2LMHeadModel"),
+        (FIELDS | {"architectures": ["DbrxForCausalLM"], "auto_map": {"AutoModel": "x.Y"}}, "DbrxForCausalLM"),
+        ({"architectures": ["CTRLLMHeadModel"], "n_embd": 8, "n_layer": 1, "n_positions": 16}, "CTRLLMHeadModel"),
         (
-            {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": FIELDS},
-            "Gemma3ForConditionalGeneration",
+            {"architectures": ["LlavaForConditionalGeneration"], "text_config": FIELDS},
+            "LlavaForConditionalGeneration",
         ),
-        ({"model_type": "gpt2", "n_embd": 8}, "gpt2"),
+        ({"model_type": "ctrl", "n_embd": 8}, "ctrl"),
     ],
 )
 def test_an_unsupported_architecture_is_called_so_whatever_else_its_config_has(
@@ -192,9 +193,9 @@ def test_an_unsupported_architecture_is_called_so_whatever_else_its_config_has(
     assert "did you mean" not in str(caught.value)
 
 
-@pytest.mark.parametrize("config", [{"architectures": None}, {"architectures": None, "model_type": "llama"}])
+@pytest.mark.parametrize("config", [{}, {"model_type": "llama"}, {"model_type": "gpt2"}, {"model_type": "gpt_neox"}])
 def test_a_config_that_names_no_architecture_is_told_what_is_missing(folder: Path, config: dict[str, Any]) -> None:
-    write(folder, FIELDS | config, weights())
+    write(folder, FIELDS | {"architectures": None} | config, weights())
     with pytest.raises(CheckpointError, match="'architectures' is None, but must be a list"):
         load(folder)
 

@@ -335,7 +335,7 @@ def test_hub_id_is_downloaded_without_pickles(monkeypatch: pytest.MonkeyPatch, t
 def test_the_weights_of_an_unsupported_model_are_not_downloaded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    (tmp_path / "config.json").write_text('{"architectures": ["CTRLLMHeadModel"]}')
     calls: list[dict[str, Any]] = []
 
     def download(name: str, **options: Any) -> str:
@@ -343,7 +343,7 @@ def test_the_weights_of_an_unsupported_model_are_not_downloaded(
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel"):
+    with pytest.raises(UnsupportedModelError, match="CTRLLMHeadModel"):
         ModelConfig.resolve("some/model")
     assert [wanted(options, "config.json", "model.safetensors") for options in calls] == [[True, False]]
 

@@ -30,7 +30,7 @@ tool of flint between them."""
 def comparison(model: Path, way: str, token_ids: list[int]) -> dict[str, float]:
     exact = Scorer(str(model), 256, "float32")
     expand(exact.model)
-    return compare(exact, Scorer(str(model), 256, **WAYS[way]), token_ids)
+    return compare(exact, Scorer(str(model), 256, **WAYS[way]).log_probabilities(token_ids), token_ids)
 
 
 @pytest.fixture

@@ -93,6 +93,10 @@ class EngineArgs(metaclass=_NamesChecked):
     revision: str | None = arg(None, "branch, tag or commit of a hub id")
     download_dir: str | None = arg(None, "folder for downloads from the hub")
     gguf_file: str | None = arg(None, "name of a GGUF file in the folder or hub id, or a part of it such as Q4_K_M")
+    model_impl: str = arg(
+        "auto",
+        "whose modules run the model: quire, transformers (quire[transformers]), or auto: quire's where there are any",
+    )
     dtype: str = arg("auto", "auto, bfloat16 or float32; float16 checkpoints compute in bfloat16")
     quantization: str | None = arg(None, "int8 or int4: quantize the weights while they are loaded; none: do not")
     max_model_len: int | str | None = arg(
@@ -147,7 +151,7 @@ class EngineArgs(metaclass=_NamesChecked):
     seed: int = arg(0, "seed from which requests without a seed get theirs")
     enable_lora: bool = arg(False, "allow requests to use LoRA adapters")
     lora_modules: tuple[str, ...] = arg(
-        (), 'adapters that are known from the start, each NAME=FOLDER or {"name": NAME, "path": FOLDER}'
+        (), 'adapters that are known from the start, each NAME=FOLDER or {"name": NAME, "path": FOLDER}; also hub ids'
     )
     max_loras: int = arg(8, "largest number of adapters that are loaded at once; requests for others wait")
     max_lora_rank: int = arg(16, "largest rank of an adapter")
@@ -207,6 +211,7 @@ class EngineArgs(metaclass=_NamesChecked):
             download_dir=self.download_dir,
             hf_overrides=self.hf_overrides or {},
             override_generation_config=overridden,
+            model_impl=self.model_impl,
         )
         generation = model.generation_config if self._uses_generation_config() else overridden
         return dataclasses.replace(model, max_model_len=self._wanted_model_len(model), generation_config=generation)

@@ -6,12 +6,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from quire.common.errors import CheckpointError, UnsupportedModelError, check_choice
+from quire.common.errors import CheckpointError, check_choice
 from quire.common.log import logger
-from quire.config.checkpoint.architectures import supported_architecture
 from quire.config.checkpoint.formats import find_format
 from quire.config.checkpoint.gguf.files import read_gguf
 from quire.config.checkpoint.gguf.hf_values import generation_values, hf_values
+from quire.config.checkpoint.library import implementation
 from quire.config.checkpoint.location import CONFIG_FILE, EMBEDDED_CHECKPOINTS, Location
 from quire.config.hf_config import HFConfig, read_json_object
 from quire.config.quantization import check_quantization, read_quantization
@@ -57,6 +57,8 @@ class ModelConfig:
     """Largest length of prompt and output together, in tokens; max_position_embeddings until the engine replaces it."""
     eos_token_ids: frozenset[int]
     """Those of generation_config.json, or else of config.json; may be empty."""
+    model_impl: str = "quire"
+    """Whose modules run the architecture: `quire` or `transformers`."""
 
     @classmethod
     def resolve(
@@ -71,14 +73,16 @@ class ModelConfig:
         download_dir: str | Path | None = None,
         hf_overrides: Mapping[str, Any] = MappingProxyType({}),
         override_generation_config: Mapping[str, Any] = MappingProxyType({}),
+        model_impl: str = "auto",
     ) -> "ModelConfig":
         """Find the checkpoint and read its config.
 
         `model` is None or `quire-tiny` / `quire-draft` (inside this package), a folder or GGUF file (the network is
         never touched), or a hub id `org/name`, which is downloaded: JSON, tokenizer and safetensors files, never
         pickles; with `org/name:Q4_K_M` or `gguf_file`, that GGUF file alone. `tokenizer` is the same, for the tokenizer
-        files alone. The last two replace values of config.json and
-        generation_config.json. Raises ConfigError for an unknown dtype or quantization,
+        files alone. The overrides replace values of config.json and
+        generation_config.json. `model_impl` is one of MODEL_IMPLS, where `auto` is Quire's own model if there is one.
+        Raises ConfigError for an unknown dtype or quantization,
         UnsupportedModelError for a checkpoint that another tool quantized, and CheckpointError for a checkpoint that is
         missing or malformed.
         """
@@ -88,10 +92,10 @@ class ModelConfig:
         location = Location(name, gguf_file, revision, download_dir)
         path = location.find()
         stated, generation = _read_configs(path)
-        hf = stated.replaced(hf_overrides)
-        architecture = supported_architecture(hf)  # before gigabytes of weights that could not be used are downloaded
+        # Before gigabytes of weights that could not be used are downloaded.
+        architecture, model_impl, hf = implementation(stated.replaced(hf_overrides), model_impl)
         if hf.get("auto_map"):
-            logger.warning("%s asks for its own code (auto_map): never run, Quire's own model is used", hf.source)
+            logger.warning("%s asks for its own code (auto_map): never run, the model of %s is", hf.source, model_impl)
         path = location.complete(path)
         generation = (_generation_config(path) if path.is_dir() else generation).replaced(override_generation_config)
         tokenizer_path = path if tokenizer is None else Location(str(tokenizer), None, None, download_dir).tokenizer()
@@ -113,20 +117,25 @@ class ModelConfig:
             checkpoint_dtype=checkpoint_dtype,
             vocab_size=hf.size("vocab_size"),
             max_position_embeddings=max_positions,
-            max_context_len=_max_context_len(hf, max_positions),
+            max_context_len=_max_context_len(hf, max_positions) if model_impl == "quire" else max_positions,
             max_model_len=max_positions,
             eos_token_ids=eos if eos is not None else hf.token_ids("eos_token_id") or frozenset(),
+            model_impl=model_impl,
         )
 
 
-def rope_config(hf: HFConfig) -> HFConfig:
+def rope_config(hf: HFConfig, layer_type: str = "full_attention") -> HFConfig:
     """The rotary embedding's parameters, from `rope_parameters` (transformers 5) or `rope_scaling` and `rope_theta`.
 
     Always holds `rope_type` and `rope_theta`, and `original_max_position_embeddings`, the length trained on.
+    `layer_type` counts where the config has parameters for each type of layer.
     """
     section = hf.section("rope_parameters") or hf.section("rope_scaling") or HFConfig({}, f"{hf.source}: rope")
     if any(isinstance(value, dict) for value in section.values()):
-        raise UnsupportedModelError(f"{section.source}: one rotary embedding per type of layer is not supported")
+        of_layers = section.section(layer_type)
+        if of_layers is None:
+            raise CheckpointError(f"{section.source} has no {layer_type!r}: this checkpoint is incomplete")
+        section = of_layers
     rope_type = section.text("rope_type", section.text("type", "default"))
     original = section.size("original_max_position_embeddings", hf.size("max_position_embeddings"))
     return HFConfig(

@@ -7,6 +7,7 @@ from quire.kernels.backends import backend_of
 from quire.kernels.backends.base import Backend
 from quire.kernels.checks import DTYPES, kernel_errors, refusal
 from quire.kernels.kv_cache import cache_is_valid
+from quire.kernels.variants import PLAIN, AttentionVariant
 
 
 def paged_attention(
@@ -17,14 +18,14 @@ def paged_attention(
     seq_lens: Tensor,
     block_tables: Tensor,
     scale: float,
-    sliding_window: int | None = None,
+    variant: AttentionVariant = PLAIN,
 ) -> Tensor:
-    """Attention of a mixed batch, as reference.paged_attention -> [num_tokens, num_heads, head_dim], contiguous.
+    """Attention of a mixed batch, as backends/reference_attention.py defines it -> [num_tokens, num_heads, head_dim].
 
     query [num_tokens, num_heads, head_dim], from token to token with any stride; query_start [num_seqs + 1], seq_lens
     [num_seqs] and block_tables [num_seqs, max_blocks] int32. Table entries of blocks wholly before the first key that a
-    sequence's window still shows may hold anything. Keys and values in the cache must be finite. Over an int8 cache the
-    query is float32 or bfloat16; it and the probabilities are rounded to int16 multiples of their largest.
+    sequence's window or chunk still shows may hold anything. Keys and values in the cache must be finite. Over an int8
+    cache the query is float32 or bfloat16; it and the probabilities are rounded to int16 multiples of their largest.
 
     With the native kernels each row has the same bits whatever else is in the batch, however the prompt is cut into
     chunks, whatever the block size, the placement of the blocks and the number of threads.
@@ -35,16 +36,15 @@ def paged_attention(
         and backend.holds(query)
         and _query_matches(query, v_cache)
         and _tables_match(backend, query_start, seq_lens, block_tables)
-        and (sliding_window is None or sliding_window >= 1)
+        and all(_is_of_heads(backend, each, query.shape[1]) for each in (variant.sinks, variant.slopes))
     )
     if not fits:
         given = {"query": query, "k_cache": k_cache, "v_cache": v_cache, "query_start": query_start}
         given |= {"seq_lens": seq_lens, "block_tables": block_tables}
-        raise refusal("paged_attention", f"{_TAKES}, {backend.cache_layout}", **given, sliding_window=sliding_window)
+        numbers = {"sinks": variant.sinks, "slopes": variant.slopes}
+        raise refusal("paged_attention", f"{_TAKES}, {backend.cache_layout}", **given, **numbers)
     with kernel_errors():
-        return backend.paged_attention(
-            query, k_cache, v_cache, query_start, seq_lens, block_tables, scale, sliding_window
-        )
+        return backend.paged_attention(query, k_cache, v_cache, query_start, seq_lens, block_tables, scale, variant)
 
 
 def _query_matches(query: Tensor, v_cache: Tensor) -> bool:
@@ -56,6 +56,16 @@ def _query_matches(query: Tensor, v_cache: Tensor) -> bool:
         and shape[1] % num_kv_heads == 0
         and shape[2] == head_dim
         and (query.is_contiguous() or query.stride()[1:] == (head_dim, 1))
+    )
+
+
+def _is_of_heads(backend: Backend, numbers: Tensor | None, num_heads: int) -> bool:
+    """Whether these sinks or slopes are none, or one float32 for each query head."""
+    return numbers is None or (
+        numbers.dtype is torch.float32
+        and numbers.shape == (num_heads,)
+        and numbers.is_contiguous()
+        and backend.holds(numbers)
     )
 
 
@@ -79,6 +89,6 @@ def _tables_match(backend: Backend, query_start: Tensor, seq_lens: Tensor, block
 _TAKES = (
     "query [num_tokens, num_heads, head_dim] with each token's heads contiguous and num_heads a multiple of "
     "num_kv_heads, k_cache and v_cache as make_layer_cache makes them, of the same dtype or int8, int32 query_start "
-    "[num_seqs + 1], seq_lens [num_seqs] and block_tables [num_seqs, max_blocks], a sliding_window of at least 1 or "
-    "None, all on one device"
+    "[num_seqs + 1], seq_lens [num_seqs] and block_tables [num_seqs, max_blocks], contiguous float32 sinks and "
+    "slopes [num_heads] or None, all on one device"
 )

@@ -9,8 +9,8 @@ from quire.common.errors import KernelError
 DTYPES = (torch.float32, torch.bfloat16)
 """The dtypes that kernels compute with. A dtype's index here is its number in csrc/common.h."""
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
-"""The kinds of activation. A kind's index here is its number in csrc/kernel_table.h."""
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "quick_gelu")
+"""The kinds of activation without parameters. A kind's index here is its number in csrc/kernel_table.h."""
 
 
 def describe(value: object) -> str:

@@ -34,17 +34,18 @@ _EMBEDDING_TAKES = (
 )
 
 
-def rotary_embedding(x: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
+def rotary_embedding(x: Tensor, positions: Tensor, cos_sin: Tensor, *, interleaved: bool = False) -> None:
     """Rotate the first rotary_dim dimensions of every head in place, as reference.rotary_embedding.
 
     x [num_tokens, num_heads, head_dim] float32 or bfloat16, of which only the last dimension must be contiguous (a
-    slice of a fused qkv); positions [num_tokens] int64; cos_sin [max_positions, rotary_dim] float32, contiguous.
+    slice of a fused qkv); positions [num_tokens] int64; cos_sin [max_positions, rotary_dim] float32, contiguous. The
+    pairs that are rotated are (i, i + rotary_dim / 2), or, if `interleaved`, (2 i, 2 i + 1).
     """
     backend = backend_of(x)
     if not _fit_rotary(backend, x, positions, cos_sin):
         raise refusal("rotary_embedding", _ROTARY_TAKES, x=x, positions=positions, cos_sin=cos_sin)
     with kernel_errors():
-        backend.rotary_embedding(x, positions, cos_sin)
+        backend.rotary_embedding(x, positions, cos_sin, interleaved)
 
 
 def _fit_rotary(backend: Backend, x: Tensor, positions: Tensor, cos_sin: Tensor) -> bool:

@@ -7,37 +7,42 @@ import torch
 from torch import Tensor
 
 from quire import kernels
-from quire.config.checkpoint.formats import open_checkpoint
 from quire.config.kv_cache import AttentionSpec
 from quire.config.lora import LoRAConfig
 from quire.config.model import ModelConfig
+from quire.kernels.variants import AttentionVariant
 from quire.models.adapters.slots import AdapterSlots
 from quire.models.base import Model
 from quire.models.layers.batch_tensors import BatchTensors, GroupTensors, LayerKVCache
-from quire.models.weights.loader import build_model
+from quire.models.weights.loader import build_model, open_weights
 
 _BLOCK_SIZE = 16
 
 
 def activation_bytes(config: ModelConfig, num_tokens: int, lora: LoRAConfig | None = None) -> int:
-    """The most that the outputs of kernels take at once in a forward pass of `num_tokens` tokens; logits excluded. With
-    `lora`, the tokens have adapters.
+    """The most that the outputs of kernels, and of torch's operations in a model that has some, take at once in a
+    forward pass of `num_tokens` tokens; logits excluded. With `lora`, the tokens have adapters.
 
     The model runs on torch's meta device: its kernels allocate as always, but read no weights and compute nothing.
-    Memory that a family takes from torch instead of from kernels is not counted.
     """
-    model = build_model(dataclasses.replace(config, max_model_len=1), open_checkpoint(config.path))
+    model = build_model(dataclasses.replace(config, max_model_len=1), open_weights(config))
     meter = kernels.Meter()
-    with torch.inference_mode(), meter:
+    with torch.no_grad():  # not inference_mode, in which torch would hide the operations that others consist of
         for _, layer in model.weighted_layers():
             layer.set_weights({name: _meta(spec.shape, spec.dtype) for name, spec in layer.weight_specs().items()})
+        model.to("meta")
         for module in model.modules():  # tables that layers made themselves
             for name, value in vars(module).items():
                 if isinstance(value, Tensor):
                     setattr(module, name, _meta(value.shape, value.dtype))
+                elif isinstance(value, AttentionVariant) and value.slopes is not None:
+                    slopes = _meta(value.slopes.shape, value.slopes.dtype)
+                    setattr(module, name, dataclasses.replace(value, slopes=slopes))
         if lora is not None:
             AdapterSlots(model, lora)
-        model(_batch(model, num_tokens, has_adapters=lora is not None), _caches(model, config))
+        batch, caches = _batch(model, num_tokens, has_adapters=lora is not None), _caches(model, config)
+        with meter.counting():
+            model(batch, caches)
     return meter.peak_bytes
 
 

@@ -11,6 +11,7 @@ from quire.config.kv_cache import KVCacheSpec
 from quire.config.model import ModelConfig
 from quire.models.layers.batch_tensors import BatchTensors, LayerKVCache
 from quire.models.layers.weighted_layer import WeightedLayer
+from quire.models.weights.stacked import Stack
 
 
 class Model(nn.Module, ABC):
@@ -32,6 +33,11 @@ class Model(nn.Module, ABC):
     num_position_rows: ClassVar[int] = 1
     """1: `forward` takes positions [num_tokens]. More: [num_position_rows, num_tokens]."""
 
+    can_record: ClassVar[bool] = True
+    """Whether a forward pass consists of kernels alone, so that it can be recorded and replayed."""
+    num_logits_alive: ClassVar[int] = 1
+    """How many tensors as large as its logits a model with a head has at once, at most."""
+
     embed_tokens: nn.Module
 
     @classmethod
@@ -43,6 +49,11 @@ class Model(nn.Module, ABC):
     def copies(cls, config: ModelConfig) -> Mapping[str, str]:
         """Names of tensors that a checkpoint may hold although another weight serves, and the name of that weight."""
         return {}
+
+    @classmethod
+    def stacks(cls, config: ModelConfig) -> tuple[Stack, ...]:
+        """The tensors of a checkpoint that hold what several modules here have, by its own names for them."""
+        return ()
 
     @abstractmethod
     def forward(self, batch: BatchTensors, kv: Sequence[LayerKVCache]) -> Tensor:

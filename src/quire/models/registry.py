@@ -9,8 +9,12 @@ if TYPE_CHECKING:
     from quire.models.base import Model
 
 
-def model_class(architecture: str) -> "type[Model]":
+def model_class(architecture: str, model_impl: str = "quire") -> "type[Model]":
     """The class for `architecture`. Raises UnsupportedModelError, which names the supported ones."""
+    if model_impl == "transformers":
+        from quire.models.fallback.model import TransformersCausalLM
+
+        return TransformersCausalLM
     if architecture not in MODELS:
         raise unsupported(architecture)
     module, name = MODELS[architecture].split(":")

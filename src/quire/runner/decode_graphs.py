@@ -57,8 +57,8 @@ class DecodeGraphs:
         self._recorded: dict[tuple[int, int, bool], _Recorded] = {}
 
     def can_replay(self, sequences: Sequence[ScheduledSequence]) -> bool:
-        """Whether the backend can record steps, and this is a decode step that is small enough."""
-        return self._backend.can_record and is_small_decode_step(sequences)
+        """Whether backend and model can be recorded, and this is a decode step that is small enough."""
+        return self._backend.can_record and self._model.can_record and is_small_decode_step(sequences)
 
     def logits(self, sequences: Sequence[ScheduledSequence]) -> Tensor:
         """[num_rows, vocab] float32, valid until the next step."""

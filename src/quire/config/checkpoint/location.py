@@ -23,6 +23,7 @@ TOKENIZER_FILES = (*_CONFIG_FILES, *_VOCABULARIES)
 _NOT_OURS = ("*/*", "consolidated*", "*.bin.index.json")
 """Files that are not downloaded: subfolders (other formats, original weights), and copies of the weights under other
 names."""
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _MAX_NAMED = 12
 
 
@@ -127,6 +128,14 @@ class Location:
 def is_downloadable(name: str) -> bool:
     """Whether this is an id of the hub, and no folder, file or embedded checkpoint has this name."""
     return bool(_HUB_ID.fullmatch(name)) and name not in EMBEDDED_CHECKPOINTS and not Path(name).expanduser().exists()
+
+
+def adapter_folder(name: str) -> Path:
+    """The absolute path of a LoRA adapter's folder. A hub id is downloaded: its settings and weights, no other files.
+    Raises CheckpointError if that fails; whether a folder exists is not checked."""
+    if is_downloadable(name) and ":" not in name:
+        return Location(name)._download(name, _ADAPTER_FILES)
+    return Path(name).expanduser().absolute()
 
 
 def _weight_patterns() -> tuple[str, ...]:

@@ -10,24 +10,22 @@ import torch
 from torch import Tensor
 
 from quire.kernels.backends import key_layout, reference
+from quire.kernels.backends.native_arguments import (
+    DTYPE_CODES,
+    FORMAT_CODES,
+    SEES_ALL,
+    activation_code,
+    cache_of,
+    place,
+    rows_of,
+    sample_args,
+)
 from quire.kernels.backends.recording import KernelGraph
-from quire.kernels.backends.workspace import Workspace, empty, zeroed_blocks
-from quire.kernels.checks import ACTIVATIONS, DTYPES
-from quire.kernels.sampling_tensors import SamplingTensors
-from quire.kernels.weights import FORMATS, MAX_LORA_MODULES, LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
-
-DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
-"""The dtypes by their number in csrc/common.h."""
-
-_FORMAT_CODES = {format: code for code, format in enumerate(FORMATS)}
-_ACTIVATION_CODES = {kind: code for code, kind in enumerate(ACTIVATIONS)}
-_SEES_ALL = 2**63 - 1
-
-
-def _place(out: Tensor) -> tuple[int, int, int]:
-    """Where a product goes: address, distance of rows in elements, and dtype."""
-    stride = out.shape[1] if out.is_contiguous() else out.stride(0)  # asking for a stride costs more than is_contiguous
-    return out.data_ptr(), stride, DTYPE_CODES[out.dtype]
+from quire.kernels.backends.workspace import WeightMemory, Workspace, empty, zeroed_blocks
+from quire.kernels.experts.weights import SCORINGS, ExpertRows, ExpertWeights, Routing
+from quire.kernels.sampling.tensors import SamplingTensors
+from quire.kernels.variants import ActivationKind, AttentionVariant
+from quire.kernels.weights import MAX_LORA_MODULES, LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
 
 
 class NativeBackend:
@@ -45,6 +43,7 @@ class NativeBackend:
     def __init__(self, native: Any) -> None:
         self.native = native
         """quire._native, which is untyped."""
+        self._weights = WeightMemory()
 
     @property
     def isa(self) -> str:
@@ -65,7 +64,7 @@ class NativeBackend:
 
     def pack_weight(self, weight: Tensor) -> PackedWeight:
         (n, k), size = weight.shape, weight.element_size()
-        data = torch.empty(self.native.packed_bytes(n, k, size), dtype=torch.uint8)
+        data = self._weights.empty(self.native.packed_bytes(n, k, size))
         self.native.pack(weight.data_ptr(), weight.stride(0) * size, n, k, size, data.data_ptr())
         return PackedWeight(n, k, weight.dtype, data, data.data_ptr())
 
@@ -77,43 +76,43 @@ class NativeBackend:
     def matmul(self, x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor) -> None:
         n, k, rows = packed.n, packed.k, x.shape[0]
         x_stride = k if x.is_contiguous() else x.stride(0)  # asking for a stride costs more than is_contiguous
-        bias_at, to = 0 if bias is None else bias.data_ptr(), _place(out)
+        bias_at, to = 0 if bias is None else bias.data_ptr(), place(out)
         given = x.data_ptr(), x_stride, rows, packed.address, n, k, bias_at
         self.native.matmul(DTYPE_CODES[packed.dtype], *given, *to)
 
     def quantized_bytes(self, n: int, k: int, format: str, scale_range: int) -> int:
-        return int(self.native.quantized_bytes(_FORMAT_CODES[format], scale_range, n, k))
+        return int(self.native.quantized_bytes(FORMAT_CODES[format], scale_range, n, k))
 
     def mapped_weight(self, n: int, k: int, dtype: torch.dtype, format: str, data: Tensor) -> QuantizedWeight:
         return QuantizedWeight(n, k, dtype, format, data, data.data_ptr())
 
     def quantize_weight(self, weight: Tensor, format: str) -> QuantizedWeight | None:
         n, k = weight.shape
-        data = torch.empty(self.quantized_bytes(n, k, format, 0), dtype=torch.uint8)
-        codes = _FORMAT_CODES[format], DTYPE_CODES[weight.dtype]
+        data = self._weights.empty(self.quantized_bytes(n, k, format, 0))
+        codes = FORMAT_CODES[format], DTYPE_CODES[weight.dtype]
         is_finite = self.native.quantize(*codes, weight.data_ptr(), weight.stride(0), n, k, data.data_ptr())
         return QuantizedWeight(n, k, weight.dtype, format, data, data.data_ptr()) if is_finite else None
 
     def pack_blocks(self, rows: Tensor, k: int, dtype: torch.dtype, format: str) -> QuantizedWeight:
         n = rows.shape[0]
-        data = torch.empty(self.quantized_bytes(n, k, format, 0), dtype=torch.uint8)
-        self.native.pack_blocks(_FORMAT_CODES[format], rows.data_ptr(), rows.stride(0), n, k, data.data_ptr())
+        data = self._weights.empty(self.quantized_bytes(n, k, format, 0))
+        self.native.pack_blocks(FORMAT_CODES[format], rows.data_ptr(), rows.stride(0), n, k, data.data_ptr())
         return QuantizedWeight(n, k, dtype, format, data, data.data_ptr())
 
     def pack_integers(
         self, integers: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype, format: str, scale_range: int
     ) -> QuantizedWeight:
         n, k = integers.shape
-        data = torch.empty(self.quantized_bytes(n, k, format, scale_range), dtype=torch.uint8)
+        data = self._weights.empty(self.quantized_bytes(n, k, format, scale_range))
         tensors = integers.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr()
-        self.native.pack_integers(_FORMAT_CODES[format], scale_range, *tensors, n, k, data.data_ptr())
+        self.native.pack_integers(FORMAT_CODES[format], scale_range, *tensors, n, k, data.data_ptr())
         return QuantizedWeight(n, k, dtype, format, data, data.data_ptr(), scale_range)
 
     def quantized_matmul(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor) -> None:
-        n, k, rows, codes = weight.n, weight.k, x.shape[0], (_FORMAT_CODES[weight.format], weight.scale_range)
+        n, k, rows, codes = weight.n, weight.k, x.shape[0], (FORMAT_CODES[weight.format], weight.scale_range)
         work = empty((self.native.quantized_rows_bytes(*codes, rows, k),), torch.uint8)
         x_stride = k if x.is_contiguous() else x.stride(0)
-        bias_at, to = 0 if bias is None else bias.data_ptr(), _place(out)
+        bias_at, to = 0 if bias is None else bias.data_ptr(), place(out)
         given = x.data_ptr(), x_stride, rows, weight.address, n, k, bias_at
         order = 0 if weight.order is None else weight.order.data_ptr()
         self.native.quantized_matmul(*codes, DTYPE_CODES[weight.dtype], *given, *to, work.data_ptr(), order)
@@ -156,6 +155,59 @@ class NativeBackend:
         to = out.data_ptr(), out.shape[1], work.data_ptr(), adapters.most_ranks
         self.native.add_lora(DTYPE_CODES[x.dtype], *given, *to)
 
+    def route(self, logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        rows, how = len(logits), routing
+        ids, weights = empty((rows, how.top_k), torch.int32), empty((rows, how.top_k), torch.float32)
+        groups = how.num_groups, how.top_groups, how.has_pairs
+        given = logits.data_ptr(), rows, how.num_experts, how.top_k, SCORINGS.index(how.scoring)
+        bias_at, to = 0 if bias is None else bias.data_ptr(), (ids.data_ptr(), weights.data_ptr())
+        self.native.route(*given, bias_at, *groups, how.is_normalized, how.scale, how.jitter, *to)
+        return ids, weights
+
+    def group_by_expert(self, ids: Tensor, num_experts: int) -> ExpertRows:
+        count = ids.numel()
+        starts = empty((num_experts + 1,), torch.int32)
+        pairs, places = empty((count,), torch.int32), empty((count,), torch.int32)
+        to = starts.data_ptr(), pairs.data_ptr(), places.data_ptr()
+        self.native.group_by_expert(ids.data_ptr(), count, num_experts, *to)
+        return ExpertRows(ids.shape[1], starts, pairs, places)
+
+    def expert_matmul(self, x: Tensor, experts: ExpertWeights, rows: ExpertRows, of_tokens: bool, out: Tensor) -> None:
+        count, k, start = len(out), experts.k, 0
+        pairs = rows.pairs.data_ptr() if of_tokens else 0
+        given = DTYPE_CODES[x.dtype], x.data_ptr(), k, pairs, rows.top_k, count, rows.starts.data_ptr()
+        for part, n in enumerate(experts.sizes):
+            work_bytes, row_bytes = self._expert_work(experts, part, count, of_tokens)
+            work = empty((work_bytes,), torch.uint8)
+            entries = experts.entries.ctypes.data + part * experts.num_experts * experts.entries.strides[0]
+            sizes = entries, experts.num_experts, n, k, work.data_ptr(), row_bytes
+            self.native.expert_matmul(*given, *sizes, *place(out[:, start : start + n]))
+            start += n
+
+    def expert_work_bytes(self, experts: ExpertWeights, part: int, num_rows: int, of_tokens: bool) -> int:
+        return self._expert_work(experts, part, num_rows, of_tokens)[0]
+
+    def _expert_work(self, experts: ExpertWeights, part: int, num_rows: int, of_tokens: bool) -> tuple[int, int]:
+        """The memory that a product computes in, and what one of its rows takes there."""
+        k, row_bytes = experts.k, 0
+        for format in experts.formats[part]:
+            if format is not None:
+                needed = int(self.native.quantized_rows_bytes(FORMAT_CODES[format[0]], format[1], 1, k))
+            else:  # rows that are no neighbours are copied, odd numbers of cache lines apart
+                needed = (-(-k * experts.dtype.itemsize // 64) | 1) * 64 if of_tokens else 0
+            row_bytes = max(row_bytes, needed)
+        return int(self.native.expert_work_bytes(num_rows, experts.num_experts, row_bytes)), row_bytes
+
+    def combine_experts(
+        self, y: Tensor, weights: Tensor, rows: ExpertRows, shared: Tensor | None, gate: Tensor | None
+    ) -> Tensor:
+        num_tokens, width = len(weights), y.shape[1]
+        out = empty((num_tokens, width), y.dtype)
+        added = 0 if shared is None else shared.data_ptr(), 0 if gate is None else gate.data_ptr()
+        given = y.data_ptr(), weights.data_ptr(), rows.places.data_ptr(), num_tokens, rows.top_k, width
+        self.native.combine_experts(DTYPE_CODES[y.dtype], *given, *added, out.data_ptr())
+        return out
+
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
         count, (vocab, hidden) = token_ids.numel(), table.shape
         out = empty((count, hidden), table.dtype)
@@ -172,13 +224,12 @@ class NativeBackend:
     def gather_quantized(self, token_ids: Tensor, table: QuantizedWeight) -> Tensor:
         n, k, count = table.n, table.k, token_ids.numel()
         out, dtype = empty((count, k), table.dtype), DTYPE_CODES[table.dtype]
-        codes = _FORMAT_CODES[table.format], table.scale_range, dtype
+        codes = FORMAT_CODES[table.format], table.scale_range, dtype
         self.native.gather_quantized(*codes, token_ids.data_ptr(), count, table.address, n, k, out.data_ptr())
         return out
 
     def add(self, x: Tensor, residual: Tensor) -> None:
-        width = x.shape[-1]
-        rows = x.numel() // (width or 1)
+        rows, width = rows_of(x)
         self.native.add(DTYPE_CODES[x.dtype], x.data_ptr(), residual.data_ptr(), rows, width)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -197,60 +248,62 @@ class NativeBackend:
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        shape, dtype = x.shape, x.dtype
-        width = shape[-1]
-        rows = x.numel() // (width or 1)
-        out = empty(shape, dtype)
+        dtype, (rows, width) = x.dtype, rows_of(x)
+        out = empty(x.shape, dtype)
         to = out.data_ptr()
         self.native.add_rms_norm(
             DTYPE_CODES[dtype], x.data_ptr(), residual.data_ptr(), weight.data_ptr(), eps, to, rows, width
         )
         return out
 
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         return self._layer_norm(x, 0, weight, bias, eps)
 
-    def add_layer_norm(self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    def add_layer_norm(self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         return self._layer_norm(x, residual.data_ptr(), weight, bias, eps)
 
-    def _layer_norm(self, x: Tensor, residual: int, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        shape, dtype = x.shape, x.dtype
-        width = shape[-1]
-        rows = x.numel() // (width or 1)
-        out = empty(shape, dtype)
-        to = out.data_ptr()
+    def _layer_norm(self, x: Tensor, residual: int, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        dtype, (rows, width) = x.dtype, rows_of(x)
+        out = empty(x.shape, dtype)
+        to, bias_at = out.data_ptr(), 0 if bias is None else bias.data_ptr()
         self.native.layer_norm(
-            DTYPE_CODES[dtype], x.data_ptr(), residual, weight.data_ptr(), bias.data_ptr(), eps, to, rows, width
+            DTYPE_CODES[dtype], x.data_ptr(), residual, weight.data_ptr(), bias_at, eps, to, rows, width
         )
         return out
 
-    def rotary_embedding(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
-        (tokens, heads, _), (token_stride, head_stride, _) = x.shape, x.stride()
+    def scale(self, x: Tensor, factor: float) -> None:
+        rows, width = rows_of(x)
+        self.native.scale(DTYPE_CODES[x.dtype], x.data_ptr(), rows, width, factor)
+
+    def softcap(self, x: Tensor, cap: float) -> None:
+        rows, width = rows_of(x)
+        self.native.softcap(x.data_ptr(), rows, width, cap)
+
+    def rotary_embedding(self, x: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool) -> None:
+        sizes, (token_stride, head_stride, _) = x.shape[:2], x.stride()
         code, at, table = DTYPE_CODES[x.dtype], positions.data_ptr(), cos_sin.data_ptr()
         max_positions, rotary_dim = cos_sin.shape
         self.native.rotary(
-            code, x.data_ptr(), tokens, heads, token_stride, head_stride, at, table, max_positions, rotary_dim
+            code, x.data_ptr(), *sizes, token_stride, head_stride, at, table, max_positions, rotary_dim, interleaved
         )
 
-    def activation(self, x: Tensor, kind: str) -> Tensor:
-        shape, dtype = x.shape, x.dtype
-        width = shape[-1] if shape else 1
-        rows = x.numel() // (width or 1)
-        out = empty(shape, dtype)
-        self.native.activation(DTYPE_CODES[dtype], _ACTIVATION_CODES[kind], x.data_ptr(), rows, width, out.data_ptr())
+    def activation(self, x: Tensor, kind: ActivationKind) -> Tensor:
+        dtype, (rows, width) = x.dtype, rows_of(x)
+        out = empty(x.shape, dtype)
+        self.native.activation(DTYPE_CODES[dtype], *activation_code(kind), x.data_ptr(), rows, width, out.data_ptr())
         return out
 
-    def gated_activation(self, x: Tensor, kind: str) -> Tensor:
+    def gated_activation(self, x: Tensor, kind: ActivationKind) -> Tensor:
         (rows, double_width), dtype = x.shape, x.dtype
         width = double_width // 2
         out = empty((rows, width), dtype)
         self.native.gated_activation(
-            DTYPE_CODES[dtype], _ACTIVATION_CODES[kind], x.data_ptr(), rows, width, out.data_ptr()
+            DTYPE_CODES[dtype], *activation_code(kind), x.data_ptr(), rows, width, out.data_ptr()
         )
         return out
 
     def write_kv(self, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-        cache, to, count = self._cache(k_cache, v_cache), slots.data_ptr(), slots.shape[0]
+        cache, to, count = cache_of(self.native, k_cache, v_cache), slots.data_ptr(), slots.shape[0]
         k, k_stride, v, v_stride = key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0)
         if v_cache.dtype is torch.int8:
             self.native.quantize_kv(cache, DTYPE_CODES[key.dtype], k, k_stride, v, v_stride, to, count)
@@ -264,12 +317,12 @@ class NativeBackend:
             return reference.gather_kv(k_cache, v_cache, slots)
         key = torch.empty((slots.shape[0], num_kv_heads, head_dim), dtype=v_cache.dtype)
         value = torch.empty_like(key)
-        cache = self._cache(k_cache, v_cache)
+        cache = cache_of(self.native, k_cache, v_cache)
         self.native.gather_kv(cache, slots.data_ptr(), slots.shape[0], key.data_ptr(), value.data_ptr())
         return key, value
 
     def copy_slots(self, k_cache: Tensor, v_cache: Tensor, src_slots: Tensor, dst_slots: Tensor) -> None:
-        cache = self._cache(k_cache, v_cache)
+        cache = cache_of(self.native, k_cache, v_cache)
         self.native.copy_slots(cache, src_slots.data_ptr(), dst_slots.data_ptr(), src_slots.shape[0])
 
     def copy_blocks(self, src: Tensor, dst: Tensor, pairs: Tensor) -> None:
@@ -285,7 +338,7 @@ class NativeBackend:
         seq_lens: Tensor,
         block_tables: Tensor,
         scale: float,
-        sliding_window: int | None,
+        variant: AttentionVariant,
     ) -> Tensor:
         num_tokens, num_heads, head_dim = query.shape
         num_blocks, num_kv_heads, block_size, _ = v_cache.shape
@@ -294,21 +347,24 @@ class NativeBackend:
         is_int8 = v_cache.dtype is torch.int8
         tables = query_start.data_ptr(), seq_lens.data_ptr(), block_tables.data_ptr(), block_tables.stride(0)
         sizes = block_tables.shape[1], num_tokens, seq_lens.shape[0], num_heads, num_kv_heads, head_dim
-        window = _SEES_ALL if sliding_window is None else sliding_window
+        spans = variant.sliding_window or SEES_ALL, variant.chunk_size or SEES_ALL
+        sinks = 0 if variant.sinks is None else variant.sinks.data_ptr()
+        slopes = 0 if variant.slopes is None else variant.slopes.data_ptr()
+        changes = scale, variant.softcap or 0.0, sinks, slopes
         code, at, stride, to = DTYPE_CODES[query.dtype], query.data_ptr(), query.stride(0), out.data_ptr()
         self.native.paged_attention(
-            code, at, stride, is_int8, *caches, *tables, *sizes, num_blocks, block_size, window, scale, to
+            code, at, stride, is_int8, *caches, *tables, *sizes, num_blocks, block_size, *spans, *changes, to
         )
         return out
 
     def sample(self, logits: Tensor, how: SamplingTensors) -> Tensor:
         out = torch.empty(logits.shape[0], dtype=torch.int64)
-        self.native.sample(self._sample_args(logits, how), out.data_ptr())
+        self.native.sample(sample_args(self.native, logits, how), out.data_ptr())
         return out
 
     def processed_logits(self, logits: Tensor, how: SamplingTensors, rows: Tensor) -> Tensor:
         out = empty((rows.shape[0], logits.shape[1]), torch.float32)
-        args = self._sample_args(logits, how)
+        args = sample_args(self.native, logits, how)
         self.native.processed_logits(args, rows.data_ptr(), rows.shape[0], out.data_ptr())
         return out
 
@@ -322,22 +378,3 @@ class NativeBackend:
         given = (logits.data_ptr(), logits.stride(0), *logits.shape, rows.data_ptr(), token_ids.data_ptr(), count)
         self.native.top_logprobs(*given, num_top, normalized, ids.data_ptr(), logprobs.data_ptr(), ranks.data_ptr())
         return ids, logprobs, ranks
-
-    def _cache(self, k_cache: Tensor, v_cache: Tensor) -> Any:
-        num_blocks, num_kv_heads, block_size, head_dim = v_cache.shape
-        item = v_cache.element_size()
-        k_block_bytes, v_block_bytes = k_cache.stride(0) * item, v_cache.stride(0) * item
-        sizes = num_blocks, num_kv_heads, k_cache.shape[2] * key_layout.LANE_BYTES, head_dim * item, block_size
-        return self.native.kv_cache(k_cache.data_ptr(), v_cache.data_ptr(), k_block_bytes, v_block_bytes, *sizes)
-
-    def _sample_args(self, logits: Tensor, how: SamplingTensors) -> Any:
-        """native.SampleArgs: addresses, so the tensors must outlive it. Raises where values are out of range."""
-        num_rows, vocab = logits.shape
-        changes = None
-        if (c := how.changes) is not None:
-            lens = (c.masks.shape[0], c.banned.ids.shape[0], c.biased.ids.shape[0], len(c.histories))
-            num_past = c.histories.ids.shape[0]
-            changes = self.native.logit_changes(*[t.data_ptr() for t in c.tensors()], num_rows, *lens, num_past, vocab)
-        cuts = how.top_k.data_ptr(), how.top_p.data_ptr(), how.min_p.data_ptr()
-        per_row = how.temperature.data_ptr(), *cuts, how.uniform.data_ptr()
-        return self.native.sample_args(logits.data_ptr(), logits.stride(0), num_rows, vocab, *per_row, changes)

@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.common.errors import KernelError
 from quire.kernels.backends import reference_rotation
 from quire.kernels.checks import check_range
+from quire.kernels.experts.weights import Routing
+from quire.kernels.variants import XIELU, ActivationKind, ClampedSwiGLU
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
@@ -162,6 +163,53 @@ def split_integers(
     return F.pad(numbers, (0, -numbers.shape[1] % 32)).view(-1, groups, 32), scales, mins
 
 
+def route(logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The experts of each token, best first, and their weights, as Routing says: logits [num_tokens, num_experts] ->
+    [num_tokens, top_k] int32 and float32. Of equal ones the first is chosen; a NaN counts as -inf."""
+    scores = torch.sigmoid(logits) if routing.scoring == "sigmoid" else torch.softmax(logits, 1)
+    chosen_by = logits if bias is None and not routing.has_pairs else scores  # of the same order, but without ties
+    chosen_by = chosen_by if bias is None else chosen_by + bias
+    chosen_by = chosen_by.where(~chosen_by.isnan(), -torch.inf)
+    ids = chosen_by.argsort(dim=1, descending=True, stable=True)
+    if routing.num_groups > 1:
+        groups = (
+            chosen_by.view(len(logits), routing.num_groups, logits.shape[1] // routing.num_groups)
+            .sort(2, descending=True)
+            .values
+        )
+        of_group = groups[:, :, :2].sum(2) if routing.has_pairs else groups[:, :, 0]
+        top = of_group.argsort(dim=1, descending=True, stable=True)[:, : routing.top_groups]
+        is_in = torch.zeros_like(of_group, dtype=torch.bool).scatter(1, top, torch.ones_like(top, dtype=torch.bool))
+        is_out = ~is_in.gather(1, ids // groups.shape[2])
+        ids = ids.gather(1, is_out.int().argsort(dim=1, stable=True))
+    ids = ids[:, : routing.top_k]
+    weights = _shares(logits, ids, routing.jitter) if routing.scoring == "sparsemixer" else scores.gather(1, ids)
+    if routing.is_normalized:
+        weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
+    return ids.int(), weights * routing.scale
+
+
+def _shares(logits: Tensor, ids: Tensor, jitter: float) -> Tensor:
+    """Of each chosen logit, its share in a softmax over those that are left when it is chosen, and near it."""
+    left, shares = logits, []
+    for index in ids.T[:, :, None]:
+        highest = logits.gather(1, index)
+        is_far = (highest - logits) / torch.maximum(logits.abs(), highest) > 2 * jitter
+        shares.append(torch.softmax(left.masked_fill(is_far, -torch.inf), 1).gather(1, index))
+        left = left.scatter(1, index, -torch.inf)
+    return torch.cat(shares, 1)
+
+
+def combine_experts(y: Tensor, weights: Tensor, places: Tensor, shared: Tensor | None, gate: Tensor | None) -> Tensor:
+    """The sums over each token's experts of results times weights [num_tokens, top_k]: y [num_pairs, width], places
+    [num_tokens * top_k] -> [num_tokens, width]. `shared` is added, times the sigmoid of `gate` [num_tokens, 1]."""
+    results = y[places.long()].float().view(*weights.shape, y.shape[1])  # [num_tokens, top_k, width]
+    out = (results * weights[:, :, None]).sum(1)
+    if shared is not None:
+        out = out + (shared.float() if gate is None else shared.float() * torch.sigmoid(gate))
+    return out.to(y.dtype)
+
+
 def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
     """Rows of `table` [vocab, hidden] by token_ids [num_tokens] -> [num_tokens, hidden]."""
     check_range("embedding: token id", token_ids, table.shape[0])
@@ -185,19 +233,30 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     return rms_norm(residual, weight, eps)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Layer norm over the last dimension (Ba et al. 2016); weight and bias [hidden] float32."""
-    return F.layer_norm(x.float(), x.shape[-1:], weight.float(), bias.float(), eps).to(x.dtype)
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Layer norm over the last dimension (Ba et al. 2016); weight and bias (or none) [hidden] float32."""
+    return F.layer_norm(x.float(), x.shape[-1:], weight, bias, eps).to(x.dtype)
 
 
-def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """`residual += x` in place, rounded to its dtype; then the norm of that rounded residual."""
     add(x, residual)
     return layer_norm(residual, weight, bias, eps)
 
 
-def rotary_embedding(x: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
-    """Rotate heads in place (Su et al. 2021), in the half-split pairing (i, i + rotary_dim / 2) of NeoX and Llama.
+def scale(x: Tensor, factor: float) -> None:
+    """`x *= factor` in place, rounded to its dtype; the factor is a float32."""
+    x.copy_((x.float() * torch.tensor(factor)).to(x.dtype))
+
+
+def softcap(x: Tensor, cap: float) -> None:
+    """`x = cap * tanh(x / cap)` in place, x float32 (Bello et al. 2016)."""
+    x.copy_(cap * torch.tanh(x / cap))
+
+
+def rotary_embedding(x: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool = False) -> None:
+    """Rotate heads in place (Su et al. 2021), in the half-split pairing (i, i + rotary_dim / 2) of NeoX and Llama, or,
+    if `interleaved`, the pairs (2 i, 2 i + 1) of GPT-J.
 
     x [num_tokens, num_heads, head_dim]; positions [num_tokens]; cos_sin [max_positions, rotary_dim] float32, cosines in
     the first half, sines in the second. Dimensions past rotary_dim stay as they are.
@@ -205,20 +264,34 @@ def rotary_embedding(x: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
     check_range("rotary_embedding: position", positions, cos_sin.shape[0])
     rotary_dim = cos_sin.shape[-1]
     cos, sin = cos_sin[positions.long()].unsqueeze(1).chunk(2, dim=-1)  # [num_tokens, 1, rotary_dim / 2]
-    first, second = x[..., :rotary_dim].float().chunk(2, dim=-1)
-    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    x[..., :rotary_dim] = rotated.to(x.dtype)
+    half, dim = rotary_dim // 2, -1 if interleaved else -2
+    pairs = x[..., :rotary_dim].float().view(*x.shape[:-1], *((half, 2) if interleaved else (2, half)))
+    first, second = pairs.unbind(dim)
+    rotated = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=dim)
+    x[..., :rotary_dim] = rotated.flatten(-2).to(x.dtype)
 
 
-def gated_activation(x: Tensor, kind: str) -> Tensor:
+def gated_activation(x: Tensor, kind: ActivationKind) -> Tensor:
     """`act(gate) * up` for x = [gate | up]: [num_tokens, 2 * width] -> [num_tokens, width]."""
     gate, up = x.float().chunk(2, dim=-1)
-    return (_ACTIVATIONS[kind](gate) * up).to(x.dtype)
+    if isinstance(kind, ClampedSwiGLU):
+        gate, up = gate.clamp(max=kind.limit), up.clamp(-kind.limit, kind.limit) + 1
+        return (gate * torch.sigmoid(kind.alpha * gate) * up).to(x.dtype)
+    return (_activated(gate, kind) * up).to(x.dtype)
 
 
-def activation(x: Tensor, kind: str) -> Tensor:
-    """Elementwise: `silu`, `gelu` (exact, erf), `gelu_tanh` (its tanh approximation), or `relu`."""
-    return _ACTIVATIONS[kind](x.float()).to(x.dtype)
+def activation(x: Tensor, kind: ActivationKind) -> Tensor:
+    """Elementwise: `silu`, `gelu` (exact, erf), `gelu_tanh` (its tanh approximation), `relu`, `relu2` (its square),
+    `quick_gelu` (x sigmoid(1.702 x)), or an XIELU."""
+    return _activated(x.float(), kind).to(x.dtype)
+
+
+def _activated(x: Tensor, kind: ActivationKind) -> Tensor:
+    if isinstance(kind, XIELU):
+        negative = kind.alpha_n * (x.clamp(max=0).expm1() - x)
+        return torch.where(x > 0, kind.alpha_p * x * x, negative) + kind.beta * x
+    assert isinstance(kind, str), "the kind is not one of single elements"
+    return _ACTIVATIONS[kind](x)
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -226,6 +299,8 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
 }
 
 
@@ -275,42 +350,6 @@ def gather_kv(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> tuple[Tensor, 
     return rotate_heads(key[..., :-8] * scales[..., :1]), value * scales[..., 1:]
 
 
-def paged_attention(
-    query: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    scale: float,
-    sliding_window: int | None,
-) -> Tensor:
-    """Causal attention of a mixed batch over the paged cache (Kwon et al. 2023): decode, chunk and prefill alike.
-
-    query [num_tokens, num_heads, head_dim]: sequence s owns rows query_start[s] to query_start[s + 1], the last tokens
-    of its seq_lens[s] tokens; block_tables [num_seqs, max_blocks]. Query head h reads key/value head
-    h // (num_heads / num_kv_heads). With a sliding window, position p sees the keys p - sliding_window + 1 to p.
-    Returns [num_tokens, num_heads, head_dim].
-    """
-    _check_attention(query, v_cache, query_start, seq_lens, block_tables, sliding_window)
-    out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    group = query.shape[1] // k_cache.shape[1]
-    block_size = k_cache.shape[3]
-    for s, seq_len in enumerate(seq_lens.tolist()):
-        rows = slice(int(query_start[s]), int(query_start[s + 1]))
-        positions = torch.arange(seq_len, device=query.device)
-        slots = block_tables[s].long()[positions // block_size] * block_size + positions % block_size
-        key, value = (t.float().repeat_interleave(group, dim=1) for t in gather_kv(k_cache, v_cache, slots))
-        scores = torch.einsum("qhd,khd->hqk", query[rows].float(), key) * scale  # [num_heads, query_len, seq_len]
-        query_positions = positions[seq_len - scores.shape[1] :, None]
-        visible = positions <= query_positions
-        if sliding_window is not None:
-            visible &= positions > query_positions - sliding_window
-        probs = scores.masked_fill(~visible, -torch.inf).softmax(-1)
-        out[rows] = torch.einsum("hqk,khd->qhd", probs, value).to(out.dtype)
-    return out
-
-
 def copy_blocks(src: Tensor, dst: Tensor, pairs: Tensor) -> None:
     """`dst[d] = src[s]` for each (s, d) of pairs [num_pairs, 2]; src, dst [num_blocks, block_bytes] uint8.
 
@@ -336,25 +375,3 @@ def copy_slots(k_cache: Tensor, v_cache: Tensor, src_slots: Tensor, dst_slots: T
 
 def _num_slots(v_cache: Tensor) -> int:
     return v_cache.shape[0] * v_cache.shape[2]
-
-
-def _check_attention(
-    query: Tensor, v_cache: Tensor, query_start: Tensor, seq_lens: Tensor, block_tables: Tensor, window: int | None
-) -> None:
-    """Raise KernelError unless the ranges of queries and blocks fit."""
-    num_blocks, _, block_size, _ = v_cache.shape
-    starts = query_start.tolist()
-    if starts[0] != 0 or starts[-1] != len(query) or starts != sorted(starts):
-        raise KernelError(f"paged_attention: query_start must rise from 0 to {len(query)}, it is {starts}")
-    for s, seq_len in enumerate(seq_lens.tolist()):
-        query_len = starts[s + 1] - starts[s]
-        blocks = -(-seq_len // block_size)
-        if query_len > seq_len or (query_len and blocks > block_tables.shape[1]):
-            raise KernelError(
-                f"paged_attention, sequence {s}: {query_len} query tokens of {seq_len} in all do not fit a block table "
-                f"of {block_tables.shape[1]} blocks of {block_size}"
-            )
-        first_key = 0 if window is None else max(0, seq_len - query_len - window + 1)
-        used = block_tables[s, first_key // block_size : blocks] if query_len else block_tables[s, :0]
-        for block in used[(used < 0) | (used >= num_blocks)][:1].tolist():
-            raise KernelError(f"paged_attention, sequence {s}: block id {block} is not in [0, {num_blocks})")

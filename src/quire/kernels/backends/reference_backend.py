@@ -2,16 +2,25 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from quire.common.errors import ConfigError, KernelError
 from quire.common.faults import fault_point
-from quire.kernels.backends import key_layout, reference, reference_blocks, reference_rotation, reference_sampling
+from quire.kernels.backends import (
+    key_layout,
+    reference,
+    reference_attention,
+    reference_blocks,
+    reference_rotation,
+    reference_sampling,
+)
 from quire.kernels.backends.recording import KernelGraph
 from quire.kernels.backends.workspace import Workspace, zeroed_blocks
 from quire.kernels.checks import check_range
+from quire.kernels.experts.weights import ExpertRows, ExpertWeights
 from quire.kernels.weights import LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
 
 
@@ -119,6 +128,35 @@ class ReferenceBackend:
             if weight is not None and len(rows):
                 out[rows] = reference.with_lora(out[rows], x[rows], weight.a, weight.b, weight.ranks)
 
+    def group_by_expert(self, ids: Tensor, num_experts: int) -> ExpertRows:
+        check_range("group_by_expert: expert", ids, num_experts)
+        flat = ids.flatten()
+        pairs = flat.argsort(stable=True)
+        ends = torch.bincount(flat, minlength=num_experts).cumsum(0)
+        starts = torch.cat([ends.new_zeros(1), ends]).int()
+        return ExpertRows(ids.shape[1], starts, pairs.int(), pairs.argsort().int())
+
+    def expert_work_bytes(self, experts: ExpertWeights, part: int, num_rows: int, of_tokens: bool) -> int:
+        return 0
+
+    def expert_matmul(self, x: Tensor, experts: ExpertWeights, rows: ExpertRows, of_tokens: bool, out: Tensor) -> None:
+        x = x[rows.pairs.long() // rows.top_k] if of_tokens else x
+        starts = rows.starts.tolist()
+        for expert, (first, end) in enumerate(pairwise(starts)):
+            column = 0
+            for i, (part, n) in enumerate(zip(experts.experts[expert], experts.sizes, strict=True)):
+                to, bias = out[first:end, column : column + n], experts.bias(expert, i)
+                if isinstance(part, PackedWeight):
+                    self.matmul(x[first:end], part, bias, to)
+                else:
+                    self.quantized_matmul(x[first:end], part, bias, to)
+                column += n
+
+    def combine_experts(
+        self, y: Tensor, weights: Tensor, rows: ExpertRows, shared: Tensor | None, gate: Tensor | None
+    ) -> Tensor:
+        return reference.combine_experts(y, weights, rows.places, shared, gate)
+
     def gather_packed(self, token_ids: Tensor, table: PackedWeight) -> Tensor:
         return reference.embedding(token_ids, table.data)
 
@@ -129,6 +167,7 @@ class ReferenceBackend:
         rows = rows if table.factors is None else reference_rotation.rotate_back(rows, table.factors)
         return reference.embedding(token_ids, rows.to(table.dtype))
 
+    route = staticmethod(reference.route)
     embedding = staticmethod(reference.embedding)
     add = staticmethod(reference.add)
     rms_norm = staticmethod(reference.rms_norm)
@@ -137,12 +176,14 @@ class ReferenceBackend:
     add_layer_norm = staticmethod(reference.add_layer_norm)
     activation = staticmethod(reference.activation)
     gated_activation = staticmethod(reference.gated_activation)
+    scale = staticmethod(reference.scale)
+    softcap = staticmethod(reference.softcap)
     rotary_embedding = staticmethod(reference.rotary_embedding)
     write_kv = staticmethod(reference.write_kv)
     gather_kv = staticmethod(reference.gather_kv)
     copy_slots = staticmethod(reference.copy_slots)
     copy_blocks = staticmethod(reference.copy_blocks)
-    paged_attention = staticmethod(reference.paged_attention)
+    paged_attention = staticmethod(reference_attention.paged_attention)
     sample = staticmethod(reference_sampling.sample)
     processed_logits = staticmethod(reference_sampling.processed_logits)
     top_logprobs = staticmethod(reference_sampling.top_logprobs)

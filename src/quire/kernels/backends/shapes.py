@@ -2,38 +2,83 @@
 computes in."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from quire.kernels.backends.base import Backend
 from quire.kernels.backends.reference_backend import ReferenceBackend
 from quire.kernels.backends.workspace import Workspace, empty
+from quire.kernels.experts.weights import ExpertRows, ExpertWeights, Routing
+from quire.kernels.variants import ActivationKind
 from quire.kernels.weights import LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
 
 _ALIGNMENT = 64
 
 
 class Meter(Workspace):
-    """Takes no memory; counts what the outputs of a thread's kernels would take while it has entered it."""
+    """Takes no memory: kernels of a thread that has entered it put their outputs on the meta device."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_bytes_alive = 0
         self.peak_bytes = 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """As torch.empty, on the meta device."""
-        out = torch.empty(shape, dtype=dtype, device="meta")
-        num_bytes = -(-out.nbytes // _ALIGNMENT) * _ALIGNMENT
-        self.num_bytes_alive += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.num_bytes_alive)
-        weakref.finalize(out.untyped_storage(), self._forget, num_bytes).atexit = False
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Enter it, and count in `peak_bytes` what is made in the body: the outputs of kernels, and of torch's own
+        operations. What these take and free again within one operation is not counted."""
+        with self, _Made() as made:
+            yield
+        self.peak_bytes = made.peak_bytes
+
+
+class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the memory of tensors from their making to their end."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._alive: dict[int, int] = {}
+        """The bytes of each storage, by its address."""
+        self._num_bytes = 0
+        self.peak_bytes = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """As of `recording._OnlyViews`."""
+        return False
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in given:
+                self._add(tensor.untyped_storage())
         return out
 
-    def _forget(self, num_bytes: int) -> None:
-        self.num_bytes_alive -= num_bytes
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        address, num_bytes = storage._cdata, -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
+        self._alive[address] = num_bytes
+        self._num_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self._num_bytes)
+        weakref.finalize(storage, self._forget, address).atexit = False
+
+    def _forget(self, address: int) -> None:
+        self._num_bytes -= self._alive.pop(address)
 
 
 class ShapesBackend(ReferenceBackend):
@@ -90,6 +135,23 @@ class ShapesBackend(ReferenceBackend):
     def add_lora(self, x: Tensor, out: Tensor, adapters: LoRATable, slots: Tensor) -> None:
         self.empty((adapters.work_bytes(len(x)),), torch.uint8)
 
+    def route(self, logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        shape = (len(logits), routing.top_k)
+        return self.empty(shape, torch.int32), self.empty(shape, torch.float32)
+
+    def group_by_expert(self, ids: Tensor, num_experts: int) -> ExpertRows:
+        lengths = num_experts + 1, ids.numel(), ids.numel()
+        return ExpertRows(ids.shape[1], *(self.empty((length,), torch.int32) for length in lengths))
+
+    def expert_matmul(self, x: Tensor, experts: ExpertWeights, rows: ExpertRows, of_tokens: bool, out: Tensor) -> None:
+        for part in range(len(experts.sizes)):
+            self.empty((self._host.expert_work_bytes(experts, part, len(out), of_tokens),), torch.uint8)
+
+    def combine_experts(
+        self, y: Tensor, weights: Tensor, rows: ExpertRows, shared: Tensor | None, gate: Tensor | None
+    ) -> Tensor:
+        return self.empty((len(weights), y.shape[1]), y.dtype)
+
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
         return self.empty((len(token_ids), table.shape[1]), table.dtype)
 
@@ -103,9 +165,9 @@ class ShapesBackend(ReferenceBackend):
 
     rms_norm = add_rms_norm = layer_norm = add_layer_norm = activation = paged_attention = _like  # type: ignore[assignment]
 
-    def gated_activation(self, x: Tensor, kind: str) -> Tensor:
+    def gated_activation(self, x: Tensor, kind: ActivationKind) -> Tensor:
         return self.empty((len(x), x.shape[1] // 2), x.dtype)
 
     def _nothing(self, *_: object) -> None: ...
 
-    add = rotary_embedding = write_kv = _nothing  # type: ignore[assignment]
+    add = scale = softcap = rotary_embedding = write_kv = _nothing  # type: ignore[assignment]

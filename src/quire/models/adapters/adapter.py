@@ -63,7 +63,10 @@ def pack(
     """
     if not any(modules):
         return None
-    factors = [None if module is None else (module.a, module.b.float() * module.scale) for module in modules]
+    factors = [
+        None if module is None else (module.a, part.reordered(module.b.float() * module.scale))
+        for module, part in zip(modules, layer.parts, strict=True)
+    ]
     return kernels.pack_lora(factors, [part.size[0] for part in layer.parts], layer.shape[1], layer.dtype, memory)
 
 

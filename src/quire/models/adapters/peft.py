@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from quire.common.errors import CheckpointError, UnsupportedModelError
-from quire.config.checkpoint.formats import open_checkpoint
 from quire.config.checkpoint.safetensors import read_header
 from quire.config.checkpoint.tensors import MappedCheckpoint, TensorInfo
 from quire.config.model import ModelConfig
@@ -19,7 +18,7 @@ from quire.kernels.backends.reference_backend import TorchThreads
 from quire.models.adapters.adapter import Adapter, AdapterInfo, AdapterModule, adapter_bytes, projections
 from quire.models.adapters.peft_config import PeftConfig
 from quire.models.base import Model
-from quire.models.weights.loader import build_model, reading
+from quire.models.weights.loader import build_model, open_weights, reading
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 
@@ -65,7 +64,7 @@ def read_adapter(folder: Path, model: Model, max_rank: int) -> Adapter:
 
 def inspect_adapter(folder: Path, config: ModelConfig, max_rank: int) -> AdapterInfo:
     """What `read_adapter` finds out and checks, for a process that has no model. Raises the same errors."""
-    model = build_model(dataclasses.replace(config, max_model_len=1), open_checkpoint(config.path))
+    model = build_model(dataclasses.replace(config, max_model_len=1), open_weights(config))
     adapter = read_adapter(folder, model, max_rank)
     return AdapterInfo(adapter.digest, adapter.num_bytes, adapter.rank, adapter.base_model_name)
 

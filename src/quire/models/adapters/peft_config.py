@@ -14,6 +14,7 @@ CONFIG_FILE = "adapter_config.json"
 _KNOWN = (
     "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "target_modules", "bias",
     "base_model_name_or_path", "init_lora_weights",
+    "fan_in_fan_out",  # how the model's own matrix is stored
     # of the training, or of the choice of modules: those that have tensors were chosen
     "task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout", "exclude_modules",
     "layers_to_transform", "layers_pattern", "megatron_core", "qalora_group_size", "loftq_config", "eva_config",

@@ -5,14 +5,13 @@ from collections.abc import Iterable
 
 from quire import kernels
 from quire.common.errors import CheckpointError, ConfigError
-from quire.config.checkpoint.formats import open_checkpoint
 from quire.config.lora import LoRAConfig
 from quire.config.model import ModelConfig
 from quire.kernels.backends.reference_backend import TorchThreads
 from quire.models.adapters.adapter import Adapter, adapter_bytes, pack, projections
 from quire.models.base import Model
 from quire.models.layers.linear import Linear
-from quire.models.weights.loader import build_model
+from quire.models.weights.loader import build_model, open_weights
 
 
 class AdapterSlots:
@@ -80,6 +79,6 @@ def adapter_reserve(model: ModelConfig, config: LoRAConfig) -> int:
     """Bytes that the memory plan keeps for adapters. Reads headers, no weights."""
     if config.max_bytes is not None:
         return config.max_bytes
-    empty = build_model(dataclasses.replace(model, max_model_len=1), open_checkpoint(model.path))
+    empty = build_model(dataclasses.replace(model, max_model_len=1), open_weights(model))
     ranks = {name: config.max_lora_rank for _, names in projections(empty) for name in names}
     return config.max_loras * adapter_bytes(empty, ranks)

@@ -1,37 +1,29 @@
-"""Qwen2 and 2.5 (Yang et al. 2024): Llama with biases on queries, keys and values, and sliding windows by layer."""
+"""Qwen2 and 2.5 (Yang et al. 2024): biases on queries, keys and values, and sliding windows by layer."""
 
 from dataclasses import replace
 
-from quire.common.errors import CheckpointError, UnsupportedModelError
 from quire.config.hf_config import HFConfig
-from quire.config.model import ModelConfig
-from quire.models.families.llama import DecoderShape, LlamaForCausalLM
+from quire.models.decoder.model import Decoder
+from quire.models.decoder.reading import FULL, SLIDING, layer_type
+from quire.models.decoder.shapes import AttentionShape
 
 _DEFAULT_WINDOW = 4096
 _DEFAULT_FULL_LAYERS = 28
 
 
-class Qwen2ForCausalLM(LlamaForCausalLM):
+class Qwen2ForCausalLM(Decoder):
     """The biases are there whatever the config says."""
 
     @classmethod
-    def shape(cls, config: ModelConfig) -> DecoderShape:
-        return replace(DecoderShape.read(config), qkv_bias=True, sliding_windows=layer_windows(config.hf_config))
+    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
+        return replace(super().attention_shape(hf, layer), qkv_bias=True, sliding_window=layer_window(hf, layer))
 
 
-def layer_windows(hf: HFConfig) -> tuple[int | None, ...]:
-    """Each layer's sliding window: by `layer_types`, else from layer `max_window_layers` on; none unless enabled."""
-    num_layers = hf.size("num_hidden_layers")
+def layer_window(hf: HFConfig, layer: int) -> int | None:
+    """The layer's sliding window: by `layer_types`, else from layer `max_window_layers` on; none unless enabled."""
     if not hf.flag("use_sliding_window", False):
-        return (None,) * num_layers
-    window = hf.size("sliding_window", _DEFAULT_WINDOW)
+        return None
     first = hf.get("max_window_layers")
     first = first if isinstance(first, int) else _DEFAULT_FULL_LAYERS
-    default = ["sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)]
-    layer_types = hf.get("layer_types") or default
-    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
-        raise CheckpointError(f"{hf.source}: 'layer_types' must be a list of {num_layers} names, one per layer")
-    windows = {"full_attention": None, "sliding_attention": window}
-    if unknown := [name for name in map(str, layer_types) if name not in windows]:
-        raise UnsupportedModelError(f"{hf.source}: layer_types {unknown}: supported are {', '.join(windows)}")
-    return tuple(windows[name] for name in layer_types)
+    is_sliding = layer_type(hf, layer, lambda i: SLIDING if i >= first else FULL) == SLIDING
+    return hf.size("sliding_window", _DEFAULT_WINDOW) if is_sliding else None

@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
-from quire.config.model import ModelConfig
-from quire.models.families.llama import DecoderShape, LlamaForCausalLM
-from quire.models.families.qwen2 import layer_windows
+from quire.config.hf_config import HFConfig
+from quire.models.decoder.shapes import AttentionShape, HeadNormShape
+from quire.models.families.llama import LlamaForCausalLM
+from quire.models.families.qwen2 import layer_window
 
 _DEFAULT_HEAD_DIM = 128
 
@@ -12,9 +13,9 @@ _DEFAULT_HEAD_DIM = 128
 class Qwen3ForCausalLM(LlamaForCausalLM):
     """`head_dim` does not follow from the hidden size: a config without it means 128."""
 
+    default_head_dim = _DEFAULT_HEAD_DIM
+
     @classmethod
-    def shape(cls, config: ModelConfig) -> DecoderShape:
-        hf = config.hf_config
-        bias, head_dim = hf.flag("attention_bias", False), hf.size("head_dim", _DEFAULT_HEAD_DIM)
-        shape = replace(DecoderShape.read(config), head_dim=head_dim, sliding_windows=layer_windows(hf))
-        return replace(shape, qkv_bias=bias, o_bias=bias, qk_norm=True)
+    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
+        norm = HeadNormShape(cls.norm_shape(hf))
+        return replace(super().attention_shape(hf, layer), head_norm=norm, sliding_window=layer_window(hf, layer))

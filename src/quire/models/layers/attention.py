@@ -1,23 +1,43 @@
 """Attention over the paged KV cache. Projections, head norms and rotary embedding are the model's."""
 
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
 from torch import Tensor, nn
 
 from quire import kernels
+from quire.kernels.variants import PLAIN, AttentionVariant
 from quire.models.layers.batch_tensors import BatchTensors, LayerKVCache
+from quire.models.layers.weighted_layer import Part, WeightedLayer, WeightSpec
 
 
 class Attention(nn.Module):
     """Causal attention (Kwon et al. 2023): stores this step's keys and values, then attends to all of each sequence."""
 
-    def __init__(self, scale: float, sliding_window: int | None = None) -> None:
+    def __init__(self, scale: float, variant: AttentionVariant = PLAIN) -> None:
         super().__init__()
         self.scale = scale
-        self.sliding_window = sliding_window
+        self.variant = variant
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, batch: BatchTensors, kv: LayerKVCache) -> Tensor:
         """query [num_tokens, num_heads, head_dim]; key, value [num_tokens, num_kv_heads, head_dim] -> as query."""
         group = batch.groups[kv.group]
         kernels.write_kv(key, value, kv.k, kv.v, group.slots)
         return kernels.paged_attention(
-            query, kv.k, kv.v, batch.query_start, batch.seq_lens, group.block_tables, self.scale, self.sliding_window
+            query, kv.k, kv.v, batch.query_start, batch.seq_lens, group.block_tables, self.scale, self.variant
         )
+
+
+class SinkAttention(Attention, WeightedLayer):
+    """Attention whose softmax has one more logit for each head, a weight `sinks` (gpt-oss, 2025)."""
+
+    def __init__(self, scale: float, variant: AttentionVariant, num_heads: int) -> None:
+        super().__init__(scale, variant)
+        self.num_heads = num_heads
+
+    def weight_specs(self) -> Mapping[str, WeightSpec]:
+        return {"sinks": WeightSpec((Part((self.num_heads,)),), torch.float32)}
+
+    def set_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        self.variant = replace(self.variant, sinks=tensors["sinks"].clone())  # [num_heads]

@@ -17,11 +17,20 @@ class Projection(WeightedLayer):
     weight: kernels.Matrix
 
     def __init__(
-        self, in_features: int, out_features: int | tuple[int, ...], *, bias: bool, dtype: torch.dtype
+        self,
+        in_features: int,
+        out_features: int | tuple[int, ...],
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        is_transposed: bool = False,
+        blocks: tuple[int, ...] | None = None,
     ) -> None:
+        """`is_transposed` and `blocks`: how the checkpoint has the matrix, as Part says."""
         super().__init__()
         sizes = (out_features,) if isinstance(out_features, int) else out_features
-        self.parts = tuple(Part((n, in_features)) for n in sizes)
+        shapes = ((in_features, n) if is_transposed else (n, in_features) for n in sizes)
+        self.parts = tuple(Part(shape, is_transposed=is_transposed, blocks=blocks) for shape in shapes)
         self.dtype = dtype
         self.format: WeightFormat = Packed()
         self.has_bias = bias
@@ -36,8 +45,8 @@ class Projection(WeightedLayer):
         specs = self.format.specs(self.parts, self.dtype)
         if not self.has_bias:
             return specs
-        bias = WeightSpec(tuple(Part(part.shape[:1], part.rows) for part in self.parts), torch.float32)
-        return {**specs, "bias": bias}
+        parts = tuple(Part(part.arranged_shape[:1], part.rows, blocks=part.blocks) for part in self.parts)
+        return {**specs, "bias": WeightSpec(parts, torch.float32)}
 
     def set_weights(self, tensors: Mapping[str, Tensor]) -> None:
         self.weight = self.format.matrix(tensors, self.shape, self.dtype)
@@ -61,12 +70,44 @@ class Linear(Projection):
         return out
 
 
+class ScaledLinear(Linear):
+    """A Linear whose result is multiplied by a number, after what adapters add."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        multiplier: float,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        is_transposed: bool = False,
+    ) -> None:
+        super().__init__(in_features, out_features, bias=bias, dtype=dtype, is_transposed=is_transposed)
+        self.multiplier = multiplier
+
+    def forward(self, x: Tensor, batch: BatchTensors) -> Tensor:
+        """As Linear."""
+        out = super().forward(x, batch)
+        kernels.scale(out, self.multiplier)
+        return out
+
+
+def output_linear(
+    in_features: int, out_features: int, multiplier: float, *, bias: bool, dtype: torch.dtype, is_transposed: bool
+) -> Linear:
+    """A ScaledLinear if there is something to multiply by, and else a Linear."""
+    if multiplier == 1.0:
+        return Linear(in_features, out_features, bias=bias, dtype=dtype, is_transposed=is_transposed)
+    return ScaledLinear(in_features, out_features, multiplier, bias=bias, dtype=dtype, is_transposed=is_transposed)
+
+
 class LmHead(Projection):
     """The projection to the vocabulary; its result is float32 whatever the model computes in."""
 
-    def __init__(self, hidden_size: int, vocab_size: int, dtype: torch.dtype) -> None:
-        super().__init__(hidden_size, vocab_size, bias=False, dtype=dtype)
+    def __init__(self, hidden_size: int, vocab_size: int, dtype: torch.dtype, *, bias: bool = False) -> None:
+        super().__init__(hidden_size, vocab_size, bias=bias, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [num_rows, hidden] -> logits [num_rows, vocab] float32."""
-        return kernels.matmul(x, self.weight, None, torch.float32)
+        return kernels.matmul(x, self.weight, self.bias, torch.float32)

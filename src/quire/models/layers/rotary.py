@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -9,13 +10,38 @@ from torch import Tensor, nn
 from quire import kernels
 from quire.common.errors import CheckpointError, UnsupportedModelError
 from quire.config.hf_config import HFConfig
-from quire.config.model import ModelConfig, rope_config
+from quire.config.model import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RopeShape:
+    """What determines a table. Layers of equal shapes share one."""
+
+    parameters: HFConfig
+    """As `quire.config.model.rope_config` returns them."""
+    rotary_dim: int
+    """The first dimensions of a head are rotated, this many."""
+    is_interleaved: bool = False
+    """Whether dimensions 2i and 2i + 1 are rotated together, and not i and i + rotary_dim / 2."""
+
+    @classmethod
+    def read(
+        cls, parameters: HFConfig, head_dim: int, *, is_interleaved: bool = False, rotary_dim: int | None = None
+    ) -> "RopeShape":
+        """`rotary_dim`: if not given, the share of a head that the parameters name. Raises CheckpointError for an odd
+        number of dimensions, or for more than a head has."""
+        share = parameters.number("partial_rotary_factor")
+        rotary_dim = int(head_dim * share) if rotary_dim is None else rotary_dim
+        if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+            raise CheckpointError(
+                f"{parameters.source}: rotary embedding needs an even number of dimensions, not {rotary_dim}: head_dim "
+                f"is {head_dim}, and partial_rotary_factor is {share:g}"
+            )
+        return cls(parameters, rotary_dim, is_interleaved)
 
 
 class RotaryEmbedding(nn.Module):
     """Rotates query and key heads by their position, of which it takes one row: a token has one position.
-
-    One instance, and so one table, serves all layers of a model.
 
     The table is made once, for positions up to `config.max_model_len`. Dynamic NTK and longrope scaling depend, in
     transformers, on the longest sequence of the batch at hand; here they depend on max_model_len, so that a token's
@@ -24,28 +50,30 @@ class RotaryEmbedding(nn.Module):
     sequence of max_model_len tokens. Lower max_model_len to get the former.
     """
 
-    def __init__(self, config: ModelConfig, head_dim: int) -> None:
+    def __init__(self, config: ModelConfig, shape: RopeShape) -> None:
         super().__init__()
-        self.cos_sin = rotary_table(config, head_dim)  # [max_model_len, rotary_dim] float32
+        self.shape = shape
+        self.cos_sin = rotary_table(config, shape)  # [max_model_len, rotary_dim] float32
 
     def forward(self, positions: Tensor, *heads: Tensor) -> None:
         """Rotate each of `heads` [num_tokens, num_heads, head_dim] in place by positions [num_tokens]."""
         for x in heads:
-            kernels.rotary_embedding(x, positions, self.cos_sin)
+            kernels.rotary_embedding(x, positions, self.cos_sin, interleaved=self.shape.is_interleaved)
+
+    def rotate_pair(self, query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The same two, rotated in place."""
+        self(positions, query, key)
+        return query, key
 
 
-def rotary_table(config: ModelConfig, head_dim: int) -> Tensor:
+def rotary_table(config: ModelConfig, shape: RopeShape) -> Tensor:
     """Cosines, then sines, of every position: [max_model_len, rotary_dim] float32."""
-    rope = rope_config(config.hf_config)
+    rope = shape.parameters
     rope_type = rope.text("rope_type")
     if rope_type not in _SCALINGS:
         raise UnsupportedModelError(f"{rope.source}: rope_type is {rope_type!r}, supported are {', '.join(_SCALINGS)}")
-    if rope.number("partial_rotary_factor") != 1.0:
-        raise UnsupportedModelError(f"{rope.source}: partial_rotary_factor other than 1 is not supported")
-    if head_dim % 2:
-        raise CheckpointError(f"{config.hf_config.source}: rotary embedding needs an even head_dim, not {head_dim}")
     try:
-        inv_freq, attention_factor = _SCALINGS[rope_type](config, rope, head_dim)
+        inv_freq, attention_factor = _SCALINGS[rope_type](config, rope, shape.rotary_dim)
     except (ArithmeticError, ValueError) as error:  # a base of 1, a length of 1, ...
         raise CheckpointError(f"{rope.source}: these rope parameters make no sense: {dict(rope)}") from error
     angles = torch.arange(config.max_model_len, dtype=torch.float32)[:, None] * inv_freq  # [max_model_len, dim / 2]
@@ -66,7 +94,10 @@ def _linear(config: ModelConfig, rope: HFConfig, dim: int) -> tuple[Tensor, floa
 
 
 def _dynamic(config: ModelConfig, rope: HFConfig, dim: int) -> tuple[Tensor, float]:
-    """The base grows with the length, so that the lowest frequency is stretched fully and the highest not at all."""
+    """The base grows with the length, so that the lowest frequency is stretched fully and the highest not at all; or by
+    a fixed `alpha` (HunYuan)."""
+    if rope.get("alpha") is not None:
+        return 1.0 / _base_powers(dim, rope.number("rope_theta") * rope.number("alpha") ** (dim / (dim - 2))), 1.0
     factor, original = rope.number("factor"), config.max_position_embeddings
     stretch = factor * max(config.max_model_len, original) / original - (factor - 1)
     return 1.0 / _base_powers(dim, rope.number("rope_theta") * stretch ** (dim / (dim - 2))), 1.0

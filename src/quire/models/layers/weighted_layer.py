@@ -22,13 +22,40 @@ class Part:
     """A range of the first dimension. None: all of it."""
     columns: Range | None = None
     """A range of the second dimension. None: all of it."""
+    is_transposed: bool = False
+    """Whether the layer wants its transpose. All that follows, and rows and columns, are the transpose's."""
+    blocks: tuple[int, ...] | None = None
+    """The rows divide into this many blocks of equal length; the layer wants these of them in this order."""
+
+    @property
+    def is_arranged(self) -> bool:
+        """Whether the layer wants rows in another order, or the transpose."""
+        return self.is_transposed or self.blocks is not None
+
+    @property
+    def arranged_shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor as the layer wants it."""
+        return self.shape[::-1] if self.is_transposed else self.shape
 
     @property
     def size(self) -> tuple[int, ...]:
         """The shape of the range."""
-        ranges = (self.rows, self.columns)[: len(self.shape)]
-        sizes = (length if r is None else r[1] - r[0] for length, r in zip(self.shape, ranges, strict=False))
-        return (*sizes, *self.shape[2:])
+        shape = self.arranged_shape
+        ranges = (self.rows, self.columns)[: len(shape)]
+        sizes = (length if r is None else r[1] - r[0] for length, r in zip(shape, ranges, strict=False))
+        return (*sizes, *shape[2:])
+
+    def arranged(self, tensor: Tensor) -> Tensor:
+        """The whole tensor as the layer wants it, from that of the checkpoint; in new memory if rows are reordered."""
+        tensor = tensor.T if self.is_transposed else tensor
+        return tensor if self.blocks is None else self.reordered(tensor)
+
+    def reordered(self, rows: Tensor) -> Tensor:
+        """Rows of the transposed or plain tensor, or of another with as many of them, in the order of the blocks."""
+        if self.blocks is None:
+            return rows
+        blocks = rows.reshape(len(self.blocks), -1, *rows.shape[1:])
+        return blocks[list(self.blocks)].flatten(0, 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from quire.models.base import CausalLM, Model
 from quire.models.layers.weighted_layer import Part, WeightedLayer, WeightSpec
 from quire.models.registry import model_class
 from quire.models.weights.quantization import choose_formats
+from quire.models.weights.stacked import UnstackedCheckpoint
 
 _MAX_NAMED = 20
 """Weights that an error message names."""
@@ -43,7 +44,8 @@ class Assignment:
         """Whether the checkpoint holds the very tensor, so that nothing has to be copied."""
         only = self.spec.parts[0]
         stored = checkpoint.tensors[names[self.sources[0]]].dtype
-        return len(self.sources) == 1 and only.columns is None and getattr(torch, stored) is self.spec.dtype
+        is_whole_rows = len(self.sources) == 1 and only.columns is None and not only.is_arranged
+        return is_whole_rows and getattr(torch, stored) is self.spec.dtype
 
 
 def load_model(config: ModelConfig) -> Model:
@@ -54,7 +56,7 @@ def load_model(config: ModelConfig) -> Model:
     missing, unexpected, or of a wrong shape or dtype.
     """
     started = time.perf_counter()
-    checkpoint = open_checkpoint(config.path)
+    checkpoint = open_weights(config)
     model = build_model(config, checkpoint)
     loader = LayerLoader(model, config, checkpoint)
     is_quantized_now = config.quantization in QUANTIZATIONS and config.quant_method != QUANT_METHOD
@@ -102,7 +104,7 @@ class LayerLoader:
 
 def load_causal_lm(config: ModelConfig) -> CausalLM:
     """As load_model. Raises UnsupportedModelError, before any weight is read, if the model has no head."""
-    kind = model_class(config.architecture)
+    kind = model_class(config.architecture, config.model_impl)
     if not issubclass(kind, CausalLM):
         raise UnsupportedModelError(
             f"{config.model}: a {config.architecture} gives hidden states and has no language model head, so it cannot "
@@ -113,16 +115,23 @@ def load_causal_lm(config: ModelConfig) -> CausalLM:
     return model
 
 
+def open_weights(config: ModelConfig) -> Checkpoint:
+    """The tensors of the checkpoint, those of experts one by one. Raises CheckpointError, reads no weights."""
+    kind, checkpoint = model_class(config.architecture, config.model_impl), open_checkpoint(config.path)
+    stacks = kind.stacks(config)
+    return UnstackedCheckpoint(checkpoint, stacks) if stacks else checkpoint
+
+
 def build_model(config: ModelConfig, checkpoint: Checkpoint) -> Model:
     """The model without weights; its layers know in which formats they will want them."""
-    model = model_class(config.architecture)(config)
+    model = model_class(config.architecture, config.model_impl)(config)
     choose_formats(model, config, checkpoint)
     return model
 
 
 def weight_bytes(config: ModelConfig) -> int:
     """Memory the weights will take, as the layers keep them. Reads headers, no weights."""
-    model = build_model(dataclasses.replace(config, max_model_len=1), open_checkpoint(config.path))
+    model = build_model(dataclasses.replace(config, max_model_len=1), open_weights(config))
     return sum(assignment.spec.num_bytes for assignment in assignments(model))
 
 
@@ -163,11 +172,14 @@ def reading(checkpoint: Checkpoint, name: str, part: Part | None = None) -> Iter
     info = checkpoint.tensors[name]
     part = part or Part(info.shape)
     dtype: torch.dtype = getattr(torch, info.dtype)
-    with checkpoint.reading(name, part.rows) as data:
+    rows = None if part.is_arranged else part.rows
+    with checkpoint.reading(name, rows) as data:
         raw = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
         if raw.data_ptr() % dtype.itemsize:
             raw = raw.clone()  # the file leaves it unaligned
-        tensor = raw.view(dtype).view(dataclasses.replace(part, columns=None).size)
+        tensor = raw.view(dtype).view(Part(part.shape, rows).size)
+        if part.is_arranged:
+            tensor = part.arranged(tensor)[slice(*(part.rows or (None,)))]
         yield tensor if part.columns is None else tensor[:, slice(*part.columns)]
 
 

@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 
+from quire.common.errors import UnsupportedModelError
 from quire.config.checkpoint.gguf.hf_values import QUANT_METHOD as GGUF_METHOD
 from quire.config.checkpoint.tensors import Checkpoint, TensorInfo
 from quire.config.hf_config import HFConfig
@@ -104,6 +105,12 @@ def _as_stored(make: Callable[[HFConfig], _Find], model: Model, config: ModelCon
                 continue  # only GGUF files hold token tables that are not plain
             if not module.packed:
                 module.packed, module.format = True, Packed()
+        elif any(part.is_arranged for part in module.parts):
+            raise UnsupportedModelError(
+                f"{config.path}: weights quantized by {config.quant_method} are not supported for "
+                f"{config.architecture}, whose matrix {names[0]!r} has rows in an order of its own; quantize the "
+                "original checkpoint while it is loaded, with quantization='int8' or 'int4'"
+            )
         _set_stored(module, tuple(stored), is_expanded=config.quantization in QUANTIZATIONS)
 
 

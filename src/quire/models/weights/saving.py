@@ -17,7 +17,6 @@ from torch import Tensor
 from quire import kernels
 from quire.common.errors import ConfigError
 from quire.common.progress import progress
-from quire.config.checkpoint.formats import open_checkpoint
 from quire.config.checkpoint.gguf.files import is_gguf
 from quire.config.checkpoint.location import CONFIG_FILE, TOKENIZER_FILES
 from quire.config.checkpoint.safetensors import DTYPES, INDEX_FILE, SINGLE_FILE
@@ -30,7 +29,7 @@ from quire.models.layers.linear import Projection
 from quire.models.layers.stored import Expanded
 from quire.models.layers.stored.blocks import InBlocks
 from quire.models.layers.weight_format import Quantized
-from quire.models.weights.loader import LayerLoader, build_model, reading
+from quire.models.weights.loader import LayerLoader, build_model, open_weights, reading
 
 _SPELLINGS = {in_torch: spelling for spelling, (in_torch, _) in DTYPES.items()}
 _ALIGNMENT = 64
@@ -66,7 +65,7 @@ def save_quantized(config: ModelConfig, folder: Path, write_tokenizer: Callable[
         raise ConfigError(f"{folder} exists already: name a new folder")
     if kernels.isa() == "reference":
         raise ConfigError("quantized weights are saved in the native kernels' layout, and those are not in use")
-    checkpoint = open_checkpoint(config.path)
+    checkpoint = open_weights(config)
     tensors = _tensors(build_model(config, checkpoint), config, checkpoint)
     with _complete_or_absent(folder) as unfinished:
         _copy_files(config, unfinished)

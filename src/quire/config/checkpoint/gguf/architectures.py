@@ -25,6 +25,10 @@ _DECODER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
 }
 """The modules of Llama and its relatives."""
 _TENSOR = re.compile(r"(blk\.(?P<layer>\d+)\.)?(?P<module>\w+)\.(?P<kind>weight|bias)")
@@ -36,6 +40,8 @@ class Architecture:
 
     name: str
     """The class's name, as in a config.json."""
+    mixture: str | None = None
+    """The class's name where the header has a number of experts. None: such files are not supported."""
     modules: Mapping[str, str] = field(default_factory=lambda: _DECODER)
     """Module in the file -> module in a Hugging Face checkpoint, below `model.layers.N` if it is a layer's."""
     permuted: Mapping[str, str] = field(default_factory=dict)
@@ -64,12 +70,16 @@ class Architecture:
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(
-        "LlamaForCausalLM", permuted={"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
+        "LlamaForCausalLM",
+        "MixtralForCausalLM",
+        permuted={"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"},
     ),
+    "olmoe": Architecture("OlmoeForCausalLM", "OlmoeForCausalLM"),
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "qwen3": Architecture("Qwen3ForCausalLM"),
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM", "Qwen3MoeForCausalLM"),
 }
-"""By `general.architecture`. Mistral's models are `llama`."""
+"""By `general.architecture`. Mistral's and Mixtral's models are `llama`."""
 
 
 def architecture_of(metadata: HFConfig) -> Architecture:

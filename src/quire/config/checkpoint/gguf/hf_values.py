@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.common.errors import CheckpointError, UnsupportedModelError
-from quire.config.checkpoint.gguf.architectures import architecture_of
+from quire.config.checkpoint.gguf.architectures import Architecture, architecture_of
 from quire.config.checkpoint.gguf.files import GGUFModel
 from quire.config.checkpoint.gguf.header import Array
 from quire.config.checkpoint.tensors import MappedTensor
@@ -22,6 +22,8 @@ _ENDS = frozenset(
 )
 """Control tokens that end an answer in every model that has them, whatever the header's ids say."""
 _CONTROL = 3
+_SOFTMAX = 1
+"""of `expert_gating_func`"""
 _SAMPLING = {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
@@ -37,10 +39,11 @@ def hf_values(model: GGUFModel) -> HFConfig:
     keys = _Keys(metadata)
     embedding = _token_table(model)
     head_dim = keys.size("attention.key_length", embedding[1] // keys.size("attention.head_count"))
+    mixture = _mixture(keys, architecture)
     _refuse_others(keys, head_dim)
     window, context_len = keys.get("attention.sliding_window"), keys.size("context_length")
     has_window = window not in (None, 0) and keys.size("attention.sliding_window") < context_len
-    is_mistral = architecture.name == "LlamaForCausalLM" and has_window
+    is_mistral = architecture.name == "LlamaForCausalLM" and has_window and not mixture
     values: dict[str, Any] = {
         "architectures": ["MistralForCausalLM" if is_mistral else architecture.name],
         "model_type": "mistral" if is_mistral else metadata.text("general.architecture"),
@@ -60,6 +63,7 @@ def hf_values(model: GGUFModel) -> HFConfig:
         "attention_bias": architecture.name != "Qwen2ForCausalLM" and "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
     }
+    values |= mixture
     if has_window:
         values |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
     for role, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
@@ -124,10 +128,29 @@ def _token_table(model: GGUFModel) -> tuple[int, int]:
     return num_tokens, width
 
 
+def _mixture(keys: _Keys, architecture: Architecture) -> dict[str, Any]:
+    """The values of a mixture of experts; none for other models."""
+    if not keys.get("expert_count"):
+        return {}
+    if architecture.mixture is None:
+        raise keys.unsupported("expert_count", "mixtures of experts of this architecture are not supported")
+    neutral = {"expert_shared_count": 0, "expert_gating_func": _SOFTMAX, "expert_weights_scale": 1.0}
+    for key, value in (neutral | {"expert_group_count": 1}).items():
+        if keys.get(key) not in (None, 0, value):
+            raise keys.unsupported(key, "not supported")
+    num_experts = keys.size("expert_count")
+    return {
+        "architectures": [architecture.mixture],
+        "num_experts": num_experts,
+        "num_local_experts": num_experts,
+        "num_experts_per_tok": keys.size("expert_used_count"),
+        "moe_intermediate_size": keys.size("expert_feed_forward_length", keys.size("feed_forward_length")),
+        "norm_topk_prob": architecture.mixture == "Qwen3MoeForCausalLM",
+    }
+
+
 def _refuse_others(keys: _Keys, head_dim: int) -> None:
     """Raise UnsupportedModelError for what would otherwise be computed as if it were not there."""
-    if keys.get("expert_count"):
-        raise keys.unsupported("expert_count", "mixtures of experts are not supported")
     if keys.get("attention.causal") is False:
         raise keys.unsupported("attention.causal", "encoders are not supported")
     if keys.size("attention.value_length", head_dim) != head_dim:

@@ -1,11 +1,12 @@
-"""The residual sum, RMSNorm and LayerNorm, apart and in one."""
+"""Kernels that work on each row of activations alone: the residual sum, norms, activations, scaling, soft caps."""
 
 import torch
 from torch import Tensor
 
 from quire.kernels.backends import backend_of
 from quire.kernels.backends.base import Backend
-from quire.kernels.checks import DTYPES, refusal
+from quire.kernels.checks import ACTIVATIONS, DTYPES, refusal
+from quire.kernels.variants import XIELU, ActivationKind, ClampedSwiGLU
 
 
 def add(x: Tensor, residual: Tensor) -> None:
@@ -44,35 +45,75 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     return backend.add_rms_norm(x, residual, weight, eps)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """LayerNorm over the last dimension, as reference.layer_norm, into a new tensor.
 
-    x [..., hidden] float32 or bfloat16, contiguous; weight and bias [hidden] float32.
+    x [..., hidden] float32 or bfloat16, contiguous; weight and bias [hidden] float32; no bias: None.
     """
     backend, shape = backend_of(x), x.shape
     if (
         not shape
         or x.dtype not in DTYPES
         or not x.is_contiguous()
-        or not (_is_vector(backend, weight, shape[-1]) and _is_vector(backend, bias, shape[-1]))
+        or not _are_weights(backend, weight, bias, shape[-1])
     ):
         raise refusal("layer_norm", _LAYER_NORM_TAKES, x=x, weight=weight, bias=bias)
     return backend.layer_norm(x, weight, bias, eps)
 
 
-def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """`residual += x` in place, then LayerNorm of it into a new tensor; as reference.add_layer_norm.
 
-    x, residual [..., hidden] contiguous, of one dtype; weight and bias [hidden] float32.
+    x, residual [..., hidden] contiguous, of one dtype; weight and bias [hidden] float32; no bias: None.
     """
     backend, shape = backend_of(x), x.shape
-    if (
-        not shape
-        or not _are_rows(backend, shape, x, residual)
-        or not (_is_vector(backend, weight, shape[-1]) and _is_vector(backend, bias, shape[-1]))
-    ):
+    if not shape or not (_are_rows(backend, shape, x, residual) and _are_weights(backend, weight, bias, shape[-1])):
         raise refusal("add_layer_norm", _ADD_TAKES, x=x, residual=residual, weight=weight, bias=bias)
     return backend.add_layer_norm(x, residual, weight, bias, eps)
+
+
+def activation(x: Tensor, kind: ActivationKind) -> Tensor:
+    """Apply `kind` to each element of x [..., width] float32 or bfloat16, contiguous, into a new tensor."""
+    if x.dtype not in DTYPES or not _is_plain(kind) or not x.is_contiguous():
+        raise refusal("activation", f"x [..., width] {_ACTIVATION_TAKES} or an XIELU", x=x, kind=kind)
+    return backend_of(x).activation(x, kind)
+
+
+def gated_activation(x: Tensor, kind: ActivationKind) -> Tensor:
+    """`act(gate) * up` for x = [gate | up]: [num_tokens, 2 * width] contiguous -> [num_tokens, width].
+
+    A ClampedSwiGLU clamps both halves first and adds one to `up`.
+    """
+    shape, is_kind = x.shape, _is_plain(kind) or isinstance(kind, ClampedSwiGLU)
+    if x.dtype not in DTYPES or not is_kind or len(shape) != 2 or shape[1] % 2 or not x.is_contiguous():
+        takes = f"x [num_tokens, 2 * width] {_ACTIVATION_TAKES}, an XIELU or a ClampedSwiGLU"
+        raise refusal("gated_activation", takes, x=x, kind=kind)
+    return backend_of(x).gated_activation(x, kind)
+
+
+def scale(x: Tensor, factor: float) -> None:
+    """`x *= factor` in place: the factor as a float32, the product rounded to x's dtype.
+
+    x of any shape, float32 or bfloat16, contiguous.
+    """
+    if x.dtype not in DTYPES or not x.is_contiguous():
+        raise refusal("scale", "x float32 or bfloat16, contiguous", x=x, factor=factor)
+    backend_of(x).scale(x, factor)
+
+
+def softcap(x: Tensor, cap: float) -> None:
+    """`x = cap * tanh(x / cap)` in place, within 1e-6 of its value; x of any shape float32, contiguous; cap above 0."""
+    if x.dtype is not torch.float32 or not x.is_contiguous() or not cap > 0:
+        raise refusal("softcap", "x float32, contiguous, and a cap above 0", x=x, cap=cap)
+    backend_of(x).softcap(x, cap)
+
+
+def _is_plain(kind: ActivationKind) -> bool:
+    return kind in ACTIVATIONS if isinstance(kind, str) else isinstance(kind, XIELU)
+
+
+def _are_weights(backend: Backend, weight: Tensor, bias: Tensor | None, width: int) -> bool:
+    return _is_vector(backend, weight, width) and (bias is None or _is_vector(backend, bias, width))
 
 
 def _is_vector(backend: Backend, weight: Tensor, width: int) -> bool:
@@ -102,3 +143,4 @@ _ADD_TAKES = (
     "x and residual [..., hidden] of equal shape and dtype, float32 or bfloat16, contiguous, on one device; for a "
     f"norm, {_WEIGHTS}"
 )
+_ACTIVATION_TAKES = f"float32 or bfloat16, contiguous, and a kind of {', '.join(ACTIVATIONS)}"

@@ -1,0 +1,35 @@
+// Multiplying by a number, and capping softly, in place.
+#pragma once
+
+#include "isa/rows.h"
+#include "kernel_table.h"
+
+namespace quire::QUIRE_ISA {
+
+template <typename T, typename Change>
+static void change_rows(T* x, int64_t rows, int64_t width, const Change& change) {
+  for_rows(rows, width, [&](int64_t begin, int64_t end) {
+    T* from = x + begin * width;
+    for_parts((end - begin) * width, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+      store_some(from + i, change(load_some(from + i, n)), n);
+    });
+  });
+}
+
+template <typename T>
+static void scale(void* x, int64_t rows, int64_t width, float factor) {
+  change_rows(static_cast<T*>(x), rows, width, [=](f32 v) __attribute__((always_inline)) { return v * set1(factor); });
+}
+
+static void softcap(float* x, int64_t rows, int64_t width, float cap) {
+  const float inverse = 1.0f / cap;
+  change_rows(x, rows, width,
+              [=](f32 v) __attribute__((always_inline)) { return set1(cap) * tanh(v * set1(inverse)); });
+}
+
+static constexpr ScaleTable kScale = {
+    .scale = {scale<float>, scale<bf16>},
+    .softcap = softcap,
+};
+
+}  // namespace quire::QUIRE_ISA

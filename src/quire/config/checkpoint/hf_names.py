@@ -1,0 +1,64 @@
+"""The values of a config.json under the names that Quire reads, whatever its family calls them or leaves out."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.common.errors import CheckpointError
+from quire.common.log import logger
+from quire.config.hf_config import HFConfig
+
+_NAMES = {
+    "hidden_size": ("n_embd", "d_model", "n_embed"),
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
+    "num_key_value_heads": ("num_kv_heads", "n_head_kv"),
+    "intermediate_size": ("n_inner", "ffn_hidden_size", "ffn_dim"),
+    "max_position_embeddings": ("n_positions", "max_seq_len", "seq_length", "n_ctx"),
+    "hidden_act": ("activation_function", "hidden_activation", "activation"),
+    "layer_norm_eps": ("layer_norm_epsilon", "norm_epsilon", "norm_eps"),
+    "partial_rotary_factor": ("rotary_pct", "rope_pct"),
+    "rope_theta": ("rotary_emb_base",),
+}
+"""The name that Quire reads -> what families call it. The first that has a value counts."""
+
+_GEMMA3 = {
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131072,
+}
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "BloomForCausalLM": {"max_position_embeddings": 2048},
+    "FalconForCausalLM": {"max_position_embeddings": 2048},
+    "Gemma3ForConditionalGeneration": _GEMMA3,
+}
+"""Architecture -> values that its published configs leave out. BLOOM's and Falcon's are the lengths trained on."""
+_TEXT_PART = "text_config"
+_NESTED = ("Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration")
+"""Architectures with a text model that Quire runs, and other parts that it leaves out."""
+
+
+def standard_names(hf: HFConfig) -> HFConfig:
+    """The same values, and those that have another name under the one that Quire reads too; of a model for text and
+    images, the values of its text part. Raises CheckpointError for a config that lacks that part."""
+    named = hf.get("architectures")
+    architecture = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
+    stated = _text_values(hf) if architecture in _NESTED else dict(hf)
+    values = {**_DEFAULTS.get(architecture, {}), **stated}
+    for name, theirs in _NAMES.items():
+        stated_as = next((each for each in (name, *theirs) if stated.get(each) is not None), None)
+        if stated_as is not None:
+            values[name] = stated[stated_as]
+    return HFConfig(values, hf.source)
+
+
+def _text_values(hf: HFConfig) -> dict[str, Any]:
+    """The values of the text part, and those outside of it, which count where both have one."""
+    text = hf.section(_TEXT_PART)
+    if text is None and "hidden_size" not in hf:
+        raise CheckpointError(f"{hf.source} has no {_TEXT_PART!r}: this checkpoint is incomplete")
+    if text is None:
+        return dict(hf)  # saved by Quire
+    logger.info("%s describes a model that reads images too: Quire loads its text model alone", hf.source)
+    outer = {name: value for name, value in hf.items() if name != _TEXT_PART and value is not None}
+    return {**text, **outer}

@@ -1,0 +1,122 @@
+"""What a layer of a mixture of experts gives its kernels: routing, the experts' matrices, and the grouping."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from quire.common.errors import KernelError
+from quire.kernels.checks import refusal
+from quire.kernels.weights import FORMATS, Matrix, PackedWeight, QuantizedWeight, StackedWeight
+
+SCORINGS = ("softmax", "sigmoid", "sparsemixer")
+"""What logits become. A scoring's index here is its number in csrc/kernel_table.h."""
+MAX_EXPERTS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Which experts a token goes to, and what their results count.
+
+    Scores are a `softmax` over all experts, or the `sigmoid` of each logit. The `top_k` experts with the largest scores
+    are chosen, best first. A softmax over the chosen logits alone is `softmax` with `is_normalized`.
+
+    `sparsemixer` (Liu et al. 2023): the largest logit counts its share in a softmax over those that are less than
+    2 * `jitter` below it, relative to the larger magnitude; the next one likewise, without the logits chosen before.
+    """
+
+    top_k: int
+    num_experts: int
+    scoring: str = "softmax"
+    is_normalized: bool = False
+    """Whether the weights of a token are divided by their sum."""
+    scale: float = 1.0
+    """What all weights are multiplied with, at the end."""
+    num_groups: int = 1
+    """Groups of neighbouring experts, as many in each."""
+    top_groups: int = 1
+    """How many groups a token's experts are chosen from: those with the best experts."""
+    has_pairs: bool = False
+    """Whether a group is as good as its two best experts together, instead of its best one."""
+    jitter: float = 0.0
+
+    def __post_init__(self) -> None:
+        size = self.num_experts // max(self.num_groups, 1)
+        if not (
+            0 < self.num_experts <= MAX_EXPERTS
+            and 0 < self.top_groups <= self.num_groups
+            and size * self.num_groups == self.num_experts
+            and 0 < self.top_k <= size * self.top_groups
+            and self.scoring in SCORINGS
+            and (size > 1 or not self.has_pairs)
+        ):
+            raise KernelError(
+                f"{self}: there must be at most {MAX_EXPERTS} experts in equal groups, top_k experts in top_groups of "
+                f"them, two in a group with has_pairs, and a scoring of {', '.join(SCORINGS)}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRows:
+    """The pairs of a token and one of its experts, grouped by expert. Pair t * top_k + rank is a token's at a rank."""
+
+    top_k: int
+    starts: Tensor
+    """[num_experts + 1] int32: where the pairs of each expert begin"""
+    pairs: Tensor
+    """[num_tokens * top_k] int32: the pairs in the order of their experts, and within an expert in their own"""
+    places: Tensor
+    """[num_tokens * top_k] int32: the place of each pair in that order"""
+
+
+class ExpertWeights:
+    """A matrix [n, k] for each expert of a layer, with biases [n] float32 or without. It keeps them alive.
+
+    Matrices may be of any formats, and consist of several parts if all of them are cut alike.
+    """
+
+    def __init__(self, matrices: Sequence[Matrix], biases: Sequence[Tensor] | None = None) -> None:
+        self.experts = [each.parts if isinstance(each, StackedWeight) else (each,) for each in matrices]
+        """The parts of each."""
+        self.biases = biases
+        first = matrices[0]
+        self.n, self.k, self.dtype = first.n, first.k, first.dtype
+        self.sizes = tuple(part.n for part in self.experts[0])
+        """The rows of each part."""
+        if any(
+            (tuple(part.n for part in parts), each.k, each.dtype) != (self.sizes, self.k, self.dtype)
+            for parts, each in zip(self.experts, matrices, strict=True)
+        ) or (biases is not None and any(bias.shape != (self.n,) or not bias.is_contiguous() for bias in biases)):
+            raise refusal(
+                "ExpertWeights",
+                f"matrices in parts of {self.sizes} rows of {self.k}, {self.dtype}, and contiguous biases [{self.n}]",
+                matrices=[(each.n, each.k, each.dtype) for each in matrices],
+                biases=None if biases is None else [tuple(bias.shape) for bias in biases],
+            )
+        self.entries = np.array([self._entry(e, part) for part in range(len(self.sizes)) for e in range(len(matrices))])
+        """[parts * num_experts, 5] int64: ExpertEntry of csrc/kernel_table.h. No tensor: it may be made while kernels
+        are recorded."""
+        self.formats = [
+            {(part.format, part.scale_range) if isinstance(part, QuantizedWeight) else None for part in of_experts}
+            for of_experts in zip(*self.experts, strict=True)
+        ]
+        """The formats and scale ranges in each part; None for packed matrices."""
+
+    @property
+    def num_experts(self) -> int:
+        """How many matrices there are."""
+        return len(self.experts)
+
+    def bias(self, expert: int, part: int) -> Tensor | None:
+        """The bias of a part of an expert's matrix, [rows of the part]."""
+        start = sum(self.sizes[:part])
+        return None if self.biases is None else self.biases[expert][start : start + self.sizes[part]]
+
+    def _entry(self, expert: int, part: int) -> tuple[int, int, int, int, int]:
+        weight, bias = self.experts[expert][part], self.bias(expert, part)
+        bias_at = 0 if bias is None else bias.data_ptr()
+        if isinstance(weight, PackedWeight):
+            return weight.address, bias_at, 0, -1, 0
+        order = 0 if weight.order is None else weight.order.data_ptr()
+        return weight.address, bias_at, order, FORMATS.index(weight.format), weight.scale_range

@@ -1,0 +1,131 @@
+"""A layer's attention: projections, norms and rotation of heads, and the paged attention of the layer library."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from quire.kernels import AttentionVariant
+from quire.models.decoder.shapes import AttentionShape, HeadNormShape, QKVLayout, Span
+from quire.models.layers.attention import Attention, SinkAttention
+from quire.models.layers.batch_tensors import BatchTensors, LayerKVCache
+from quire.models.layers.linear import Linear, output_linear
+from quire.models.layers.norm import Norm, RMSNorm, make_norm
+from quire.models.layers.rotary import RotaryEmbedding
+
+HeadStep = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""From query, key [num_tokens, num_heads, head_dim] and positions [num_tokens] to query and key. It may write to those
+that it gets."""
+
+
+class SelfAttention(nn.Module):
+    """Causal attention of one layer."""
+
+    def __init__(
+        self, shape: AttentionShape, hidden_size: int, dtype: torch.dtype, rotary: RotaryEmbedding | None
+    ) -> None:
+        super().__init__()
+        head_dim = self.head_dim = shape.head_dim
+        num_heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+        sizes = tuple(n * head_dim for n in num_heads)
+        is_apart, is_transposed = shape.qkv_layout is QKVLayout.APART, shape.is_transposed
+        self.qkv_proj = Linear(
+            hidden_size,
+            sizes if is_apart else sum(sizes),
+            bias=shape.qkv_bias,
+            dtype=dtype,
+            is_transposed=is_transposed,
+            blocks=_blocks(shape),
+        )
+        self.o_proj = output_linear(
+            sizes[0],
+            hidden_size,
+            shape.output_multiplier,
+            bias=shape.o_bias,
+            dtype=dtype,
+            is_transposed=is_transposed,
+        )
+        self.attn = _paged_attention(shape)
+        self._heads = self._make_heads(shape, num_heads, rotary)
+
+    def _make_heads(
+        self, shape: AttentionShape, num_heads: tuple[int, int, int], rotary: RotaryEmbedding | None
+    ) -> "RotatedHeads | SteppedHeads":
+        if rotary is not None and shape.head_norm is None:
+            return RotatedHeads(num_heads, rotary)
+        steps: list[HeadStep] = [] if rotary is None else [rotary.rotate_pair]
+        if shape.head_norm is not None:
+            self.q_norm = _head_norm(shape.head_norm, shape.num_heads, shape.head_dim)
+            self.k_norm = _head_norm(shape.head_norm, shape.num_kv_heads, shape.head_dim)
+            steps.insert(len(steps) if shape.head_norm.after_rope else 0, self._norm_pair)
+        return SteppedHeads(num_heads, tuple(steps))
+
+    def forward(self, x: Tensor, batch: BatchTensors, kv: LayerKVCache) -> Tensor:
+        """x [num_tokens, hidden] -> as x; writes keys and values of the tokens into `kv`."""
+        heads = self.qkv_proj(x, batch).unflatten(1, (-1, self.head_dim))  # [num_tokens, all heads, head_dim]
+        query, key, value = self._heads(heads, batch.positions)
+        out: Tensor = self.o_proj(self.attn(query, key, value, batch, kv).flatten(1), batch)
+        return out
+
+    def _norm_pair(self, query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return self.q_norm(query), self.k_norm(key)
+
+
+class RotatedHeads:
+    """Splits heads into queries, keys and values, of which the first two are rotated in one call: they lie side by
+    side."""
+
+    def __init__(self, num_heads: tuple[int, int, int], rotary: RotaryEmbedding) -> None:
+        self._num_heads = num_heads
+        self._rotary = rotary
+
+    def __call__(self, heads: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """heads [num_tokens, all heads, head_dim] -> query, key, value [num_tokens, their heads, head_dim]."""
+        self._rotary(positions, heads[:, : -self._num_heads[2]])
+        query, key, value = heads.split_with_sizes(self._num_heads, dim=1)
+        return query, key, value
+
+
+class SteppedHeads:
+    """Splits heads into queries, keys and values, and takes the first two through steps."""
+
+    def __init__(self, num_heads: tuple[int, int, int], steps: tuple[HeadStep, ...]) -> None:
+        self._num_heads = num_heads
+        self._steps = steps
+
+    def __call__(self, heads: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """heads [num_tokens, all heads, head_dim] -> query, key, value [num_tokens, their heads, head_dim]."""
+        query, key, value = heads.split_with_sizes(self._num_heads, dim=1)
+        for step in self._steps:
+            query, key = step(query, key, positions)
+        return query, key, value
+
+
+class ProjectionNorm(RMSNorm):
+    """RMSNorm over all heads of a token together."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [num_tokens, num_heads, head_dim], each token's heads in one piece -> as x, in new memory."""
+        return super().forward(x.flatten(1).unsqueeze(1)).view(x.shape)
+
+
+def _head_norm(shape: HeadNormShape, num_heads: int, head_dim: int) -> Norm:
+    if shape.span is Span.PROJECTION:
+        return ProjectionNorm(num_heads * head_dim, shape.norm)
+    return make_norm(head_dim, shape.norm)
+
+
+def _paged_attention(shape: AttentionShape) -> Attention:
+    slopes = None if shape.slopes is None else torch.tensor(shape.slopes)
+    variant = AttentionVariant(shape.sliding_window, shape.chunk_size, shape.softcap, slopes=slopes)
+    return SinkAttention(shape.scale, variant, shape.num_heads) if shape.has_sinks else Attention(shape.scale, variant)
+
+
+def _blocks(shape: AttentionShape) -> tuple[int, ...] | None:
+    """The heads of the checkpoint's tensor in the order queries, keys, values; None if that is its order."""
+    if shape.qkv_layout is not QKVLayout.BY_GROUP:
+        return None
+    num_groups, num_queries = shape.num_kv_heads, shape.num_heads // shape.num_kv_heads
+    groups = [range(group * (num_queries + 2), (group + 1) * (num_queries + 2)) for group in range(num_groups)]
+    queries = [head for group in groups for head in group[:num_queries]]
+    return (*queries, *(group[-2] for group in groups), *(group[-1] for group in groups))

@@ -1,0 +1,174 @@
+"""One class for each arrangement of norms, attention and MLP.
+
+A layer gets `x`, which is not yet added to `residual`, and returns the same two, so that a sum and the norm after it
+are one kernel. Where nothing is to be added, x is None. A layer may write to both.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from quire import kernels
+from quire.models.decoder.attention import SelfAttention
+from quire.models.decoder.mlp import make_mlp
+from quire.models.decoder.shapes import Arrangement, LayerShape
+from quire.models.layers.batch_tensors import BatchTensors, LayerKVCache
+from quire.models.layers.norm import Norm, make_norm
+from quire.models.layers.rotary import RotaryEmbedding
+
+Sum = Callable[[Any, Tensor], Tensor]
+"""From x and residual [num_tokens, hidden]: adds x to residual, unless x is None, and returns the norm of residual, or
+residual itself if there is no norm."""
+
+
+def summing(norm: Norm | None, *, has_x: bool) -> Sum:
+    """The function for a norm, and for an x that is never None (has_x) or always."""
+    if norm is None:
+        return _add if has_x else lambda _, residual: residual
+    return norm.add if has_x else lambda _, residual: norm(residual)
+
+
+def _add(x: Tensor, residual: Tensor) -> Tensor:
+    kernels.add(x, residual)
+    return residual
+
+
+class DecoderLayer(nn.Module, ABC):
+    """Attention and MLP. The norms and their order are a subclass's."""
+
+    returns_x: ClassVar[bool] = True
+    """Whether the x that it returns is never None."""
+
+    def __init__(
+        self, shape: LayerShape, hidden_size: int, dtype: torch.dtype, rotary: RotaryEmbedding | None, has_x: bool
+    ) -> None:
+        """`has_x`: whether the x that it gets is never None."""
+        super().__init__()
+        self.self_attn = SelfAttention(shape.attention, hidden_size, dtype, rotary)
+        self.mlp = make_mlp(shape.mlp, hidden_size, dtype)
+        self._make_norms(lambda: make_norm(hidden_size, shape.norm), has_x)
+
+    @abstractmethod
+    def _make_norms(self, make: Callable[[], Norm], has_x: bool) -> None:
+        """Set the attributes that `forward` uses besides self_attn and mlp."""
+
+    @abstractmethod
+    def forward(
+        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerKVCache
+    ) -> tuple[Tensor | None, Tensor]:
+        """x and residual [num_tokens, hidden] -> the same two."""
+
+
+class PreNormLayer(DecoderLayer):
+    """Norms before attention and MLP."""
+
+    def _make_norms(self, make: Callable[[], Norm], has_x: bool) -> None:
+        self.input_layernorm, self.post_attention_layernorm = make(), make()
+        self.enter = summing(self.input_layernorm, has_x=has_x)
+
+    def forward(
+        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerKVCache
+    ) -> tuple[Tensor | None, Tensor]:
+        attended = self.self_attn(self.enter(x, residual), batch, kv)
+        return self.mlp(self.post_attention_layernorm.add(attended, residual), batch), residual
+
+
+class ResidualAfterNormLayer(PreNormLayer):
+    """Norms before attention and MLP, whose results are added to what the norms gave."""
+
+    def forward(
+        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerKVCache
+    ) -> tuple[Tensor | None, Tensor]:
+        normed = self.enter(x, residual)
+        normed_again = self.post_attention_layernorm.add(self.self_attn(normed, batch, kv), normed)
+        return self.mlp(normed_again, batch), normed_again
+
+
+class PostNormLayer(DecoderLayer):
+    """Norms of the sums with what attention and MLP give; they become the residual."""
+
+    returns_x = False
+
+    def _make_norms(self, make: Callable[[], Norm], has_x: bool) -> None:
+        self.input_layernorm, self.post_attention_layernorm = make(), make()
+
+    def forward(
+        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerKVCache
+    ) -> tuple[Tensor | None, Tensor]:
+        hidden = self.input_layernorm.add(self.self_attn(residual, batch, kv), residual)
+        return None, self.post_attention_layernorm.add(self.mlp(hidden, batch), hidden)
+
+
+class OutputNormLayer(DecoderLayer):
+    """Norms of what attention and MLP give, before it is summed."""
+
+    def _make_norms(self, make: Callable[[], Norm], has_x: bool) -> None:
+        self.post_attention_layernorm, self.post_feedforward_layernorm = make(), make()
+        self.enter = summing(None, has_x=has_x)
+
+    def forward(
+        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerKVCache
+    ) -> tuple[Tensor | None, Tensor]:
+        attended = self.self_attn(self.enter(x, residual), batch, kv)
+        kernels.add(self.post_attention_layernorm(attended), residual)
+        return self.post_feedforward_layernorm(self.mlp(residual, batch)), residual
+
+
+class SandwichLayer(DecoderLayer):
+    """Norms before attention and MLP, and of what they give before it is summed."""
+
+    def _make_norms(self, make: Callable[[], Norm], has_x: bool) -> None:
+        self.input_layernorm, self.post_attention_layernorm = make(), make()
+        self.pre_feedforward_layernorm, self.post_feedforward_layernorm = make(), make()
+        self.enter = summing(self.input_layernorm, has_x=has_x)
+
+    def forward(
+        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerKVCache
+    ) -> tuple[Tensor | None, Tensor]:
+        attended = self.post_attention_layernorm(self.self_attn(self.enter(x, residual), batch, kv))
+        normed = self.pre_feedforward_layernorm.add(attended, residual)
+        return self.post_feedforward_layernorm(self.mlp(normed, batch)), residual
+
+
+class ParallelLayer(DecoderLayer):
+    """One norm, which both attention and MLP read."""
+
+    def _make_norms(self, make: Callable[[], Norm], has_x: bool) -> None:
+        self.input_layernorm = make()
+        self.enter = summing(self.input_layernorm, has_x=has_x)
+
+    def forward(
+        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerKVCache
+    ) -> tuple[Tensor | None, Tensor]:
+        normed = self.enter(x, residual)
+        attended = self.self_attn(normed, batch, kv)
+        return _add(self.mlp(normed, batch), attended), residual
+
+
+class ParallelTwoNormsLayer(DecoderLayer):
+    """Attention and MLP read the same residual, each through its own norm."""
+
+    def _make_norms(self, make: Callable[[], Norm], has_x: bool) -> None:
+        self.input_layernorm, self.post_attention_layernorm = make(), make()
+        self.enter = summing(self.input_layernorm, has_x=has_x)
+
+    def forward(
+        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerKVCache
+    ) -> tuple[Tensor | None, Tensor]:
+        attended = self.self_attn(self.enter(x, residual), batch, kv)
+        return _add(self.mlp(self.post_attention_layernorm(residual), batch), attended), residual
+
+
+LAYERS: dict[Arrangement, type[DecoderLayer]] = {
+    Arrangement.PRE_NORM: PreNormLayer,
+    Arrangement.POST_NORM: PostNormLayer,
+    Arrangement.OUTPUT_NORM: OutputNormLayer,
+    Arrangement.SANDWICH: SandwichLayer,
+    Arrangement.PARALLEL: ParallelLayer,
+    Arrangement.PARALLEL_TWO_NORMS: ParallelTwoNormsLayer,
+    Arrangement.RESIDUAL_AFTER_NORM: ResidualAfterNormLayer,
+}
+"""The class that computes each arrangement."""

@@ -1,0 +1,61 @@
+"""The MLP of a layer, gated or plain, or its experts."""
+
+import torch
+from torch import Tensor, nn
+
+from quire import kernels
+from quire.models.decoder.shapes import MLPShape
+from quire.models.layers.activation import Activation, LearnedXIELU
+from quire.models.layers.batch_tensors import BatchTensors
+from quire.models.layers.experts import Experts, ExpertsShape
+from quire.models.layers.linear import Linear, output_linear
+
+
+class GatedMLP(nn.Module):
+    """`down(act(gate(x)) * up(x))` (Shazeer 2020)."""
+
+    def __init__(self, shape: MLPShape, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        widths = 2 * shape.width if shape.is_stacked else (shape.width, shape.width)
+        self.gate_up_proj = Linear(hidden_size, widths, bias=shape.up_bias, dtype=dtype)
+        self.down_proj = output_linear(
+            shape.width, hidden_size, shape.output_multiplier, bias=shape.down_bias, dtype=dtype, is_transposed=False
+        )
+        self.act = shape.activation
+
+    def forward(self, x: Tensor, batch: BatchTensors) -> Tensor:
+        """x [num_tokens, hidden] -> as x."""
+        out: Tensor = self.down_proj(kernels.gated_activation(self.gate_up_proj(x, batch), self.act), batch)
+        return out
+
+
+class PlainMLP(nn.Module):
+    """`down(act(up(x)))`."""
+
+    def __init__(self, shape: MLPShape, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        width, is_transposed = shape.width, shape.is_transposed
+        self.up_proj = Linear(hidden_size, width, bias=shape.up_bias, dtype=dtype, is_transposed=is_transposed)
+        self.down_proj = output_linear(
+            width,
+            hidden_size,
+            shape.output_multiplier,
+            bias=shape.down_bias,
+            dtype=dtype,
+            is_transposed=is_transposed,
+        )
+        self.act_fn = LearnedXIELU() if shape.activation == "xielu" else Activation(shape.activation)
+
+    def forward(self, x: Tensor, batch: BatchTensors) -> Tensor:
+        """x [num_tokens, hidden] -> as x."""
+        out: Tensor = self.down_proj(self.act_fn(self.up_proj(x, batch)), batch)
+        return out
+
+
+def make_mlp(shape: MLPShape | ExpertsShape, hidden_size: int, dtype: torch.dtype) -> nn.Module:
+    """The module that computes it: `forward(x, batch)`."""
+    if isinstance(shape, ExpertsShape):
+        width = shape.shared_width
+        shared = None if width is None else GatedMLP(MLPShape(width, shape.activation), hidden_size, dtype)
+        return Experts(shape, hidden_size, dtype, shared)
+    return (GatedMLP if shape.is_gated else PlainMLP)(shape, hidden_size, dtype)

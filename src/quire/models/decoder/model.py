@@ -1,0 +1,189 @@
+"""The decoder: one class, which a family describes from its config."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from quire import kernels
+from quire.config.hf_config import HFConfig
+from quire.config.kv_cache import KVCacheSpec, attention_spec
+from quire.config.model import ModelConfig, rope_config
+from quire.models.base import CausalLM
+from quire.models.decoder.layers import LAYERS, DecoderLayer, summing
+from quire.models.decoder.reading import read_heads
+from quire.models.decoder.shapes import AttentionShape, DecoderShape, LayerShape, MLPShape
+from quire.models.layers.activation import activation_kind
+from quire.models.layers.batch_tensors import BatchTensors, LayerKVCache
+from quire.models.layers.embedding import Embedding, TiedLmHead, token_table
+from quire.models.layers.experts import ExpertsShape
+from quire.models.layers.linear import Linear, LmHead
+from quire.models.layers.norm import NormShape, make_norm
+from quire.models.layers.rotary import RopeShape, RotaryEmbedding
+from quire.models.weights.stacked import STACKS, Stack
+
+Step = Callable[[Tensor, BatchTensors], Tensor]
+"""From [num_tokens, one width] to [num_tokens, the same or another width]. It may write to what it gets."""
+
+
+class Decoder(CausalLM):
+    """A decoder as `shape` describes it.
+
+    A family overrides `shape`, or only the parts of it that differ from those of Llama without biases: `layer_shape`,
+    `attention_shape`, `mlp_shape`, `experts_shape`, `norm_shape`, `rope_shape`. They take the layer's number, and read
+    the config alone.
+    """
+
+    renames: ClassVar[tuple[tuple[str, str], ...]] = ((r"^model\.", ""),)
+    fused: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+        "gate_up_proj": ("gate_proj", "up_proj"),
+    }
+    ties_by_default: ClassVar[bool] = False
+    """Whether a config without `tie_word_embeddings` means a head that uses the token table."""
+    has_interleaved_rope: ClassVar[bool] = False
+    """Whether heads are rotated in pairs of neighbouring dimensions."""
+    default_head_dim: ClassVar[int | None] = None
+    """The head_dim of a config without the key. None: hidden_size divided by the number of heads."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        shape = self.shape(config)
+        self.embed_tokens = token_table(
+            config.vocab_size, shape.embed_width, shape.embed_multiplier, shape.dtype, packed=shape.is_tied
+        )
+        self._before = self._make_inputs(shape)
+        self.rotary = nn.ModuleList()
+        self.layers = nn.ModuleList()
+        has_x = False
+        for layer in shape.layers:
+            made = self._make_layer(config, layer, shape, has_x)
+            has_x = made.returns_x
+            self.layers.append(made)
+        self.norm = None if shape.final_norm is None else make_norm(shape.hidden_size, shape.final_norm)
+        self._sum = summing(self.norm, has_x=has_x)
+        self._after: list[Step] = []
+        if shape.embed_width != shape.hidden_size:
+            self.project_out = Linear(shape.hidden_size, shape.embed_width, bias=False, dtype=shape.dtype)
+            self._after.append(self.project_out)
+        self.lm_head = (
+            TiedLmHead(self.embed_tokens)
+            if shape.is_tied
+            else LmHead(shape.embed_width, config.vocab_size, shape.dtype, bias=shape.head_bias)
+        )
+
+        self._logit_changes: list[Callable[[Tensor], None]] = []
+        if shape.logit_multiplier != 1.0:
+            self._logit_changes.append(partial(kernels.scale, factor=shape.logit_multiplier))
+        if shape.logit_softcap is not None:
+            self._logit_changes.append(partial(kernels.softcap, cap=shape.logit_softcap))
+
+    def _make_inputs(self, shape: DecoderShape) -> list[Step]:
+        """What is done to the embeddings before the first layer."""
+        steps: list[Step] = []
+        if shape.embed_width != shape.hidden_size:
+            self.project_in = Linear(shape.embed_width, shape.hidden_size, bias=False, dtype=shape.dtype)
+            steps.append(self.project_in)
+        if shape.positions is not None:
+            rows, first = shape.positions.num_rows, shape.positions.first_row
+            self.embed_positions = Embedding(rows, shape.hidden_size, shape.dtype, first_row=first)
+            steps.append(self._add_positions)
+        if shape.embed_norm is not None:
+            self.embed_norm = make_norm(shape.hidden_size, shape.embed_norm)
+            steps.append(lambda x, _: self.embed_norm(x))
+        return steps
+
+    def _add_positions(self, x: Tensor, batch: BatchTensors) -> Tensor:
+        kernels.add(self.embed_positions(batch.positions), x)
+        return x
+
+    def _make_layer(self, config: ModelConfig, layer: LayerShape, shape: DecoderShape, has_x: bool) -> DecoderLayer:
+        rotary = None if layer.attention.rope is None else self._rotary_of(config, layer.attention.rope)
+        return LAYERS[layer.arrangement](layer, shape.hidden_size, shape.dtype, rotary, has_x)
+
+    def _rotary_of(self, config: ModelConfig, rope: RopeShape) -> RotaryEmbedding:
+        """That of an earlier layer of equal shape, or else a new one."""
+        for made in self.rotary:
+            if isinstance(made, RotaryEmbedding) and made.shape == rope:
+                return made
+        self.rotary.append(RotaryEmbedding(config, rope))
+        return self._rotary_of(config, rope)
+
+    @classmethod
+    def stacks(cls, config: ModelConfig) -> tuple[Stack, ...]:
+        return STACKS
+
+    @classmethod
+    def shape(cls, config: ModelConfig) -> DecoderShape:
+        """What the config says. Raises CheckpointError or UnsupportedModelError for one that cannot be run."""
+        hf = config.hf_config
+        return DecoderShape(
+            hidden_size=hf.size("hidden_size"),
+            layers=tuple(cls.layer_shape(hf, layer) for layer in range(hf.size("num_hidden_layers"))),
+            final_norm=cls.norm_shape(hf),
+            is_tied=hf.flag("tie_word_embeddings", cls.ties_by_default),
+            dtype=getattr(torch, config.dtype),
+            embed_width=hf.size("hidden_size"),
+        )
+
+    @classmethod
+    def layer_shape(cls, hf: HFConfig, layer: int) -> LayerShape:
+        """Of layer number `layer`."""
+        mlp = cls.experts_shape(hf, layer) or cls.mlp_shape(hf, layer)
+        return LayerShape(cls.attention_shape(hf, layer), mlp, cls.norm_shape(hf))
+
+    @classmethod
+    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
+        """Of layer number `layer`: here full attention without biases."""
+        num_heads, num_kv_heads, head_dim = read_heads(hf, cls.default_head_dim)
+        rope = cls.rope_shape(hf, layer, head_dim)
+        return AttentionShape(num_heads, num_kv_heads, head_dim, scale=head_dim**-0.5, rope=rope)
+
+    @classmethod
+    def rope_shape(cls, hf: HFConfig, layer: int, head_dim: int) -> RopeShape | None:
+        """Of layer number `layer`; None if it does not rotate heads."""
+        return RopeShape.read(rope_config(hf), head_dim, is_interleaved=cls.has_interleaved_rope)
+
+    @classmethod
+    def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:
+        """Of layer number `layer`: here gated, without biases."""
+        return MLPShape(hf.size("intermediate_size"), activation_kind(hf, "hidden_act", "silu"))
+
+    @classmethod
+    def experts_shape(cls, hf: HFConfig, layer: int) -> ExpertsShape | None:
+        """Of layer number `layer`; None if it has an MLP."""
+        return None
+
+    @classmethod
+    def norm_shape(cls, hf: HFConfig) -> NormShape:
+        """Of the norms over the hidden size."""
+        return NormShape(hf.number("rms_norm_eps", 1e-6))
+
+    @classmethod
+    def kv_cache_specs(cls, config: ModelConfig) -> list[KVCacheSpec]:
+        attention = (layer.attention for layer in cls.shape(config).layers)
+        return [attention_spec(a.num_kv_heads, a.head_dim, config.dtype, a.sliding_window) for a in attention]
+
+    @classmethod
+    def ties_embeddings(cls, config: ModelConfig) -> bool:
+        return cls.shape(config).is_tied
+
+    def forward(self, batch: BatchTensors, kv: Sequence[LayerKVCache]) -> Tensor:
+        residual = self.embed(batch)  # [num_tokens, embed_width]
+        for step in self._before:
+            residual = step(residual, batch)  # at last [num_tokens, hidden]
+        x: Tensor | None = None
+        for layer, layer_kv in zip(self.layers, kv, strict=True):
+            x, residual = layer(x, residual, batch, layer_kv)
+        hidden = self._sum(x, residual)
+        for step in self._after:
+            hidden = step(hidden, batch)
+        return hidden
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        logits = super().compute_logits(hidden)
+        for change in self._logit_changes:
+            change(logits)
+        return logits

@@ -1,0 +1,60 @@
+"""What many families read from their configs in the same way."""
+
+from collections.abc import Callable
+from typing import Any
+
+from quire import kernels
+from quire.common.errors import CheckpointError, KernelError, UnsupportedModelError
+from quire.config.hf_config import HFConfig
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def read_heads(hf: HFConfig, head_dim: int | None = None) -> tuple[int, int, int]:
+    """num_heads, num_kv_heads and head_dim. `head_dim` is that of a config without the key; None: hidden_size divided
+    by the number of heads. Raises CheckpointError if these do not fit together."""
+    hidden_size, num_heads = hf.size("hidden_size"), hf.size("num_attention_heads")
+    num_kv_heads = hf.size("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise CheckpointError(
+            f"{hf.source}: {num_heads} attention heads cannot share {num_kv_heads} key/value heads evenly"
+        )
+    if hf.get("head_dim") is None and head_dim is None and hidden_size % num_heads:
+        raise CheckpointError(f"{hf.source}: hidden_size {hidden_size} is not a multiple of {num_heads} heads")
+    return num_heads, num_kv_heads, hf.size("head_dim", head_dim or hidden_size // num_heads)
+
+
+def alibi_slopes(num_heads: int, max_bias: float = 8.0) -> tuple[float, ...]:
+    """The slope of each head (Press et al. 2022): a geometric sequence for a power of two; for other numbers that of
+    the power below, and then every other slope of twice as many heads."""
+    power = 2 ** (num_heads.bit_length() - 1)
+    slopes = [2 ** (-max_bias * i / power) for i in range(1, power + 1)]
+    slopes += [2 ** (-max_bias * i / (2 * power)) for i in range(1, 2 * power, 2)]
+    return tuple(slopes[:num_heads])
+
+
+def layer_type(hf: HFConfig, layer: int, default: Callable[[int], str]) -> str:
+    """FULL or SLIDING: what `layer_types` says of a layer, or `default` in a config without it."""
+    num_layers = hf.size("num_hidden_layers")
+    types = hf.get("layer_types") or [default(i) for i in range(num_layers)]
+    if not isinstance(types, list) or len(types) != num_layers:
+        raise CheckpointError(f"{hf.source}: 'layer_types' must be a list of {num_layers} names, one per layer")
+    if unknown := sorted({str(name) for name in types} - {FULL, SLIDING}):
+        raise UnsupportedModelError(f"{hf.source}: layer_types {unknown}: supported are {FULL}, {SLIDING}")
+    return str(types[layer])
+
+
+def read_routing(hf: HFConfig, num_experts: int, top_k: int, **how: Any) -> kernels.Routing:
+    """The Routing. Raises CheckpointError if its numbers do not fit together."""
+    try:
+        return kernels.Routing(top_k, num_experts, **how)
+    except KernelError as error:
+        raise CheckpointError(f"{hf.source}: {error}") from error
+
+
+def layer_indices(hf: HFConfig, key: str) -> list[int]:
+    """A list of layers, empty in a config without it. Raises CheckpointError if it is something else."""
+    layers = hf.get(key) or []
+    if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
+        raise CheckpointError(f"{hf.source}: {key!r} must be a list of layers' numbers")
+    return layers

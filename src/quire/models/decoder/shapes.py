@@ -1,0 +1,149 @@
+"""What tells one decoder from another: values that a family reads from a config, and that modules are built from."""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+
+from quire.kernels import ActivationKind
+from quire.models.layers.experts import ExpertsShape
+from quire.models.layers.norm import NormShape
+from quire.models.layers.rotary import RopeShape
+
+
+class Span(Enum):
+    """What a norm of queries or keys is taken over."""
+
+    HEAD = auto()
+    """Each head, all with the same weights."""
+    PROJECTION = auto()
+    """All heads of a token together."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNormShape:
+    """Norms of queries and keys."""
+
+    norm: NormShape
+    span: Span = Span.HEAD
+    after_rope: bool = False
+    """Whether heads are rotated first and normed then."""
+
+
+class QKVLayout(Enum):
+    """How a checkpoint stores the projections to queries, keys and values."""
+
+    APART = auto()
+    """In three tensors."""
+    STACKED = auto()
+    """In one tensor: all queries, all keys, all values."""
+    BY_GROUP = auto()
+    """In one tensor: the queries that share a key, that key and its value; then the next group."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Grouped-query attention (Ainslie et al. 2023)."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qkv_layout: QKVLayout = QKVLayout.APART
+    is_transposed: bool = False
+    """Whether the checkpoint has matrices [in, out], as GPT-2 has."""
+    rope: RopeShape | None = None
+    head_norm: HeadNormShape | None = None
+    sliding_window: int | None = None
+    """The number of tokens that a token sees, itself included. None: all."""
+    chunk_size: int | None = None
+    """A token sees tokens of its own chunk of this many positions. None: all."""
+    softcap: float | None = None
+    """Scores become `cap * tanh(score / cap)`."""
+    slopes: tuple[float, ...] | None = None
+    """For each head, what is added to a score for each position that the key is nearer (ALiBi)."""
+    has_sinks: bool = False
+    """Whether a logit of each head joins the softmax and has no value."""
+    output_multiplier: float = 1.0
+    """Of what attention gives, before it is summed."""
+
+
+@dataclass(frozen=True, slots=True)
+class MLPShape:
+    """`down(act(up(x)))`, or if gated `down(act(gate(x)) * up(x))` (Shazeer 2020)."""
+
+    width: int
+    activation: ActivationKind
+    """Or `xielu`, whose parameters are weights, in a plain MLP."""
+    is_gated: bool = True
+    is_stacked: bool = False
+    """Whether the checkpoint has gate and up in one tensor."""
+    up_bias: bool = False
+    """Of the gate too."""
+    down_bias: bool = False
+    is_transposed: bool = False
+    """Whether the checkpoint has matrices [in, out]; of a plain MLP alone."""
+    output_multiplier: float = 1.0
+    """Of what the MLP gives, before it is summed."""
+
+
+class Arrangement(Enum):
+    """Where a layer's norms stand, and what its MLP reads."""
+
+    PRE_NORM = auto()
+    """Before attention and MLP (Llama)."""
+    POST_NORM = auto()
+    """Of the sums of residual and attention, and of residual and MLP (the original Transformer)."""
+    OUTPUT_NORM = auto()
+    """Of what attention and MLP give, before it is summed (OLMo 2)."""
+    SANDWICH = auto()
+    """Before attention and MLP, and of what they give (Gemma 2)."""
+    PARALLEL = auto()
+    """One norm, which both attention and MLP read (GPT-J)."""
+    PARALLEL_TWO_NORMS = auto()
+    """Attention and MLP read the same residual, each through its own norm (GPT-NeoX)."""
+    RESIDUAL_AFTER_NORM = auto()
+    """Before attention and MLP, where what they give is added to what the norm gave (an option of BLOOM)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """One layer."""
+
+    attention: AttentionShape
+    mlp: MLPShape | ExpertsShape
+    norm: NormShape
+    arrangement: Arrangement = Arrangement.PRE_NORM
+
+
+@dataclass(frozen=True, slots=True)
+class PositionsShape:
+    """A learned table of positions, added to the embeddings."""
+
+    num_rows: int
+    first_row: int = 0
+    """The row of position 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    """A whole decoder with its language model head."""
+
+    hidden_size: int
+    layers: tuple[LayerShape, ...]
+    final_norm: NormShape | None
+    is_tied: bool
+    """Whether the head uses the token table."""
+    dtype: torch.dtype
+    embed_width: int
+    """The width of the token table; where it is not hidden_size (OPT-350m), projections lead in and out."""
+    embed_multiplier: float = 1.0
+    """Of the rows of the token table, but not of embeddings that a caller gives."""
+    embed_norm: NormShape | None = None
+    positions: PositionsShape | None = None
+    head_bias: bool = False
+    logit_multiplier: float = 1.0
+    logit_softcap: float | None = None
+    """Logits become `cap * tanh(logit / cap)`, after the multiplier."""

@@ -1,0 +1,205 @@
+"""A causal language model of the library transformers on Quire's KV cache, attention, projections and head."""
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from quire.common.errors import UnsupportedModelError
+from quire.config.checkpoint.library import library_class, library_config
+from quire.config.kv_cache import KVCacheSpec
+from quire.config.model import ModelConfig
+from quire.kernels.backends.reference_backend import TorchThreads
+from quire.models.base import CausalLM
+from quire.models.fallback.attention import NAME, STEP, PagedStep, Survey, attention
+from quire.models.fallback.modules import CurrentBatch, GivenHidden, Head, InnerLinear, OwnTensors, TokenTable
+from quire.models.layers.batch_tensors import BatchTensors, LayerKVCache
+from quire.models.layers.embedding import TiedLmHead
+from quire.models.layers.linear import LmHead
+from quire.models.layers.weighted_layer import WeightedLayer
+
+_WINDOWS = {"full_attention": False, "sliding_attention": True}
+"""The kinds of layers that the library's configs may name, and whether they have a window."""
+
+
+class TransformersCausalLM(CausalLM):
+    """The library's own class of the architecture, never a checkpoint's code.
+
+    Made on torch's meta device. Its `nn.Linear`s, token table and head are replaced by Quire's, so that quantization,
+    stored formats and adapters apply; its attention is Quire's, over the paged cache. Everything else is the library's
+    modules with torch's arithmetic, so equal bits in another batch are not promised, and steps cannot be recorded.
+    Torch computes it on one thread: more would wait for the cores on which the threads of the kernels run.
+
+    What the layers keep is found out by running them on the meta device, not read from the config. Raises
+    UnsupportedModelError, before weights are read, for a model that keeps or does something else.
+    """
+
+    can_record: ClassVar[bool] = False
+    num_logits_alive: ClassVar[int] = 3
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        model = _empty_model(config)
+        try:
+            survey = _survey(model, config)
+            _fill_buffers(model)
+            self._layers = list(_replaced_layers(model, current := CurrentBatch()))
+        except UnsupportedModelError as error:
+            where = f"{config.model}: transformers' {config.architecture}"
+            raise UnsupportedModelError(f"{where} cannot run here: {error}") from error
+        self.specs: list[KVCacheSpec] = [survey.specs[layer] for layer in range(len(survey.specs))]
+        self._attention = [survey.layers[layer] for layer in range(len(survey.layers))]
+        self._current = current
+        self.backbone, self.head = _split(model)
+
+    @classmethod
+    def kv_cache_specs(cls, config: ModelConfig) -> list[KVCacheSpec]:
+        return cls(config).specs
+
+    @classmethod
+    def ties_embeddings(cls, config: ModelConfig) -> bool:
+        return bool(cls.copies(config))
+
+    @classmethod
+    def copies(cls, config: ModelConfig) -> Mapping[str, str]:
+        return _tied(library_class(config.hf_config), library_config(config.hf_config))
+
+    def weighted_layers(self) -> list[tuple[str, WeightedLayer]]:
+        """Every layer with weights, by its name in the library's model."""
+        return self._layers
+
+    def forward(self, batch: BatchTensors, kv: Sequence[LayerKVCache]) -> Tensor:
+        self._current.batch = batch
+        given = {"input_ids": batch.token_ids} if batch.embeddings is None else {"inputs_embeds": batch.embeddings}
+        named = {name: tensor[None] for name, tensor in given.items() if tensor is not None}
+        step = PagedStep(self._attention, batch, kv)
+        with TorchThreads(1):
+            out = self.backbone(**named, position_ids=batch.positions[None], use_cache=False, **{STEP: step})
+        hidden: Tensor = out.last_hidden_state[0]
+        return hidden
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """As CausalLM, with whatever the library does to logits."""
+        with TorchThreads(1):
+            logits: Tensor = self.head(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        return logits
+
+
+def _empty_model(config: ModelConfig) -> Any:
+    """The library's model on the meta device."""
+    import transformers
+
+    transformers.AttentionInterface.register(NAME, attention)
+    kind = library_class(config.hf_config)
+    where = f"{config.model}: transformers' {config.architecture}"
+    if kind._is_stateful:
+        raise UnsupportedModelError(f"{where} keeps other states than keys and values, which Quire does not have")
+    if not kind._supports_attention_backend:
+        raise UnsupportedModelError(f"{where} does not let its attention be replaced")
+    try:
+        with torch.device("meta"):
+            return kind._from_config(
+                library_config(config.hf_config), dtype=getattr(torch, config.dtype), attn_implementation=NAME
+            ).eval()
+    except Exception as error:  # each class of the library has its own errors for values that do not fit
+        raise UnsupportedModelError(f"{where} cannot be made of this config: {' '.join(str(error).split())}") from error
+
+
+def _survey(model: Any, config: ModelConfig) -> Survey:
+    """Run a step of two tokens, without arithmetic."""
+    _check_modules(model)
+    survey, layers = Survey(config.dtype), model.base_model
+    ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    try:
+        with torch.inference_mode():
+            hidden = layers(input_ids=ids, position_ids=ids, use_cache=False, **{STEP: survey}).last_hidden_state
+            setattr(model, model.base_model_prefix, GivenHidden())
+            model(inputs_embeds=hidden, use_cache=False)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # whatever the library's code raises
+        raise UnsupportedModelError(f"it does not run without weights: {type(error).__name__} {error}") from error
+    setattr(model, model.base_model_prefix, layers)
+    num_layers = model.config.num_hidden_layers
+    if set(survey.specs) != set(range(num_layers)):
+        without = [str(layer) for layer in range(num_layers) if layer not in survey.specs]
+        raise UnsupportedModelError(f"layers without attention keep other states, or none: {', '.join(without)}")
+    _check_windows(model.config, survey)
+    return survey
+
+
+def _check_modules(model: Any) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Conv1d):
+            raise UnsupportedModelError(f"{name} ({type(module).__name__}) keeps other states than keys and values")
+        if any(parameter.dim() > 2 for parameter in module.parameters(recurse=False)):
+            raise UnsupportedModelError(f"{name} ({type(module).__name__}) keeps the matrices of experts in one tensor")
+    if model.base_model is model:
+        raise UnsupportedModelError("its layers cannot be told from its head")
+    if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
+        raise UnsupportedModelError("it does not take the positions of its tokens")
+
+
+def _check_windows(config: Any, survey: Survey) -> None:
+    """That the kinds of layers that the config names, which the library also expresses in masks, reach attention."""
+    window = getattr(config, "sliding_window", None)
+    default = ["full_attention" if window is None else "sliding_attention"] * len(survey.specs)
+    kinds = getattr(config, "layer_types", None) or default
+    for layer, kind in enumerate(kinds):
+        given = survey.layers[layer].variant.sliding_window
+        if _WINDOWS.get(kind) is not (given is not None):
+            raise UnsupportedModelError(
+                f"layer {layer} is of the kind {kind!r}, but gives attention the window {given}"
+            )
+
+
+def _tied(kind: Any, config: Any) -> Mapping[str, str]:
+    return kind._tied_weights_keys or {} if config.tie_word_embeddings else {}
+
+
+def _replaced_layers(model: Any, current: CurrentBatch) -> Iterator[tuple[str, WeightedLayer]]:
+    """Put Quire's layers into the model, and yield each with its name there."""
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    names = {module: name for name, module in model.named_modules()}
+    if type(head) is not nn.Linear:
+        raise UnsupportedModelError(f"its head is a {type(head).__name__}")
+    tied = _tied(type(model), model.config)
+    if tied and head.bias is not None:
+        raise UnsupportedModelError("its head is tied to its token table, but has a bias")
+    if tied not in ({}, {f"{names[head]}.weight": f"{names[table]}.weight"}):
+        raise UnsupportedModelError(f"it ties more than its head to its token table: {', '.join(tied)}")
+    rows = TokenTable(table, packed=bool(tied))
+    for module, name in names.items():
+        if module is table:
+            model.set_submodule(name, rows)
+            yield name, rows.embedding
+        elif module is head and tied:
+            model.set_submodule(name, Head(TiedLmHead(rows.embedding)))
+        elif module is head:
+            own = LmHead(head.in_features, head.out_features, head.weight.dtype, bias=head.bias is not None)
+            model.set_submodule(name, Head(own))
+            yield name, own
+        elif type(module) is nn.Linear:
+            inner = InnerLinear(module, current)
+            model.set_submodule(name, inner)
+            yield name, inner.linear
+        elif (others := OwnTensors(module)).weight_specs():
+            yield name, others
+
+
+def _fill_buffers(model: Any) -> None:
+    """Make the tables that no checkpoint holds, such as frequencies, as the library does after it made a model without
+    memory."""
+    for module in model.modules():
+        for name in module._non_persistent_buffers_set:
+            module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")
+    model.initialize_weights()
+
+
+def _split(model: Any) -> tuple[nn.Module, nn.Module]:
+    """The layers, and the model with their results in their place."""
+    backbone: nn.Module = model.base_model
+    setattr(model, model.base_model_prefix, GivenHidden())
+    return backbone, model

@@ -1,0 +1,108 @@
+"""Quire's layers in the places of a library's: they take what the library's modules take, and keep Quire's weights."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from quire.common.errors import UnsupportedModelError
+from quire.models.layers.batch_tensors import BatchTensors
+from quire.models.layers.embedding import Embedding, TiedLmHead
+from quire.models.layers.linear import Linear, LmHead
+from quire.models.layers.weighted_layer import Part, WeightedLayer, WeightSpec
+
+
+class CurrentBatch:
+    """The batch of the forward pass that runs in one model, for projections, which the library calls with x alone."""
+
+    batch: BatchTensors
+
+
+class InnerLinear(nn.Module):
+    """In the place of an `nn.Linear` inside the model."""
+
+    def __init__(self, old: nn.Linear, current: CurrentBatch) -> None:
+        super().__init__()
+        self.linear = Linear(old.in_features, old.out_features, bias=old.bias is not None, dtype=old.weight.dtype)
+        self._current = current
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in_features], one row for each token of the batch -> [..., out_features]."""
+        out: Tensor = self.linear(x.reshape(-1, x.shape[-1]), self._current.batch)
+        return out.view(*x.shape[:-1], -1)
+
+
+class TokenTable(nn.Module):
+    """In the place of the token embedding, and of those that multiply its rows with a number."""
+
+    def __init__(self, old: nn.Embedding, *, packed: bool) -> None:
+        super().__init__()
+        if type(old) is not nn.Embedding and not hasattr(old, "scalar_embed_scale"):
+            raise UnsupportedModelError(f"its token table is a {type(old).__name__}")
+        self.embedding = Embedding(old.num_embeddings, old.embedding_dim, old.weight.dtype, packed=packed)
+        scale = getattr(old, "scalar_embed_scale", None)
+        self._scale = None if scale is None else torch.tensor(scale, dtype=old.weight.dtype).item()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids [1, num_tokens] -> [1, num_tokens, width]."""
+        rows: Tensor = self.embedding(ids.view(-1))[None]
+        return rows if self._scale is None else rows * self._scale
+
+
+class Head(nn.Module):
+    """In the place of the projection to the vocabulary."""
+
+    def __init__(self, head: LmHead | TiedLmHead) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [1, num_rows, hidden] -> [1, num_rows, vocab] float32."""
+        logits: Tensor = self.head(x[0])
+        return logits[None]
+
+
+class OwnTensors(WeightedLayer):
+    """The parameters and saved buffers that a module of the library has itself, in the dtypes that it gave them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._module = module
+        buffers = {
+            name: buffer for name, buffer in module._buffers.items() if name not in module._non_persistent_buffers_set
+        }
+        self._tensors = {name: tensor for name, tensor in (module._parameters | buffers).items() if tensor is not None}
+
+    def weight_specs(self) -> Mapping[str, WeightSpec]:
+        return {
+            name: WeightSpec((Part(tuple(tensor.shape)),), tensor.dtype, kept=True)
+            for name, tensor in self._tensors.items()
+        }
+
+    def set_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if name in self._module._parameters:
+                self._module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
+            else:
+                self._module._buffers[name] = tensor
+
+
+class GivenHidden(nn.Module):
+    """In the place of the layers, where only the head of a model runs: returns what it is given."""
+
+    def forward(self, *_: object, inputs_embeds: Tensor, **others: object) -> "LastHidden":
+        """inputs_embeds [1, num_rows, hidden] as the last hidden state."""
+        return LastHidden(inputs_embeds)
+
+
+class LastHidden:
+    """What layers return in the library, with nothing but hidden states: whatever else a head hands on is None."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None

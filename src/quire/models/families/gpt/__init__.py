@@ -1,0 +1,1 @@
+"""The line of GPT-2: layer norms and plain MLPs."""

@@ -1,0 +1,81 @@
+"""Falcon (Almazrouei et al. 2023): attention and a plain MLP side by side, in one form for 7B and another for 40B."""
+
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+
+from quire.config.hf_config import HFConfig
+from quire.models.decoder.model import Decoder
+from quire.models.decoder.reading import alibi_slopes
+from quire.models.decoder.shapes import Arrangement, AttentionShape, LayerShape, MLPShape, QKVLayout
+from quire.models.layers.activation import activation_kind
+from quire.models.layers.norm import NormShape
+from quire.models.layers.rotary import RopeShape
+
+
+class FalconForCausalLM(Decoder):
+    """`new_decoder_architecture` (40B, 180B, Falcon 2) has grouped queries and two norms in a layer; the form before it
+    has one key and value for all queries (7B), or one for each of them (RW, with ALiBi)."""
+
+    renames: ClassVar = (
+        (r"^transformer\.", ""),
+        (r"^word_embeddings\.", "embed_tokens."),
+        (r"^ln_f\.", "norm."),
+        (r"^h\.", "layers."),
+        (r"\.ln_attn\.", ".input_layernorm."),
+        (r"\.ln_mlp\.", ".post_attention_layernorm."),
+        (r"\.self_attention\.query_key_value\.", ".self_attn.qkv_proj."),
+        (r"\.self_attention\.dense\.", ".self_attn.o_proj."),
+        (r"\.mlp\.dense_h_to_4h\.", ".mlp.up_proj."),
+        (r"\.mlp\.dense_4h_to_h\.", ".mlp.down_proj."),
+    )
+    fused: ClassVar = {}
+    ties_by_default = True
+
+    @classmethod
+    def layer_shape(cls, hf: HFConfig, layer: int) -> LayerShape:
+        return replace(super().layer_shape(hf, layer), arrangement=_arrangement(hf))
+
+    @classmethod
+    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
+        attention, bias = super().attention_shape(hf, layer), hf.flag("bias", False)
+        num_kv_heads = attention.num_kv_heads
+        if not hf.flag("new_decoder_architecture", False):
+            num_kv_heads = 1 if hf.flag("multi_query", True) else attention.num_heads
+        return replace(
+            attention,
+            num_kv_heads=num_kv_heads,
+            qkv_bias=bias,
+            o_bias=bias,
+            qkv_layout=QKVLayout.BY_GROUP,
+            slopes=_slopes(attention.num_heads, attention.scale) if hf.flag("alibi", False) else None,
+        )
+
+    @classmethod
+    def rope_shape(cls, hf: HFConfig, layer: int, head_dim: int) -> RopeShape | None:
+        return None if hf.flag("alibi", False) else super().rope_shape(hf, layer, head_dim)
+
+    @classmethod
+    def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:
+        width, bias = hf.size("intermediate_size", 4 * hf.size("hidden_size")), hf.flag("bias", False)
+        activation = activation_kind(hf, "hidden_act", "gelu")
+        return MLPShape(width, activation, is_gated=False, up_bias=bias, down_bias=bias)
+
+    @classmethod
+    def norm_shape(cls, hf: HFConfig) -> NormShape:
+        return NormShape(hf.number("layer_norm_eps", 1e-5), is_rms=False, has_bias=True)
+
+
+def _slopes(num_heads: int, scale: float) -> tuple[float, ...]:
+    """Those of ALiBi, rounded to bfloat16, and multiplied by the scale: Falcon adds them to scores before that."""
+    rounded = torch.tensor(alibi_slopes(num_heads)).to(torch.bfloat16).tolist()
+    return tuple(slope * scale for slope in rounded)
+
+
+def _arrangement(hf: HFConfig) -> Arrangement:
+    if not hf.flag("parallel_attn", True):
+        return Arrangement.PRE_NORM
+    num_norms = hf.size("num_ln_in_parallel_attn", 2)
+    is_two = hf.flag("new_decoder_architecture", False) and num_norms == 2
+    return Arrangement.PARALLEL_TWO_NORMS if is_two else Arrangement.PARALLEL

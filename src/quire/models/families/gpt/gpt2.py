@@ -1,0 +1,62 @@
+"""GPT-2 (Radford et al. 2019): learned positions, layer norms, a plain MLP, and matrices stored [in, out]."""
+
+from dataclasses import replace
+from typing import ClassVar
+
+from quire.common.errors import UnsupportedModelError
+from quire.config.hf_config import HFConfig
+from quire.config.model import ModelConfig
+from quire.models.decoder.model import Decoder
+from quire.models.decoder.shapes import AttentionShape, DecoderShape, MLPShape, PositionsShape, QKVLayout
+from quire.models.layers.activation import activation_kind
+from quire.models.layers.norm import NormShape
+from quire.models.layers.rotary import RopeShape
+
+
+class GPT2LMHeadModel(Decoder):
+    """All sizes, DistilGPT-2 included."""
+
+    renames: ClassVar = (
+        (r"^transformer\.", ""),
+        (r"^wte\.", "embed_tokens."),
+        (r"^wpe\.", "embed_positions."),
+        (r"^ln_f\.", "norm."),
+        (r"^h\.", "layers."),
+        (r"\.ln_1\.", ".input_layernorm."),
+        (r"\.ln_2\.", ".post_attention_layernorm."),
+        (r"\.attn\.c_attn\.", ".self_attn.qkv_proj."),
+        (r"\.attn\.c_proj\.", ".self_attn.o_proj."),
+        (r"\.mlp\.c_fc\.", ".mlp.up_proj."),
+        (r"\.mlp\.c_proj\.", ".mlp.down_proj."),
+    )
+    fused: ClassVar = {}
+    ties_by_default = True
+
+    @classmethod
+    def shape(cls, config: ModelConfig) -> DecoderShape:
+        return replace(super().shape(config), positions=PositionsShape(config.max_position_embeddings))
+
+    @classmethod
+    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
+        attention = super().attention_shape(hf, layer)
+        if hf.flag("add_cross_attention", False):
+            raise UnsupportedModelError(f"{hf.source}: 'add_cross_attention' is true: only decoders are supported")
+        scale = attention.scale if hf.flag("scale_attn_weights", True) else 1.0
+        if hf.flag("scale_attn_by_inverse_layer_idx", False):
+            scale /= layer + 1
+        stored = QKVLayout.STACKED
+        return replace(attention, scale=scale, qkv_bias=True, o_bias=True, qkv_layout=stored, is_transposed=True)
+
+    @classmethod
+    def rope_shape(cls, hf: HFConfig, layer: int, head_dim: int) -> RopeShape | None:
+        return None
+
+    @classmethod
+    def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:
+        width = hf.size("intermediate_size", 4 * hf.size("hidden_size"))
+        activation = activation_kind(hf, "hidden_act", "gelu_new")
+        return MLPShape(width, activation, is_gated=False, up_bias=True, down_bias=True, is_transposed=True)
+
+    @classmethod
+    def norm_shape(cls, hf: HFConfig) -> NormShape:
+        return NormShape(hf.number("layer_norm_eps", 1e-5), is_rms=False, has_bias=True)

@@ -1,0 +1,47 @@
+"""GPT-NeoX (Black et al. 2022) and Pythia: attention and MLP side by side, each with its own layer norm."""
+
+from dataclasses import replace
+from typing import ClassVar
+
+from quire.config.hf_config import HFConfig
+from quire.models.decoder.model import Decoder
+from quire.models.decoder.shapes import Arrangement, AttentionShape, LayerShape, MLPShape, QKVLayout
+from quire.models.layers.activation import activation_kind
+from quire.models.layers.norm import NormShape
+
+
+class GPTNeoXForCausalLM(Decoder):
+    """Without `use_parallel_residual`, one after the other."""
+
+    renames: ClassVar = (
+        (r"^gpt_neox\.", ""),
+        (r"^embed_in\.", "embed_tokens."),
+        (r"^embed_out\.", "lm_head."),
+        (r"^final_layer_norm\.", "norm."),
+        (r"\.attention\.query_key_value\.", ".self_attn.qkv_proj."),
+        (r"\.attention\.dense\.", ".self_attn.o_proj."),
+        (r"\.mlp\.dense_h_to_4h\.", ".mlp.up_proj."),
+        (r"\.mlp\.dense_4h_to_h\.", ".mlp.down_proj."),
+    )
+    fused: ClassVar = {}
+    ignored: ClassVar = (r"\.attention\.(bias|masked_bias)$", r"\.rotary_emb\.inv_freq$")
+
+    @classmethod
+    def layer_shape(cls, hf: HFConfig, layer: int) -> LayerShape:
+        is_parallel = hf.flag("use_parallel_residual", True)
+        arrangement = Arrangement.PARALLEL_TWO_NORMS if is_parallel else Arrangement.PRE_NORM
+        return replace(super().layer_shape(hf, layer), arrangement=arrangement)
+
+    @classmethod
+    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
+        bias, stored = hf.flag("attention_bias", True), QKVLayout.BY_GROUP
+        return replace(super().attention_shape(hf, layer), qkv_bias=bias, o_bias=bias, qkv_layout=stored)
+
+    @classmethod
+    def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:
+        activation = activation_kind(hf, "hidden_act", "gelu")
+        return MLPShape(hf.size("intermediate_size"), activation, is_gated=False, up_bias=True, down_bias=True)
+
+    @classmethod
+    def norm_shape(cls, hf: HFConfig) -> NormShape:
+        return NormShape(hf.number("layer_norm_eps", 1e-5), is_rms=False, has_bias=True)

@@ -1,0 +1,29 @@
+"""StableLM (Bellagente et al. 2024): layer norms, a gated MLP, and a partial rotary embedding."""
+
+from dataclasses import replace
+
+from quire.common.errors import UnsupportedModelError
+from quire.config.hf_config import HFConfig
+from quire.models.decoder.model import Decoder
+from quire.models.decoder.shapes import Arrangement, AttentionShape, LayerShape
+from quire.models.layers.norm import NormShape
+
+
+class StableLmForCausalLM(Decoder):
+    """With `use_parallel_residual`, attention and MLP read one norm."""
+
+    @classmethod
+    def layer_shape(cls, hf: HFConfig, layer: int) -> LayerShape:
+        is_parallel = hf.flag("use_parallel_residual", False)
+        arrangement = Arrangement.PARALLEL if is_parallel else Arrangement.PRE_NORM
+        return replace(super().layer_shape(hf, layer), arrangement=arrangement)
+
+    @classmethod
+    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
+        if hf.flag("qk_layernorm", False):
+            raise UnsupportedModelError(f"{hf.source}: 'qk_layernorm' is true: these norms are not supported")
+        return replace(super().attention_shape(hf, layer), qkv_bias=hf.flag("use_qkv_bias", False))
+
+    @classmethod
+    def norm_shape(cls, hf: HFConfig) -> NormShape:
+        return NormShape(hf.number("layer_norm_eps", 1e-5), is_rms=False, has_bias=True)

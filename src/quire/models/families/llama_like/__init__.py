@@ -1,0 +1,1 @@
+"""Families that differ from Llama in a few values."""

@@ -1,0 +1,1 @@
+"""Decoders with experts in the place of some or all MLPs."""

@@ -1,0 +1,56 @@
+"""GLM-4.5 and 4.6 (GLM-4.5 Team 2025): experts chosen as in DeepSeek-V3, after a few layers with a wide MLP."""
+
+from dataclasses import replace
+
+from quire.config.hf_config import HFConfig
+from quire.config.model import ModelConfig
+from quire.models.decoder.model import Decoder
+from quire.models.decoder.reading import read_routing
+from quire.models.decoder.shapes import AttentionShape, HeadNormShape
+from quire.models.layers.activation import activation_kind
+from quire.models.layers.experts import ExpertsShape
+from quire.models.weights.stacked import Stack
+
+
+class Glm4MoeForCausalLM(Decoder):
+    """Half of each head is rotated; the layer that predicts further tokens is not read."""
+
+    @classmethod
+    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
+        norm = HeadNormShape(cls.norm_shape(hf)) if hf.flag("use_qk_norm", False) else None
+        bias = hf.flag("attention_bias", False)
+        return replace(super().attention_shape(hf, layer), qkv_bias=bias, head_norm=norm)
+
+    @classmethod
+    def experts_shape(cls, hf: HFConfig, layer: int) -> ExpertsShape | None:
+        first = hf.get("first_k_dense_replace")
+        return None if layer < (first if isinstance(first, int) else 1) else corrected_experts(hf)
+
+    @classmethod
+    def stacks(cls, config: ModelConfig) -> tuple[Stack, ...]:
+        num_layers = config.hf_config.size("num_hidden_layers")
+        return (*super().stacks(config), Stack(rf"^model\.layers\.{num_layers}\.", ()))
+
+
+def corrected_experts(hf: HFConfig) -> ExpertsShape:
+    """Experts chosen by sigmoids, with a correction that balanced their load in training (DeepSeek-AI 2024)."""
+    num_experts, num_groups = hf.size("n_routed_experts", 128), hf.size("n_group", 1)
+    routing = read_routing(
+        hf,
+        num_experts,
+        hf.size("num_experts_per_tok", 8),
+        scoring="sigmoid",
+        is_normalized=hf.flag("norm_topk_prob", True),
+        scale=hf.number("routed_scaling_factor", 1.0),
+        num_groups=num_groups,
+        top_groups=hf.size("topk_group", 1),
+        has_pairs=num_groups > 1,
+    )
+    width = hf.size("moe_intermediate_size", 1408)
+    return ExpertsShape(
+        routing,
+        width,
+        activation_kind(hf, "hidden_act", "silu"),
+        correction_shape=(num_experts,),
+        shared_width=width * hf.size("n_shared_experts", 1),
+    )

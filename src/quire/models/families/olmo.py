@@ -1,0 +1,64 @@
+"""OLMo (Groeneveld et al. 2024), OLMo 2 and OLMo 3."""
+
+from dataclasses import replace
+
+from quire.common.errors import UnsupportedModelError
+from quire.config.hf_config import HFConfig
+from quire.config.model import rope_config
+from quire.models.decoder.reading import FULL, SLIDING, layer_type
+from quire.models.decoder.shapes import Arrangement, AttentionShape, HeadNormShape, LayerShape, Span
+from quire.models.families.llama import LlamaForCausalLM
+from quire.models.layers.norm import NormShape
+from quire.models.layers.rotary import RopeShape
+
+_DEFAULT_WINDOW = 4096
+_PERIOD = 4
+
+
+class OlmoForCausalLM(LlamaForCausalLM):
+    """Llama with layer norms that have no weights."""
+
+    @classmethod
+    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
+        if hf.get("clip_qkv") is not None:
+            raise UnsupportedModelError(f"{hf.source}: 'clip_qkv' is {hf['clip_qkv']!r}: only null is supported")
+        return super().attention_shape(hf, layer)
+
+    @classmethod
+    def norm_shape(cls, hf: HFConfig) -> NormShape:
+        return NormShape(1e-5, is_rms=False, has_weight=False)
+
+
+class Olmo2ForCausalLM(LlamaForCausalLM):
+    """Norms of what attention and MLP give, and of all queries and all keys of a token."""
+
+    @classmethod
+    def layer_shape(cls, hf: HFConfig, layer: int) -> LayerShape:
+        return replace(super().layer_shape(hf, layer), arrangement=Arrangement.OUTPUT_NORM)
+
+    @classmethod
+    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
+        norm = HeadNormShape(cls.norm_shape(hf), Span.PROJECTION)
+        return replace(super().attention_shape(hf, layer), head_norm=norm)
+
+    @classmethod
+    def norm_shape(cls, hf: HFConfig) -> NormShape:
+        return NormShape(hf.number("rms_norm_eps", 1e-5))
+
+
+class Olmo3ForCausalLM(Olmo2ForCausalLM):
+    """OLMo 2 with sliding windows in three of four layers, which are not stretched beyond the trained length."""
+
+    @classmethod
+    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
+        is_sliding = cls._layer_type(hf, layer) == SLIDING
+        window = hf.size("sliding_window", _DEFAULT_WINDOW) if is_sliding else None
+        return replace(super().attention_shape(hf, layer), sliding_window=window)
+
+    @classmethod
+    def rope_shape(cls, hf: HFConfig, layer: int, head_dim: int) -> RopeShape | None:
+        return RopeShape.read(rope_config(hf, cls._layer_type(hf, layer)), head_dim)
+
+    @classmethod
+    def _layer_type(cls, hf: HFConfig, layer: int) -> str:
+        return layer_type(hf, layer, lambda i: SLIDING if (i + 1) % _PERIOD else FULL)

@@ -1,0 +1,61 @@
+"""Phi-1.5 and 2 (Li et al. 2023), and Phi-3 and 4 (Abdin et al. 2024), which share little but the name."""
+
+from dataclasses import replace
+from typing import ClassVar
+
+from quire.common.errors import UnsupportedModelError
+from quire.config.hf_config import HFConfig
+from quire.config.model import ModelConfig
+from quire.models.decoder.model import Decoder
+from quire.models.decoder.shapes import Arrangement, AttentionShape, DecoderShape, LayerShape, MLPShape, QKVLayout
+from quire.models.layers.norm import NormShape
+
+
+class PhiForCausalLM(Decoder):
+    """Attention and a plain MLP side by side, biases everywhere, and a partial rotary embedding."""
+
+    renames: ClassVar = (
+        (r"^model\.", ""),
+        (r"^final_layernorm\.", "norm."),
+        (r"\.self_attn\.dense\.", ".self_attn.o_proj."),
+        (r"\.mlp\.fc1\.", ".mlp.up_proj."),
+        (r"\.mlp\.fc2\.", ".mlp.down_proj."),
+    )
+
+    @classmethod
+    def shape(cls, config: ModelConfig) -> DecoderShape:
+        return replace(super().shape(config), head_bias=True)
+
+    @classmethod
+    def layer_shape(cls, hf: HFConfig, layer: int) -> LayerShape:
+        return replace(super().layer_shape(hf, layer), arrangement=Arrangement.PARALLEL)
+
+    @classmethod
+    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
+        if hf.flag("qk_layernorm", False):
+            raise UnsupportedModelError(f"{hf.source}: 'qk_layernorm' is true: these norms are not supported")
+        return replace(super().attention_shape(hf, layer), qkv_bias=True, o_bias=True)
+
+    @classmethod
+    def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:
+        return replace(super().mlp_shape(hf, layer), is_gated=False, up_bias=True, down_bias=True)
+
+    @classmethod
+    def norm_shape(cls, hf: HFConfig) -> NormShape:
+        return NormShape(hf.number("layer_norm_eps", 1e-5), is_rms=False, has_bias=True)
+
+
+class Phi3ForCausalLM(Decoder):
+    """Llama with queries, keys and values in one tensor, gate and up in another, and a sliding window or none."""
+
+    fused: ClassVar = {}
+
+    @classmethod
+    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
+        window = hf.size("sliding_window") if hf.get("sliding_window") is not None else None
+        attention = super().attention_shape(hf, layer)
+        return replace(attention, qkv_layout=QKVLayout.STACKED, sliding_window=window)
+
+    @classmethod
+    def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:
+        return replace(super().mlp_shape(hf, layer), is_stacked=True)

@@ -1,0 +1,123 @@
+"""Mixtures of experts (Shazeer et al. 2017): each token goes through the MLPs that a router chooses for it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from quire import kernels
+from quire.models.layers.batch_tensors import BatchTensors
+from quire.models.layers.linear import Projection
+from quire.models.layers.weighted_layer import Part, WeightedLayer, WeightSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsShape:
+    """A layer's experts `down(act(gate(x)) * up(x))`, its router, and the expert that all tokens share."""
+
+    routing: kernels.Routing
+    width: int
+    """Of an expert."""
+    activation: kernels.ActivationKind
+    bias: bool = False
+    """Whether experts have biases."""
+    router_bias: bool = False
+    correction_shape: tuple[int, ...] | None = None
+    """The checkpoint's shape of what is added to the scores when experts are chosen. None: nothing is."""
+    shared_width: int | None = None
+    """Of the expert that all tokens share. None: there is none."""
+    shared_gate: bool = False
+    """Whether the shared expert counts the sigmoid of a product of its own."""
+
+
+class Router(WeightedLayer):
+    """A small matrix that is never quantized, whose products are float32."""
+
+    weight: kernels.PackedWeight
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_outputs: int,
+        dtype: torch.dtype,
+        *,
+        bias: bool = False,
+        correction_shape: tuple[int, ...] | None = None,
+    ) -> None:
+        super().__init__()
+        self._specs = {"weight": WeightSpec((Part((num_outputs, hidden_size)),), dtype)}
+        if bias:
+            self._specs["bias"] = WeightSpec((Part((num_outputs,)),), torch.float32)
+        if correction_shape is not None:
+            self._specs["e_score_correction_bias"] = WeightSpec((Part(correction_shape),), torch.float32)
+        self.bias: Tensor | None = None
+        self.correction: Tensor | None = None
+
+    def weight_specs(self) -> Mapping[str, WeightSpec]:
+        return self._specs
+
+    def set_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        self.weight = kernels.pack_weight(tensors["weight"])
+        if "bias" in tensors:
+            self.bias = tensors["bias"].clone()  # [num_outputs]
+        if "e_score_correction_bias" in tensors:
+            self.correction = tensors["e_score_correction_bias"].flatten().clone()  # [num_outputs]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [num_tokens, hidden] -> [num_tokens, num_outputs] float32."""
+        return kernels.matmul(x, self.weight, self.bias, torch.float32)
+
+
+class Expert(nn.Module):
+    """The matrices of one expert, which `Experts` multiplies with those of all others."""
+
+    def __init__(self, shape: ExpertsShape, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gate_up_proj = Projection(hidden_size, (shape.width, shape.width), bias=shape.bias, dtype=dtype)
+        self.down_proj = Projection(shape.width, hidden_size, bias=shape.bias, dtype=dtype)
+
+
+class Experts(nn.Module):
+    """The place of an MLP: the weighted sum of each token's experts, and of the shared one."""
+
+    def __init__(
+        self, shape: ExpertsShape, hidden_size: int, dtype: torch.dtype, shared_experts: nn.Module | None = None
+    ) -> None:
+        """`shared_experts`: an MLP, `forward(x, batch)`."""
+        super().__init__()
+        self.routing, self.activation = shape.routing, shape.activation
+        num_experts = shape.routing.num_experts
+        self.gate = Router(
+            hidden_size, num_experts, dtype, bias=shape.router_bias, correction_shape=shape.correction_shape
+        )
+        self.experts = nn.ModuleList(Expert(shape, hidden_size, dtype) for _ in range(num_experts))
+        self.shared_experts = shared_experts
+        self.shared_expert_gate = Router(hidden_size, 1, dtype) if shape.shared_gate else None
+
+    def forward(self, x: Tensor, batch: BatchTensors) -> Tensor:
+        """x [num_tokens, hidden] -> as x."""
+        ids, weights = kernels.route(self.gate(x), self.routing, self.gate.correction)
+        rows = kernels.group_by_expert(ids, self.routing.num_experts)
+        wide = kernels.expert_matmul(x, self._gate_up, rows, of_tokens=True)  # [num_tokens * top_k, 2 * width]
+        narrow = kernels.gated_activation(wide, self.activation)
+        del wide  # its memory is free for what follows
+        y = kernels.expert_matmul(narrow, self._down, rows, of_tokens=False)  # [num_tokens * top_k, hidden]
+        shared = None if self.shared_experts is None else self.shared_experts(x, batch)
+        gate = None if self.shared_expert_gate is None else self.shared_expert_gate(x)
+        return kernels.combine_experts(y, weights, rows, shared, gate)
+
+    @cached_property
+    def _gate_up(self) -> kernels.ExpertWeights:
+        return _weights(self.experts, "gate_up_proj")
+
+    @cached_property
+    def _down(self) -> kernels.ExpertWeights:
+        return _weights(self.experts, "down_proj")
+
+
+def _weights(experts: nn.ModuleList, name: str) -> kernels.ExpertWeights:
+    projections: list[Projection] = [getattr(expert, name) for expert in experts]
+    biases = [each.bias for each in projections if each.bias is not None]
+    return kernels.ExpertWeights([each.weight for each in projections], biases or None)
