@@ -4,6 +4,7 @@ import importlib.util
 import json
 import random
 import sys
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 
@@ -78,6 +79,29 @@ def test_equal_seeds_draw_equal_batches_of_dialogs_and_source(train: ModuleType)
     assert first.equal(second)
     assert "return a + b" in tokenizer.decode(first[3].tolist())
     assert "Return the sum of a and b." in train.dialog(list(summaries.items()), random.Random(0))
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # in PEFT
+def test_a_few_steps_write_adapters_that_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from quire import LLM, LoRARequest
+    from tools.train_tiny import adapters
+
+    summaries = {"add": "Return the sum of a and b."}
+    (tmp_path / "data.json").write_text(json.dumps({"summaries": summaries}))
+    monkeypatch.setattr(adapters, "BATCH_SIZE", 2)
+    monkeypatch.setattr(sys, "argv", ["adapters", str(tmp_path / "data.json"), str(tmp_path), "--steps", "26"])
+    adapters.main()
+    losses = [float(line.rpartition(" ")[2]) for line in capsys.readouterr().out.splitlines()]
+    assert losses[1] < losses[0] * 0.7
+    assert losses[3] < losses[2] * 0.7
+    llm = LLM(enable_lora=True, num_gpu_blocks_override=32)
+    asked = [LoRARequest(name, number, str(tmp_path / name)) for number, name in enumerate(adapters.MANNERS, start=1)]
+    for of, manner in zip(asked, adapters.MANNERS.values(), strict=True):
+        text = "".join(islice(adapters.dialogs(summaries, manner, random.Random(0)), 6))
+        (plain,), (adapted,) = (llm.perplexity([text], use_tqdm=False, lora_request=lora) for lora in (None, of))
+        assert adapted < plain / 2
 
 
 def test_a_short_run_learns_and_writes_a_loadable_checkpoint(train: ModuleType, tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
 // Paged attention over one item of a plan (attention/plan.h): Kwon et al. 2023, with the online softmax of Milakov and
-// Gimelshein 2018. Every (token, head) row is computed in an order that depends on its position and window alone: tiles
-// of 128 keys and sections of 512 at absolute positions, one chain of fused multiply-adds per score and per output.
-// What else is in the batch, how the prompt was cut, block size and placement, and the thread count do not change its
-// bits. Over an int8 cache the sums of a tile are exact integers: queries and probabilities become int16, each row by
-// itself. Values of keys that some row of a tile sees must be finite: rows that do not see them multiply them by zero.
+// Gimelshein 2018. Every (token, head) row is computed in an order that depends on its position and variant alone:
+// tiles of 128 keys and sections of 512 at absolute positions, one chain of fused multiply-adds per score and per
+// output. What else is in the batch, how the prompt was cut, block size and placement, and the thread count do not
+// change its bits. Over an int8 cache the sums of a tile are exact integers: queries and probabilities become int16,
+// each row by itself. Values of keys that some row of a tile sees must be finite: rows that do not see them multiply
+// them by zero.
 #pragma once
 
 #include <cstring>
@@ -90,19 +91,21 @@ class AttentionTask {
   int64_t head_of(int64_t r) const { return item_.kv_head * group_ + r % token_rows_; }
 
   void stage_queries() const {
-    int64_t seq = item_.seq;
-    for (int64_t r = 0; r < rows_; ++r) {
-      const int64_t token = item_.token_begin + r / token_rows_;
+    int64_t seq = item_.seq, r = 0;
+    for (int64_t token = item_.token_begin; token < item_.token_end; ++token) {
       while (a_.query_start[seq + 1] <= token) ++seq;
-      const T* from = static_cast<const T*>(a_.query) + token * a_.query_stride + head_of(r) * a_.head_dim;
-      s_.query_scales[r] = a_.scale * kLog2E;
-      s_.steps[r] = 1.0f;
-      s_.positions[r] = context_of(a_, seq) + token;
-      s_.first_keys[r] = a_.first_key(s_.positions[r]);
-      if constexpr (kInt8) {
-        quantize_query(r, from);
-      } else {
-        std::memcpy(query(r), from, size_t(a_.head_dim) * sizeof(T));
+      const int64_t position = context_of(a_, seq) + token, first_key = a_.first_key(position);
+      const T* from = static_cast<const T*>(a_.query) + token * a_.query_stride + item_.kv_head * group_ * a_.head_dim;
+      for (const int64_t end = r + token_rows_; r < end; ++r, from += a_.head_dim) {
+        s_.query_scales[r] = a_.scale * kLog2E;
+        s_.steps[r] = 1.0f;
+        s_.positions[r] = position;
+        s_.first_keys[r] = first_key;
+        if constexpr (kInt8) {
+          quantize_query(r, from);
+        } else {
+          std::memcpy(query(r), from, size_t(a_.head_dim) * sizeof(T));
+        }
       }
     }
   }
@@ -217,12 +220,11 @@ class AttentionTask {
         }
       });
       const int64_t vector = first / W, vectors_end = (last + W - 1) / W;
+      if (a_.softcap > 0 || a_.slopes != nullptr) {
+        change_scores(tile.start, row, rows, vector, vectors_end, scores(row));
+      }
       for (int64_t r = row; r < row + rows; ++r) {
         const int64_t first_seen = s_.first_keys[r] - tile.start, seen_end = s_.positions[r] + 1 - tile.start;
-        if (a_.softcap > 0) cap_scores(scores(r), vector, vectors_end, a_.softcap * kLog2E);
-        if (a_.slopes != nullptr) {
-          add_slope(scores(r), vector, vectors_end, a_.slopes[head_of(r)] * kLog2E, tile.start - s_.positions[r]);
-        }
         if (first_seen > vector * W || seen_end < vectors_end * W) {
           mask_scores(scores(r), vector, vectors_end, first_seen, seen_end);
         }
@@ -251,6 +253,15 @@ class AttentionTask {
         for (; dim < a_.head_dim; dim += W) add.template operator()<1, true>(dim);
       });
     });
+  }
+
+  // Cap the scores of rows, and add their slopes. Not inlined: plain attention's loop keeps its registers.
+  __attribute__((noinline)) void change_scores(int64_t start, int64_t row, int64_t rows, int64_t vector, int64_t end,
+                                               float* scores) const {
+    for (int64_t r = row; r < row + rows; ++r, scores += kTileKeys) {
+      if (a_.softcap > 0) cap_scores(scores, vector, end, a_.softcap * kLog2E);
+      if (a_.slopes != nullptr) add_slope(scores, vector, end, a_.slopes[head_of(r)] * kLog2E, start - s_.positions[r]);
+    }
   }
 
   template <int R, typename Call>

@@ -25,9 +25,9 @@ struct QuantizedFormat {
 };
 
 // The integers of the "non-linear" formats of ggml, and twice the values of MXFP4 (Open Compute Project, Microscaling
-// Formats 1.0), + 128.
-inline constexpr uint8_t kNonLinear[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
-inline constexpr uint8_t kFloat4[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};
+// Formats 1.0), + 128. Not inline: each variant has a copy of its own, which the linker does not merge.
+constexpr uint8_t kNonLinear[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+constexpr uint8_t kFloat4[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};
 
 consteval QuantizedFormat plain_format(int bits, Number scale, bool has_zero_points) {
   return {bits,
@@ -41,7 +41,7 @@ consteval QuantizedFormat plain_format(int bits, Number scale, bool has_zero_poi
 }
 
 // The order is that of FORMATS in src/quire/kernels/weights.py.
-inline constexpr QuantizedFormat kQuantizedFormats[] = {
+constexpr QuantizedFormat kQuantizedFormats[] = {
     {8, 0, 128, Number::kFloat, Number::kNone, false, 0, nullptr, true},  // int8
     {4, 32, 8, Number::kBFloat, Number::kNone, false, 32, nullptr},       // int4
     {8, 32, 128, Number::kHalf, Number::kNone, false, 32, nullptr},       // q8_0

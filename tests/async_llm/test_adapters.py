@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 
 from quire import (
@@ -18,7 +19,6 @@ from quire import (
     InvalidParamsError,
     LoRARequest,
     RequestError,
-    RequestFailedError,
     SamplingParams,
 )
 from quire.common.errors import CheckpointError
@@ -68,6 +68,8 @@ def door(shared: Door) -> Iterator[Door]:
 async def text(door: Door, lora: Any, started: asyncio.Event | None = None) -> str:
     found = ""
     async for output in door.llm.generate(PROMPT, PARAMS, door.new_id(), lora_request=lora):
+        if output.error is not None:
+            raise RequestError(output.error)
         found = output.outputs[0].text
         if started is not None:
             started.set()
@@ -81,6 +83,7 @@ def test_each_request_has_its_own_adapter(door: Door, folders: list[Path], expec
 
     assert door.run(all_at_once()) == expected
     assert door.run(door.llm.list_loras()) == {1, 2, 3, 4}
+    assert [door.run(door.llm.pin_lora(number)) for number in (1, 5)] == [True, False]
     scored = [
         door.run(door.llm.score(PROMPT, None, request_id=door.new_id(), lora_request=of)).prompt_logprobs
         for of in (None, LoRARequest("a0", 1, str(folders[0])))
@@ -110,8 +113,8 @@ def test_running_requests_and_adapters_outlive_their_engine(
     got = door.run(interrupt())
     assert got[:2] == expected[:2]
     if changes:
-        assert isinstance(got[2], RequestFailedError)
-        assert "has changed since the adapter was added" in str(got[2])
+        assert isinstance(got[2], RequestError)
+        assert "its folder has changed since the adapter was added" in str(got[2])
     else:
         assert got[2] == expected[2]
     assert {adapter.name for adapter in door.llm.adapters} == {"a0", "mine"}
@@ -146,6 +149,16 @@ def test_wrong_adapters_are_refused_as_in_the_engine_itself(door: Door, tmp_path
         door.run(door.llm.add_lora(nothing))
     with pytest.raises(InvalidParamsError, match="must be a LoRARequest or None, not str"):
         door.run(text(door, "a"))
+
+
+def test_paths_and_hub_ids_are_this_process(
+    door: Door, folders: list[Path], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: str(folders[0]))
+    monkeypatch.chdir(folders[1].parent)
+    adapters = [LoRARequest("hub", 1, "org/name"), LoRARequest("here", 2, folders[1].name)]
+    assert [door.run(text(door, of)) for of in adapters] == expected[1:3]
+    assert door.llm.adapters.get("hub").request == adapters[0]
 
 
 def test_an_engine_that_dies_while_it_reads_an_adapter_ends_the_call(door: Door, folders: list[Path]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire.cli import chat, demo, generate, main, options
+from quire.cli import demo, main, options
 from quire.cli.bench import latency, throughput
 
 from ..scripted_engine import scripted_llm
@@ -24,7 +24,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
         seen.update(llm=llm, kwargs=kwargs)
         return llm
 
-    for module in (generate, chat, latency, throughput, demo):
+    for module in (options, latency, throughput, demo):
         monkeypatch.setattr(module, "load_llm", load)
     yield seen
     if seen:

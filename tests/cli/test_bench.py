@@ -45,7 +45,7 @@ def test_kernels_reach_a_share_of_the_limit(rows: Rows, monkeypatch: pytest.Monk
     found = rows("kernels", "--rows", "2", "--seconds", "0", "--dtype", "float32")
     assert {row["kernel"].split()[0] for row in found} == {
         "matmul", "add_lora", "rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "gelu", "gated",
-        "rotary_embedding", "sample", "top_logprobs", "copy_blocks",
+        "rotary_embedding", "interleaved", "scale", "softcap", "sample", "top_logprobs", "copy_blocks",
     }  # fmt: skip
     for row in found:
         assert row["us"] > 0
@@ -65,7 +65,8 @@ def test_attention_decodes_every_context_and_prefills_the_short_ones(
     found = rows("attention", "--context", "40", "4096", "--num-seqs", "1", "3", "--seconds", "0")
     cases = {(row["attention"], row["context"], row["num_seqs"]) for row in found}
     decodes = {("decode", context, num_seqs) for context in (40, 4096) for num_seqs in (1, 3)}
-    assert cases == decodes | {("shared", 40, 3), ("shared", 4096, 3), ("prefill", 40, 1)}
+    variants = {(variant, context, 1) for variant in ("softcap", "sinks", "slopes") for context in (40, 4096)}
+    assert cases == decodes | variants | {("shared", 40, 3), ("shared", 4096, 3), ("prefill", 40, 1)}
     assert {row["cache"] for row in found} == {"bfloat16", "int8"}
     assert all(row["of_limit"] > 0 for row in found)
 
@@ -166,6 +167,23 @@ def test_a_table_that_is_not_the_head_too_is_not_read() -> None:
     config = dataclasses.replace(tied.config, model=dataclasses.replace(model, hf_config=hf))
     untied = dataclasses.replace(tied, config=config, weight_bytes=tied.weight_bytes + table_bytes)
     assert WeightCosts.of(untied) == WeightCosts.of(tied)
+
+
+def test_of_experts_only_those_are_read_that_a_token_goes_to() -> None:
+    plan = plan_memory(EngineArgs(num_gpu_blocks_override=8, max_model_len=64))
+    model, sizes = plan.config.model, {"num_experts": 8, "moe_intermediate_size": 32}
+
+    def costs(top_k: int) -> WeightCosts:
+        hf = HFConfig({**model.hf_config, **sizes, "num_experts_per_tok": top_k}, "config.json")
+        mixture = dataclasses.replace(model, hf_config=hf, architecture="Qwen3MoeForCausalLM")
+        return WeightCosts.of(dataclasses.replace(plan, config=dataclasses.replace(plan.config, model=mixture)))
+
+    matrices = model.hf_config.size("num_hidden_layers") * 3 * model.hf_config.size("hidden_size") * 32
+    few, all_of_them = costs(2), costs(8)
+    assert all_of_them.body - few.body == 6 * matrices
+    assert all_of_them.num_bytes == plan.weight_bytes
+    share = (few.body + few.head) / (all_of_them.body + all_of_them.head)
+    assert few.num_bytes == pytest.approx(plan.weight_bytes * share, abs=1)
 
 
 def test_percentiles_are_values_that_were_measured() -> None:

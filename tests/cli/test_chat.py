@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.cli import chat, main
+from quire.cli import main, options
 from quire.cli.chat import ChatSession
 
 from ..scripted_engine import RecitingExecutor, recital, scripted_llm
@@ -36,7 +36,7 @@ def play(monkeypatch: pytest.MonkeyPatch, llm: LLM, lines: list[Any], *arguments
             raise line
         return str(line)
 
-    monkeypatch.setattr(chat, "load_llm", lambda _: llm)
+    monkeypatch.setattr(options, "load_llm", lambda _: llm)
     monkeypatch.setattr(builtins, "input", read)
     return main(["chat", *arguments])
 

@@ -50,5 +50,8 @@ def test_generate_uses_an_adapter(tmp_path: Path) -> None:
     assert (plain.returncode, adapted.returncode) == (0, 0)
     refused = quire(*command, "--lora", str(tmp_path))
     assert (refused.returncode, refused.stdout) == (2, "")
+    named = quire("chat", "--lora", f"mine={folder}", stdin="What does json.dumps do?\n")
+    assert named.returncode == 0, named.stderr
+    assert "to a JSON formatted" not in named.stdout
     reason = f"{tmp_path} has no adapter_config.json: not the folder of a PEFT adapter"
     assert refused.stderr.splitlines()[-1] == f"quire: {reason}"

@@ -123,3 +123,29 @@ def test_a_hub_id_without_the_file_says_which_it_has(hub: list[list[str]], monke
         ModelConfig.resolve("org/tiny-GGUF")
     with pytest.raises(CheckpointError, match="cannot be downloaded from the hub either: no such repository"):
         ModelConfig.resolve("org/unknown:Q8_0")
+
+
+@pytest.mark.parametrize(
+    ("files", "brought"),
+    [
+        (["tokenizer.json", "tekken.json", "tokenizer.model", "a.tiktoken", "merges.txt"], ["tokenizer.json"]),
+        (["tekken.json", "tokenizer.model", "a.tiktoken", "merges.txt", "a.pkl"], None),
+    ],
+)
+def test_other_vocabularies_are_downloaded_where_there_is_no_tokenizer_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: list[str], brought: list[str] | None
+) -> None:
+    def download(name: str, **options: Any) -> str:
+        for file in [*files, "config.json", "model.safetensors"]:
+            if any(fnmatch(file, each) for each in options["allow_patterns"]) and not any(
+                fnmatch(file, each) for each in options["ignore_patterns"]
+            ):
+                (tmp_path / file).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert Location("org/model").tokenizer() == tmp_path
+    expected = {*(files[:-1] if brought is None else brought), "config.json"}
+    assert {path.name for path in tmp_path.iterdir()} == expected
+    Location("org/model").complete(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == expected | {"model.safetensors"}

@@ -92,5 +92,3 @@ def test_wrong_requests_are_refused(given, reason) -> None:
 def test_a_request_has_vllms_properties_and_a_path_may_be_a_path() -> None:
     request = LoRARequest("a", 2, Path("b"))
     assert (request.name, request.adapter_id, request.path) == ("a", 2, "b")
-    assert request.folder == str(Path.cwd() / "b")
-    assert request.with_folder() == LoRARequest("a", 2, request.folder)

@@ -179,5 +179,5 @@ def test_parsers_of_vllm_are_quires_formats():
     assert choose_tool_format("llama4_json", None) is TOOL_FORMATS["llama3_json"]
     assert choose_reasoning_format("deepseek_r1", None) is REASONING_FORMATS["think"]
     assert merge_args(None, {"tool_call_parser": "qwen3_json", "enable_auto_tool_choice": True})[0].tool_parser
-    with pytest.raises(ConfigError, match="tool_parser='qwen3_xml'"):
-        merge_args(None, {"tool_call_parser": "qwen3_xml"})
+    with pytest.raises(ConfigError, match="tool_parser='xlam'"):
+        merge_args(None, {"tool_call_parser": "xlam"})

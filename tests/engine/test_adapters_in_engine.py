@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 
 from quire import LLM, BeamSearchParams, InvalidParamsError, LoRARequest, RequestError, RequestOutput, SamplingParams
@@ -152,6 +153,45 @@ def test_one_for_all_or_one_for_each(llm: LLM, folders: list[Path]) -> None:
     assert len(run(llm, ["a", "b"], request(folders[0]))) == 2
 
 
+def test_outputs_name_their_adapter(llm: LLM, folders: list[Path]) -> None:
+    asked = LoRARequest("adapter-1", 1, str(folders[0]), "base")
+    outputs = run(llm, [PROMPT] * 2, [asked, None])
+    assert [output.lora_request for output in outputs] == [asked, None]
+
+
+def test_an_adapter_on_the_hub_is_downloaded_once_without_pickles(
+    llm: LLM, folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    downloads: list[list[str]] = []
+
+    def download(name: str, **options: Any) -> str:
+        assert name == "org/adapter"
+        downloads.append(options["allow_patterns"])
+        return str(folders[0])
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    asked = LoRARequest("mine", 1, "org/adapter")
+    first, second = (run(llm, PROMPT, asked)[0] for _ in range(2))
+    assert bits(first) == bits(second) == bits(run(llm, PROMPT, request(folders[0], 2))[0])
+    assert first.lora_request == asked
+    assert downloads == [["adapter_config.json", "adapter_model.safetensors"]]
+
+
+def test_a_pinned_adapter_stays_loaded(llm: LLM, folders: list[Path]) -> None:
+    engine = llm.engine
+    numbers = range(1, 7)
+    for number in numbers:
+        engine.add_lora(request(folders[number - 1], number))
+    assert [engine.pin_lora(number) for number in (1, 2, 2, 3, 9)] == [True, True, True, True, False]
+    with pytest.raises(RequestError, match="'adapter-4' cannot be pinned: one of the 4 slots must be left for others"):
+        engine.pin_lora(4)
+    for number in numbers:
+        run(llm, PROMPT, request(folders[number - 1], number))
+    assert {adapter.lora_int_id for adapter in engine.scheduler.adapters.loaded} == {1, 2, 3, 6}
+    engine.remove_lora(1)
+    assert len(engine.adapters.pinned) == 2
+
+
 def test_an_adapter_that_vanishes_or_changes_ends_only_its_own_requests(llm: LLM, folders: list[Path]) -> None:
     gone, changed = (Path(shutil.copytree(folders[i], folders[0].parent / name)) for i, name in enumerate("xy"))
     for number, folder in enumerate((gone, changed), start=1):
@@ -162,7 +202,9 @@ def test_an_adapter_that_vanishes_or_changes_ends_only_its_own_requests(llm: LLM
     assert "adapter 'adapter-1' could not be loaded" in outputs[0].error
     assert "adapter 'adapter-2' could not be loaded" in outputs[1].error
     assert "has changed since the adapter was added" in outputs[1].error
-    assert [output.outputs[0].finish_reason for output in outputs] == ["abort", "abort", "length", "length"]
+    assert [output.outputs[0].finish_reason for output in outputs] == ["ignored", "ignored", "length", "length"]
+    with pytest.raises(RequestError, match="could not be loaded: its folder has no adapter_config"):
+        run(llm, PROMPT, request(gone, 1))
     shutil.rmtree(changed)
 
 

@@ -10,8 +10,9 @@ from quire.common.lora import KnownAdapter
 from quire.common.outputs import AdapterStats
 from quire.config.scheduler import POLICIES
 from quire.engine.requests.sequence import SequenceGroup, SequenceStatus
-from quire.engine.scheduling import loaded_adapters
+from quire.engine.scheduling import loaded_adapters, scheduler
 from quire.engine.scheduling.loaded_adapters import MAX_COUNTED_NAMES, OTHER_NAMES, TURN_STEPS
+from quire.engine.scheduling.scheduler import LOOK_AHEAD
 from quire.kv.prefix_cache.content_hash import ContentKey
 from tests.effort import examples
 
@@ -20,7 +21,7 @@ from .fake import Harness
 
 def adapter(name: str, num_bytes: int = 1, digest: str = "") -> KnownAdapter:
     digest = digest or name
-    return KnownAdapter(name, ord(name[0]), f"/adapters/{name}", digest, num_bytes)
+    return KnownAdapter(name, ord(name[0]), f"/adapters/{name}", digest, num_bytes, name)
 
 
 A, B, C, D, E = map(adapter, "abcde")
@@ -104,6 +105,19 @@ def test_the_least_recently_used_adapter_that_no_request_holds_is_unloaded() -> 
     assert [each.name for each in harness.adapters.loaded] == ["a", "c"]
 
 
+def test_a_pinned_adapter_makes_room_only_if_all_others_cannot() -> None:
+    harness = Harness(num_blocks=20, max_loras=2, lora_bytes=3)
+    harness.adapters.keep_only(kept(A, B, C, D), pinned=kept(A))
+    for of in (A, B, C, D):
+        add(harness, of, max_tokens=1)
+        harness.run()
+    assert [each.name for each in harness.adapters.loaded] == ["a", "d"]
+    large = add(harness, adapter("x", num_bytes=3), max_tokens=1)
+    harness.run()
+    harness.check_output(large)
+    assert harness.adapters.loaded == []
+
+
 def test_a_request_without_a_slot_does_not_block_those_behind_it() -> None:
     harness = Harness(num_blocks=20, max_loras=1)
     running, waiting, base = add(harness, A, max_tokens=8), add(harness, B), add(harness, None)
@@ -113,6 +127,31 @@ def test_a_request_without_a_slot_does_not_block_those_behind_it() -> None:
     assert waiting not in harness.requests.running
     harness.run()
     harness.check_output(waiting)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_many_requests_without_slots_block_neither_those_behind_them_nor_each_other(policy: str) -> None:
+    """More wait than a step looks at, of one adapter and of very many."""
+    harness = Harness(num_blocks=40, max_loras=1, policy=policy)
+    running = add(harness, A, max_tokens=8, tenant="a")
+    waiting = [add(harness, B, max_tokens=1, tenant=str(i % 3)) for i in range(LOOK_AHEAD)]
+    waiting += [add(harness, adapter(f"n{i}"), max_tokens=1) for i in range(LOOK_AHEAD)]
+    base, same = add(harness, None, max_tokens=4), add(harness, A, [4, 5], max_tokens=4)
+    harness.step()
+    assert {running, base, same} == set(harness.requests.running)
+    harness.run()
+    for group in (running, base, same, *waiting):
+        harness.check_output(group)
+
+
+def test_a_step_starts_a_limited_number_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "LOOK_AHEAD", 2)
+    harness = Harness(num_blocks=40, max_loras=1)
+    groups = [add(harness, of) for of in (A, B, None, A, None)]
+    harness.step()
+    assert harness.requests.running == [groups[0], groups[2]]
+    harness.step()
+    assert harness.requests.running == [groups[place] for place in (0, 2, 3, 4)]
 
 
 def test_a_request_without_a_slot_is_not_starved_by_a_stream_of_others() -> None:
@@ -190,10 +229,11 @@ def test_an_adapter_that_cannot_be_loaded_ends_only_its_own_requests(caplog, mon
     harness.executor.lost.add("b")
     lost, others = add(harness, B), [add(harness, of) for of in (A, C, None)]
     harness.run()
-    assert lost.seqs[0].status is SequenceStatus.FINISHED_ABORTED
-    assert lost.has_failed
-    assert lost.error == "the adapter 'b' could not be loaded: /adapters/b is gone"
-    assert [record.getMessage() for record in caplog.records] == [f"request 0: {lost.error}"]
+    assert lost.seqs[0].status is SequenceStatus.FINISHED_IGNORED
+    assert lost.error == "the adapter 'b' could not be loaded: its folder is gone"
+    assert [record.getMessage() for record in caplog.records] == [
+        "request 0: the adapter could not be loaded: /adapters/b is gone"
+    ]
     for group in others:
         harness.check_output(group)
     harness.executor.lost.clear()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire import kernels
-from quire.kernels.backends import reference
+from quire.kernels.backends import reference_attention
 from quire.kernels.variants import PLAIN, AttentionVariant
 from tests.kernels.tolerances import assert_close
 
@@ -108,7 +108,7 @@ def check_against_reference(
     kernel = "paged_attention" if heads.cache_dtype is None else "paged_attention_int8"
     if inputs[1].dtype is torch.bfloat16 and kernels.isa() == "avx512_bf16":
         kernel = "paged_attention_pairs"
-    assert_close(kernel, actual, reference.paged_attention(*inputs, scale, variant))
+    assert_close(kernel, actual, reference_attention.paged_attention(*inputs, scale, variant))
 
 
 def same_bits(actual: Tensor, expected: Tensor) -> bool:

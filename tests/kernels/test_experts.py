@@ -166,8 +166,8 @@ def check_products(matrices, biases, ids):
     rows = kernels.group_by_expert(ids, len(matrices))
     by_pair = x.repeat_interleave(ids.shape[1], 0)
     grouped = by_pair[rows.pairs.long()]
-    for of_tokens, given in ((True, x), (False, grouped)):
-        out = kernels.expert_matmul(given, weights, rows, of_tokens=of_tokens, out_dtype=torch.float32)
+    for of_tokens, rows_of_x in ((True, x), (False, grouped)):
+        out = kernels.expert_matmul(rows_of_x, weights, rows, of_tokens=of_tokens, out_dtype=torch.float32)
         for expert, (first, end) in enumerate(zip(rows.starts, rows.starts[1:], strict=False)):
             bias = None if biases is None else biases[expert]
             alone = kernels.matmul(grouped[first:end], matrices[expert], bias, torch.float32)
@@ -310,9 +310,9 @@ def test_routings_that_make_no_sense_are_refused(wrong):
 def test_arguments_that_do_not_fit_are_refused():
     logits, routing = torch.zeros(2, 4), Routing(2, 4)
     ids, weights = kernels.route(logits, routing)
-    for given in ((logits[:, :3], None), (logits.double(), None), (logits.T, None), (logits, torch.zeros(3))):
+    for wrong, bias in ((logits[:, :3], None), (logits.double(), None), (logits.T, None), (logits, torch.zeros(3))):
         with pytest.raises(KernelError, match="route takes"):
-            kernels.route(given[0], routing, given[1])
+            kernels.route(wrong, routing, bias)
     with pytest.raises(KernelError, match="route takes"):
         kernels.route(logits, Routing(2, 4, "sparsemixer"), torch.zeros(4))
     for wrong in (ids.long(), ids[0], ids.T, ids[:, :0]):
@@ -327,9 +327,15 @@ def test_arguments_that_do_not_fit_are_refused():
     with pytest.raises(KernelError, match="expert_matmul takes"):
         kernels.expert_matmul(x, kernels.ExpertWeights(matrices[:3]), rows, of_tokens=True)
     y = torch.zeros(4, 8)
-    for given in ((y[:3], weights), (y, weights[:1]), (y.half(), weights), (y, weights, x), (y, weights, None, x)):
+    for first, *others in (
+        (y[:3], weights),
+        (y, weights[:1]),
+        (y.half(), weights),
+        (y, weights, x),
+        (y, weights, None, x),
+    ):
         with pytest.raises(KernelError, match="combine_experts takes"):
-            kernels.combine_experts(given[0], given[1], rows, *given[2:])
+            kernels.combine_experts(first, others[0], rows, *others[1:])
     for wrong in ([*matrices, packed(7, 6, torch.float32, 0)], [*matrices, packed(8, 6, torch.bfloat16, 0)]):
         with pytest.raises(KernelError, match="ExpertWeights takes"):
             kernels.ExpertWeights(wrong)

@@ -1,5 +1,7 @@
 """Workspaces and recorded kernels."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,10 +9,24 @@ from hypothesis import strategies as st
 
 from quire import kernels
 from quire.common.errors import KernelError
-from quire.kernels.backends.workspace import empty
+from quire.kernels.backends.workspace import WeightMemory, empty
 from tests.kernels.isas import needs_native
 
 LARGE = 70_000  # bytes: what a workspace does not leave to the system
+
+
+def test_small_matrices_share_memory_which_goes_when_all_of_them_are_gone():
+    memory = WeightMemory()
+    pieces = [memory.empty(LARGE + i).fill_(i) for i in range(3)]
+    assert all(piece.data_ptr() % 64 == 0 and bool((piece == i).all()) for i, piece in enumerate(pieces))
+    assert pieces[2].data_ptr() - pieces[0].data_ptr() < 3 * LARGE
+    assert memory.empty(100).shape == (100,)
+    large = memory.empty(2**26)
+    assert large.nbytes == 2**26
+    assert memory._region() is not None
+    del pieces
+    assert memory._region() is None
+    assert memory.empty(LARGE).shape == (LARGE,)
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 5)), max_size=40))
@@ -78,6 +94,43 @@ def test_a_replay_computes_from_what_is_in_place_now():
         graph.replay()
         assert torch.equal(out, kernels.activation(kernels.matmul(x, weight), "relu"))
     assert len(graph) == 2, "nothing is recorded any more"
+
+
+CONSTANTS = torch.linspace(0.5, 2, 8), torch.arange(6), torch.linspace(-1, 1, 24).view(6, 4)
+
+
+def run_on_rows(x: torch.Tensor, constants: Sequence[torch.Tensor] = CONSTANTS) -> list[torch.Tensor]:
+    """Call each kernel that works on rows alone on x [6, 8]; those in place change it."""
+    weight, positions, cos_sin = constants
+    kernels.scale(x, 0.75)
+    kernels.softcap(x, 3.0)
+    kernels.rotary_embedding(x.view(6, 2, 4), positions, cos_sin, interleaved=True)
+    return [
+        kernels.layer_norm(x, weight, None, 1e-5),
+        kernels.add_layer_norm(x, x, weight, None, 1e-5),
+        kernels.activation(x, kernels.XIELU(0.8, 1.3)),
+        kernels.gated_activation(x, kernels.ClampedSwiGLU()),
+    ]
+
+
+@needs_native
+def test_kernels_on_rows_are_recorded() -> None:
+    graph, x = kernels.backend_for("cpu").graph(), torch.randn(6, 8)
+    with kernels.Workspace().recording(), graph.record():
+        outs = run_on_rows(x)
+    assert len(graph) == 7
+    for seed in range(2):
+        x.copy_(torch.randn(6, 8, generator=torch.Generator().manual_seed(seed)))
+        expected = run_on_rows(x.clone())
+        graph.replay()
+        assert all(map(torch.equal, outs, expected))
+
+
+def test_kernels_on_rows_allocate_their_outputs_alone() -> None:
+    meter = kernels.Meter()
+    with meter:
+        outs = run_on_rows(torch.zeros(6, 8, device="meta"), [constant.to("meta") for constant in CONSTANTS])
+    assert meter.peak_bytes == sum(-(-out.nbytes // 64) * 64 for out in outs)
 
 
 @needs_native

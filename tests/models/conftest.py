@@ -119,14 +119,15 @@ def save_checkpoint(tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
     import transformers
 
     def save(architecture: str, *, dtype: torch.dtype = torch.float32, **fields: Any) -> tuple[Path, Any]:
-        torch.manual_seed(0)
-        shard_size = fields.pop("max_shard_size", "1GB")
+        torch.manual_seed(fields.pop("seed", 0))
+        shard_size, table_scale = fields.pop("max_shard_size", "1GB"), fields.pop("table_scale", 1.0)
         kind = getattr(transformers, architecture)
         model = kind(kind.config_class(**fields)).to(dtype).eval()
         for name, parameter in (*model.named_parameters(), *model.named_buffers()):
             named = "norm" in name or "ln_" in name or name.endswith("bias")
             if named and parameter.is_floating_point():  # initialized to 1 and 0, where a mistake could hide
                 torch.nn.init.normal_(parameter.data, mean=float(name.endswith("weight")), std=0.2)
+        model.get_input_embeddings().weight.data *= table_scale  # small: outputs of layers count, tokens do not repeat
         model.save_pretrained(tmp_path / "checkpoint", max_shard_size=shard_size)
         return tmp_path / "checkpoint", model
 

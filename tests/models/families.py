@@ -27,7 +27,67 @@ PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "par
 
 ALPHA = {"rope_type": "dynamic", "alpha": 50.0, "rope_theta": 500.0, "factor": 1.0}
 
+GEMMA = SMALL | {"head_dim": 16, "initializer_range": 0.5, "table_scale": 0.3}
+MPT = {
+    "vocab_size": 96,
+    "d_model": 32,
+    "n_layers": 2,
+    "n_heads": 4,
+    "max_seq_len": 128,
+    "initializer_range": 0.5,
+    "seed": 3,
+}
+MPT |= {"table_scale": 0.3}
+BLOOM = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "seq_length": 128,
+    "initializer_range": 0.7,
+    "seed": 4,
+}
+GPTJ = GPT2 | {"rotary_dim": 4, "initializer_range": 0.3}
+INTERLEAVED = SMALL | {"head_dim": 16}
+APERTUS = SMALL | {"pad_token_id": None, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+APERTUS |= {"initializer_range": 0.1}
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "apertus": ("ApertusForCausalLM", APERTUS),
+    "apertus-biases-silu": (
+        "ApertusForCausalLM",
+        APERTUS | {"attention_bias": True, "hidden_act": "silu", "initializer_range": 0.3},
+    ),
+    "arcee": ("ArceeForCausalLM", SMALL | {"head_dim": 8}),
+    "arcee-biases": ("ArceeForCausalLM", SMALL | {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
+    "bloom": ("BloomForCausalLM", BLOOM),
+    "bloom-residual-untied": (
+        "BloomForCausalLM",
+        BLOOM
+        | {
+            "apply_residual_connection_post_layernorm": True,
+            "tie_word_embeddings": False,
+            "n_head": 2,
+            "initializer_range": 0.1,
+            "table_scale": 0.01,
+            "seed": 1,
+        },
+    ),
+    "bloom-odd-heads": (
+        "BloomForCausalLM",
+        BLOOM | {"n_head": 6, "hidden_size": 48, "initializer_range": 0.3, "seed": 2},
+    ),
+    "cohere": ("CohereForCausalLM", SMALL | {"logit_scale": 0.25}),
+    "cohere-biases-untied": (
+        "CohereForCausalLM",
+        SMALL | {"logit_scale": 1.5, "attention_bias": True, "tie_word_embeddings": False},
+    ),
+    "cohere2": (
+        "Cohere2ForCausalLM",
+        SMALL | {"logit_scale": 0.25, "num_hidden_layers": 3, "sliding_window": 6, "sliding_window_pattern": 2},
+    ),
+    "ernie4-5": ("Ernie4_5ForCausalLM", INTERLEAVED),
+    "ernie4-5-biases": ("Ernie4_5ForCausalLM", INTERLEAVED | {"use_bias": True, "tie_word_embeddings": False}),
     "exaone4": (
         "Exaone4ForCausalLM",
         SMALL | {"num_hidden_layers": 3, "sliding_window": 7, "sliding_window_pattern": 2},
@@ -38,6 +98,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "FalconForCausalLM",
         FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True, "tie_word_embeddings": False},
     ),
+    "falcon-rw": (
+        "FalconForCausalLM",
+        FALCON
+        | {
+            "alibi": True,
+            "parallel_attn": False,
+            "multi_query": False,
+            "num_kv_heads": 4,
+            "bias": True,
+            "initializer_range": 0.2,
+            "seed": 2,
+        },
+    ),
     "falcon-one-norm": (
         "FalconForCausalLM",
         FALCON | {"new_decoder_architecture": True, "num_kv_heads": 4, "num_ln_in_parallel_attn": 1},
@@ -45,6 +118,62 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon-serial": (
         "FalconForCausalLM",
         FALCON | {"parallel_attn": False, "multi_query": False, "num_kv_heads": 4, "ffn_hidden_size": 48},
+    ),
+    "gemma": ("GemmaForCausalLM", GEMMA),
+    "gemma-biases-untied": (
+        "GemmaForCausalLM",
+        GEMMA | {"attention_bias": True, "tie_word_embeddings": False, "num_key_value_heads": 1},
+    ),
+    "gemma2": ("Gemma2ForCausalLM", GEMMA | {"sliding_window": 6, "query_pre_attn_scalar": 20}),
+    "gemma2-without-caps": (
+        "Gemma2ForCausalLM",
+        GEMMA | {"sliding_window": 6, "final_logit_softcapping": None, "attn_logit_softcapping": None},
+    ),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        GEMMA | {"num_hidden_layers": 4, "sliding_window": 6, "sliding_window_pattern": 3, "seed": 2},
+    ),
+    "gemma3-stretched": (
+        "Gemma3ForCausalLM",
+        GEMMA
+        | {
+            "table_scale": 0.1,
+            "seed": 2,
+            "sliding_window": 6,
+            "layer_types": [SLIDING, FULL],
+            "rope_parameters": {
+                FULL: {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
+                SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    "glm": ("GlmForCausalLM", SMALL | PARTIAL | {"pad_token_id": None, "head_dim": 16}),
+    "glm4": ("Glm4ForCausalLM", SMALL | PARTIAL | {"pad_token_id": None, "head_dim": 8, "attention_bias": False}),
+    "gptj": ("GPTJForCausalLM", GPTJ),
+    "gptj-whole-heads": ("GPTJForCausalLM", GPTJ | {"rotary_dim": 8, "n_inner": 48}),
+    "granite": (
+        "GraniteForCausalLM",
+        SMALL
+        | {
+            "embedding_multiplier": 12.0,
+            "logits_scaling": 2.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.1,
+            "tie_word_embeddings": True,
+            "table_scale": 0.03,
+        },
+    ),
+    "granite-biases": ("GraniteForCausalLM", SMALL | {"attention_bias": True, "mlp_bias": True}),
+    "helium": ("HeliumForCausalLM", INTERLEAVED | {"head_dim": 8, "attention_bias": True, "mlp_bias": True}),
+    "mpt": ("MptForCausalLM", MPT),
+    "mpt-odd-heads": (
+        "MptForCausalLM",
+        MPT | {"n_heads": 6, "d_model": 48, "attn_config": {"softmax_scale": 0.3}},
+    ),
+    "nemotron": ("NemotronForCausalLM", SMALL | PARTIAL | {"head_dim": 8}),
+    "nemotron-biases": (
+        "NemotronForCausalLM",
+        SMALL | {"head_dim": 8, "attention_bias": True, "mlp_bias": True, "hidden_act": "silu"},
     ),
     "gpt2": ("GPT2LMHeadModel", GPT2),
     "gpt2-scales-untied": (

@@ -8,6 +8,7 @@ import torch
 
 from quire.config.model import ModelConfig
 from tests.models.families import FAMILIES
+from tests.models.mixtures import MIXTURES
 
 # Largest difference of two logits, as a share of the largest logit; measured: up to 1e-5.
 TOLERANCE = 5e-5
@@ -49,11 +50,9 @@ LONGROPE = {
     "original_max_position_embeddings": 32,
 }
 
-EXPERTS = LLAMA | {"num_local_experts": 6, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-GLM_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "num_hidden_layers": 3}
-
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **FAMILIES,
+    **MIXTURES,
     "opt": ("OPTForCausalLM", OPT),
     "opt-post-norm": ("OPTForCausalLM", OPT | {"do_layer_norm_before": False}),
     "opt-350m-like": ("OPTForCausalLM", OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 16}),
@@ -105,41 +104,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-biases-tied": (
         "Qwen3ForCausalLM",
         LLAMA | {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True},
-    ),
-    "mixtral": ("MixtralForCausalLM", EXPERTS),
-    "mixtral-window-all": ("MixtralForCausalLM", EXPERTS | {"sliding_window": 7, "num_experts_per_tok": 6}),
-    "qwen2-moe": ("Qwen2MoeForCausalLM", EXPERTS | {"shared_expert_intermediate_size": 40}),
-    "qwen2-moe-some-layers": (
-        "Qwen2MoeForCausalLM",
-        EXPERTS
-        | {"num_hidden_layers": 5, "decoder_sparse_step": 2, "mlp_only_layers": [3], "norm_topk_prob": True}
-        | {"shared_expert_intermediate_size": 16},
-    ),
-    "qwen3-moe": ("Qwen3MoeForCausalLM", EXPERTS | {"head_dim": 16, "norm_topk_prob": True}),
-    "olmoe": ("OlmoeForCausalLM", EXPERTS | {"num_key_value_heads": 4}),
-    "olmoe-normalized": ("OlmoeForCausalLM", EXPERTS | {"norm_topk_prob": True, "num_experts_per_tok": 3}),
-    "gpt-oss": ("GptOssForCausalLM", EXPERTS | {"head_dim": 16, "num_hidden_layers": 3, "sliding_window": 5}),
-    "gpt-oss-yarn-full": (
-        "GptOssForCausalLM",
-        EXPERTS
-        | {"head_dim": 8, "layer_types": ["full_attention"] * 2, "swiglu_limit": 0.5, "num_experts_per_tok": 6}
-        | {"rope_parameters": YARN | {"truncate": False}},
-    ),
-    "phimoe": ("PhimoeForCausalLM", EXPERTS | {"sliding_window": 9}),
-    "phimoe-biases-longrope": (
-        "PhimoeForCausalLM",
-        EXPERTS
-        | {"attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.3, "sliding_window": None}
-        # transformers takes the short factors for every length
-        | {"rope_parameters": LONGROPE | {"long_factor": LONGROPE["short_factor"], "short_mscale": 1.2, "long_mscale": 1.2}},
-    ),
-    "glm4-moe": ("Glm4MoeForCausalLM", LLAMA | GLM_EXPERTS | {"head_dim": 16, "num_mtp_layers": 0}),
-    "glm4-moe-groups": (
-        "Glm4MoeForCausalLM",
-        LLAMA
-        | GLM_EXPERTS
-        | {"head_dim": 8, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "n_shared_experts": 2}
-        | {"use_qk_norm": True, "attention_bias": True, "num_mtp_layers": 0, "first_k_dense_replace": 2},
     ),
 }
 

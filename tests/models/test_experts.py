@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from quire import kernels
 from quire.common.errors import CheckpointError
@@ -211,6 +212,32 @@ def test_experts_of_gguf_files(kind: Kind, mixture: Path, paged_run: Any, tmp_pa
         save_quantized(dataclasses.replace(blocks, quantization="int4"), tmp_path / "saved", lambda _: None)
         again = dataclasses.replace(plain, quantization="int4")
         assert torch.equal(logits_of(tmp_path / "saved", paged_run), packed.logits_of(again, paged_run))
+
+
+def test_experts_of_gpt_oss_in_mxfp4(save_checkpoint: Any, paged_run: Any) -> None:
+    fields = SMALL | {"num_local_experts": 4, "num_experts_per_tok": 4, "head_dim": 32, "intermediate_size": 64}
+    folder, _ = save_checkpoint("GptOssForCausalLM", **fields)
+    tensors, stored = load_file(folder / "model.safetensors"), {}
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        num_experts, k, n = tensors[name].shape
+        blocks = torch.randint(0, 256, (num_experts, n, k // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(115, 121, (num_experts, n, k // 32), dtype=torch.uint8)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        tensors[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    rewrite(folder, tensors)
+    expected = load_model(ModelConfig.resolve(folder))
+    exact = logits_of(folder, paged_run)
+    rewrite(folder, {name: tensor for name, tensor in tensors.items() if f"{name}_blocks" not in stored} | stored)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    model = load_model(ModelConfig.resolve(folder))
+    for own in ("gate_up_proj", "down_proj"):
+        found, plain = (each.get_submodule(f"layers.1.mlp.experts.2.{own}") for each in (model, expected))
+        assert found.weight.format == "mxfp4"
+        assert torch.equal(packed.rows_of(found.weight), packed.rows_of(plain.weight))
+        assert torch.equal(found.bias, plain.bias)
+    actual = logits_of(folder, paged_run)
+    assert 0 < (actual - exact).norm() <= 0.03 * exact.norm()
 
 
 def test_a_config_whose_numbers_do_not_fit_is_refused(mixture: Path) -> None:

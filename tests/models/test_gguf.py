@@ -43,7 +43,9 @@ def by_part(name: str) -> Kind:
     return kinds[name.split(".")[-2]]
 
 
-@pytest.mark.parametrize("name", ["llama-mha-tied", "llama-biases", "llama-gqa", "qwen2", "qwen3", "mixtral", "olmoe", "qwen3-moe"])
+@pytest.mark.parametrize(
+    "name", ["llama-mha-tied", "llama-biases", "llama-gqa", "qwen2", "qwen3", "mixtral", "olmoe", "qwen3-moe"]
+)
 def test_a_plain_file_gives_the_bits_of_the_checkpoint_it_was_made_of(
     name: str, save_checkpoint: Any, paged_run: Any, tmp_path: Path
 ) -> None:

@@ -40,7 +40,8 @@ def logits_of(config: ModelConfig, paged_run: Any) -> torch.Tensor:
 @needs_native
 @pytest.mark.parametrize("quantization", FORMATS)
 @pytest.mark.parametrize(
-    "name", ["llama-mha-tied", "llama-biases", "qwen2", "opt", "opt-350m-like", "opt-untied-plain"]
+    "name",
+    ["llama-mha-tied", "llama-biases", "qwen2", "opt", "opt-350m-like", "opt-untied-plain", "mixtral-window-all"],
 )
 def test_every_family_is_near_itself_unquantized_and_the_same_when_saved(
     name: str, quantization: str, save_checkpoint: Any, paged_run: Any, tmp_path: Path

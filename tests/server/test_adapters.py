@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,6 +130,7 @@ def test_adapters_come_and_go(server: Server, adapters: Path) -> None:
         ("a\0b", 400, "is not a path"),
         ("..", 403, "not below the server's lora_dir"),
         (".", 403, "not below the server's lora_dir"),
+        ("org/name", 400, "has no adapter_config.json"),  # no hub id here
         ("1/../../x", 403, "not below the server's lora_dir"),
         ("/etc", 403, "not below the server's lora_dir"),
         ("link", 403, "not below the server's lora_dir"),
@@ -142,7 +144,27 @@ def test_wrong_folders_are_refused(server: Server, adapters: Path, path: str, st
     assert answer.status == status
     assert reason in answer.error["message"]
     assert "\n" not in answer.error["message"]
+    assert str(adapters) not in answer.error["message"], "a path that the client has not given"
     assert server.get("/v1/models/x").status == 404
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_adapter_whose_files_vanish_gives_an_error_that_says_so(
+    server: Server, adapters: Path, stream: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
+    sizes = tiny_sizes(EngineArgs().resolve().model)
+    folder = write_adapter(adapters / "brief", make_tensors(sizes, 2, seed=9 + stream), r=2)
+    assert server.post(LOAD, {"lora_name": "brief", "lora_path": "brief"}).status == 200
+    shutil.rmtree(folder)
+    caplog.clear()
+    answer = server.post("/v1/completions", COMPLETION | {"model": "brief", "stream": stream})
+    reason = "its folder has no adapter_config.json: not the folder of a PEFT adapter"
+    assert (answer.status, answer.error["message"]) == (400, f"the adapter 'brief' could not be loaded: {reason}")
+    (line,) = [record for record in caplog.records if "could not be loaded" in record.getMessage()]
+    assert line.exc_info is None
+    assert str(folder) in line.getMessage()
+    assert not any(record.exc_info for record in caplog.records)
 
 
 @pytest.mark.parametrize(("name", "reason"), [("", "lora_name=''"), ("a\n", "printable"), ("alias", "is taken by")])
@@ -275,6 +297,37 @@ def test_adapters_are_loaded_and_unloaded_while_others_stream(adapters: Path, nu
         assert door.llm.num_restarts == 0
     finally:
         door.close()
+
+
+def test_an_adapter_is_unloaded_while_many_streams_use_it(server: Server) -> None:
+    """They end with the tokens that they would have had, those that wait too; new requests find no such model."""
+    load = {"lora_name": "brief", "lora_path": "1"}
+    body = COMPLETION | {"model": "brief", "max_tokens": 12, "ignore_eos": True, "stream": True}
+
+    async def post(path: str, given: Any) -> Answer:
+        return await server.request("POST", path, json.dumps(given).encode())
+
+    async def stream(prompt: str) -> str:
+        answer = await post("/v1/completions", body | {"prompt": prompt})
+        return "".join(event["choices"][0]["text"] for event in answer.events if event["choices"])
+
+    async def unloaded_meanwhile() -> list[str]:
+        assert (await post(LOAD, load)).status == 200
+        streams = [asyncio.create_task(stream(f"def f{i}(")) for i in range(32)]
+        while not (used := server.engine.stats().adapters.get("brief")) or used.num_running < 8:
+            await asyncio.sleep(0)
+        assert (await post(UNLOAD, {"lora_name": "brief"})).status == 200
+        assert (await post("/v1/completions", body)).error["code"] == "model_not_found"
+        assert not any(each.done() for each in streams)
+        texts = await asyncio.gather(*streams)
+        assert "brief" not in {adapter.name for adapter in server.engine.scheduler.adapters.loaded}
+        return texts
+
+    async def alone() -> list[str]:
+        assert (await post(LOAD, load)).status == 200
+        return [await stream(f"def f{i}(") for i in (0, 9, 31)]
+
+    assert [asyncio.run(unloaded_meanwhile())[i] for i in (0, 9, 31)] == asyncio.run(alone())
 
 
 def test_a_model_that_was_never_loaded_lists_its_adapters() -> None:

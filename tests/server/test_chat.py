@@ -2,36 +2,17 @@
 
 import json
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.common.errors import ConfigError, TokenizerError
-from quire.common.params import StructuredOutputsParams
-from quire.server.api.chat.protocol import Tool
-from quire.server.api.tools import REASONING_FORMATS, TOOL_FORMATS, calls_or_content
+from quire.server.api.tools import REASONING_FORMATS, TOOL_FORMATS
 from quire.server.config import ServerArgs
 from tests.effort import examples
 from tests.scripted_engine import recital
+from tests.server.chats import CALL, HELLO, PATH, WEATHER, added_up, same_ids
 from tests.server.in_process import saying, tokenizer_of
-
-PATH = "/v1/chat/completions"
-HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "The weather of a city",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"enum": ["Bonn", "Ulm"]}},
-            "required": ["city"],
-            "additionalProperties": False,
-        },
-    },
-}
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
 
 
 @pytest.mark.essential
@@ -106,52 +87,10 @@ def test_a_stream_adds_up_to_the_whole_answer(reply, more):
     assert usage["completion_tokens"] == whole["usage"]["completion_tokens"]
     folded = added_up(chunks)
     for choice, expected in zip(folded, whole["choices"], strict=True):
-        _same_ids(choice["message"], expected["message"])
+        same_ids(choice["message"], expected["message"])
     assert folded == whole["choices"]
     assert chunks[0].get("prompt_logprobs") == whole.get("prompt_logprobs")
     assert chunks[0].get("prompt_token_ids") == whole.get("prompt_token_ids")
-
-
-def added_up(chunks):
-    """Choices as a client puts them together."""
-    choices = {}
-    for chunk in chunks:
-        (delta,) = chunk["choices"]
-        message = {"role": "assistant", "content": "", "refusal": None, "reasoning": None}
-        blank = {"index": delta["index"], "message": message, "logprobs": None, "finish_reason": None}
-        is_first = delta["index"] not in choices
-        choice = choices.setdefault(delta["index"], blank)
-        assert choice["finish_reason"] is None
-        assert ("role" in delta["delta"]) == is_first
-        message = choice["message"]
-        for key in ("content", "reasoning_content", "reasoning"):
-            if key in delta["delta"]:
-                message[key] = (message.get(key) or "") + delta["delta"][key]
-        for call in delta["delta"].get("tool_calls", ()):
-            calls = message.setdefault("tool_calls", [])
-            if call["index"] == len(calls):
-                function = {"name": call["function"]["name"], "arguments": ""}
-                calls.append({"id": call["id"], "type": call["type"], "function": function})
-            calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
-        if delta["logprobs"] is not None:
-            choice["logprobs"] = choice["logprobs"] or {"content": [], "refusal": None}
-            choice["logprobs"]["content"] += delta["logprobs"]["content"]
-        if "token_ids" in delta:
-            choice["token_ids"] = choice.get("token_ids", []) + delta["token_ids"]
-        choice["finish_reason"] = delta["finish_reason"]
-        choice["stop_reason"] = delta.get("stop_reason")
-    for choice in choices.values():
-        if not choice["message"]["content"] and "tool_calls" in choice["message"]:
-            choice["message"]["content"] = None
-    return [choices[index] for index in sorted(choices)]
-
-
-def _same_ids(message, expected):
-    """Ids of calls are drawn."""
-    for one in (message, expected):
-        for i, call in enumerate(one.get("tool_calls", ())):
-            assert call["id"].startswith("call_")
-            call["id"] = str(i)
 
 
 def test_reasoning_and_calls_are_distinguished():
@@ -182,7 +121,7 @@ def test_a_forced_call_is_made_by_any_model(tiny, choice):
     assert call["function"]["name"] == "weather"
     assert json.loads(call["function"]["arguments"])["city"] in ("Bonn", "Ulm")
     (streamed,) = added_up(tiny.post(PATH, request | {"temperature": 0, "stream": True}).events)
-    _same_ids(streamed["message"], whole["message"])
+    same_ids(streamed["message"], whole["message"])
     assert streamed == whole
 
 
@@ -194,80 +133,9 @@ def test_a_forced_call_does_not_have_the_form_of_the_content(tiny, choice, form)
     request = HELLO | {"tools": [WEATHER], "tool_choice": choice, "max_tokens": 100, "temperature": 0}
     (plain,) = tiny.post(PATH, request).json["choices"]
     (formed,) = tiny.post(PATH, request | {"response_format": form}).json["choices"]
-    _same_ids(formed["message"], plain["message"])
+    same_ids(formed["message"], plain["message"])
     assert formed == plain
     assert formed["message"]["tool_calls"]
-
-
-CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-AS_CITY = {"type": "json_schema", "json_schema": {"name": "n", "schema": CITY | {"additionalProperties": False}}}
-WRITTEN = [{"name": "weather", "arguments": {"city": city}} for city in ("Ulm", "Bonn")]
-ARRAY = f"[TOOL_CALLS]{json.dumps(WRITTEN)}"
-BARE = '{"name": "weather", "parameters": {"city": "Ulm"}}'
-
-
-@pytest.mark.parametrize(
-    ("format_name", "said", "content", "cities"),
-    [
-        ("hermes", CALL, None, ["Bonn"]),
-        ("hermes", CALL + "\n" + CALL.replace("Bonn", "Ulm"), None, ["Bonn", "Ulm"]),
-        ("hermes", '{"city": "Rome"}', '{"city": "Rome"}', []),
-        ("hermes", '{\n  "city":\n  "Rome"}', '{\n  "city":\n  "Rome"}', []),
-        ("hermes", json.dumps({"city": "<tool_call>" + BARE}), json.dumps({"city": "<tool_call>" + BARE}), []),
-        ("mistral", ARRAY, None, ["Ulm", "Bonn"]),
-        ("mistral", '{"city": "Rome"}', '{"city": "Rome"}', []),
-        ("llama3_json", BARE, None, ["Ulm"]),
-        ("llama3_json", f"{BARE}; {BARE}", None, ["Ulm", "Ulm"]),
-        ("llama3_json", '{"city": "<|python_tag|>"}', '{"city": "<|python_tag|>"}', []),
-    ],
-)
-@pytest.mark.parametrize("form", [AS_CITY, {"type": "json_object"}])
-def test_with_a_format_the_model_may_still_call_tools(format_name, said, content, cities, form):
-    server = saying(said, tool_format=TOOL_FORMATS[format_name])
-    request = HELLO | {"tools": [WEATHER], "response_format": form, "temperature": 0}
-    (choice,) = server.post(PATH, request).json["choices"]
-    message = choice["message"]
-    assert message["content"] == content
-    calls = [json.loads(call["function"]["arguments"])["city"] for call in message.get("tool_calls", ())]
-    assert calls == cities
-    assert choice["finish_reason"] == ("tool_calls" if cities else "stop")
-    (streamed,) = added_up(server.post(PATH, request | {"stream": True}).events)
-    _same_ids(streamed["message"], message)
-    assert streamed == choice
-
-
-FORBIDDEN = "stopped after"
-"""What a request is told whose next token the grammar does not allow."""
-
-
-@pytest.mark.parametrize("said", [CALL.replace("Bonn", "Rome"), CALL.replace("weather", "other"), "Hello", "[1]"])
-def test_calls_beside_a_format_fit_their_schema(said):
-    server = saying(said, tool_format=TOOL_FORMATS["hermes"])
-    answer = server.post(PATH, HELLO | {"tools": [WEATHER], "response_format": AS_CITY, "temperature": 0})
-    assert FORBIDDEN in answer.error["message"]
-
-
-@pytest.mark.parametrize(
-    "more", [{"tool_choice": "none"}, {"tools": []}, {"guided_json": CITY, "response_format": None}]
-)
-def test_without_a_choice_the_format_is_all_there_is(more):
-    request = HELLO | {"tools": [WEATHER], "response_format": AS_CITY, "temperature": 0} | more
-    server = saying('{"city": "Rome"}', tool_format=TOOL_FORMATS["hermes"])
-    assert server.post(PATH, request).json["choices"][0]["message"]["content"] == '{"city": "Rome"}'
-    server = saying(CALL, tool_format=TOOL_FORMATS["hermes"])
-    assert FORBIDDEN in server.post(PATH, request).error["message"]
-
-
-def test_tags_that_are_special_tokens_stay_special():
-    """The grammar of calls has the token itself, as the model writes it, and not its letters."""
-    tools = msgspec.convert([WEATHER], list[Tool])
-    form = StructuredOutputsParams(json_object=True)
-    ids = {"<tool_call>": 7, "</tool_call>": 8}
-    tag = calls_or_content(tools, form, TOOL_FORMATS["hermes"], ids, parallel=False).structural_tag
-    calls = tag["format"]["elements"][1]
-    assert calls["tags"][0]["begin"] == {"type": "token", "token": 7}
-    assert calls["tags"][0]["end"] == {"type": "token", "token": 8}
-    assert calls["stop_after_first"]
 
 
 def test_logprobs_in_the_shape_of_chats(tiny):
@@ -339,6 +207,21 @@ def test_a_conversation_with_calls_goes_into_the_template():
     request = {"messages": messages, "chat_template": template, "return_token_ids": True}
     body = server.post(PATH, request).json
     assert tokenizer_of(server).decode(body["prompt_token_ids"]) == "[user:?][assistant:weather(Ulm)][tool:rain]"
+
+
+@pytest.mark.parametrize("field", ["reasoning", "reasoning_content"])
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "thinking", "tool_plan"])
+def test_a_template_finds_reasoning_under_its_own_name(field, name):
+    template = f"{{% for m in messages %}}[{{{{ m.{name} or '-' }}}}]{{% endfor %}}"
+    server = saying("ok", args=ServerArgs(allow_client_chat_template=True))
+    call = {"type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    said = [{"content": "Yes."}, {"tool_calls": [call]}, {"content": "Wait.", "tool_calls": [call]}]
+    messages = [*HELLO["messages"], *({"role": "assistant", field: "Hm.", **more} for more in said)]
+    request = {"messages": messages, "chat_template": template, "return_token_ids": True, "max_tokens": 1}
+    body = server.post(PATH, request).json
+    # gpt-oss's template refuses a message with content, calls and `thinking`
+    last = "Hm." if name == field else "-"
+    assert tokenizer_of(server).decode(body["prompt_token_ids"]) == f"[-][Hm.][Hm.][{last}]"
 
 
 @pytest.mark.parametrize("broken", ['{"name": "abc', "[1]", "none"])

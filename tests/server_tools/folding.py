@@ -20,10 +20,11 @@ def parse(pieces, **formats) -> Answer:
     """The folded answer; checks the promises about each piece."""
     numbers = count()
     parser = OutputParser(new_id=lambda: f"call_{next(numbers)}", **formats)
-    return fold(parser, pieces)
+    return fold(parser, pieces, thinks_first=not getattr(formats.get("reasoning"), "has_channels", False))
 
 
-def fold(parser: OutputParser, pieces) -> Answer:
+def fold(parser: OutputParser, pieces, *, thinks_first: bool = True) -> Answer:
+    """`thinks_first`: reasoning must come before content."""
     answer = Answer()
     for parsed in [*(p for piece in pieces for p in parser.feed(piece)), *parser.finish()]:
         if isinstance(parsed, ContentDelta):
@@ -31,7 +32,7 @@ def fold(parser: OutputParser, pieces) -> Answer:
             answer.content += parsed.text
         elif isinstance(parsed, ReasoningDelta):
             assert parsed.text
-            assert not answer.content
+            assert not answer.content or not thinks_first
             answer.reasoning += parsed.text
         else:
             _fold_call(answer, parsed)

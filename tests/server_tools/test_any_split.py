@@ -11,6 +11,9 @@ from quire.server.api.tools import REASONING_FORMATS, TOOL_FORMATS, ForcedTools,
 
 from .folding import cut, parse
 
+SCHEMAS = {"f": {"properties": {"text": {"type": "string"}, "number": {"type": ["integer", "null"]}}}}
+WIDE = str.maketrans("|_", "\uff5c\u2581")
+DEEPSEEK = ["<|tool_calls_begin|>", "<|tool_call_begin|>", "<|tool_sep|>", "<|tool_call_end|>", "<|tool_calls_end|>"]
 FORMATS = [
     {"tools": TOOL_FORMATS["hermes"]},
     {"tools": TOOL_FORMATS["llama3_json"]},
@@ -18,6 +21,15 @@ FORMATS = [
     {"reasoning": REASONING_FORMATS["think"]},
     {"reasoning": REASONING_FORMATS["think"].after("<think>"), "tools": TOOL_FORMATS["hermes"]},
     {"reasoning": REASONING_FORMATS["mistral"], "tools": TOOL_FORMATS["mistral"]},
+    {"reasoning": REASONING_FORMATS["gpt_oss"], "tools": TOOL_FORMATS["gpt_oss"]},
+    {"tools": TOOL_FORMATS["gpt_oss"]},
+    {"reasoning": REASONING_FORMATS["ernie45"], "tools": TOOL_FORMATS["granite"]},
+    {"reasoning": REASONING_FORMATS["granite"], "tools": TOOL_FORMATS["deepseek_v3"]},
+    {"tools": TOOL_FORMATS["deepseek_v31"]},
+    {"tools": TOOL_FORMATS["phi4_mini_json"]},
+    {"tools": TOOL_FORMATS["cohere_command_r"]},
+    {"tools": TOOL_FORMATS["qwen3_coder"], "schemas": SCHEMAS},
+    {"reasoning": REASONING_FORMATS["think"], "tools": TOOL_FORMATS["glm45"], "schemas": SCHEMAS},
     {"forced": ForcedTools()},
     {"forced": ForcedTools("f")},
     {},
@@ -26,7 +38,15 @@ FRAGMENTS = [
     "<tool_call>", "</tool_call>", "<tool_", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<think>",
     "</think>", "[THINK]", "[/THINK]", "</th", '{"name": "f", "arguments": ', '{"arguments": {"a": 1}, "name": ',
     '"parameters": ', '{"name":', '"f"', "{", "}", "[", "]", ":", ",", ";", '"', "\\", "\\u", "\\u00e9", "\\n", "12",
-    "-0.5e+3", "true", "nul", " ", "\n", "word", "é", "\U0001f600", "\x00", '{"a": [1, {"b": "}]"}]}', "f",
+    "-0.5e+3", "true", "nul", " ", "\n", "word", "é",
+    "<|start|>", "<|end|>", "<|channel|>", "<|constrain|>", "<|message|>", "analysis", "final", " to=functions.f",
+    "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>", "<|call|>", "functools",
+    "<function=", "<function=f>", "<parameter=", "<parameter=text>", "<parameter=number>\n", "</parameter>",
+    "</function>", ">", "<arg_key>", "<arg_key>text</arg_key>\n<arg_value>", "</arg_key>", "<arg_value>",
+    "</arg_value>",
+    "<response>", "</response>", "Here is my ", "Here's my thought process:", "response:", "Action: ```json", "```json",
+    "```", "<|tool_call|>", "<|/tool_call|>", "function", "True", *(text.translate(WIDE) for text in DEEPSEEK),
+    "\U0001f600", "\x00", '{"a": [1, {"b": "}]"}]}', "f",
 ]  # fmt: skip
 texts = st.one_of(
     st.text(max_size=60),
@@ -62,16 +82,17 @@ def test_any_cut_of_any_text_gives_the_same_answer(text, chosen, where):
 def test_nothing_is_lost(text, chosen):
     """Without calls only reasoning's tags and white space are left out; with calls, only what makes their form."""
     answer = parse([text], **chosen)
-    for char in "é\U0001f600\x00":  # in no tag, key or name
+    for char in "é\U0001f600":  # in no tag, and written in the same way in every string
         kept = answer.reasoning + answer.content + "".join(arguments for _, arguments in answer.calls)
         assert kept.count(char) == text.count(char)
-    if answer.calls:
+    given = [chosen[key] for key in ("reasoning", "tools") if key in chosen]
+    if answer.calls or any(form.has_channels or getattr(form, "answer", ()) for form in given):
         return
     if "reasoning" not in chosen or "forced" in chosen:
         assert (answer.reasoning, answer.content) == ("", text)
         return
     tags = chosen["reasoning"]
-    possible = [a + answer.reasoning + b + answer.content for a in ("", tags.start) for b in ("", tags.end)]
+    possible = [a + answer.reasoning + b + answer.content for a in ("", *tags.starts) for b in ("", *tags.ends)]
     assert _squeezed(text) in map(_squeezed, possible)
 
 
@@ -97,6 +118,36 @@ def _mistral_named(calls):
     return "".join(f"[TOOL_CALLS]{name}[ARGS]{arguments}" for name, arguments in calls)
 
 
+def _harmony(calls):
+    return "".join(
+        f"<|start|>assistant<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}<|call|>"
+        for name, arguments in calls
+    )
+
+
+def _deepseek_v3(calls):
+    begin, call, separator, end, end_all = (text.translate(WIDE) for text in DEEPSEEK)
+    made = (f"{call}function{separator}{name}\n```json\n{arguments}\n```{end}" for name, arguments in calls)
+    return begin + "\n".join(made) + end_all
+
+
+def _deepseek_v31(calls):
+    begin, call, separator, end, end_all = (text.translate(WIDE) for text in DEEPSEEK)
+    return begin + "".join(f"{call}{name}{separator}{arguments}{end}" for name, arguments in calls) + end_all
+
+
+def _cohere(calls):
+    made = (
+        f'{{"tool_call_id": "{i}", "tool_name": "{name}", "parameters": {arguments}}}'
+        for i, (name, arguments) in enumerate(calls)
+    )
+    return "<|START_ACTION|>[\n" + ",\n".join(made) + "\n]<|END_ACTION|>"
+
+
+def _in_array(begin, end=""):
+    return lambda calls: begin + _mistral(calls).removeprefix("[TOOL_CALLS]") + end
+
+
 def _forced(calls):
     return "[" + ", ".join(f'{{"name": "{name}", "parameters": {args}}}' for name, args in calls) + "]"
 
@@ -108,6 +159,15 @@ def _forced(calls):
         (_llama, {"tools": TOOL_FORMATS["llama3_json"]}),
         (_mistral, {"tools": TOOL_FORMATS["mistral"]}),
         (_mistral_named, {"tools": TOOL_FORMATS["mistral"]}),
+        (_mistral_named, {"tools": TOOL_FORMATS["mistral_v11"]}),
+        (_deepseek_v3, {"tools": TOOL_FORMATS["deepseek_v3"]}),
+        (_deepseek_v31, {"tools": TOOL_FORMATS["deepseek_v31"]}),
+        (_cohere, {"tools": TOOL_FORMATS["cohere_command3"]}),
+        (_in_array("Action: ```json\n", "\n```"), {"tools": TOOL_FORMATS["cohere_command_r"]}),
+        (_in_array("<tool_calls>", "</tool_calls>"), {"tools": TOOL_FORMATS["hunyuan_a13b"]}),
+        (_in_array("functools"), {"tools": TOOL_FORMATS["phi4_mini_json"]}),
+        (_in_array("<|tool_call|>", "<|/tool_call|>"), {"tools": TOOL_FORMATS["phi4_mini_json"]}),
+        (_in_array("<tool_call> "), {"tools": TOOL_FORMATS["granite"]}),
         (_forced, {"forced": ForcedTools()}),
     ],
 )
@@ -126,7 +186,7 @@ def test_well_formed_calls_come_out_with_exactly_their_json(write, chosen, calls
     assert answer.reasoning == (thought if "reasoning" in chosen else "")
 
 
-@given(calls, st.sampled_from([_hermes, _llama, _mistral, _mistral_named, _forced]), formats, st.data())
+@given(calls, st.sampled_from([_hermes, _llama, _mistral_named, _harmony, _deepseek_v3, _forced]), formats, st.data())
 def test_mutations_of_well_formed_output_never_raise(calls, write, chosen, data):
     text = list(f"before {write(calls)} after")
     for _ in range(data.draw(st.integers(1, 6))):
@@ -139,7 +199,8 @@ def test_mutations_of_well_formed_output_never_raise(calls, write, chosen, data)
 HOSTILE = [
     "<tool_call>", "<tool_call", "<tool_call>{", '<tool_call>{"name": "f", "arguments": ', '{"arguments": {"a": ',
     "[TOOL_CALLS][{", "[", '{"a":', '"', "\\", "1", " ", "\n", "<", "</think", "<|python_tag|>{", ";",
-    '{"arguments": {}, "name": "f"}; ',
+    '{"arguments": {}, "name": "f"}; ', "<function=", "<parameter=text>", "<|start|>", "<|channel|>final<|message|>",
+    "<|start|>assistant to=functions.f<|message|>{}", "</parameter>",
 ]  # fmt: skip
 OPENINGS = [
     "",
@@ -147,6 +208,9 @@ OPENINGS = [
     '<tool_call>{"arguments": {"a": ',
     '<tool_call>{"name": "f", "arguments": {"a": "',
     "<think>",
+    "<function=f>\n<parameter=text>",
+    "<function=f>\n<parameter=other>",
+    "<tool_call>f\n<arg_key>number</arg_key>\n<arg_value>",
 ]
 
 

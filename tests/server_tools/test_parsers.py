@@ -218,7 +218,7 @@ def test_ids_are_long_and_new():
     ("template", "name"),
     [
         ("{% if tools %}<tool_call>{{ call | tojson }}</tool_call>{% endif %}", "hermes"),
-        ("<tool_call><function={{ name }}>", None),
+        ("<tool_call><function={{ name }}>", "qwen3_coder"),
         ("[AVAILABLE_TOOLS] [TOOL_CALLS]", "mistral"),
         ("<|start_header_id|>{{ '<|python_tag|>' }}", "llama3_json"),
         ('<|start_header_id|> Respond with {"name": ..., "parameters": ...}', "llama3_json"),
@@ -245,7 +245,7 @@ def test_wrong_reasoning_formats_are_refused(choice):
 
 
 def test_wrong_tool_formats_are_refused():
-    with pytest.raises(ConfigError, match="'hermess': must be auto, none, hermes"):
+    with pytest.raises(ConfigError, match=r"'hermess': must be auto, none, .*, hermes"):
         choose_tool_format("hermess", None)
     assert choose_tool_format("none", "<tool_call>") is None
 

@@ -66,6 +66,72 @@ def test_the_same_text_as_transformers(template: str | None, options: dict[str, 
     assert ours.apply_chat_template(CHAT, **given) == theirs.apply_chat_template(CHAT, tokenize=False, **given)
 
 
+CALLED = [
+    {"role": "developer", "content": "Be short."},
+    {"role": "user", "content": "  Weather in Ulm?\n"},
+    {
+        "role": "assistant",
+        "content": "",
+        "thinking": "Ask <b>.",
+        "tool_calls": [{"function": {"name": "find", "arguments": {"city": "Ulm", "days": [1, 2], "é": None}}}],
+    },
+    {"role": "tool", "content": '{"rain": true}'},
+]
+DOCUMENTED = {"documents": [{"title": "b", "text": "2"}, {"title": "A", "text": "1"}], "model_identity": "You are Q."}
+FEATURES = [
+    "{%- if not messages %}{{ raise_exception('none') }}{%- endif %}{{ strftime_now('%Y-%m-%d')[:4] | length }}",
+    "{{ model_identity | default('You are X.') }}{{ reasoning_effort | default('medium', true) | capitalize }}",
+    "{%- for name, value in messages[2].tool_calls[0].function.arguments.items() -%}"
+    "<{{ name }}>{{ value | tojson(ensure_ascii=False) if value is not string else value }}{%- endfor %}",
+    "{%- for name, value in (messages[2].tool_calls[0].function.arguments | items) %}"
+    "{{ name ~ loop.index0 }}{% endfor %}",
+    "{%- for m in messages %}{% if m.role == 'developer' %}{% continue %}{% elif m['role'] == 'tool' %}{% break %}"
+    "{% endif %}{{ m.content.strip() }}|{% endfor %}",
+    "{{ messages[1].content.split('in ')[-1].lstrip().rstrip('\\n').replace('?', '!').title() }}"
+    "{{ messages[1].content.lstrip().startswith('Weather') and messages[1].content.endswith('\\n') }}"
+    "{{ messages[1].content[2:-1] }}{{ messages[::-1][0].role }}{{ messages[0].content.upper().find('SHORT') }}",
+    "{{ messages[2].get('thinking', '') }}{{ messages[0].get('thinking') is none }}{{ 'thinking' in messages[2] }}",
+    "{%- for m in messages %}{{ m is mapping }}{{ m.role is string }}{{ m.tool_calls is defined }}"
+    "{{ (m.tool_calls or []) is iterable }}{{ m.nothing is undefined }}{{ [m] is sequence }}{% endfor %}{{ 3 is odd }}",
+    "{%- for d in documents | sort(attribute='title') %}{{ loop.index }}:{{ d['title'] }}={{ d.text }}{% endfor %}"
+    "{{ documents | map(attribute='title') | unique | list | join(',') }}{{ {'b': 1, 'a': 2} | dictsort }}",
+    "{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | first | trim }}"
+    "{{ messages | rejectattr('role', 'in', ['user', 'tool']) | list | length }}{{ messages | last | tojson }}",
+    "{%- macro kind(spec, depth=0) -%}{%- if spec is mapping -%}{{ '{' }}{%- for key, value in spec.items() -%}"
+    "{{ key }}: {{ kind(value, depth + 1) }}{{ ', ' if not loop.last }}{%- endfor -%}{{ '}' }}{%- else -%}"
+    "{{ spec }}@{{ depth }}{%- endif -%}{%- endmacro -%}"
+    "{{ kind(tools[0].function if tools else {'a': {'b': 1}}) }}",
+    "{%- set ns = namespace(last=-1, seen=false) -%}{%- for m in messages -%}"
+    "{%- if m.role == 'user' and not ns.seen -%}{%- set ns.last = loop.index0 -%}"
+    "{%- set ns.seen = true -%}{%- endif -%}{%- endfor -%}{{ ns.last }}",
+    "{% set text %}{{ messages[0].content }}{% endset %}{{ text | trim | upper }}{{ range(2, 5) | list }}"
+    "{%- macro wrap() %}[{{ caller('y') }}]{% endmacro %}{% call(x) wrap() %}{{ x }}{% endcall %}",
+    "{% generation %}{{ messages[0].content | tojson(indent=1, separators=(',', ':'), sort_keys=True) }}"
+    "{% endgeneration %}{{ '%s/%02d' % ('a', 7) }}{{ '{}-{x}'.format(1, x='b') }}{{ 'a' 'b' }}{{ 7 // 2 }}"
+    "{{ [1] + [2] }}",
+    "{%- for m in messages recursive %}{{ loop.previtem.role if loop.previtem is defined else '^' }}"
+    "{{ loop.nextitem.role if not loop.last else '$' }}{{ loop.cycle('x', 'y') }}{% endfor %}"
+    "{% filter upper %}a{% endfilter %}{{ 'x' if true is true and none is none and 1 is number and 1 is integer }}",
+    "{{ builtin_tools is defined and 'python' in builtin_tools }}{{ (documents or []) | length > 1 }}"
+    "{{ dict(a=1, **{'b': 2}) | tojson }}{{ messages[0] | attr('missing') | default('?') }}{{ '<&>' | e }}"
+    "{% with a = 1 %}{{ a }}{% endwith %}{# a comment #}{{ ['b', 'a'] | sort | reverse | list }}",
+]
+
+
+@pytest.mark.parametrize("template", FEATURES)
+@pytest.mark.parametrize("more", [{}, DOCUMENTED | {"reasoning_effort": "high", "builtin_tools": ["python"]}])
+def test_what_templates_of_families_use_gives_the_same_text_as_transformers(template: str, more: Any) -> None:
+    import transformers
+
+    given = {"chat_template": template, "tools": TOOLS if more else None, "documents": None, **more}
+    theirs = transformers.AutoTokenizer.from_pretrained(EMBEDDED)
+    if "documents |" in template and not more:
+        given |= {"documents": []}
+    text = Tokenizer.from_path(EMBEDDED).apply_chat_template(CALLED, add_generation_prompt=True, **given)
+    assert text == theirs.apply_chat_template(CALLED, tokenize=False, add_generation_prompt=True, **given)
+    assert text
+
+
 def test_the_embedded_template_and_its_tokens(tokenizer: Tokenizer) -> None:
     text = tokenizer.apply_chat_template([USER])
     assert text == "<|im_start|>user\nWhat does json.dumps do?<|im_end|>\n<|im_start|>assistant\n"

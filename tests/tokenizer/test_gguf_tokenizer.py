@@ -1,6 +1,5 @@
 """Tokenizers from GGUF headers: equal to the tokenizers that the headers were made of."""
 
-# ruff: noqa: RUF001
 import importlib.util
 import itertools
 import json
@@ -17,24 +16,9 @@ from quire.text.tokenizer.gguf import PRE_TOKENIZERS, read_gguf_tokenizer
 from quire.text.tokenizer.tokenizer import Tokenizer
 
 from ..config.gguf_file import LLAMA, Typed, write_gguf
+from .texts import TEXTS, texts
 
-TEXTS = [
-    "", " ", "  two  spaces ", "Hello, world! It's 12345 o'clock; WE'LL see.", "\r\n\t tabs\n\n\nlines \n",
-    "Grüße aus Köln", "naïve café e\u0301", "Привет, мир 2024",
-    "你好，世界。再见", "こんにちは世界 カタカナ", "안녕하세요 세계",
-    "مرحبا بالعالم ١٢٣", "שלום עולם", "नमस्ते दुनिया १२३", "สวัสดีชาวโลก", "Γειά σου Κόσμε",
-    "👋🏽 👨‍👩‍👧‍👦 🇩🇪", "x²+½≠∞ → ∑",
-    "def f(x):\n    return x**2  # ok", "<|im_start|>user\nhi<|im_end|>",
-    "<|im_start|> <|im_end|>x<|endoftext|>", "\u0000\ufffd\U0010ffff",
-]  # fmt: skip
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-
-
-def texts() -> list[str]:
-    """TEXTS, and random mixtures of pieces of them."""
-    rng = random.Random(3)
-    pieces = [text[i : i + 9] for text in TEXTS for i in range(0, len(text), 3)]
-    return TEXTS + ["".join(rng.choices(pieces, k=rng.randint(1, 12))) for _ in range(500)]
 
 
 def write(path: Path, tokens: list[str], types: list[int] | None = None, **keys: Any) -> Path:

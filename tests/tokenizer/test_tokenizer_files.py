@@ -13,7 +13,15 @@ from quire.text.tokenizer.tokenizer import Tokenizer
 
 from .made import EMBEDDED, write_byte_level_bpe
 
-TEXTS = ["Hello world", " leading and trailing ", "naïve café 😀", "x</s>y", "", "line\n\n  indented\ttab"]
+TEXTS = [
+    "Hello world",
+    " leading and trailing ",
+    "naïve café 😀",
+    "It's 2024 e\u0301t",
+    "x</s>y",
+    "",
+    "line\n\n  indented\ttab",
+]
 
 
 @pytest.fixture
@@ -53,6 +61,25 @@ def test_vocab_and_merges(tmp_path: Path, add_bos: bool) -> None:
     tokenizer = Tokenizer.from_path(tmp_path)
     assert tokenizer.encode("Hi")[0] == tokenizer.bos_token_id or not add_bos
     assert tokenizer.decode(tokenizer.encode("Hi")) == "Hi"
+
+
+SPECIAL = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "</s>") | {"pad_token": "<pad>"}
+ADDED = {"8192": {"content": "</s>", "special": True}, "8193": {"content": "<pad>", "special": True}}
+ADDED |= {"8194": {"content": "  "}, "8195": {"content": "\t\t"}}
+
+
+@pytest.mark.parametrize(
+    ("tokenizer_class", "config"),
+    [
+        ("GPT2Tokenizer", {"add_prefix_space": True}),
+        ("GPT2Tokenizer", SPECIAL | {"added_tokens_decoder": ADDED}),
+        ("Qwen2Tokenizer", {"additional_special_tokens": ["</s>"]}),
+    ],
+)
+def test_vocab_and_merges_of_other_families(tmp_path: Path, tokenizer_class: str, config: dict[str, Any]) -> None:
+    """OPT; Phi-2, which has tokens for runs of spaces; Qwen 2."""
+    write_byte_level_bpe(tmp_path, tokenizer_class=tokenizer_class, **config)
+    same_as_transformers(tmp_path, tokenizer_class)
 
 
 def test_tokenizer_json_outranks_add_bos_token(folder: Path) -> None:
@@ -132,7 +159,7 @@ def remove(name: str) -> Callable[[Path], object]:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (remove("tokenizer.json"), r"has no tokenizer: neither tokenizer\.json nor vocab\.json"),
+        (remove("tokenizer.json"), r"has no tokenizer: neither tokenizer\.json, nor tekken\.json"),
         (write("tokenizer.json", '{"version": "1.0", "mod'), r"tokenizer\.json cannot be read \(is it incomplete\?\)"),
         (write("tokenizer_config.json", "[]"), r"tokenizer_config\.json holds a JSON list"),
         (write("tokenizer_config.json", '{"a'), r"tokenizer_config\.json is not valid JSON"),
@@ -180,12 +207,6 @@ def test_a_tokenizer_that_fails_on_a_text_says_so(folder: Path) -> None:
         (folder / "tokenizer.json").write_text(json.dumps(whole | {"added_tokens": []} | part))
         with pytest.raises(TokenizerError, match="failed to encode a text"):
             Tokenizer.from_path(folder).encode("unheard of")
-
-
-def test_a_sentencepiece_model_alone_is_named_as_unsupported(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x0b")
-    with pytest.raises(TokenizerError, match=r"tokenizer\.model .SentencePiece. is not supported"):
-        Tokenizer.from_path(tmp_path)
 
 
 def test_a_special_token_outside_the_vocabulary_cannot_be_added_to_texts(tmp_path: Path) -> None:

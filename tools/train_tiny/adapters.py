@@ -69,7 +69,7 @@ def train_adapter(name: str, summaries: Mapping[str, str], steps: int, out: Path
     config.base_model_name_or_path = "quire-tiny"
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()
-    model.save_pretrained(str(out / name))
+    model.save_pretrained(str(out / name), save_embedding_layers=False)  # asked, PEFT looks for the base on the hub
     (out / name / "README.md").unlink()
     settings = out / name / "adapter_config.json"
     values = json.loads(settings.read_text(encoding="utf-8")) | {"target_modules": TARGETS}  # saved in any order

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 
 from quire.cli.options import (
     add_engine_arguments,
+    add_lora_argument,
     add_model_argument,
     add_sampling_arguments,
-    load_llm,
+    load_llm_and_adapter,
     sampling_options,
     sampling_params,
 )
@@ -26,6 +27,7 @@ from quire.common.interrupts import interrupt_deferred
 if TYPE_CHECKING:
     from quire.common.outputs import RequestOutput
     from quire.common.params import SamplingParams
+    from quire.engine.adapters import AnyAdapter
     from quire.interfaces.llm import LLM
 
 
@@ -41,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     add_model_argument(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message at the beginning of the conversation")
+    add_lora_argument(parser)
     add_sampling_arguments(parser)
     add_engine_arguments(parser)
 
@@ -48,8 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Load the model, then read and answer messages until the input ends."""
     given = sampling_options(options)
-    llm = load_llm(options)
-    session = ChatSession(llm, sampling_params(given, llm), options.system)
+    llm, lora = load_llm_and_adapter(options)
+    session = ChatSession(llm, sampling_params(given, llm), options.system, lora)
     interactive = sys.stdin.isatty()
     if interactive:
         import readline  # noqa: F401  importing it makes input() editable
@@ -80,8 +83,9 @@ def run(options: argparse.Namespace) -> int:
 class ChatSession:
     """One conversation with a model, printed as it is generated."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None, lora_request: AnyAdapter = None) -> None:
         self._llm = llm
+        self._lora_request = lora_request
         self._params = params
         self._system = system
         self._num_turns = 0
@@ -115,7 +119,8 @@ class ChatSession:
         engine = self._llm.engine
         self._num_turns += 1
         request_id = f"chat-{self._num_turns}"
-        engine.add_request(request_id, self._llm.chat_prompt(self.messages), self._params)
+        prompt = self._llm.chat_prompt(self.messages)
+        engine.add_request(request_id, prompt, self._params, lora_request=self._lora_request)
         output: RequestOutput | None = None
         num_printed = 0
         try:

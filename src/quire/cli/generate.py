@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 from quire.cli.options import (
     add_engine_arguments,
+    add_lora_argument,
     add_sample_arguments,
     add_sampling_arguments,
-    load_llm,
+    load_llm_and_adapter,
     sampling_options,
     sampling_params,
 )
 from quire.common.errors import InvalidPromptError
-from quire.common.lora import LoRARequest
 
 if TYPE_CHECKING:
     from quire.common.outputs import CompletionOutput, Logprob, RequestOutput
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form.add_argument("--chat", action="store_true", help="use the chat template (the default if there is one)")
     form.add_argument("--raw", action="store_true", help="continue the prompts as plain text")
     parser.add_argument("--json", action="store_true", help="print one JSON object per prompt")
-    parser.add_argument("--lora", metavar="FOLDER", help="LoRA adapter for all prompts, as PEFT saves it")
+    add_lora_argument(parser)
     add_sampling_arguments(parser)
     add_sample_arguments(parser)
     add_engine_arguments(parser)
@@ -62,10 +62,7 @@ def run(options: argparse.Namespace) -> int:
     items = list(_read_prompts(options))
     if not items:
         raise InvalidPromptError("no prompt was given: use --prompt, --prompts-file or standard input")
-    if options.lora is not None:
-        options.enable_lora = True
-    llm = load_llm(options)
-    lora = None if options.lora is None else llm.engine.adapters.add(LoRARequest("lora", 1, options.lora))
+    llm, lora = load_llm_and_adapter(options)
     chat = options.chat or (not options.raw and llm.engine.tokenizer.has_chat_template)
     prompts = [_to_prompt(llm, item, chat) for item in items]
     params = sampling_params(given, llm)

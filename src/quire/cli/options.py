@@ -11,6 +11,7 @@ from quire.common.errors import ConfigError
 from quire.config.args import EngineArgs
 
 if TYPE_CHECKING:
+    from quire.common.lora import KnownAdapter
     from quire.common.params import SamplingParams
     from quire.interfaces.llm import LLM
 
@@ -61,6 +62,23 @@ def load_llm(options: argparse.Namespace) -> LLM:
     from quire.interfaces.llm import LLM  # imported late because it loads torch
 
     return LLM(**engine_kwargs(options))
+
+
+def add_lora_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the adapter that a command uses."""
+    text = "LoRA adapter to use: a folder as PEFT saves it, or a hub id; NAME= before it as in --lora-modules"
+    parser.add_argument("--lora", metavar="[NAME=]FOLDER", help=text)
+
+
+def load_llm_and_adapter(options: argparse.Namespace) -> tuple[LLM, KnownAdapter | None]:
+    """Load the model that the options name, and the adapter of `--lora`, if there is one."""
+    text = options.lora
+    if text is None:
+        return load_llm(options), None
+    module = text if "=" in text else f"lora={text}"
+    options.enable_lora, options.lora_modules = True, (*getattr(options, "lora_modules", ()), module)
+    llm = load_llm(options)
+    return llm, llm.engine.adapters.get(module.partition("=")[0])
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,7 +23,8 @@ class LoRARequest(msgspec.Struct, frozen=True):
     lora_int_id: int
     """An id from 1 that no adapter of another name has."""
     lora_path: str = ""
-    """The folder (a text or a path), as PEFT saves it: adapter_config.json and adapter_model.safetensors."""
+    """The folder (a text or a path), as PEFT saves it: adapter_config.json and adapter_model.safetensors. Or a hub id
+    `org/name`, whose files of these names are downloaded."""
     base_model_name: str | None = None
     """Shown in /v1/models as the adapter's parent; None for the served model's name."""
     tensorizer_config_dict: dict[str, Any] | None = None
@@ -58,15 +58,6 @@ class LoRARequest(msgspec.Struct, frozen=True):
         """The same as `lora_path`, as text."""
         return str(self.lora_path)
 
-    @property
-    def folder(self) -> str:
-        """The absolute path of the folder."""
-        return str(Path(self.lora_path).expanduser().absolute())
-
-    def with_folder(self) -> LoRARequest:
-        """The same adapter with the absolute path, as text, for another process."""
-        return LoRARequest(self.lora_name, self.lora_int_id, self.folder, self.base_model_name)
-
 
 class KnownAdapter(msgspec.Struct, frozen=True):
     """An adapter as its files were when it was added. A request keeps the one that it began with."""
@@ -79,7 +70,14 @@ class KnownAdapter(msgspec.Struct, frozen=True):
     """Identifies everything that determines its results: adapters with the same digest are the same."""
     num_bytes: int
     """Memory that it takes in a slot."""
+    path: str
+    """Its `lora_path` as a request gave it."""
     base_model_name: str | None = None
+
+    @property
+    def request(self) -> LoRARequest:
+        """A request for it."""
+        return LoRARequest(self.name, self.lora_int_id, self.path, self.base_model_name)
 
 
 def check_name(name: str, value: Any) -> None:

@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from quire.common.lora import LoRARequest
+
 FinishReason = Literal["stop", "length", "abort", "ignored"]
 
 
@@ -73,6 +75,8 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """Log-probabilities of each prompt token computed so far, if requested; None for the first token, which nothing
     predicts. With output_kind "delta", only the first output has them."""
+    lora_request: LoRARequest | None = None
+    """The LoRA adapter that it used."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,7 +151,7 @@ class EngineArgs(metaclass=_NamesChecked):
     seed: int = arg(0, "seed from which requests without a seed get theirs")
     enable_lora: bool = arg(False, "allow requests to use LoRA adapters")
     lora_modules: tuple[str, ...] = arg(
-        (), 'adapters that are known from the start, each NAME=FOLDER or {"name": NAME, "path": FOLDER}'
+        (), 'adapters that are known from the start, each NAME=FOLDER or {"name": NAME, "path": FOLDER}; also hub ids'
     )
     max_loras: int = arg(8, "largest number of adapters that are loaded at once; requests for others wait")
     max_lora_rank: int = arg(16, "largest rank of an adapter")

@@ -121,11 +121,11 @@ def check_file(path: Path, max_bytes: int) -> None:
         raise CheckpointError(f"{path} has {info.st_size:,} bytes: at most {max_bytes:,} are allowed")
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path, max_bytes: int = _MAX_JSON_BYTES) -> dict[str, Any]:
     """Return the JSON object in `path`. Raises CheckpointError if the file is missing, too large or malformed, or if it
     contains something other than an object."""
     try:
-        check_file(path, _MAX_JSON_BYTES)
+        check_file(path, max_bytes)
         values = json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise CheckpointError(f"{path.parent} has no {path.name}: not a Hugging Face checkpoint folder") from error

@@ -76,7 +76,10 @@ class FullAttentionSpec(AttentionSpec):
 
 @dataclass(frozen=True, slots=True)
 class SlidingWindowSpec(AttentionSpec):
-    """A token sees the last `sliding_window` tokens, itself included, and older ones are not kept."""
+    """A token sees at most the last `sliding_window` tokens, itself included, and older ones are not kept.
+
+    Attention to chunks of a size has the spec of a window of that size: its tokens see no more, and often less.
+    """
 
     sliding_window: int
 
@@ -89,7 +92,7 @@ class SlidingWindowSpec(AttentionSpec):
 
 
 def attention_spec(num_kv_heads: int, head_dim: int, dtype: str, sliding_window: int | None = None) -> AttentionSpec:
-    """The spec of an attention layer with a sliding window, or without one (None)."""
+    """The spec of an attention layer with a sliding window, or chunks of that size, or without either (None)."""
     if sliding_window is None:
         return FullAttentionSpec(num_kv_heads, head_dim, dtype)
     return SlidingWindowSpec(num_kv_heads, head_dim, dtype, sliding_window)

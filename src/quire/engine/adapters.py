@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from quire.common.errors import CheckpointError, InvalidParamsError, RequestError
 from quire.common.lora import KnownAdapter, LoRARequest
+from quire.config.checkpoint.location import adapter_folder
 from quire.config.lora import LoRAConfig
 from quire.config.model import ModelConfig
 from quire.config.sizes import format_bytes
@@ -30,15 +31,17 @@ class AdapterTable:
         model: ModelConfig,
         config: LoRAConfig | None,
         *,
-        on_change: Callable[[Set[str]], None] = lambda digests: None,
+        on_change: Callable[[Set[str], Set[str]], None] = lambda digests, pinned: None,
         inspect: Callable[[Path, ModelConfig, int], AdapterInfo] | None = None,
     ) -> None:
-        """`on_change` receives the digests of all adapters when they change; `inspect` is inspect_adapter."""
+        """`on_change` receives the digests of all adapters and of the pinned ones when they change; `inspect` is
+        inspect_adapter."""
         self._model = model
         self._config = config
         self._on_change = on_change
         self._inspect = inspect or _inspect
         self._by_name: dict[str, KnownAdapter] = {}
+        self._pinned: set[str] = set()  # names
         self._last_id = 0
 
     def __iter__(self) -> Iterator[KnownAdapter]:
@@ -53,6 +56,11 @@ class AdapterTable:
         """The digests of all adapters."""
         return frozenset(adapter.digest for adapter in self._by_name.values())
 
+    @property
+    def pinned(self) -> frozenset[str]:
+        """The digests of the pinned adapters."""
+        return frozenset(self._by_name[name].digest for name in self._pinned)
+
     def known(self, request: AnyAdapter) -> KnownAdapter | None:
         """The adapter that a request names, if it needs not be added; otherwise None."""
         if request is None or isinstance(request, KnownAdapter):
@@ -60,7 +68,7 @@ class AdapterTable:
         if not isinstance(request, LoRARequest):
             raise InvalidParamsError(f"lora_request must be a LoRARequest or None, not {type(request).__name__}")
         found = self._by_name.get(request.lora_name)
-        is_same = found is not None and (found.lora_int_id, found.folder) == (request.lora_int_id, request.folder)
+        is_same = found is not None and (found.lora_int_id, found.path) == (request.lora_int_id, request.path)
         return found if is_same and not request.load_inplace else None
 
     def of_request(self, request: AnyAdapter) -> KnownAdapter | None:
@@ -79,10 +87,12 @@ class AdapterTable:
         return self.put(self.inspect(request), replaces=request.load_inplace)
 
     def inspect(self, request: LoRARequest) -> KnownAdapter:
-        """Read an adapter's files without adding it; may run in a thread. Raises RequestError if it can never be used
-        here, and CheckpointError if it cannot be read or does not belong to the model."""
+        """Read an adapter's files without adding it, downloaded first for a hub id; may run in a thread. Raises
+        RequestError if it can never be used here, and CheckpointError if it cannot be read or does not belong to the
+        model."""
         config = self.check_enabled()
-        info = self._inspect(Path(request.folder), self._model, config.max_lora_rank)
+        folder = adapter_folder(request.path)
+        info = self._inspect(folder, self._model, config.max_lora_rank)
         limit = config.max_bytes
         if limit is not None and info.num_bytes > limit:
             raise RequestError(
@@ -91,7 +101,13 @@ class AdapterTable:
             )
         base_model_name = request.base_model_name or info.base_model_name
         return KnownAdapter(
-            request.lora_name, request.lora_int_id, request.folder, info.digest, info.num_bytes, base_model_name
+            request.lora_name,
+            request.lora_int_id,
+            str(folder),
+            info.digest,
+            info.num_bytes,
+            request.path,
+            base_model_name,
         )
 
     def check_enabled(self) -> LoRAConfig:
@@ -113,15 +129,32 @@ class AdapterTable:
         if (other := next(others, None)) is not None:
             raise RequestError(f"lora_int_id={adapter.lora_int_id} is that of the adapter {other.name!r}: use another")
         self._by_name[adapter.name] = adapter
-        self._on_change(self.digests)
+        self._on_change(self.digests, self.pinned)
         return adapter
+
+    def pin(self, lora_id: int) -> bool:
+        """Keep an adapter in its slot, from the first request that uses it until it is removed. Returns False if it is
+        unknown. Raises RequestError if no slot would be left for others."""
+        found = next((adapter for adapter in self if adapter.lora_int_id == lora_id), None)
+        if found is None:
+            return False
+        num_slots = self.check_enabled().max_loras
+        if len(self.pinned | {found.digest}) >= num_slots:
+            raise RequestError(
+                f"the adapter {found.name!r} cannot be pinned: one of the {num_slots} slots must be left for others; "
+                "raise max_loras"
+            )
+        self._pinned.add(found.name)
+        self._on_change(self.digests, self.pinned)
+        return True
 
     def remove(self, adapter: int | str) -> bool:
         """Forget an adapter, given by id or name; requests that use it finish. Returns False if it is unknown."""
         found = [known.name for known in self if adapter in (known.lora_int_id, known.name)]
         for name in found:
             del self._by_name[name]
-        self._on_change(self.digests)
+            self._pinned.discard(name)
+        self._on_change(self.digests, self.pinned)
         return bool(found)
 
     def new_id(self) -> int:

@@ -306,6 +306,11 @@ class LLMEngine:
         """The ids of all adapters."""
         return {adapter.lora_int_id for adapter in self.adapters}
 
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter loaded from its first request on, until it is removed. Returns False if it is unknown. Raises
+        RequestError if no slot would be left for others."""
+        return self.adapters.pin(lora_id)
+
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget all cached prefixes, except pinned ones. Returns False, and does nothing, while requests run, unless
         `reset_running_requests`: then these are preempted first, and compute their tokens so far again."""

@@ -1,19 +1,28 @@
 """One thin wrapper per kernel: it checks its arguments and calls the backend of the device that they are on."""
 
-from quire.kernels.activation import activation, gated_activation
 from quire.kernels.attention import paged_attention
 from quire.kernels.backends import backend_for, backend_of, isa, num_threads, register_backend, set_num_threads
 from quire.kernels.backends.base import Backend
 from quire.kernels.backends.recording import KernelGraph
 from quire.kernels.backends.shapes import Meter
 from quire.kernels.backends.workspace import Workspace, borrowed
+from quire.kernels.elementwise import (
+    activation,
+    add,
+    add_layer_norm,
+    add_rms_norm,
+    gated_activation,
+    layer_norm,
+    rms_norm,
+    scale,
+    softcap,
+)
 from quire.kernels.embedding import embedding, rotary_embedding
-from quire.kernels.expert_weights import ExpertRows, ExpertWeights, Routing
-from quire.kernels.experts import combine_experts, expert_matmul, group_by_expert, route
+from quire.kernels.experts.products import combine_experts, expert_matmul, group_by_expert, route
+from quire.kernels.experts.weights import ExpertRows, ExpertWeights, Routing
 from quire.kernels.kv_cache import copy_blocks, copy_slots, gather_kv, make_layer_cache, write_kv
 from quire.kernels.lora import add_lora, pack_lora
 from quire.kernels.matmul import matmul, pack_weight, unpack_weight
-from quire.kernels.norm import add, add_layer_norm, add_rms_norm, layer_norm, rms_norm, scale, softcap
 from quire.kernels.quantized import (
     block_size,
     integer_format,
@@ -23,8 +32,8 @@ from quire.kernels.quantized import (
     quantize_weight,
     quantized_bytes,
 )
-from quire.kernels.sampling import processed_logits, sample, top_logprobs
-from quire.kernels.sampling_tensors import LogitChanges, SamplingTensors, TokenLists
+from quire.kernels.sampling.draws import processed_logits, sample, top_logprobs
+from quire.kernels.sampling.tensors import LogitChanges, SamplingTensors, TokenLists
 from quire.kernels.variants import XIELU, ActivationKind, AttentionVariant, ClampedSwiGLU
 from quire.kernels.weights import (
     BLOCK_FORMATS,

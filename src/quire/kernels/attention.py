@@ -20,7 +20,7 @@ def paged_attention(
     scale: float,
     variant: AttentionVariant = PLAIN,
 ) -> Tensor:
-    """Attention of a mixed batch, as reference.paged_attention -> [num_tokens, num_heads, head_dim], contiguous.
+    """Attention of a mixed batch, as backends/reference_attention.py defines it -> [num_tokens, num_heads, head_dim].
 
     query [num_tokens, num_heads, head_dim], from token to token with any stride; query_start [num_seqs + 1], seq_lens
     [num_seqs] and block_tables [num_seqs, max_blocks] int32. Table entries of blocks wholly before the first key that a

@@ -10,6 +10,7 @@ from quire import kernels
 from quire.config.kv_cache import AttentionSpec
 from quire.config.lora import LoRAConfig
 from quire.config.model import ModelConfig
+from quire.kernels.variants import AttentionVariant
 from quire.models.adapters.slots import AdapterSlots
 from quire.models.base import Model
 from quire.models.layers.batch_tensors import BatchTensors, GroupTensors, LayerKVCache
@@ -34,6 +35,9 @@ def activation_bytes(config: ModelConfig, num_tokens: int, lora: LoRAConfig | No
             for name, value in vars(module).items():
                 if isinstance(value, Tensor):
                     setattr(module, name, _meta(value.shape, value.dtype))
+                elif isinstance(value, AttentionVariant) and value.slopes is not None:
+                    slopes = _meta(value.slopes.shape, value.slopes.dtype)
+                    setattr(module, name, dataclasses.replace(value, slopes=slopes))
         if lora is not None:
             AdapterSlots(model, lora)
         batch, caches = _batch(model, num_tokens, has_adapters=lora is not None), _caches(model, config)

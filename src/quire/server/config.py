@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from quire.common.arguments.vllm_arguments import own_format, translate, vllm_arguments
+from quire.common.arguments.vllm_arguments import formats, own_format, translate, vllm_arguments
 from quire.common.errors import CheckpointError, ConfigError, check_choice, nearest_name
 from quire.config.args import EngineArgs, arg, check_types
 from quire.config.hf_config import check_file
@@ -23,8 +23,8 @@ from quire.server.models.spec import ModelSpec
 LOG_FORMATS = ("text", "json")
 _MAX_TEMPLATE_BYTES = 2**20
 CONTENT_FORMATS = ("auto", "string", "openai")
-REASONING_PARSERS = ("auto", "none", "think", "mistral", "START...END")
-TOOL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral")
+REASONING_PARSERS = ("auto", "none", *formats("reasoning_parser"), "START...END")
+TOOL_PARSERS = ("auto", "none", *formats("tool_parser"))
 _AT_LEAST: Mapping[str, float] = {
     "max_prompts_per_request": 1, "max_choices_per_request": 1, "max_waiting": 0, "max_concurrent_per_tenant": 1,
     "requests_per_minute": 1, "tokens_per_minute": 1, "drain_timeout_s": 0, "response_store_max": 0,
@@ -113,8 +113,8 @@ class ServerArgs:
     tool_parser: str = arg("auto", f"format of the model's tool calls: {', '.join(TOOL_PARSERS)}, or vLLM's name of it")
     reasoning_parser: str = arg(
         "auto",
-        "tags around the model's reasoning: auto, none, think, mistral, vLLM's name of a parser of these, or two tags "
-        "written START...END",
+        f"format of the model's reasoning: {', '.join(REASONING_PARSERS[:-1])}, vLLM's name of it, or two tags written "
+        "START...END",
     )
     response_store: str | None = arg(None, "file for stored responses; none: kept in memory")
     response_store_max: int = arg(10_000, "maximum number of stored responses; the oldest are deleted first")
@@ -128,8 +128,8 @@ class ServerArgs:
     def __post_init__(self) -> None:
         check_types(self)
         check_choice("log_format", self.log_format, LOG_FORMATS)
-        check_choice("tool_parser", own_format("tool_parser", self.tool_parser, TOOL_PARSERS), TOOL_PARSERS)
-        own_format("reasoning_parser", self.reasoning_parser, REASONING_PARSERS)
+        check_choice("tool_parser", own_format("tool_parser", self.tool_parser), TOOL_PARSERS)
+        own_format("reasoning_parser", self.reasoning_parser)
         check_choice("chat_template_content_format", self.chat_template_content_format, CONTENT_FORMATS)
         self.chat_template_text()
         for name, least in _AT_LEAST.items():

@@ -19,11 +19,17 @@ from quire.config.kv_cache import FullAttentionSpec
 
 _HEADS = ((14, 2, 64), (32, 8, 128), (12, 12, 64))
 """Each entry is (num_heads, num_kv_heads, head_dim)."""
+_VARIANTS = {
+    "softcap": lambda num_heads: kernels.AttentionVariant(softcap=50.0),
+    "sinks": lambda num_heads: kernels.AttentionVariant(sinks=torch.zeros(num_heads)),
+    "slopes": lambda num_heads: kernels.AttentionVariant(slopes=torch.full((num_heads,), 0.01)),
+}
 _BLOCK_SIZE, _LONGEST_PREFILL, _LARGEST_CACHE = 16, 2048, 2**30
 
 
 def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield a row for each shape, context and batch, except caches over 1 GiB and prompts over 2,048 tokens.
+    """Yield a row for each shape, context and batch, except caches over 1 GiB and prompts over 2,048 tokens. Rows named
+    after a variant decode one sequence of the first shape.
 
     In a `shared` row the sequences decode after one common prefix: all of their blocks but the last are shared, and the
     bytes of shared blocks are counted once.
@@ -34,6 +40,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     cases = [("decode", *case) for case in product(_HEADS, options.num_seqs, options.context)]
     cases += [("shared", *case) for case in product(_HEADS, options.num_seqs, options.context) if case[1] > 1]
     cases += [("prefill", heads, 1, context) for heads, context in product(_HEADS, options.context)]
+    cases += [(variant, _HEADS[0], 1, context) for variant, context in product(_VARIANTS, options.context)]
     for (kind, heads, num_seqs, context), cache in tracked([*product(cases, (options.dtype, "int8"))], "attention"):
         query_len = context if kind == "prefill" else 1
         spec = FullAttentionSpec(heads[1], heads[2], cache)
@@ -42,7 +49,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         if num_bytes <= _LARGEST_CACHE and query_len <= _LONGEST_PREFILL:
             flops = 4 * heads[0] * heads[2] * num_seqs * query_len * (context - (query_len - 1) / 2)
             row = compare(
-                _calls(heads[0], spec, context, query_len, num_seqs, dtype, shared=kind == "shared"),
+                _calls(heads[0], spec, context, query_len, num_seqs, dtype, kind),
                 num_bytes,
                 flops,
                 options.dtype,
@@ -58,8 +65,7 @@ def _calls(
     query_len: int,
     num_seqs: int,
     dtype: torch.dtype,
-    *,
-    shared: bool,
+    kind: str,
 ) -> list[Callable[[], object]]:
     """Return calls that attend to equal sequences in shuffled blocks; together they exceed every CPU cache."""
     num_kv_heads, head_dim = spec.num_kv_heads, spec.head_dim
@@ -79,6 +85,7 @@ def _calls(
     seq_lens = torch.full((num_seqs,), context, dtype=torch.int32)
     attend = partial(kernels.paged_attention, query, k_cache, v_cache, query_start, seq_lens)
     tables = torch.randperm(num_blocks).int().view(-1, num_seqs, blocks_per_call // num_seqs)
-    if shared:
+    if kind == "shared":
         tables[:, :, :-1] = tables[:, :1, :-1]
-    return [partial(attend, table, head_dim**-0.5) for table in tables]
+    variant = _VARIANTS[kind](num_heads) if kind in _VARIANTS else kernels.AttentionVariant()
+    return [partial(attend, table, head_dim**-0.5, variant) for table in tables]

@@ -79,7 +79,11 @@ def _row_kernels(rows: int, dtype: torch.dtype) -> Iterator[tuple[str, float, Ca
     yield "add_layer_norm", 4 * x.nbytes, partial(kernels.add_layer_norm, x, residual, weight, bias, 1e-6)
     yield "gelu", 2 * x.nbytes, partial(kernels.activation, x, "gelu")
     yield "gated silu", 1.5 * x.nbytes, partial(kernels.gated_activation, x, "silu")
-    yield "rotary_embedding", 2 * x.nbytes, partial(kernels.rotary_embedding, heads, positions, cos_sin)
+    yield "gated swiglu with limits", 1.5 * x.nbytes, partial(kernels.gated_activation, x, kernels.ClampedSwiGLU())
+    rotate = partial(kernels.rotary_embedding, heads, positions, cos_sin)
+    yield "rotary_embedding", 2 * x.nbytes, rotate
+    yield "interleaved rotary_embedding", 2 * x.nbytes, partial(rotate, interleaved=True)
+    yield "scale", 2 * x.nbytes, partial(kernels.scale, x, 1.0)
 
 
 def _draws(rows: int) -> Iterator[tuple[str, float, Callable[[], object]]]:
@@ -91,3 +95,4 @@ def _draws(rows: int) -> Iterator[tuple[str, float, Callable[[], object]]]:
         name = f"sample temperature={temperature} top_k={top_k} top_p={top_p}"
         yield name, logits.nbytes, partial(kernels.sample, logits, how)
     yield "top_logprobs 5", logits.nbytes, partial(kernels.top_logprobs, logits, torch.zeros(rows).long(), 5)
+    yield "softcap", 2 * logits.nbytes, partial(kernels.softcap, logits, 30.0)

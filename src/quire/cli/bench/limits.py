@@ -15,8 +15,10 @@ import torch
 
 from quire import kernels
 from quire.common.errors import ConfigError
-from quire.kernels.backends.native_backend import DTYPE_CODES, NativeBackend
+from quire.kernels.backends.native_arguments import DTYPE_CODES
+from quire.kernels.backends.native_backend import NativeBackend
 from quire.models.layers.embedding import Embedding
+from quire.models.layers.experts import Experts
 from quire.models.layers.linear import LmHead
 from quire.models.registry import model_class
 from quire.runner.memory_plan import MemoryPlan
@@ -66,7 +68,8 @@ class WeightCosts:
     """The weights that a step reads and multiplies by."""
 
     num_bytes: int
-    """Bytes of all weights as they are stored, without tables of which a step reads only some rows."""
+    """Bytes of all weights as they are stored, without tables of which a step reads only some rows. Of experts, the
+    share of those that a token goes to: a step of one token reads no others."""
     body: int
     """Elements of the matrices that multiply every token."""
     head: int
@@ -77,8 +80,12 @@ class WeightCosts:
         """Compute the costs from the checkpoint's configuration."""
         config = plan.config.model
         num_bytes, body, head = plan.weight_bytes, 0, 0
-        kind = model_class(config.architecture, config.model_impl)
-        model = kind(dataclasses.replace(config, max_model_len=1))  # no long rotary table
+        made = model_class(config.architecture, config.model_impl)
+        model = made(dataclasses.replace(config, max_model_len=1))  # no long rotary table
+        mixtures = [module for module in model.modules() if isinstance(module, Experts)]
+        idle = {expert: 1 - each.routing.top_k / each.routing.num_experts for each in mixtures
+                for expert in each.experts.modules()}  # fmt: skip
+        num_idle = 0.0
         for _, layer in model.weighted_layers():
             for spec in layer.weight_specs().values():
                 if spec.kept:
@@ -87,7 +94,9 @@ class WeightCosts:
                     head += math.prod(spec.shape)
                 elif len(spec.shape) == 2:
                     body += math.prod(spec.shape)
-        return cls(num_bytes, body, head)
+                    num_idle += math.prod(spec.shape) * idle.get(layer, 0.0)
+        active = 1 - num_idle / max(1, body + head)
+        return cls(int(num_bytes * active), int(body - num_idle), head)
 
     def generation_s(
         self, limits: Limits, *, num_prompts: int, input_len: int, output_len: int, max_num_batched_tokens: int

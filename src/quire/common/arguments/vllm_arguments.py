@@ -2,7 +2,7 @@
 
 import json
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -87,15 +87,20 @@ def parsers(name: str) -> dict[str, list[str]]:
     return found
 
 
-def own_format(name: str, value: str, own: Sequence[str]) -> str:
+def formats(name: str) -> tuple[str, ...]:
+    """Quire's names of the formats of a `tool_parser` or `reasoning_parser`."""
+    return tuple(ours for ours in parsers(name) if ours != "other")
+
+
+def own_format(name: str, value: str) -> str:
     """Return Quire's name of the format that a parser of vLLM reads, and any other value as it is.
 
-    Raises ConfigError for a parser of vLLM whose format is not one of Quire's `own`.
+    Raises ConfigError for a parser of vLLM whose format Quire does not read.
     """
-    known = parsers(name)
+    known, own = parsers(name), formats(name)
     found = next((ours for ours, theirs in known.items() if value in theirs), value)
     if found == "other":
-        same = [theirs for ours in known if ours != "other" for theirs in known[ours]]
+        same = [theirs for ours in own for theirs in known[ours]]
         raise ConfigError(f"{name}={value!r}: this format is not supported (available: {', '.join([*own, *same])})")
     return found
 

@@ -17,10 +17,13 @@ CONFIG_FILE = "config.json"
 EMBEDDED_ROOT = Path(__file__).parents[2] / "models" / "embedded"
 _HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<file>[\w.-]+))?")
 _CONFIG_FILES = ("*.json", "*.jinja")
-TOKENIZER_FILES = (*_CONFIG_FILES, "*.model", "*.txt")
+_VOCABULARIES = ("tekken.json", "*.model", "*.tiktoken", "*.txt")
+"""What a tokenizer is made of where there is no tokenizer.json."""
+TOKENIZER_FILES = (*_CONFIG_FILES, *_VOCABULARIES)
 _NOT_OURS = ("*/*", "consolidated*", "*.bin.index.json")
 """Files that are not downloaded: subfolders (other formats, original weights), and copies of the weights under other
 names."""
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _MAX_NAMED = 12
 
 
@@ -64,13 +67,13 @@ class Location:
     def complete(self, path: Path) -> Path:
         """The folder or file with everything beside config.json, downloaded if it is a hub id's."""
         if path.is_dir() and is_downloadable(self.name):
-            return self._download(self.name, (*TOKENIZER_FILES, *_weight_patterns()))
+            return self._download_with_tokenizer(_weight_patterns())
         return path
 
     def tokenizer(self) -> Path:
         """The folder or GGUF file of a tokenizer, downloaded if it is a hub id's."""
         if is_downloadable(self.name) and ":" not in self.name:
-            return self._download(self.name, TOKENIZER_FILES)
+            return self._download_with_tokenizer(())
         path = Path(self.name).expanduser()
         return path if (path / "tokenizer.json").exists() else self.find()
 
@@ -97,6 +100,10 @@ class Location:
             raise CheckpointError(f"{hub_id} has no GGUF file named {wanted!r}{_hint(hub_id, self.revision)}")
         return only_model(folder, wanted, recursive=True)
 
+    def _download_with_tokenizer(self, patterns: tuple[str, ...]) -> Path:
+        folder = self._download(self.name, (*_CONFIG_FILES, *patterns), (*_NOT_OURS, *_VOCABULARIES))
+        return folder if (folder / "tokenizer.json").exists() else self._download(self.name, TOKENIZER_FILES)
+
     def _download(self, hub_id: str, patterns: Iterable[str], others: Iterable[str] = _NOT_OURS) -> Path:
         import huggingface_hub  # slow to import, and not needed for local checkpoints
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -121,6 +128,14 @@ class Location:
 def is_downloadable(name: str) -> bool:
     """Whether this is an id of the hub, and no folder, file or embedded checkpoint has this name."""
     return bool(_HUB_ID.fullmatch(name)) and name not in EMBEDDED_CHECKPOINTS and not Path(name).expanduser().exists()
+
+
+def adapter_folder(name: str) -> Path:
+    """The absolute path of a LoRA adapter's folder. A hub id is downloaded: its settings and weights, no other files.
+    Raises CheckpointError if that fails; whether a folder exists is not checked."""
+    if is_downloadable(name) and ":" not in name:
+        return Location(name)._download(name, _ADAPTER_FILES)
+    return Path(name).expanduser().absolute()
 
 
 def _weight_patterns() -> tuple[str, ...]:

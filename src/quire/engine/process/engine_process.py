@@ -132,7 +132,7 @@ class EngineProcess:
             case messages.InspectAdapter():
                 self._inspector.submit(self._inspect, message)
             case messages.KeepAdapters():
-                self.engine.scheduler.adapters.keep_only(message.digests)
+                self.engine.scheduler.adapters.keep_only(message.digests, message.pinned)
             case messages.SetCacheView():
                 self._watch(message.on)
             case messages.ReadBlocks():

@@ -80,9 +80,10 @@ class InspectAdapter(msgspec.Struct, tag=True):
 
 class KeepAdapters(msgspec.Struct, tag=True):
     """The digests of the LoRA adapters that stay loaded while no request uses them. Others are unloaded with the last
-    request that uses them."""
+    request that uses them. The pinned ones are unloaded last."""
 
     digests: frozenset[str]
+    pinned: frozenset[str]
 
 
 class Abort(msgspec.Struct, tag=True):

@@ -101,7 +101,7 @@ class InputProcessor:
             scores = PromptScores(1, token_ids[1:], self._num_logprobs(params.prompt_logprobs), decode)
         detokenizer = self._detokenizer(token_ids, params)
         sample = SampleOutput(params, self.model.eos_token_ids, detokenizer, logprobs)
-        outputs = OutputBuilder(request_id, token_ids, params, arrival_time, text, scores)
+        outputs = OutputBuilder(request_id, token_ids, params, arrival_time, text, scores, adapter=adapter)
         return CheckedRequest(outputs, sample, key, search, adapter)
 
     def scoring_request(
@@ -115,7 +115,7 @@ class InputProcessor:
         """A request to score the continuation's tokens, or without one the context's own. Raises RequestError."""
         token_ids, first, key = self.continuation(context, continuation, adapter)
         scores = PromptScores(first, token_ids[first:], 0, None)
-        outputs = OutputBuilder(request_id, token_ids, _SCORING, arrival_time, scores=scores)
+        outputs = OutputBuilder(request_id, token_ids, _SCORING, arrival_time, scores=scores, adapter=adapter)
         return CheckedRequest(outputs, SampleOutput(_SCORING), key, adapter=adapter)
 
     # Prompts

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from quire.common.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
 
 if TYPE_CHECKING:
+    from quire.common.lora import KnownAdapter, LoRARequest
     from quire.common.params import SamplingParams
     from quire.engine.requests.logprobs import LogprobRows, PromptScores
     from quire.text.tokenizer.detokenizer import IncrementalDetokenizer
@@ -99,14 +100,17 @@ class OutputBuilder:
     """Log-probabilities of prompt tokens, where they are wanted."""
     num_cached_tokens: int = 0
     error: str | None = None
+    adapter: InitVar[KnownAdapter | None] = None
     has_emitted_prompt: bool = False
     """A delta has contained the prompt's log-probabilities."""
     metrics: RequestMetrics = field(init=False)
+    lora_request: LoRARequest | None = field(init=False)
     emits_only_end: bool = field(init=False)
     """The caller receives one output, once all samples have finished."""
 
-    def __post_init__(self, arrival_time: float) -> None:
+    def __post_init__(self, arrival_time: float, adapter: KnownAdapter | None) -> None:
         self.metrics = RequestMetrics(arrival_time)
+        self.lora_request = None if adapter is None else adapter.request
         self.emits_only_end = self.params.output_kind == "final_only" or self.params.ranks_samples
 
     def to_output(
@@ -128,7 +132,15 @@ class OutputBuilder:
         return self._output([CompletionOutput(sample.index, "", [], sample.finish_reason) for sample in samples], True)
 
     def _output(self, outputs: list[CompletionOutput], finished: bool) -> RequestOutput:
-        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, finished, error=self.error)
+        return RequestOutput(
+            self.request_id,
+            self.prompt,
+            self.prompt_token_ids,
+            outputs,
+            finished,
+            error=self.error,
+            lora_request=self.lora_request,
+        )
 
     def _completions(self, samples: list[SampleOutput], is_delta: bool) -> list[CompletionOutput]:
         if self.params.ranks_samples:

@@ -64,8 +64,10 @@ class LoadedAdapters:
         self._loader = loader
         self._contents: dict[str, _Content] = {}  # by digest: those in slots, and those that requests use
         self._kept: Set[str] = frozenset()
+        self._pinned: Set[str] = frozenset()
         self._claimed: set[_Content] = set()
-        self._waiting: set[_Content] = set()  # those that have found no slot in this step
+        self.waiting: set[str] = set()
+        """Digests of the adapters that have found no slot in this step: their requests need not be asked about."""
         self._num_starts = self._num_steps = 0
         self._stats: dict[str, AdapterStats] = {}
 
@@ -95,20 +97,19 @@ class LoadedAdapters:
         """Requests may start in another step. Claims of the last one are forgotten."""
         self._num_steps += 1
         self._claimed.clear()
-        self._waiting.clear()
+        self.waiting.clear()
 
     def admit(self, group: SequenceGroup) -> bool:
         """Whether the request may start: its adapter is in a slot, into which this call has loaded it if need be.
-        Requests must be asked in the policy's order. Raises what loading raises."""
+        Requests must be asked about in the policy's order, those of `waiting` adapters not at all. Raises what loading
+        raises."""
         content = self._content(group)
         if content.slot >= 0:
             return group in content.holders or content not in self._claimed
-        if content in self._waiting:
-            return False
         victims, is_enough = self._victims(content)
         if not is_enough or any(victim.holders for victim in victims):
             self._claimed.update(victims)
-            self._waiting.add(content)
+            self.waiting.add(content.adapter.digest)
             return False
         for victim in victims:
             self._unload(victim)
@@ -148,10 +149,10 @@ class LoadedAdapters:
 
     # Slots
 
-    def keep_only(self, digests: Set[str]) -> None:
+    def keep_only(self, digests: Set[str], pinned: Set[str] = frozenset()) -> None:
         """Only these adapters stay in their slots while no request uses them; each other one is unloaded, now or with
-        the last request that uses it."""
-        self._kept = digests
+        the last request that uses it. The `pinned` ones of them make room only if all others together cannot."""
+        self._kept, self._pinned = digests, pinned
         for content in list(self._contents.values()):
             self._drop_if_unused(content)
 
@@ -165,14 +166,15 @@ class LoadedAdapters:
         return self._contents[_adapter_of(group).digest]
 
     def _victims(self, content: _Content) -> tuple[list[_Content], bool]:
-        """The adapters to unload or to claim for this one, those that no request holds first, and whether they are
-        enough."""
+        """The adapters to unload or to claim for this one, first those that are not pinned and that no request holds,
+        and whether they are enough."""
         loaded = [other for other in self._slots if other is not None]
         num_free, limit = len(self._slots) - len(loaded), self.max_bytes
         free_bytes = 0 if limit is None else limit - sum(other.adapter.num_bytes for other in loaded)
         latest = self._num_steps - TURN_STEPS
         free = [c for c in loaded if c not in self._claimed and (not c.holders or c.loaded_step <= latest)]
-        candidates = sorted(free, key=lambda other: (len(other.holders), other.last_use))
+        pinned = self._pinned
+        candidates = sorted(free, key=lambda c: (c.adapter.digest in pinned, len(c.holders), c.last_use))
         victims: list[_Content] = []
 
         def is_enough() -> bool:

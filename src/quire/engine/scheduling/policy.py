@@ -15,8 +15,8 @@ from typing import ClassVar
 from quire.config.scheduler import SchedulerConfig
 from quire.engine.requests.sequence import SequenceGroup, SequenceStatus
 
-_LOOK_AHEAD = 256  # Largest number of candidates in a step, so that its cost does not grow with the queue.
-_PREFIX_WINDOW = 64  # Number of these that are looked up in the prefix cache.
+_PIECE = 256  # How many entries of a queue are copied at once.
+_PREFIX_WINDOW = 64  # Number of candidates that are looked up in the prefix cache.
 _MAX_IDLE_TENANTS = 1024
 
 
@@ -47,7 +47,7 @@ class SchedulingPolicy(ABC):
 
     @abstractmethod
     def candidates(self, now_s: float) -> Iterator[SequenceGroup]:
-        """Yield the next `_LOOK_AHEAD` requests to start, in order, each once. They may be removed while iterating."""
+        """Yield the queued requests in the order in which to start them, each once. They may be removed meanwhile."""
 
     @abstractmethod
     def rank(self, group: SequenceGroup) -> float:
@@ -85,7 +85,12 @@ class FirstComeFirstServed(SchedulingPolicy):
         return [group for _, _, group in self._entries[:limit]]
 
     def candidates(self, now_s: float) -> Iterator[SequenceGroup]:
-        return (group for _, _, group in self._entries[:_LOOK_AHEAD])
+        start = 0
+        while piece := self._entries[start : start + _PIECE]:
+            for _, _, group in piece:
+                yield group
+            rank, order, _ = piece[-1]
+            start = bisect_left(self._entries, (rank, order + 1))
 
     def rank(self, group: SequenceGroup) -> float:
         return 0.0
@@ -213,16 +218,14 @@ class FairShare(SchedulingPolicy):
 
     def candidates(self, now_s: float) -> Iterator[SequenceGroup]:
         """Requests that start meanwhile are charged within this iteration, so that no tenant gets the whole step."""
-        heap = self._queued[:_LOOK_AHEAD]  # sorted, hence a heap
+        heap = self._queued.copy()  # sorted, hence a heap
         heads: dict[str, Iterator[SequenceGroup]] = {}
-        num_left = _LOOK_AHEAD
-        while heap and num_left:
+        while heap:
             counter, since, tenant = heap[0]
             group = next(heads.setdefault(tenant.name, tenant.queue.candidates(now_s)), None)
             if group is None:
                 heapq.heappop(heap)
                 continue
-            num_left -= 1
             yield group
             if group not in tenant.queue:
                 counter += sum(seq.num_uncomputed_tokens for seq in group.unfinished_seqs) / tenant.weight

@@ -28,6 +28,9 @@ FIRST_CHUNK = 64
 """Tokens of prompts in a step while the time of a step is still unknown."""
 MIN_CHUNK = 16
 """Tokens of prompts in a step at least, however short the target time of a step is."""
+LOOK_AHEAD = 256
+"""Queued requests that may start in a step, so that its cost does not grow with the queue. Those whose adapters find no
+slot are passed over at little cost, and do not count."""
 
 
 class Scheduler:
@@ -233,8 +236,11 @@ class Scheduler:
             return
         requests.planning_group = None
         self.adapters.begin_step()
+        num_left, waiting = LOOK_AHEAD, self.adapters.waiting
         for group in requests.policy.candidates(self.clock()):
-            if not plan.allows(group):
+            if num_left == 0:
+                return
+            if (group.adapter is not None and group.adapter.digest in waiting) or not plan.allows(group):
                 continue
             requests.planning_group = group
             if plan.is_full(self.config.max_num_seqs, group.num_wanted_seqs):
@@ -243,17 +249,20 @@ class Scheduler:
                 continue
             if not (self._resume(group, plan) if group in requests.swapped else self._start(group, plan)):
                 return
+            num_left -= 1
             requests.planning_group = None
 
     def _admit_adapter(self, group: SequenceGroup) -> bool:
-        """Whether the request's adapter is in a slot. A request whose adapter cannot be loaded ends."""
+        """Whether the request's adapter is in a slot. A request whose adapter cannot be loaded ends; only the log says
+        where the adapter's files should be."""
         try:
             return self.adapters.admit(group)
         except CheckpointError as error:
             assert group.adapter is not None
-            group.error = f"the adapter {group.adapter.name!r} could not be loaded: {error}"
-            logger.error("request %s: %s", group.request_id, group.error)
-            self._end_queued(group, SequenceStatus.FINISHED_ABORTED)
+            logger.error("request %s: the adapter could not be loaded: %s", group.request_id, error)
+            reason = str(error).replace(group.adapter.folder, "its folder")
+            group.error = f"the adapter {group.adapter.name!r} could not be loaded: {reason}"
+            self._end_queued(group, SequenceStatus.FINISHED_IGNORED)
             return False
 
     def _start(self, group: SequenceGroup, plan: StepPlan) -> bool:

@@ -6,9 +6,12 @@ import asyncio
 from collections.abc import Set
 from itertools import count
 
+from msgspec.structs import replace
+
 from quire.common.errors import CheckpointError, EngineDeadError, error_named
 from quire.common.lora import KnownAdapter, LoRARequest
 from quire.config.args import EngineConfig
+from quire.config.checkpoint.location import adapter_folder
 from quire.engine.adapters import AdapterTable, AnyAdapter, refused
 from quire.engine.process.messages import AdapterInspected, Event, InspectAdapter, KeepAdapters, Ready
 from quire.interfaces.async_llm.supervisor import Supervisor
@@ -29,16 +32,17 @@ class EngineAdapters:
     async def add(self, request: LoRARequest) -> KnownAdapter:
         """Add an adapter, as AdapterTable.add does. Raises EngineDeadError too."""
         self.table.check_enabled()
+        folder = await asyncio.to_thread(adapter_folder, request.path)  # a relative path is this process's
         number = next(self._numbers)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
-            self._engine.send(InspectAdapter(number, request.with_folder()))
+            self._engine.send(InspectAdapter(number, replace(request, lora_path=str(folder))))
             found = await answer
         finally:
             del self._answers[number]
         if found.adapter is None:
             raise error_named(found.error_kind, found.error)
-        return self.table.put(found.adapter, replaces=request.load_inplace)
+        return self.table.put(replace(found.adapter, path=request.path), replaces=request.load_inplace)
 
     async def of_request(self, request: AnyAdapter) -> KnownAdapter | None:
         """The adapter that a request names, which is added if need be. Raises RequestError or EngineDeadError."""
@@ -50,9 +54,9 @@ class EngineAdapters:
         except CheckpointError as error:
             raise refused(request, error) from error
 
-    def _send(self, digests: Set[str]) -> None:
+    def _send(self, digests: Set[str], pinned: Set[str]) -> None:
         if self._engine.death is None:
-            self._engine.send(KeepAdapters(frozenset(digests)))
+            self._engine.send(KeepAdapters(frozenset(digests), frozenset(pinned)))
 
     def on_message(self, message: Event) -> None:
         """Give an answer to the call that waits for it."""
@@ -69,7 +73,7 @@ class EngineAdapters:
     def on_restart(self, ready: Ready) -> None:
         """Send the adapters to keep to the new engine, which keeps none by itself."""
         if digests := self.table.digests:
-            self._send(digests)
+            self._send(digests, self.table.pinned)
 
     def on_loss(self, error: EngineDeadError) -> None:
         """End the calls that wait."""

@@ -245,6 +245,12 @@ class AsyncLLM:
         await self.start()
         return {adapter.lora_int_id for adapter in self.adapters}
 
+    async def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter loaded from its first request on, until it is removed. Returns False if it is unknown. Raises
+        RequestError if no slot would be left for others."""
+        await self.start()
+        return self.adapters.pin(lora_id)
+
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes, except pinned ones. Returns False, and does nothing, while requests run."""
         await self.start()

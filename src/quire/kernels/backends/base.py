@@ -9,8 +9,8 @@ from torch import Tensor
 
 from quire.kernels.backends.recording import KernelGraph
 from quire.kernels.backends.workspace import Workspace
-from quire.kernels.expert_weights import ExpertRows, ExpertWeights, Routing
-from quire.kernels.sampling_tensors import SamplingTensors
+from quire.kernels.experts.weights import ExpertRows, ExpertWeights, Routing
+from quire.kernels.sampling.tensors import SamplingTensors
 from quire.kernels.variants import ActivationKind, AttentionVariant
 from quire.kernels.weights import LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
 

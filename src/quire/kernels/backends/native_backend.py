@@ -10,42 +10,22 @@ import torch
 from torch import Tensor
 
 from quire.kernels.backends import key_layout, reference
+from quire.kernels.backends.native_arguments import (
+    DTYPE_CODES,
+    FORMAT_CODES,
+    SEES_ALL,
+    activation_code,
+    cache_of,
+    place,
+    rows_of,
+    sample_args,
+)
 from quire.kernels.backends.recording import KernelGraph
-from quire.kernels.backends.workspace import Workspace, empty, zeroed_blocks
-from quire.kernels.checks import ACTIVATIONS, DTYPES
-from quire.kernels.expert_weights import SCORINGS, ExpertRows, ExpertWeights, Routing
-from quire.kernels.sampling_tensors import SamplingTensors
-from quire.kernels.variants import XIELU, ActivationKind, AttentionVariant
-from quire.kernels.weights import FORMATS, MAX_LORA_MODULES, LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
-
-DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
-"""The dtypes by their number in csrc/common.h."""
-
-_FORMAT_CODES = {format: code for code, format in enumerate(FORMATS)}
-_ACTIVATION_CODES = {kind: (code, 0.0, 0.0, 0.0) for code, kind in enumerate(ACTIVATIONS)}
-_SEES_ALL = 2**63 - 1
-
-
-def _rows(x: Tensor) -> tuple[int, int]:
-    """How many rows x has, and their width."""
-    shape = x.shape
-    width = shape[-1] if shape else 1
-    return x.numel() // (width or 1), width
-
-
-def _place(out: Tensor) -> tuple[int, int, int]:
-    """Where a product goes: address, distance of rows in elements, and dtype."""
-    stride = out.shape[1] if out.is_contiguous() else out.stride(0)  # asking for a stride costs more than is_contiguous
-    return out.data_ptr(), stride, DTYPE_CODES[out.dtype]
-
-
-def _activation_code(kind: ActivationKind) -> tuple[int, float, float, float]:
-    """The kind's number in csrc/kernel_table.h, and its parameters in the order of csrc/elementwise/activation.h."""
-    if isinstance(kind, str):
-        return _ACTIVATION_CODES[kind]
-    if isinstance(kind, XIELU):
-        return len(ACTIVATIONS), kind.alpha_p, kind.alpha_n, kind.beta
-    return len(ACTIVATIONS) + 1, kind.limit, kind.alpha, 0.0
+from quire.kernels.backends.workspace import WeightMemory, Workspace, empty, zeroed_blocks
+from quire.kernels.experts.weights import SCORINGS, ExpertRows, ExpertWeights, Routing
+from quire.kernels.sampling.tensors import SamplingTensors
+from quire.kernels.variants import ActivationKind, AttentionVariant
+from quire.kernels.weights import MAX_LORA_MODULES, LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
 
 
 class NativeBackend:
@@ -63,6 +43,7 @@ class NativeBackend:
     def __init__(self, native: Any) -> None:
         self.native = native
         """quire._native, which is untyped."""
+        self._weights = WeightMemory()
 
     @property
     def isa(self) -> str:
@@ -83,7 +64,7 @@ class NativeBackend:
 
     def pack_weight(self, weight: Tensor) -> PackedWeight:
         (n, k), size = weight.shape, weight.element_size()
-        data = torch.empty(self.native.packed_bytes(n, k, size), dtype=torch.uint8)
+        data = self._weights.empty(self.native.packed_bytes(n, k, size))
         self.native.pack(weight.data_ptr(), weight.stride(0) * size, n, k, size, data.data_ptr())
         return PackedWeight(n, k, weight.dtype, data, data.data_ptr())
 
@@ -95,43 +76,43 @@ class NativeBackend:
     def matmul(self, x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor) -> None:
         n, k, rows = packed.n, packed.k, x.shape[0]
         x_stride = k if x.is_contiguous() else x.stride(0)  # asking for a stride costs more than is_contiguous
-        bias_at, to = 0 if bias is None else bias.data_ptr(), _place(out)
+        bias_at, to = 0 if bias is None else bias.data_ptr(), place(out)
         given = x.data_ptr(), x_stride, rows, packed.address, n, k, bias_at
         self.native.matmul(DTYPE_CODES[packed.dtype], *given, *to)
 
     def quantized_bytes(self, n: int, k: int, format: str, scale_range: int) -> int:
-        return int(self.native.quantized_bytes(_FORMAT_CODES[format], scale_range, n, k))
+        return int(self.native.quantized_bytes(FORMAT_CODES[format], scale_range, n, k))
 
     def mapped_weight(self, n: int, k: int, dtype: torch.dtype, format: str, data: Tensor) -> QuantizedWeight:
         return QuantizedWeight(n, k, dtype, format, data, data.data_ptr())
 
     def quantize_weight(self, weight: Tensor, format: str) -> QuantizedWeight | None:
         n, k = weight.shape
-        data = torch.empty(self.quantized_bytes(n, k, format, 0), dtype=torch.uint8)
-        codes = _FORMAT_CODES[format], DTYPE_CODES[weight.dtype]
+        data = self._weights.empty(self.quantized_bytes(n, k, format, 0))
+        codes = FORMAT_CODES[format], DTYPE_CODES[weight.dtype]
         is_finite = self.native.quantize(*codes, weight.data_ptr(), weight.stride(0), n, k, data.data_ptr())
         return QuantizedWeight(n, k, weight.dtype, format, data, data.data_ptr()) if is_finite else None
 
     def pack_blocks(self, rows: Tensor, k: int, dtype: torch.dtype, format: str) -> QuantizedWeight:
         n = rows.shape[0]
-        data = torch.empty(self.quantized_bytes(n, k, format, 0), dtype=torch.uint8)
-        self.native.pack_blocks(_FORMAT_CODES[format], rows.data_ptr(), rows.stride(0), n, k, data.data_ptr())
+        data = self._weights.empty(self.quantized_bytes(n, k, format, 0))
+        self.native.pack_blocks(FORMAT_CODES[format], rows.data_ptr(), rows.stride(0), n, k, data.data_ptr())
         return QuantizedWeight(n, k, dtype, format, data, data.data_ptr())
 
     def pack_integers(
         self, integers: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype, format: str, scale_range: int
     ) -> QuantizedWeight:
         n, k = integers.shape
-        data = torch.empty(self.quantized_bytes(n, k, format, scale_range), dtype=torch.uint8)
+        data = self._weights.empty(self.quantized_bytes(n, k, format, scale_range))
         tensors = integers.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr()
-        self.native.pack_integers(_FORMAT_CODES[format], scale_range, *tensors, n, k, data.data_ptr())
+        self.native.pack_integers(FORMAT_CODES[format], scale_range, *tensors, n, k, data.data_ptr())
         return QuantizedWeight(n, k, dtype, format, data, data.data_ptr(), scale_range)
 
     def quantized_matmul(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor) -> None:
-        n, k, rows, codes = weight.n, weight.k, x.shape[0], (_FORMAT_CODES[weight.format], weight.scale_range)
+        n, k, rows, codes = weight.n, weight.k, x.shape[0], (FORMAT_CODES[weight.format], weight.scale_range)
         work = empty((self.native.quantized_rows_bytes(*codes, rows, k),), torch.uint8)
         x_stride = k if x.is_contiguous() else x.stride(0)
-        bias_at, to = 0 if bias is None else bias.data_ptr(), _place(out)
+        bias_at, to = 0 if bias is None else bias.data_ptr(), place(out)
         given = x.data_ptr(), x_stride, rows, weight.address, n, k, bias_at
         order = 0 if weight.order is None else weight.order.data_ptr()
         self.native.quantized_matmul(*codes, DTYPE_CODES[weight.dtype], *given, *to, work.data_ptr(), order)
@@ -200,7 +181,7 @@ class NativeBackend:
             work = empty((work_bytes,), torch.uint8)
             entries = experts.entries.ctypes.data + part * experts.num_experts * experts.entries.strides[0]
             sizes = entries, experts.num_experts, n, k, work.data_ptr(), row_bytes
-            self.native.expert_matmul(*given, *sizes, *_place(out[:, start : start + n]))
+            self.native.expert_matmul(*given, *sizes, *place(out[:, start : start + n]))
             start += n
 
     def expert_work_bytes(self, experts: ExpertWeights, part: int, num_rows: int, of_tokens: bool) -> int:
@@ -211,7 +192,7 @@ class NativeBackend:
         k, row_bytes = experts.k, 0
         for format in experts.formats[part]:
             if format is not None:
-                needed = int(self.native.quantized_rows_bytes(_FORMAT_CODES[format[0]], format[1], 1, k))
+                needed = int(self.native.quantized_rows_bytes(FORMAT_CODES[format[0]], format[1], 1, k))
             else:  # rows that are no neighbours are copied, odd numbers of cache lines apart
                 needed = (-(-k * experts.dtype.itemsize // 64) | 1) * 64 if of_tokens else 0
             row_bytes = max(row_bytes, needed)
@@ -243,13 +224,12 @@ class NativeBackend:
     def gather_quantized(self, token_ids: Tensor, table: QuantizedWeight) -> Tensor:
         n, k, count = table.n, table.k, token_ids.numel()
         out, dtype = empty((count, k), table.dtype), DTYPE_CODES[table.dtype]
-        codes = _FORMAT_CODES[table.format], table.scale_range, dtype
+        codes = FORMAT_CODES[table.format], table.scale_range, dtype
         self.native.gather_quantized(*codes, token_ids.data_ptr(), count, table.address, n, k, out.data_ptr())
         return out
 
     def add(self, x: Tensor, residual: Tensor) -> None:
-        width = x.shape[-1]
-        rows = x.numel() // (width or 1)
+        rows, width = rows_of(x)
         self.native.add(DTYPE_CODES[x.dtype], x.data_ptr(), residual.data_ptr(), rows, width)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -268,10 +248,8 @@ class NativeBackend:
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        shape, dtype = x.shape, x.dtype
-        width = shape[-1]
-        rows = x.numel() // (width or 1)
-        out = empty(shape, dtype)
+        dtype, (rows, width) = x.dtype, rows_of(x)
+        out = empty(x.shape, dtype)
         to = out.data_ptr()
         self.native.add_rms_norm(
             DTYPE_CODES[dtype], x.data_ptr(), residual.data_ptr(), weight.data_ptr(), eps, to, rows, width
@@ -285,10 +263,8 @@ class NativeBackend:
         return self._layer_norm(x, residual.data_ptr(), weight, bias, eps)
 
     def _layer_norm(self, x: Tensor, residual: int, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        shape, dtype = x.shape, x.dtype
-        width = shape[-1]
-        rows = x.numel() // (width or 1)
-        out = empty(shape, dtype)
+        dtype, (rows, width) = x.dtype, rows_of(x)
+        out = empty(x.shape, dtype)
         to, bias_at = out.data_ptr(), 0 if bias is None else bias.data_ptr()
         self.native.layer_norm(
             DTYPE_CODES[dtype], x.data_ptr(), residual, weight.data_ptr(), bias_at, eps, to, rows, width
@@ -296,11 +272,11 @@ class NativeBackend:
         return out
 
     def scale(self, x: Tensor, factor: float) -> None:
-        rows, width = _rows(x)
+        rows, width = rows_of(x)
         self.native.scale(DTYPE_CODES[x.dtype], x.data_ptr(), rows, width, factor)
 
     def softcap(self, x: Tensor, cap: float) -> None:
-        rows, width = _rows(x)
+        rows, width = rows_of(x)
         self.native.softcap(x.data_ptr(), rows, width, cap)
 
     def rotary_embedding(self, x: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool) -> None:
@@ -312,9 +288,9 @@ class NativeBackend:
         )
 
     def activation(self, x: Tensor, kind: ActivationKind) -> Tensor:
-        dtype, (rows, width) = x.dtype, _rows(x)
+        dtype, (rows, width) = x.dtype, rows_of(x)
         out = empty(x.shape, dtype)
-        self.native.activation(DTYPE_CODES[dtype], *_activation_code(kind), x.data_ptr(), rows, width, out.data_ptr())
+        self.native.activation(DTYPE_CODES[dtype], *activation_code(kind), x.data_ptr(), rows, width, out.data_ptr())
         return out
 
     def gated_activation(self, x: Tensor, kind: ActivationKind) -> Tensor:
@@ -322,12 +298,12 @@ class NativeBackend:
         width = double_width // 2
         out = empty((rows, width), dtype)
         self.native.gated_activation(
-            DTYPE_CODES[dtype], *_activation_code(kind), x.data_ptr(), rows, width, out.data_ptr()
+            DTYPE_CODES[dtype], *activation_code(kind), x.data_ptr(), rows, width, out.data_ptr()
         )
         return out
 
     def write_kv(self, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-        cache, to, count = self._cache(k_cache, v_cache), slots.data_ptr(), slots.shape[0]
+        cache, to, count = cache_of(self.native, k_cache, v_cache), slots.data_ptr(), slots.shape[0]
         k, k_stride, v, v_stride = key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0)
         if v_cache.dtype is torch.int8:
             self.native.quantize_kv(cache, DTYPE_CODES[key.dtype], k, k_stride, v, v_stride, to, count)
@@ -341,12 +317,12 @@ class NativeBackend:
             return reference.gather_kv(k_cache, v_cache, slots)
         key = torch.empty((slots.shape[0], num_kv_heads, head_dim), dtype=v_cache.dtype)
         value = torch.empty_like(key)
-        cache = self._cache(k_cache, v_cache)
+        cache = cache_of(self.native, k_cache, v_cache)
         self.native.gather_kv(cache, slots.data_ptr(), slots.shape[0], key.data_ptr(), value.data_ptr())
         return key, value
 
     def copy_slots(self, k_cache: Tensor, v_cache: Tensor, src_slots: Tensor, dst_slots: Tensor) -> None:
-        cache = self._cache(k_cache, v_cache)
+        cache = cache_of(self.native, k_cache, v_cache)
         self.native.copy_slots(cache, src_slots.data_ptr(), dst_slots.data_ptr(), src_slots.shape[0])
 
     def copy_blocks(self, src: Tensor, dst: Tensor, pairs: Tensor) -> None:
@@ -371,7 +347,7 @@ class NativeBackend:
         is_int8 = v_cache.dtype is torch.int8
         tables = query_start.data_ptr(), seq_lens.data_ptr(), block_tables.data_ptr(), block_tables.stride(0)
         sizes = block_tables.shape[1], num_tokens, seq_lens.shape[0], num_heads, num_kv_heads, head_dim
-        spans = variant.sliding_window or _SEES_ALL, variant.chunk_size or _SEES_ALL
+        spans = variant.sliding_window or SEES_ALL, variant.chunk_size or SEES_ALL
         sinks = 0 if variant.sinks is None else variant.sinks.data_ptr()
         slopes = 0 if variant.slopes is None else variant.slopes.data_ptr()
         changes = scale, variant.softcap or 0.0, sinks, slopes
@@ -383,12 +359,12 @@ class NativeBackend:
 
     def sample(self, logits: Tensor, how: SamplingTensors) -> Tensor:
         out = torch.empty(logits.shape[0], dtype=torch.int64)
-        self.native.sample(self._sample_args(logits, how), out.data_ptr())
+        self.native.sample(sample_args(self.native, logits, how), out.data_ptr())
         return out
 
     def processed_logits(self, logits: Tensor, how: SamplingTensors, rows: Tensor) -> Tensor:
         out = empty((rows.shape[0], logits.shape[1]), torch.float32)
-        args = self._sample_args(logits, how)
+        args = sample_args(self.native, logits, how)
         self.native.processed_logits(args, rows.data_ptr(), rows.shape[0], out.data_ptr())
         return out
 
@@ -402,22 +378,3 @@ class NativeBackend:
         given = (logits.data_ptr(), logits.stride(0), *logits.shape, rows.data_ptr(), token_ids.data_ptr(), count)
         self.native.top_logprobs(*given, num_top, normalized, ids.data_ptr(), logprobs.data_ptr(), ranks.data_ptr())
         return ids, logprobs, ranks
-
-    def _cache(self, k_cache: Tensor, v_cache: Tensor) -> Any:
-        num_blocks, num_kv_heads, block_size, head_dim = v_cache.shape
-        item = v_cache.element_size()
-        k_block_bytes, v_block_bytes = k_cache.stride(0) * item, v_cache.stride(0) * item
-        sizes = num_blocks, num_kv_heads, k_cache.shape[2] * key_layout.LANE_BYTES, head_dim * item, block_size
-        return self.native.kv_cache(k_cache.data_ptr(), v_cache.data_ptr(), k_block_bytes, v_block_bytes, *sizes)
-
-    def _sample_args(self, logits: Tensor, how: SamplingTensors) -> Any:
-        """native.SampleArgs: addresses, so the tensors must outlive it. Raises where values are out of range."""
-        num_rows, vocab = logits.shape
-        changes = None
-        if (c := how.changes) is not None:
-            lens = (c.masks.shape[0], c.banned.ids.shape[0], c.biased.ids.shape[0], len(c.histories))
-            num_past = c.histories.ids.shape[0]
-            changes = self.native.logit_changes(*[t.data_ptr() for t in c.tensors()], num_rows, *lens, num_past, vocab)
-        cuts = how.top_k.data_ptr(), how.top_p.data_ptr(), how.min_p.data_ptr()
-        per_row = how.temperature.data_ptr(), *cuts, how.uniform.data_ptr()
-        return self.native.sample_args(logits.data_ptr(), logits.stride(0), num_rows, vocab, *per_row, changes)

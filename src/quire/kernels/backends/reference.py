@@ -13,11 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.common.errors import KernelError
 from quire.kernels.backends import reference_rotation
 from quire.kernels.checks import check_range
-from quire.kernels.expert_weights import Routing
-from quire.kernels.variants import PLAIN, XIELU, ActivationKind, AttentionVariant, ClampedSwiGLU
+from quire.kernels.experts.weights import Routing
+from quire.kernels.variants import XIELU, ActivationKind, ClampedSwiGLU
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
@@ -173,7 +172,11 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor
     chosen_by = chosen_by.where(~chosen_by.isnan(), -torch.inf)
     ids = chosen_by.argsort(dim=1, descending=True, stable=True)
     if routing.num_groups > 1:
-        groups = chosen_by.unflatten(1, (routing.num_groups, -1)).sort(2, descending=True).values
+        groups = (
+            chosen_by.view(len(logits), routing.num_groups, logits.shape[1] // routing.num_groups)
+            .sort(2, descending=True)
+            .values
+        )
         of_group = groups[:, :, :2].sum(2) if routing.has_pairs else groups[:, :, 0]
         top = of_group.argsort(dim=1, descending=True, stable=True)[:, : routing.top_groups]
         is_in = torch.zeros_like(of_group, dtype=torch.bool).scatter(1, top, torch.ones_like(top, dtype=torch.bool))
@@ -347,58 +350,6 @@ def gather_kv(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> tuple[Tensor, 
     return rotate_heads(key[..., :-8] * scales[..., :1]), value * scales[..., 1:]
 
 
-def paged_attention(
-    query: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    scale: float,
-    variant: AttentionVariant = PLAIN,
-) -> Tensor:
-    """Causal attention of a mixed batch over the paged cache (Kwon et al. 2023): decode, chunk and prefill alike.
-
-    query [num_tokens, num_heads, head_dim]: sequence s owns rows query_start[s] to query_start[s + 1], the last tokens
-    of its seq_lens[s] tokens; block_tables [num_seqs, max_blocks]. Query head h reads key/value head
-    h // (num_heads / num_kv_heads). A position p sees keys up to p, from `_first_key` on; the variant says what becomes
-    of their scores. Returns [num_tokens, num_heads, head_dim].
-    """
-    _check_attention(query, v_cache, query_start, seq_lens, block_tables, variant)
-    out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    group = query.shape[1] // k_cache.shape[1]
-    block_size = k_cache.shape[3]
-    for s, seq_len in enumerate(seq_lens.tolist()):
-        rows = slice(int(query_start[s]), int(query_start[s + 1]))
-        positions = torch.arange(seq_len, device=query.device)
-        slots = block_tables[s].long()[positions // block_size] * block_size + positions % block_size
-        key, value = (t.float().repeat_interleave(group, dim=1) for t in gather_kv(k_cache, v_cache, slots))
-        scores = torch.einsum("qhd,khd->hqk", query[rows].float(), key) * scale  # [num_heads, query_len, seq_len]
-        query_positions = positions[seq_len - scores.shape[1] :, None]
-        if variant.softcap is not None:
-            softcap(scores, variant.softcap)
-        if variant.slopes is not None:
-            scores = scores + variant.slopes[:, None, None] * (positions - query_positions)
-        visible = (positions <= query_positions) & (positions >= _first_key(query_positions, variant))
-        scores = scores.masked_fill(~visible, -torch.inf)
-        if variant.sinks is not None:
-            sinks = variant.sinks[:, None, None].expand(-1, scores.shape[1], 1)
-            value = F.pad(value, (0, 0, 0, 0, 0, 1))  # [seq_len + 1, num_heads, head_dim]
-            scores = torch.cat([scores, sinks], dim=-1)
-        out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).to(out.dtype)
-    return out
-
-
-def _first_key(positions: Tensor, variant: AttentionVariant) -> Tensor:
-    """The first position that tokens at these positions see."""
-    first = torch.zeros_like(positions)
-    if variant.sliding_window is not None:
-        first = (positions - variant.sliding_window + 1).clamp(min=0)
-    if variant.chunk_size is not None:
-        first = first.maximum(positions // variant.chunk_size * variant.chunk_size)
-    return first
-
-
 def copy_blocks(src: Tensor, dst: Tensor, pairs: Tensor) -> None:
     """`dst[d] = src[s]` for each (s, d) of pairs [num_pairs, 2]; src, dst [num_blocks, block_bytes] uint8.
 
@@ -424,30 +375,3 @@ def copy_slots(k_cache: Tensor, v_cache: Tensor, src_slots: Tensor, dst_slots: T
 
 def _num_slots(v_cache: Tensor) -> int:
     return v_cache.shape[0] * v_cache.shape[2]
-
-
-def _check_attention(
-    query: Tensor,
-    v_cache: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    variant: AttentionVariant,
-) -> None:
-    """Raise KernelError unless the ranges of queries and blocks fit."""
-    num_blocks, _, block_size, _ = v_cache.shape
-    starts = query_start.tolist()
-    if starts[0] != 0 or starts[-1] != len(query) or starts != sorted(starts):
-        raise KernelError(f"paged_attention: query_start must rise from 0 to {len(query)}, it is {starts}")
-    for s, seq_len in enumerate(seq_lens.tolist()):
-        query_len = starts[s + 1] - starts[s]
-        blocks = -(-seq_len // block_size)
-        if query_len > seq_len or (query_len and blocks > block_tables.shape[1]):
-            raise KernelError(
-                f"paged_attention, sequence {s}: {query_len} query tokens of {seq_len} in all do not fit a block table "
-                f"of {block_tables.shape[1]} blocks of {block_size}"
-            )
-        first_key = int(_first_key(seq_lens[s] - query_len, variant))
-        used = block_tables[s, first_key // block_size : blocks] if query_len else block_tables[s, :0]
-        for block in used[(used < 0) | (used >= num_blocks)][:1].tolist():
-            raise KernelError(f"paged_attention, sequence {s}: block id {block} is not in [0, {num_blocks})")

@@ -9,11 +9,18 @@ from torch import Tensor
 
 from quire.common.errors import ConfigError, KernelError
 from quire.common.faults import fault_point
-from quire.kernels.backends import key_layout, reference, reference_blocks, reference_rotation, reference_sampling
+from quire.kernels.backends import (
+    key_layout,
+    reference,
+    reference_attention,
+    reference_blocks,
+    reference_rotation,
+    reference_sampling,
+)
 from quire.kernels.backends.recording import KernelGraph
 from quire.kernels.backends.workspace import Workspace, zeroed_blocks
 from quire.kernels.checks import check_range
-from quire.kernels.expert_weights import ExpertRows, ExpertWeights
+from quire.kernels.experts.weights import ExpertRows, ExpertWeights
 from quire.kernels.weights import LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
 
 
@@ -176,7 +183,7 @@ class ReferenceBackend:
     gather_kv = staticmethod(reference.gather_kv)
     copy_slots = staticmethod(reference.copy_slots)
     copy_blocks = staticmethod(reference.copy_blocks)
-    paged_attention = staticmethod(reference.paged_attention)
+    paged_attention = staticmethod(reference_attention.paged_attention)
     sample = staticmethod(reference_sampling.sample)
     processed_logits = staticmethod(reference_sampling.processed_logits)
     top_logprobs = staticmethod(reference_sampling.top_logprobs)

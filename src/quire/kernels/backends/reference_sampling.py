@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.common.errors import KernelError
 from quire.kernels.checks import check_range
-from quire.kernels.sampling_tensors import LogitChanges, SamplingTensors
+from quire.kernels.sampling.tensors import LogitChanges, SamplingTensors
 
 
 def sample(logits: Tensor, how: SamplingTensors) -> Tensor:

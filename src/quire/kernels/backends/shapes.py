@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from quire.kernels.backends.base import Backend
 from quire.kernels.backends.reference_backend import ReferenceBackend
 from quire.kernels.backends.workspace import Workspace, empty
-from quire.kernels.expert_weights import ExpertRows, ExpertWeights, Routing
+from quire.kernels.experts.weights import ExpertRows, ExpertWeights, Routing
 from quire.kernels.variants import ActivationKind
 from quire.kernels.weights import LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
 

@@ -7,7 +7,7 @@ import threading
 import weakref
 from bisect import insort
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 
@@ -20,6 +20,7 @@ from quire.common.faults import fault_point
 
 _ALIGNMENT = 64
 _REGION_BYTES = 256 * 1024**2  # of address space; pages are taken from the machine only when first written
+_SHARED_BYTES = 64 * 1024**2  # of a region that weights share
 _SMALL_BYTES = 64 * 1024  # the system's allocator keeps pieces up to here, and is faster
 
 
@@ -75,15 +76,20 @@ class Workspace:
         return sum(region.num_bytes_taken for region in self._regions)
 
 
+def _huge_pages(num_bytes: int) -> mmap.mmap:
+    """Anonymous memory, in whole pages: in huge ones where the system grants them."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
 class _Region:
     """Anonymous memory, and which parts of it are free."""
 
     def __init__(self, num_bytes: int) -> None:
         num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        self._memory = memoryview(memory)
+        self._memory = memoryview(_huge_pages(num_bytes))
         self._free = [(0, num_bytes)]  # sorted, none touching the next
         self._returned: deque[tuple[int, int]] = deque()  # appended to when a tensor dies, which may be within `take`
 
@@ -130,6 +136,30 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     fault_point("memory.workspace")
     workspace = _active.workspace
     return torch.empty(shape, dtype=dtype) if workspace is None else workspace.empty(shape, dtype)
+
+
+class WeightMemory:
+    """Memory for matrices. Small ones share regions, since what lies in huge pages is read a third faster. A region is
+    returned to the system when all its matrices are gone. Safe to call from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._region: Callable[[], mmap.mmap | None] = lambda: None
+        """The region in use, if a matrix in it is alive."""
+        self._used = 0
+
+    def empty(self, num_bytes: int) -> Tensor:
+        """[num_bytes] uint8, aligned for kernels, with any contents."""
+        if not _SMALL_BYTES <= num_bytes < _SHARED_BYTES // 4:
+            return torch.empty(num_bytes, dtype=torch.uint8)
+        with self._lock:
+            region = self._region()
+            if region is None or self._used + num_bytes > _SHARED_BYTES:
+                region, self._used = _huge_pages(_SHARED_BYTES), 0
+                self._region = weakref.ref(region)
+            piece = memoryview(region)[self._used : self._used + num_bytes]
+            self._used += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        return torch.frombuffer(piece, dtype=torch.uint8)
 
 
 def borrowed(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from quire.kernels import AttentionVariant
 from quire.models.decoder.shapes import AttentionShape, HeadNormShape, QKVLayout, Span
 from quire.models.layers.attention import Attention, SinkAttention
 from quire.models.layers.batch_tensors import BatchTensors, LayerKVCache
-from quire.models.layers.linear import Linear
+from quire.models.layers.linear import Linear, output_linear
 from quire.models.layers.norm import Norm, RMSNorm, make_norm
 from quire.models.layers.rotary import RotaryEmbedding
 
@@ -37,13 +37,15 @@ class SelfAttention(nn.Module):
             is_transposed=is_transposed,
             blocks=_blocks(shape),
         )
-        self.o_proj = Linear(sizes[0], hidden_size, bias=shape.o_bias, dtype=dtype, is_transposed=is_transposed)
-        variant = AttentionVariant(shape.sliding_window)
-        self.attn = (
-            SinkAttention(shape.scale, variant, shape.num_heads)
-            if shape.has_sinks
-            else Attention(shape.scale, variant)
+        self.o_proj = output_linear(
+            sizes[0],
+            hidden_size,
+            shape.output_multiplier,
+            bias=shape.o_bias,
+            dtype=dtype,
+            is_transposed=is_transposed,
         )
+        self.attn = _paged_attention(shape)
         self._heads = self._make_heads(shape, num_heads, rotary)
 
     def _make_heads(
@@ -111,6 +113,12 @@ def _head_norm(shape: HeadNormShape, num_heads: int, head_dim: int) -> Norm:
     if shape.span is Span.PROJECTION:
         return ProjectionNorm(num_heads * head_dim, shape.norm)
     return make_norm(head_dim, shape.norm)
+
+
+def _paged_attention(shape: AttentionShape) -> Attention:
+    slopes = None if shape.slopes is None else torch.tensor(shape.slopes)
+    variant = AttentionVariant(shape.sliding_window, shape.chunk_size, shape.softcap, slopes=slopes)
+    return SinkAttention(shape.scale, variant, shape.num_heads) if shape.has_sinks else Attention(shape.scale, variant)
 
 
 def _blocks(shape: AttentionShape) -> tuple[int, ...] | None:

@@ -5,9 +5,10 @@ from torch import Tensor, nn
 
 from quire import kernels
 from quire.models.decoder.shapes import MLPShape
+from quire.models.layers.activation import Activation, LearnedXIELU
 from quire.models.layers.batch_tensors import BatchTensors
 from quire.models.layers.experts import Experts, ExpertsShape
-from quire.models.layers.linear import Linear
+from quire.models.layers.linear import Linear, output_linear
 
 
 class GatedMLP(nn.Module):
@@ -17,7 +18,9 @@ class GatedMLP(nn.Module):
         super().__init__()
         widths = 2 * shape.width if shape.is_stacked else (shape.width, shape.width)
         self.gate_up_proj = Linear(hidden_size, widths, bias=shape.up_bias, dtype=dtype)
-        self.down_proj = Linear(shape.width, hidden_size, bias=shape.down_bias, dtype=dtype)
+        self.down_proj = output_linear(
+            shape.width, hidden_size, shape.output_multiplier, bias=shape.down_bias, dtype=dtype, is_transposed=False
+        )
         self.act = shape.activation
 
     def forward(self, x: Tensor, batch: BatchTensors) -> Tensor:
@@ -33,12 +36,19 @@ class PlainMLP(nn.Module):
         super().__init__()
         width, is_transposed = shape.width, shape.is_transposed
         self.up_proj = Linear(hidden_size, width, bias=shape.up_bias, dtype=dtype, is_transposed=is_transposed)
-        self.down_proj = Linear(width, hidden_size, bias=shape.down_bias, dtype=dtype, is_transposed=is_transposed)
-        self.act = shape.activation
+        self.down_proj = output_linear(
+            width,
+            hidden_size,
+            shape.output_multiplier,
+            bias=shape.down_bias,
+            dtype=dtype,
+            is_transposed=is_transposed,
+        )
+        self.act_fn = LearnedXIELU() if shape.activation == "xielu" else Activation(shape.activation)
 
     def forward(self, x: Tensor, batch: BatchTensors) -> Tensor:
         """x [num_tokens, hidden] -> as x."""
-        out: Tensor = self.down_proj(kernels.activation(self.up_proj(x, batch), self.act), batch)
+        out: Tensor = self.down_proj(self.act_fn(self.up_proj(x, batch)), batch)
         return out
 
 

@@ -1,6 +1,7 @@
 """The decoder: one class, which a family describes from its config."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -16,7 +17,7 @@ from quire.models.decoder.reading import read_heads
 from quire.models.decoder.shapes import AttentionShape, DecoderShape, LayerShape, MLPShape
 from quire.models.layers.activation import activation_kind
 from quire.models.layers.batch_tensors import BatchTensors, LayerKVCache
-from quire.models.layers.embedding import Embedding, TiedLmHead
+from quire.models.layers.embedding import Embedding, TiedLmHead, token_table
 from quire.models.layers.experts import ExpertsShape
 from quire.models.layers.linear import Linear, LmHead
 from quire.models.layers.norm import NormShape, make_norm
@@ -31,7 +32,8 @@ class Decoder(CausalLM):
     """A decoder as `shape` describes it.
 
     A family overrides `shape`, or only the parts of it that differ from those of Llama without biases: `layer_shape`,
-    `attention_shape`, `mlp_shape`, `experts_shape`, `norm_shape`, `rope_shape`. They take the layer's number, and read the config alone.
+    `attention_shape`, `mlp_shape`, `experts_shape`, `norm_shape`, `rope_shape`. They take the layer's number, and read
+    the config alone.
     """
 
     renames: ClassVar[tuple[tuple[str, str], ...]] = ((r"^model\.", ""),)
@@ -41,13 +43,17 @@ class Decoder(CausalLM):
     }
     ties_by_default: ClassVar[bool] = False
     """Whether a config without `tie_word_embeddings` means a head that uses the token table."""
+    has_interleaved_rope: ClassVar[bool] = False
+    """Whether heads are rotated in pairs of neighbouring dimensions."""
     default_head_dim: ClassVar[int | None] = None
     """The head_dim of a config without the key. None: hidden_size divided by the number of heads."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         shape = self.shape(config)
-        self.embed_tokens = Embedding(config.vocab_size, shape.embed_width, shape.dtype, packed=shape.is_tied)
+        self.embed_tokens = token_table(
+            config.vocab_size, shape.embed_width, shape.embed_multiplier, shape.dtype, packed=shape.is_tied
+        )
         self._before = self._make_inputs(shape)
         self.rotary = nn.ModuleList()
         self.layers = nn.ModuleList()
@@ -67,6 +73,12 @@ class Decoder(CausalLM):
             if shape.is_tied
             else LmHead(shape.embed_width, config.vocab_size, shape.dtype, bias=shape.head_bias)
         )
+
+        self._logit_changes: list[Callable[[Tensor], None]] = []
+        if shape.logit_multiplier != 1.0:
+            self._logit_changes.append(partial(kernels.scale, factor=shape.logit_multiplier))
+        if shape.logit_softcap is not None:
+            self._logit_changes.append(partial(kernels.softcap, cap=shape.logit_softcap))
 
     def _make_inputs(self, shape: DecoderShape) -> list[Step]:
         """What is done to the embeddings before the first layer."""
@@ -132,7 +144,7 @@ class Decoder(CausalLM):
     @classmethod
     def rope_shape(cls, hf: HFConfig, layer: int, head_dim: int) -> RopeShape | None:
         """Of layer number `layer`; None if it does not rotate heads."""
-        return RopeShape.read(rope_config(hf), head_dim)
+        return RopeShape.read(rope_config(hf), head_dim, is_interleaved=cls.has_interleaved_rope)
 
     @classmethod
     def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:
@@ -169,3 +181,9 @@ class Decoder(CausalLM):
         for step in self._after:
             hidden = step(hidden, batch)
         return hidden
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        logits = super().compute_logits(hidden)
+        for change in self._logit_changes:
+            change(logits)
+        return logits

@@ -24,6 +24,15 @@ def read_heads(hf: HFConfig, head_dim: int | None = None) -> tuple[int, int, int
     return num_heads, num_kv_heads, hf.size("head_dim", head_dim or hidden_size // num_heads)
 
 
+def alibi_slopes(num_heads: int, max_bias: float = 8.0) -> tuple[float, ...]:
+    """The slope of each head (Press et al. 2022): a geometric sequence for a power of two; for other numbers that of
+    the power below, and then every other slope of twice as many heads."""
+    power = 2 ** (num_heads.bit_length() - 1)
+    slopes = [2 ** (-max_bias * i / power) for i in range(1, power + 1)]
+    slopes += [2 ** (-max_bias * i / (2 * power)) for i in range(1, 2 * power, 2)]
+    return tuple(slopes[:num_heads])
+
+
 def layer_type(hf: HFConfig, layer: int, default: Callable[[int], str]) -> str:
     """FULL or SLIDING: what `layer_types` says of a layer, or `default` in a config without it."""
     num_layers = hf.size("num_hidden_layers")

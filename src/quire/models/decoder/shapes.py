@@ -58,8 +58,16 @@ class AttentionShape:
     head_norm: HeadNormShape | None = None
     sliding_window: int | None = None
     """The number of tokens that a token sees, itself included. None: all."""
+    chunk_size: int | None = None
+    """A token sees tokens of its own chunk of this many positions. None: all."""
+    softcap: float | None = None
+    """Scores become `cap * tanh(score / cap)`."""
+    slopes: tuple[float, ...] | None = None
+    """For each head, what is added to a score for each position that the key is nearer (ALiBi)."""
     has_sinks: bool = False
-    """Whether a learned score of each head joins the softmax (SinkAttention)."""
+    """Whether a logit of each head joins the softmax and has no value."""
+    output_multiplier: float = 1.0
+    """Of what attention gives, before it is summed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +76,7 @@ class MLPShape:
 
     width: int
     activation: ActivationKind
+    """Or `xielu`, whose parameters are weights, in a plain MLP."""
     is_gated: bool = True
     is_stacked: bool = False
     """Whether the checkpoint has gate and up in one tensor."""
@@ -76,6 +85,8 @@ class MLPShape:
     down_bias: bool = False
     is_transposed: bool = False
     """Whether the checkpoint has matrices [in, out]; of a plain MLP alone."""
+    output_multiplier: float = 1.0
+    """Of what the MLP gives, before it is summed."""
 
 
 class Arrangement(Enum):
@@ -128,6 +139,11 @@ class DecoderShape:
     dtype: torch.dtype
     embed_width: int
     """The width of the token table; where it is not hidden_size (OPT-350m), projections lead in and out."""
+    embed_multiplier: float = 1.0
+    """Of the rows of the token table, but not of embeddings that a caller gives."""
     embed_norm: NormShape | None = None
     positions: PositionsShape | None = None
     head_bias: bool = False
+    logit_multiplier: float = 1.0
+    logit_softcap: float | None = None
+    """Logits become `cap * tanh(logit / cap)`, after the multiplier."""

@@ -1,7 +1,16 @@
-"""Activation functions under the names checkpoints use."""
+"""Activation functions, and the names that checkpoints use for them."""
 
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+
+from quire import kernels
 from quire.common.errors import UnsupportedModelError
 from quire.config.hf_config import HFConfig
+from quire.kernels.variants import XIELU
+from quire.models.layers.weighted_layer import Part, WeightedLayer, WeightSpec
 
 _KINDS = {
     "silu": "silu",
@@ -12,6 +21,8 @@ _KINDS = {
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
+    "quick_gelu": "quick_gelu",
 }
 
 
@@ -21,3 +32,39 @@ def activation_kind(hf: HFConfig, key: str, default: str) -> str:
     if name not in _KINDS:
         raise UnsupportedModelError(f"{hf.source}: {key!r} is {name!r}, supported are {', '.join(_KINDS)}")
     return _KINDS[name]
+
+
+class Activation(nn.Module):
+    """An activation of each element."""
+
+    def __init__(self, kind: kernels.ActivationKind) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [num_tokens, width] -> as x, in new memory."""
+        return kernels.activation(x, self.kind)
+
+
+_BETA = 0.5
+"""The slope of xIELU at 0."""
+
+
+class LearnedXIELU(WeightedLayer):
+    """xIELU (Huang and Schlag 2025), whose two parameters are stored as numbers that softplus makes positive."""
+
+    def weight_specs(self) -> Mapping[str, WeightSpec]:
+        spec = WeightSpec((Part((1,)),), torch.float32)
+        return {"alpha_p": spec, "alpha_n": spec}
+
+    def set_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Tensors without data (on the meta device) count as 0: they change no shape."""
+        alpha_p, alpha_n = (
+            float(softplus(torch.zeros(1) if tensors[name].is_meta else tensors[name]))
+            for name in ("alpha_p", "alpha_n")
+        )
+        self.kind = XIELU(alpha_p, alpha_n + _BETA, _BETA)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [num_tokens, width] -> as x, in new memory."""
+        return kernels.activation(x, self.kind)

@@ -30,14 +30,14 @@ class Attention(nn.Module):
 
 
 class SinkAttention(Attention, WeightedLayer):
-    """Attention in which a learned score of each head takes its share of the softmax, and has no value (gpt-oss)."""
+    """Attention whose softmax has one more logit for each head, a weight `sinks` (gpt-oss, 2025)."""
 
     def __init__(self, scale: float, variant: AttentionVariant, num_heads: int) -> None:
         super().__init__(scale, variant)
-        self._spec = WeightSpec((Part((num_heads,)),), torch.float32)
+        self.num_heads = num_heads
 
     def weight_specs(self) -> Mapping[str, WeightSpec]:
-        return {"sinks": self._spec}
+        return {"sinks": WeightSpec((Part((self.num_heads,)),), torch.float32)}
 
     def set_weights(self, tensors: Mapping[str, Tensor]) -> None:
         self.variant = replace(self.variant, sinks=tensors["sinks"].clone())  # [num_heads]

@@ -48,6 +48,27 @@ class Embedding(WeightedLayer):
         return kernels.embedding(ids, self.table)
 
 
+class ScaledEmbedding(Embedding):
+    """Rows multiplied by a number."""
+
+    def __init__(self, num_rows: int, width: int, multiplier: float, dtype: torch.dtype, *, packed: bool) -> None:
+        super().__init__(num_rows, width, dtype, packed=packed)
+        self.multiplier = multiplier
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """As Embedding."""
+        rows = super().forward(ids)
+        kernels.scale(rows, self.multiplier)
+        return rows
+
+
+def token_table(num_rows: int, width: int, multiplier: float, dtype: torch.dtype, *, packed: bool) -> Embedding:
+    """A ScaledEmbedding if there is something to multiply by, and else an Embedding."""
+    if multiplier == 1.0:
+        return Embedding(num_rows, width, dtype, packed=packed)
+    return ScaledEmbedding(num_rows, width, multiplier, dtype, packed=packed)
+
+
 class TiedLmHead(nn.Module):
     """The projection to the vocabulary by the (packed) token table; keeps no weights of its own."""
 

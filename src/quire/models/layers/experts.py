@@ -110,13 +110,14 @@ class Experts(nn.Module):
 
     @cached_property
     def _gate_up(self) -> kernels.ExpertWeights:
-        return _weights([expert.gate_up_proj for expert in self.experts])
+        return _weights(self.experts, "gate_up_proj")
 
     @cached_property
     def _down(self) -> kernels.ExpertWeights:
-        return _weights([expert.down_proj for expert in self.experts])
+        return _weights(self.experts, "down_proj")
 
 
-def _weights(projections: list[Projection]) -> kernels.ExpertWeights:
+def _weights(experts: nn.ModuleList, name: str) -> kernels.ExpertWeights:
+    projections: list[Projection] = [getattr(expert, name) for expert in experts]
     biases = [each.bias for each in projections if each.bias is not None]
     return kernels.ExpertWeights([each.weight for each in projections], biases or None)

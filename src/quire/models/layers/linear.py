@@ -70,6 +70,38 @@ class Linear(Projection):
         return out
 
 
+class ScaledLinear(Linear):
+    """A Linear whose result is multiplied by a number, after what adapters add."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        multiplier: float,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        is_transposed: bool = False,
+    ) -> None:
+        super().__init__(in_features, out_features, bias=bias, dtype=dtype, is_transposed=is_transposed)
+        self.multiplier = multiplier
+
+    def forward(self, x: Tensor, batch: BatchTensors) -> Tensor:
+        """As Linear."""
+        out = super().forward(x, batch)
+        kernels.scale(out, self.multiplier)
+        return out
+
+
+def output_linear(
+    in_features: int, out_features: int, multiplier: float, *, bias: bool, dtype: torch.dtype, is_transposed: bool
+) -> Linear:
+    """A ScaledLinear if there is something to multiply by, and else a Linear."""
+    if multiplier == 1.0:
+        return Linear(in_features, out_features, bias=bias, dtype=dtype, is_transposed=is_transposed)
+    return ScaledLinear(in_features, out_features, multiplier, bias=bias, dtype=dtype, is_transposed=is_transposed)
+
+
 class LmHead(Projection):
     """The projection to the vocabulary; its result is float32 whatever the model computes in."""
 

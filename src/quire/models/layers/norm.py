@@ -70,7 +70,7 @@ class LayerNorm(Norm):
 
     def __init__(self, width: int, shape: NormShape) -> None:
         super().__init__(width, shape)
-        self.bias = torch.zeros(width)
+        self.bias: Tensor | None = None
 
     def set_weights(self, tensors: Mapping[str, Tensor]) -> None:
         super().set_weights(tensors)

@@ -21,18 +21,23 @@ class RopeShape:
     """As `quire.config.model.rope_config` returns them."""
     rotary_dim: int
     """The first dimensions of a head are rotated, this many."""
+    is_interleaved: bool = False
+    """Whether dimensions 2i and 2i + 1 are rotated together, and not i and i + rotary_dim / 2."""
 
     @classmethod
-    def read(cls, parameters: HFConfig, head_dim: int) -> "RopeShape":
-        """The share of a head that the parameters name. Raises CheckpointError for an odd number of dimensions."""
+    def read(
+        cls, parameters: HFConfig, head_dim: int, *, is_interleaved: bool = False, rotary_dim: int | None = None
+    ) -> "RopeShape":
+        """`rotary_dim`: if not given, the share of a head that the parameters name. Raises CheckpointError for an odd
+        number of dimensions, or for more than a head has."""
         share = parameters.number("partial_rotary_factor")
-        rotary_dim = int(head_dim * share)
+        rotary_dim = int(head_dim * share) if rotary_dim is None else rotary_dim
         if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
             raise CheckpointError(
                 f"{parameters.source}: rotary embedding needs an even number of dimensions, not {rotary_dim}: head_dim "
                 f"is {head_dim}, and partial_rotary_factor is {share:g}"
             )
-        return cls(parameters, rotary_dim)
+        return cls(parameters, rotary_dim, is_interleaved)
 
 
 class RotaryEmbedding(nn.Module):
@@ -53,7 +58,7 @@ class RotaryEmbedding(nn.Module):
     def forward(self, positions: Tensor, *heads: Tensor) -> None:
         """Rotate each of `heads` [num_tokens, num_heads, head_dim] in place by positions [num_tokens]."""
         for x in heads:
-            kernels.rotary_embedding(x, positions, self.cos_sin)
+            kernels.rotary_embedding(x, positions, self.cos_sin, interleaved=self.shape.is_interleaved)
 
     def rotate_pair(self, query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The same two, rotated in place."""

@@ -54,7 +54,8 @@ class Part:
         """Rows of the transposed or plain tensor, or of another with as many of them, in the order of the blocks."""
         if self.blocks is None:
             return rows
-        return rows.unflatten(0, (len(self.blocks), -1))[list(self.blocks)].flatten(0, 1)
+        blocks = rows.reshape(len(self.blocks), -1, *rows.shape[1:])
+        return blocks[list(self.blocks)].flatten(0, 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
 from quire.common.errors import CheckpointError
 from quire.config.checkpoint.tensors import Checkpoint, TensorInfo
-from quire.kernels.expert_weights import MAX_EXPERTS
+from quire.kernels.experts.weights import MAX_EXPERTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,35 +68,35 @@ class UnstackedCheckpoint:
         self.tensors: Mapping[str, TensorInfo] = tensors
 
     def _cut(self, stack: Stack, source: str, info: TensorInfo) -> dict[str, TensorInfo]:
-        whole = info.logical_shape if info.block_type else info.shape
-        num_experts, parts = stack.num_experts or (whole[0] if whole else 0), len(stack.names)
-        rows = info.shape[0] // num_experts if num_experts else 0
-        shape = (rows, *info.shape[1:]) if stack.num_experts else info.shape[1:]
+        """The tensors of each expert."""
+        num_rows = info.shape[0] if info.shape else 0
+        num_experts, parts = stack.num_experts or num_rows, len(stack.names)
+        each = num_rows // num_experts if num_rows else 0
+        shape = info.shape[1:] if stack.num_experts is None else (each, *info.shape[1:])
+        meant = shape[::-1] if stack.is_transposed else shape
         if (
             not 0 < num_experts <= MAX_EXPERTS
-            or info.shape[0] != num_experts * (rows if stack.num_experts else 1)
+            or num_rows != num_experts * each
             or not shape
             or (stack.is_transposed and (len(shape) != 2 or info.block_type is not None))
-            or shape[-1 if stack.is_transposed else 0] % parts
+            or meant[0] % parts
         ):
             raise CheckpointError(
                 f"{source} {list(info.shape)} does not hold the matrices of experts, at most {MAX_EXPERTS}, whose "
                 f"rows can be dealt to {parts}"
             )
-        meant = shape[::-1] if stack.is_transposed else shape
-        part = (meant[0] // parts, *meant[1:])
-        block_shape = None if info.block_shape is None else (part[0], info.block_shape[-1])
-        first_rows = rows if stack.num_experts else 1
+        size = meant[0] // parts
+        block_shape = None if info.block_shape is None else (size, info.block_shape[-1])
+        num_bytes = info.num_bytes // (num_experts * parts)
         found = {}
-        for expert in range(num_experts):
-            for i, replacement in enumerate(stack.names):
-                name = re.sub(stack.pattern, replacement.replace("{}", str(expert)), source)
-                index = slice(i, None, parts) if stack.is_interleaved else slice(i * part[0], (i + 1) * part[0])
-                at = (expert * first_rows, (expert + 1) * first_rows)
-                self._slices[name] = _Slice(source, at, shape, stack.is_transposed, index)
-                num_bytes = info.num_bytes // (num_experts * parts)
-                blocks = {"block_type": info.block_type, "block_shape": block_shape}
-                found[name] = TensorInfo(name, info.dtype, part, num_bytes, **blocks)
+        for expert, (i, replacement) in product(range(num_experts), enumerate(stack.names)):
+            name = re.sub(stack.pattern, replacement.replace("{}", str(expert)), source)
+            index = slice(i, None, parts) if stack.is_interleaved else slice(i * size, (i + 1) * size)
+            rows = (expert * each, (expert + 1) * each)
+            self._slices[name] = _Slice(source, rows, shape, stack.is_transposed, index)
+            found[name] = TensorInfo(
+                name, info.dtype, (size, *meant[1:]), num_bytes, block_type=info.block_type, block_shape=block_shape
+            )
         return found
 
     @contextmanager
@@ -113,4 +114,4 @@ class UnstackedCheckpoint:
             else:
                 matrix = np.frombuffer(data, dtype=np.uint8).reshape(part.shape[0], -1)
             chosen = matrix[part.index] if rows is None else matrix[part.index][slice(*rows)]
-            yield memoryview(np.ascontiguousarray(chosen).reshape(-1).view(np.uint8).data)  # type: ignore[arg-type]
+            yield memoryview(np.ascontiguousarray(chosen).reshape(-1).view(np.uint8).data)

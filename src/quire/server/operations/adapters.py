@@ -56,7 +56,7 @@ async def load_adapter(request: Request) -> ASGIApp:
     try:
         await model.llm.add_lora(LoRARequest(body.lora_name, new_id, str(folder), load_inplace=body.load_inplace))
     except CheckpointError as error:
-        raise invalid(str(error), "lora_path") from error
+        raise invalid(str(error).replace(str(folder), body.lora_path), "lora_path") from error
     return json_response(AdapterStatus(lora_name=body.lora_name, status="loaded"))
 
 

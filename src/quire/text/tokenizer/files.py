@@ -1,22 +1,30 @@
 """Reads a tokenizer's files: its vocabulary and model, special tokens and chat templates."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, models, processors
 
 from quire.common.errors import RequestError, TokenizerError
 from quire.config.hf_config import check_file, read_json_object
+from quire.text.tokenizer.formats.backend import Built
+from quire.text.tokenizer.formats.byte_level import WORDS, PreTokenizer, byte_level_bpe
+from quire.text.tokenizer.formats.sentencepiece import is_sentencepiece, read_sentencepiece
+from quire.text.tokenizer.formats.tiktoken import read_tekken, read_tiktoken
 
 MAX_TEMPLATE_BYTES = 1024**2
 _MAX_TOKENIZER_BYTES = 256 * 1024**2
 _WHOLE = "tokenizer.json"
 _CONFIG = "tokenizer_config.json"
+_MODELS = ("tokenizer.model", "spiece.model", "tiktoken.model")
+"""Files of SentencePiece or tiktoken: some checkpoints have the one under the name of the other."""
+_PRE_TOKENIZERS = {"Qwen2Tokenizer": PreTokenizer((WORDS % r"\p{N}",), composes=True)}
+"""By tokenizer_class, for vocab.json and merges.txt."""
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SPECIAL_TOKEN_LISTS = ("additional_special_tokens", "extra_special_tokens")
 
@@ -33,15 +41,23 @@ class TokenizerFiles:
 
 
 def read_tokenizer_files(folder: Path) -> TokenizerFiles:
-    """Read `tokenizer.json`, or `vocab.json` and `merges.txt`, and the files beside them. Raises TokenizerError."""
+    """Read `tokenizer.json`, or else the vocabulary in another format, and the files beside it. Raises
+    TokenizerError."""
     with library_errors(f"the tokenizer of {folder} cannot be read"):
         config = _read_config(folder)
-        special_tokens = {role: token for role in _SPECIAL_TOKENS if (token := _content(config.get(role))) is not None}
-        backend = _read_backend(folder, config)
-        _add_special_tokens(backend, folder, config, special_tokens)
+        listed = _listed_tokens(folder, config)
+        if (folder / _WHOLE).exists():
+            built = Built(_read_whole(folder / _WHOLE))
+        else:
+            built = _read_vocabulary(folder, config, {i: token for i, value in listed if (token := _content(value))})
+        given = {role: token for role in _SPECIAL_TOKENS if (token := _content(config.get(role))) is not None}
+        special_tokens = {**built.special_tokens, **given}
+        _add_special_tokens(built.backend, folder, listed, [*special_tokens.values(), *_listed_special_tokens(config)])
         if not (folder / _WHOLE).exists():  # tokenizer.json itself says which tokens are put around a text
-            frame_with_special_tokens(backend, config, special_tokens)
-        return TokenizerFiles(backend, special_tokens, _read_chat_templates(folder, config))
+            adds_bos = config.get("add_bos_token")
+            frame = {**config, "add_bos_token": built.adds_bos if adds_bos is None else adds_bos}
+            frame_with_special_tokens(built.backend, frame, special_tokens)
+        return TokenizerFiles(built.backend, special_tokens, _read_chat_templates(folder, config))
 
 
 def write_tokenizer_files(files: TokenizerFiles, folder: Path) -> None:
@@ -72,44 +88,55 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _read_backend(folder: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    whole, vocab, merges = (folder / name for name in (_WHOLE, "vocab.json", "merges.txt"))
-    if whole.exists():
-        with library_errors(f"{whole} cannot be read (is it incomplete?)"):
-            check_file(whole, _MAX_TOKENIZER_BYTES)
-            backend = tokenizers.Tokenizer.from_file(str(whole))
-        backend.no_truncation()
-        backend.no_padding()
-        return backend
-    if vocab.exists() and merges.exists():
-        with library_errors(f"{vocab} cannot be read (is it incomplete?)"):
-            return _byte_level_bpe(vocab, merges, bool(config.get("add_prefix_space", False)))
-    hint = ""
-    if (folder / "tokenizer.model").exists():
-        hint = "; its tokenizer.model (SentencePiece) is not supported: convert it to tokenizer.json"
-    raise TokenizerError(
-        f"{folder} has no tokenizer: neither tokenizer.json nor vocab.json with merges.txt was found{hint}. "
-        "Give another folder or hub id with the argument `tokenizer`"
-    )
-
-
-def _byte_level_bpe(vocab: Path, merges: Path, add_prefix_space: bool) -> tokenizers.Tokenizer:
-    """Return the tokenizer of GPT-2 (Radford et al. 2019), which OPT also uses."""
-    backend = tokenizers.Tokenizer(models.BPE.from_file(str(vocab), str(merges)))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
-    backend.decoder = decoders.ByteLevel()
+def _read_whole(path: Path) -> tokenizers.Tokenizer:
+    with library_errors(f"{path} cannot be read (is it incomplete?)"):
+        check_file(path, _MAX_TOKENIZER_BYTES)
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    backend.no_truncation()
+    backend.no_padding()
     return backend
 
 
-def _add_special_tokens(
-    backend: tokenizers.Tokenizer, folder: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str]
-) -> None:
-    """Add the config's tokens to the backend, each under the id given in the files."""
+def _read_vocabulary(folder: Path, config: Mapping[str, Any], added: Mapping[int, str]) -> Built:
+    """Read the first of the other formats that the folder has. `added` maps the ids of added tokens to their texts."""
+    if (tekken := folder / "tekken.json").exists():
+        return read_tekken(tekken)
+    for path in [*(folder / name for name in _MODELS), *sorted(folder.glob("*.tiktoken"))]:
+        if path.exists():
+            return (read_sentencepiece if is_sentencepiece(path) else read_tiktoken)(path, config, added)
+    vocab, merges = folder / "vocab.json", folder / "merges.txt"
+    if vocab.exists() and merges.exists():
+        with library_errors(f"{vocab} cannot be read (is it incomplete?)"):
+            return Built(_read_merges(vocab, merges, config))
+    raise TokenizerError(
+        f"{folder} has no tokenizer: neither tokenizer.json, nor tekken.json, {', '.join(_MODELS)}, *.tiktoken, or "
+        "vocab.json with merges.txt was found. Give another folder or hub id with the argument `tokenizer`"
+    )
+
+
+def _read_merges(vocab: Path, merges: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    """Return the tokenizer of GPT-2 (Radford et al. 2019), which OPT also uses, or of Qwen 2."""
+    for path in (vocab, merges):
+        check_file(path, _MAX_TOKENIZER_BYTES)
+    ids, pairs = models.BPE.read_file(str(vocab), str(merges))
+    pre = _PRE_TOKENIZERS.get(str(config.get("tokenizer_class")), PreTokenizer(()))
+    return byte_level_bpe(ids, pairs, pre, bool(config.get("add_prefix_space", False)))
+
+
+def _listed_tokens(folder: Path, config: Mapping[str, Any]) -> list[tuple[int, Any]]:
+    """Return the ids of added tokens in rising order, each with its text or an object that has it."""
     listed = [(int(i), token) for i, token in _mapping(config, "added_tokens_decoder").items() if str(i).isdecimal()]
     if (folder / "added_tokens.json").exists():
         added = read_json_object(folder / "added_tokens.json")
         listed += [(i, token) for token, i in added.items() if isinstance(i, int)]
-    for token_id, value in sorted(listed, key=lambda pair: pair[0]):
+    return sorted(listed, key=lambda pair: pair[0])
+
+
+def _add_special_tokens(
+    backend: tokenizers.Tokenizer, folder: Path, listed: Iterable[tuple[int, Any]], special: Sequence[str]
+) -> None:
+    """Add the listed tokens to the backend, each under the id given in the files, and mark the special ones."""
+    for token_id, value in listed:
         token = _content(value)
         if token is None:
             raise TokenizerError(f"{folder}: the added token with id {token_id} has no text")
@@ -119,7 +146,6 @@ def _add_special_tokens(
                 f"{folder}: the added token {token!r} should have id {token_id}, but the vocabulary gives it "
                 f"{backend.token_to_id(token)}"
             )
-    special = [*special_tokens.values(), *_listed_special_tokens(config)]
     known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     new = [token for token in special if token not in known and backend.token_to_id(token) is not None]
     backend.add_special_tokens([_added_token(token, {"special": True}) for token in new])

@@ -17,6 +17,7 @@ from typing import Any
 import tokenizers
 
 from quire.text.tokenizer.files import library_errors
+from quire.text.tokenizer.formats.byte_level import BYTES
 
 _UTF8 = codecs.getincrementaldecoder("utf-8")
 _MAX_UTF8_LEN = 4
@@ -240,19 +241,9 @@ def _with_byte_tokens(others: Callable[[str], bytes]) -> Callable[[str], bytes]:
     return token_bytes
 
 
-def _byte_level_alphabet() -> dict[str, int]:
-    """Return GPT-2's printable character for each byte (Radford et al. 2019): itself, or one from U+0100 on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_LEVEL = _byte_level_alphabet()
-
-
 def _byte_level_bytes(token: str) -> bytes:
     """Decode a byte-level token; an added token with other characters, such as a space, gives its own text."""
     try:
-        return bytes(_BYTE_LEVEL[char] for char in token)
+        return bytes(BYTES[char] for char in token)
     except KeyError:
         return token.encode()

@@ -3,16 +3,20 @@
 from dataclasses import replace
 from typing import ClassVar
 
+import torch
+
 from quire.config.hf_config import HFConfig
 from quire.models.decoder.model import Decoder
+from quire.models.decoder.reading import alibi_slopes
 from quire.models.decoder.shapes import Arrangement, AttentionShape, LayerShape, MLPShape, QKVLayout
 from quire.models.layers.activation import activation_kind
 from quire.models.layers.norm import NormShape
+from quire.models.layers.rotary import RopeShape
 
 
 class FalconForCausalLM(Decoder):
     """`new_decoder_architecture` (40B, 180B, Falcon 2) has grouped queries and two norms in a layer; the form before it
-    has one key and value for all queries (7B), or one for each of them (RW)."""
+    has one key and value for all queries (7B), or one for each of them (RW, with ALiBi)."""
 
     renames: ClassVar = (
         (r"^transformer\.", ""),
@@ -39,7 +43,18 @@ class FalconForCausalLM(Decoder):
         num_kv_heads = attention.num_kv_heads
         if not hf.flag("new_decoder_architecture", False):
             num_kv_heads = 1 if hf.flag("multi_query", True) else attention.num_heads
-        return replace(attention, num_kv_heads=num_kv_heads, qkv_bias=bias, o_bias=bias, qkv_layout=QKVLayout.BY_GROUP)
+        return replace(
+            attention,
+            num_kv_heads=num_kv_heads,
+            qkv_bias=bias,
+            o_bias=bias,
+            qkv_layout=QKVLayout.BY_GROUP,
+            slopes=_slopes(attention.num_heads, attention.scale) if hf.flag("alibi", False) else None,
+        )
+
+    @classmethod
+    def rope_shape(cls, hf: HFConfig, layer: int, head_dim: int) -> RopeShape | None:
+        return None if hf.flag("alibi", False) else super().rope_shape(hf, layer, head_dim)
 
     @classmethod
     def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:
@@ -50,6 +65,12 @@ class FalconForCausalLM(Decoder):
     @classmethod
     def norm_shape(cls, hf: HFConfig) -> NormShape:
         return NormShape(hf.number("layer_norm_eps", 1e-5), is_rms=False, has_bias=True)
+
+
+def _slopes(num_heads: int, scale: float) -> tuple[float, ...]:
+    """Those of ALiBi, rounded to bfloat16, and multiplied by the scale: Falcon adds them to scores before that."""
+    rounded = torch.tensor(alibi_slopes(num_heads)).to(torch.bfloat16).tolist()
+    return tuple(slope * scale for slope in rounded)
 
 
 def _arrangement(hf: HFConfig) -> Arrangement:

@@ -28,7 +28,8 @@ class Glm4MoeForCausalLM(Decoder):
 
     @classmethod
     def stacks(cls, config: ModelConfig) -> tuple[Stack, ...]:
-        return (*super().stacks(config), Stack(rf"^model\.layers\.{config.hf_config.size('num_hidden_layers')}\.", ()),)
+        num_layers = config.hf_config.size("num_hidden_layers")
+        return (*super().stacks(config), Stack(rf"^model\.layers\.{num_layers}\.", ()))
 
 
 def corrected_experts(hf: HFConfig) -> ExpertsShape:

@@ -37,8 +37,8 @@ class GptOssForCausalLM(Decoder):
     @classmethod
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
         is_sliding = layer_type(hf, layer, lambda i: FULL if i % 2 else SLIDING) == SLIDING
-        window, bias = hf.size("sliding_window", _DEFAULT_WINDOW) if is_sliding else None, hf.flag("attention_bias", True)
-        shape = super().attention_shape(hf, layer)
+        window = hf.size("sliding_window", _DEFAULT_WINDOW) if is_sliding else None
+        shape, bias = super().attention_shape(hf, layer), hf.flag("attention_bias", True)
         return replace(shape, qkv_bias=bias, o_bias=bias, sliding_window=window, has_sinks=True)
 
     @classmethod

@@ -15,6 +15,7 @@ from quire.server.api.shared.generation import chat_logprobs, prompt_logprobs
 from quire.server.api.shared.sampling import content_format, structure
 from quire.server.api.tools import (
     OutputParser,
+    argument_schemas,
     calls_or_content,
     check_tools,
     forced_tools,
@@ -52,6 +53,7 @@ class ChatPlan:
             if has_both:
                 self.structured_outputs = calls_or_content(tools, form, self.tools, special, parallel)
             self.tools = dataclasses.replace(self.tools, excludes_content=True) if has_both else None
+        self.schemas = argument_schemas(tools or ())
         self.reasoning = model.reasoning_format if is_free else None
         self.shows_special_tokens = shows_special_tokens(self.reasoning, self.tools, special)
 
@@ -104,9 +106,8 @@ class ChatChoices:
 
     def _new_parser(self, index: int) -> OutputParser:
         plan = self._plan
-        return OutputParser(
-            index, reasoning=self._reasoning, tools=plan.tools, forced=plan.forced, max_calls=plan.max_calls
-        )
+        return OutputParser(index, reasoning=self._reasoning, tools=plan.tools, forced=plan.forced,
+                            schemas=plan.schemas, max_calls=plan.max_calls)  # fmt: skip
 
     def _attach_tokens(self, found: list[chat.ChatEvent], delta: CompletionOutput) -> None:
         """Attach token ids and log-probabilities to the first content event, or to an additional empty one."""

@@ -24,6 +24,8 @@ _RESERVED = (
     "tools",
     "content_format",
 )
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking", "tool_plan")
+"""Names that chat templates have for a message's reasoning."""
 _QUICK_MESSAGES = 32
 _QUICK_CHARS = 16_384
 """Shorter conversations are rendered at once, longer ones in a thread, so that the event loop is not blocked."""
@@ -102,6 +104,9 @@ def _plain_message(message: ChatMessage, where: str, keeps_text: bool) -> dict[s
     if isinstance(message.content, list):
         _check_parts(message.content, f"{where}.content")
     plain.setdefault("content", "")
+    reasoning = message.reasoning_content or message.reasoning
+    if reasoning and not (message.content and message.tool_calls):  # gpt-oss's template refuses all three in a message
+        plain |= dict.fromkeys(_REASONING_KEYS, reasoning)
     for call in plain.get("tool_calls") or ():
         text = call["function"]["arguments"]
         if _is_object(text):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,13 +11,17 @@ import msgspec
 from quire.common.errors import InvalidParamsError, nearest_name
 from quire.common.params import StructuredOutputsParams
 from quire.server.api.chat.protocol import FunctionDefinition, NamedToolChoice, Tool, ToolChoice
-from quire.server.api.tools.formats import FUNCTION_NAME, ToolFormat
+from quire.server.api.tools.call_reader import FUNCTION_NAME
+from quire.server.api.tools.call_styles import Part
+from quire.server.api.tools.formats import ToolFormat
 from quire.server.api.tools.output_parser import ForcedTools
+from quire.server.api.tools.schemas import argument_schemas, array_schema, call_schema
 
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 192 * 1024
 """Limit on the size of all tools as JSON."""
 MAX_SCHEMA_DEPTH = 64
+_NESTED = ("elements", "tags", "content")
 _WHITESPACE = " ?"
 """Allowed between JSON's tokens. Where white space is unlimited, a small model can write spaces without end."""
 
@@ -63,8 +68,9 @@ def tool_choice_structure(
     forced = forced_tools(tools, tool_choice)
     if forced is None or tools is None:
         return None
-    schemas = _schemas(tools)
-    schema = _array(_call_schema(schemas, "parameters"), parallel) if forced.name is None else schemas[forced.name]
+    schemas = argument_schemas(tools)
+    calls = array_schema(call_schema(schemas, "name", "parameters"), parallel)
+    schema = calls if forced.name is None else schemas[forced.name]
     return StructuredOutputsParams(json=schema, whitespace_pattern=_WHITESPACE)
 
 
@@ -78,26 +84,47 @@ def calls_or_content(
     """Return the grammar of an output that is either content in this form, which is JSON, or calls as the model writes
     them. Raises InvalidParamsError if the schemas together are too large."""
 
-    def tag(text: str) -> Any:
-        token_id = special_token_ids.get(text)
-        return text if token_id is None else {"type": "token", "token": token_id}
-
-    schema = _call_schema(_schemas(tools), tool_format.arguments)
-    calls = {"type": "json_schema", "json_schema": schema}
-    if tool_format.separator is None:
-        calls["json_schema"] = _array(schema, parallel)
-    space = {"type": "const_string", "value": tool_format.space}
-    content = {"type": "sequence", "elements": [space, calls, space]}
-    begin = "" if tool_format.begins_bare else tag(tool_format.tag)
-    several = {
+    written = tool_format.written(argument_schemas(tools), parallel)
+    calls = {
         "type": "tags_with_separator",
-        "tags": [{"begin": begin, "content": content, "end": tag(tool_format.end)}],
-        "separator": tool_format.separator or "",
+        "tags": [{"begin": "", "content": _sequence(*call), "end": ""} for call in written.calls],
+        "separator": written.between or "",
         "at_least_one": True,
-        "stop_after_first": tool_format.separator is None or not parallel,
+        "stop_after_first": written.between is None or not parallel,
     }
     answer = {"type": "json_schema", "json_schema": {"type": "object"} if form.json is None else form.json}
-    return StructuredOutputsParams(structural_tag={"format": {"type": "or", "elements": [answer, several]}})
+    both = {"type": "or", "elements": [answer, _sequence(written.before, calls, written.after)]}
+    return StructuredOutputsParams(structural_tag={"format": _with_tokens(both, special_token_ids)})
+
+
+def _sequence(*parts: Part) -> dict[str, Any]:
+    elements = [{"type": "const_string", "value": part} if isinstance(part, str) else part for part in parts]
+    return {"type": "sequence", "elements": elements}
+
+
+def _with_tokens(form: Any, special_token_ids: Mapping[str, int]) -> Any:
+    """Return the format of a structural tag with its special tokens, which a grammar does not match as text."""
+    if isinstance(form, list):
+        return [_with_tokens(item, special_token_ids) for item in form]
+    if not isinstance(form, dict) or form.get("type") == "json_schema":
+        return form
+    if form.get("type") == "const_string":
+        found = sorted((text for text in special_token_ids if text in form["value"]), key=len, reverse=True)
+        if not found:
+            return form
+        pieces = filter(None, re.split(f"({'|'.join(map(re.escape, found))})", form["value"]))
+        return _sequence(*(_token(piece, special_token_ids) for piece in pieces))
+    return {
+        key: _with_tokens(value, special_token_ids) if key in _NESTED
+        else _token(value, special_token_ids) if key == "end"
+        else value
+        for key, value in form.items()
+    }  # fmt: skip
+
+
+def _token(text: str, special_token_ids: Mapping[str, int]) -> Part:
+    token_id = special_token_ids.get(text)
+    return text if token_id is None else {"type": "token", "token": token_id}
 
 
 def _check_function(function: FunctionDefinition, where: str) -> None:
@@ -121,41 +148,3 @@ def _check_depth(value: Any, where: str) -> None:
         if not level:
             return
     raise InvalidParamsError(f"{where} is nested too deeply: at most {MAX_SCHEMA_DEPTH} levels are allowed")
-
-
-def _schemas(tools: Sequence[Tool]) -> dict[str, dict[str, Any]]:
-    return {tool.function.name: {**(tool.function.parameters or {}), "type": "object"} for tool in tools}
-
-
-def _array(items: dict[str, Any], parallel: bool) -> dict[str, Any]:
-    limit = {} if parallel else {"maxItems": 1}
-    return {"type": "array", "items": {"anyOf": items["anyOf"]}, "minItems": 1, **limit, "$defs": items["$defs"]}
-
-
-def _call_schema(schemas: Mapping[str, dict[str, Any]], arguments: str) -> dict[str, Any]:
-    """The schema of one call of any function, in which `arguments` is the key of the arguments."""
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": name}, arguments: {"$ref": f"#/$defs/f{i}"}},
-            "required": ["name", arguments],
-            "additionalProperties": False,
-        }
-        for i, name in enumerate(schemas)
-    ]
-    return {
-        "anyOf": calls,
-        "$defs": {f"f{i}": _moved(schema, f"#/$defs/f{i}") for i, schema in enumerate(schemas.values())},
-    }
-
-
-def _moved(schema: Any, place: str) -> Any:
-    """The schema with its references to itself, `#...`, adjusted to its new place."""
-    if isinstance(schema, list):
-        return [_moved(item, place) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {key: _moved(value, place) for key, value in schema.items()}
-    if isinstance(reference := moved.get("$ref"), str) and reference.startswith("#"):
-        moved["$ref"] = place + reference[1:]
-    return moved

@@ -51,8 +51,26 @@ def scan_object(reader: Reader, sink: Sink) -> Reading[bool]:
     """
     if (yield from reader.ahead()) != "{":
         return False
+    return (yield from _scan(reader, sink, "{"))
+
+
+def is_json(text: str) -> bool:
+    """Whether a text is one value of JSON, within the limits."""
+    reader = Reader()
+    reader.push(text)
+    reader.end()
+    found: list[bool] = []
+
+    def read() -> Reading[None]:
+        found.append((yield from _scan(reader, str, _VALUE)))
+
+    next(read(), None)
+    return found == [True] and not reader.num_waiting
+
+
+def _scan(reader: Reader, sink: Sink, allowed: str) -> Reading[bool]:
+    """Pass on one value. It begins with one of the characters `allowed`, among them `w` for a scalar."""
     closers: list[str] = []  # of what is open
-    allowed = "{"  # what may come next: these characters, and w for a scalar
     while True:
         yield from reader.run(SPACE, sink)
         char = yield from reader.ahead()

@@ -49,8 +49,8 @@ class ParsedList:
         if text := self._reasoning.add(text):
             self._found.append(ReasoningDelta(self._index, text))
 
-    def reasoning_ended(self) -> None:
-        """Content begins; white space before it is dropped."""
+    def answer_began(self) -> None:
+        """Content begins or goes on after a tag; white space beside it is dropped."""
         self._content = _Trimmer(leading=True)
 
     def call_began(self, name: str, arguments: str) -> Callable[[str], None]:

@@ -1,7 +1,7 @@
 """Reads text that arrives in pieces, with results that do not depend on where it is split."""
 
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -90,6 +90,13 @@ class Reader:
                 return False
             yield
 
+    def match_any(self, literals: Collection[str]) -> Reading[str]:
+        """Read the first of the literals that is next, and return it, otherwise nothing."""
+        for literal in literals:
+            if (yield from self.match(literal)):
+                return literal
+        return ""
+
     def run(self, pattern: re.Pattern[str], sink: Sink | None = None) -> Reading[None]:
         """Read the characters that match the pattern, which must be one for runs of single characters."""
         while True:
@@ -102,17 +109,19 @@ class Reader:
                 return
             yield
 
-    def until(self, tag: str, sink: Sink) -> Reading[bool]:
-        """Read up to the end of `tag`, and pass the text before the tag to the sink. Returns False if there is none."""
+    def until(self, tags: Collection[str], sink: Sink) -> Reading[str]:
+        """Read up to the end of the first of the tags, pass the text before it to the sink, and return the tag, or ""
+        if there is none. No tag may begin within another one."""
         while True:
-            found = self._text.find(tag, self._at)
-            if found >= 0:
+            places = {self._text.find(tag, self._at): tag for tag in tags}
+            places.pop(-1, None)
+            if places:
+                found = min(places)
                 sink(self.take(found - self._at))
-                self.take(len(tag))
-                return True
-            sink(self.take(self.num_waiting - (0 if self._ended else self._overlap(tag))))
+                return self.take(len(places[found]))
+            sink(self.take(self.num_waiting - (0 if self._ended else max(map(self._overlap, tags), default=0))))
             if self._ended:
-                return False
+                return ""
             yield
 
     def rest(self, sink: Sink) -> Reading[None]:
@@ -125,5 +134,7 @@ class Reader:
 
     def _overlap(self, tag: str) -> int:
         """Number of characters at the end that could begin `tag`."""
-        longest = min(len(tag) - 1, self.num_waiting)
-        return next((n for n in range(longest, 0, -1) if self._text.endswith(tag[:n])), 0)
+        for num_chars in range(min(len(tag) - 1, self.num_waiting), 0, -1):
+            if self._text.endswith(tag[:num_chars]):
+                return num_chars
+        return 0

@@ -1,10 +1,9 @@
-"""What a layer of a mixture of experts gives its kernels: how tokens are routed, the experts' matrices, the grouping."""
+"""What a layer of a mixture of experts gives its kernels: routing, the experts' matrices, and the grouping."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from quire.common.errors import KernelError

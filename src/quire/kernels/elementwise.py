@@ -1,11 +1,12 @@
-"""The residual sum, RMSNorm and LayerNorm, apart and in one; multiplying by a number, and capping softly."""
+"""Kernels that work on each row of activations alone: the residual sum, norms, activations, scaling, soft caps."""
 
 import torch
 from torch import Tensor
 
 from quire.kernels.backends import backend_of
 from quire.kernels.backends.base import Backend
-from quire.kernels.checks import DTYPES, refusal
+from quire.kernels.checks import ACTIVATIONS, DTYPES, refusal
+from quire.kernels.variants import XIELU, ActivationKind, ClampedSwiGLU
 
 
 def add(x: Tensor, residual: Tensor) -> None:
@@ -71,6 +72,25 @@ def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | N
     return backend.add_layer_norm(x, residual, weight, bias, eps)
 
 
+def activation(x: Tensor, kind: ActivationKind) -> Tensor:
+    """Apply `kind` to each element of x [..., width] float32 or bfloat16, contiguous, into a new tensor."""
+    if x.dtype not in DTYPES or not _is_plain(kind) or not x.is_contiguous():
+        raise refusal("activation", f"x [..., width] {_ACTIVATION_TAKES} or an XIELU", x=x, kind=kind)
+    return backend_of(x).activation(x, kind)
+
+
+def gated_activation(x: Tensor, kind: ActivationKind) -> Tensor:
+    """`act(gate) * up` for x = [gate | up]: [num_tokens, 2 * width] contiguous -> [num_tokens, width].
+
+    A ClampedSwiGLU clamps both halves first and adds one to `up`.
+    """
+    shape, is_kind = x.shape, _is_plain(kind) or isinstance(kind, ClampedSwiGLU)
+    if x.dtype not in DTYPES or not is_kind or len(shape) != 2 or shape[1] % 2 or not x.is_contiguous():
+        takes = f"x [num_tokens, 2 * width] {_ACTIVATION_TAKES}, an XIELU or a ClampedSwiGLU"
+        raise refusal("gated_activation", takes, x=x, kind=kind)
+    return backend_of(x).gated_activation(x, kind)
+
+
 def scale(x: Tensor, factor: float) -> None:
     """`x *= factor` in place: the factor as a float32, the product rounded to x's dtype.
 
@@ -86,6 +106,10 @@ def softcap(x: Tensor, cap: float) -> None:
     if x.dtype is not torch.float32 or not x.is_contiguous() or not cap > 0:
         raise refusal("softcap", "x float32, contiguous, and a cap above 0", x=x, cap=cap)
     backend_of(x).softcap(x, cap)
+
+
+def _is_plain(kind: ActivationKind) -> bool:
+    return kind in ACTIVATIONS if isinstance(kind, str) else isinstance(kind, XIELU)
 
 
 def _are_weights(backend: Backend, weight: Tensor, bias: Tensor | None, width: int) -> bool:
@@ -119,3 +143,4 @@ _ADD_TAKES = (
     "x and residual [..., hidden] of equal shape and dtype, float32 or bfloat16, contiguous, on one device; for a "
     f"norm, {_WEIGHTS}"
 )
+_ACTIVATION_TAKES = f"float32 or bfloat16, contiguous, and a kind of {', '.join(ACTIVATIONS)}"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.kernels.backends import backend_of
 from quire.kernels.checks import DTYPES, kernel_errors, refusal
-from quire.kernels.expert_weights import ExpertRows, ExpertWeights, Routing
+from quire.kernels.experts.weights import ExpertRows, ExpertWeights, Routing
 
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:

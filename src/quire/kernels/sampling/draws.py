@@ -6,7 +6,7 @@ from torch import Tensor
 from quire.kernels.backends import backend_of
 from quire.kernels.backends.base import Backend
 from quire.kernels.checks import describe, kernel_errors, refusal
-from quire.kernels.sampling_tensors import SamplingTensors
+from quire.kernels.sampling.tensors import SamplingTensors
 
 
 def sample(logits: Tensor, how: SamplingTensors) -> Tensor:

@@ -1,0 +1,1 @@
+"""Draws and log-probabilities, and their inputs."""

@@ -1,0 +1,59 @@
+"""Command R (Cohere 2024) and Command R7B: attention and MLP read one layer norm, heads are rotated in pairs."""
+
+from dataclasses import replace
+
+from quire.common.errors import UnsupportedModelError
+from quire.config.hf_config import HFConfig
+from quire.config.model import ModelConfig
+from quire.models.decoder.reading import FULL, SLIDING, layer_type
+from quire.models.decoder.shapes import Arrangement, AttentionShape, DecoderShape, LayerShape
+from quire.models.families.llama import LlamaForCausalLM
+from quire.models.layers.norm import NormShape
+from quire.models.layers.rotary import RopeShape
+
+_WINDOW = 4096
+_PERIOD = 4
+_LOGIT_SCALE = 0.0625
+
+
+class CohereForCausalLM(LlamaForCausalLM):
+    """Logits are multiplied by `logit_scale`."""
+
+    ties_by_default = True
+    has_interleaved_rope = True
+
+    @classmethod
+    def shape(cls, config: ModelConfig) -> DecoderShape:
+        return replace(super().shape(config), logit_multiplier=config.hf_config.number("logit_scale", _LOGIT_SCALE))
+
+    @classmethod
+    def layer_shape(cls, hf: HFConfig, layer: int) -> LayerShape:
+        return replace(super().layer_shape(hf, layer), arrangement=Arrangement.PARALLEL)
+
+    @classmethod
+    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
+        if hf.flag("use_qk_norm", False):
+            raise UnsupportedModelError(f"{hf.source}: 'use_qk_norm' is true: these norms are not supported")
+        return super().attention_shape(hf, layer)
+
+    @classmethod
+    def norm_shape(cls, hf: HFConfig) -> NormShape:
+        return NormShape(hf.number("layer_norm_eps", 1e-5), is_rms=False)
+
+
+class Cohere2ForCausalLM(CohereForCausalLM):
+    """Three of four layers have a window, and the fourth no rotary embedding."""
+
+    @classmethod
+    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
+        window = hf.size("sliding_window", _WINDOW) if _is_sliding(hf, layer) else None
+        return replace(super().attention_shape(hf, layer), sliding_window=window)
+
+    @classmethod
+    def rope_shape(cls, hf: HFConfig, layer: int, head_dim: int) -> RopeShape | None:
+        return super().rope_shape(hf, layer, head_dim) if _is_sliding(hf, layer) else None
+
+
+def _is_sliding(hf: HFConfig, layer: int) -> bool:
+    period = hf.size("sliding_window_pattern", _PERIOD)
+    return layer_type(hf, layer, lambda i: SLIDING if (i + 1) % period else FULL) == SLIDING

@@ -1,0 +1,58 @@
+"""BLOOM (BigScience 2022): ALiBi, a norm of the embeddings, and layer norms."""
+
+from dataclasses import replace
+from typing import ClassVar
+
+from quire.config.hf_config import HFConfig
+from quire.config.model import ModelConfig
+from quire.models.decoder.model import Decoder
+from quire.models.decoder.reading import alibi_slopes
+from quire.models.decoder.shapes import Arrangement, AttentionShape, DecoderShape, LayerShape, MLPShape, QKVLayout
+from quire.models.layers.norm import NormShape
+from quire.models.layers.rotary import RopeShape
+
+
+class BloomForCausalLM(Decoder):
+    """All sizes. The config has no limit of length: 2048, the length trained on, unless it is given."""
+
+    renames: ClassVar = (
+        (r"^transformer\.", ""),
+        (r"^word_embeddings\.", "embed_tokens."),
+        (r"^word_embeddings_layernorm\.", "embed_norm."),
+        (r"^ln_f\.", "norm."),
+        (r"^h\.", "layers."),
+        (r"\.self_attention\.query_key_value\.", ".self_attn.qkv_proj."),
+        (r"\.self_attention\.dense\.", ".self_attn.o_proj."),
+        (r"\.mlp\.dense_h_to_4h\.", ".mlp.up_proj."),
+        (r"\.mlp\.dense_4h_to_h\.", ".mlp.down_proj."),
+    )
+    fused: ClassVar = {}
+    ties_by_default = True
+
+    @classmethod
+    def shape(cls, config: ModelConfig) -> DecoderShape:
+        return replace(super().shape(config), embed_norm=cls.norm_shape(config.hf_config))
+
+    @classmethod
+    def layer_shape(cls, hf: HFConfig, layer: int) -> LayerShape:
+        is_after = hf.flag("apply_residual_connection_post_layernorm", False)
+        arrangement = Arrangement.RESIDUAL_AFTER_NORM if is_after else Arrangement.PRE_NORM
+        return replace(super().layer_shape(hf, layer), arrangement=arrangement)
+
+    @classmethod
+    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
+        attention = super().attention_shape(hf, layer)
+        slopes = alibi_slopes(attention.num_heads)
+        return replace(attention, qkv_bias=True, o_bias=True, qkv_layout=QKVLayout.BY_GROUP, slopes=slopes)
+
+    @classmethod
+    def rope_shape(cls, hf: HFConfig, layer: int, head_dim: int) -> RopeShape | None:
+        return None
+
+    @classmethod
+    def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:
+        return MLPShape(4 * hf.size("hidden_size"), "gelu_tanh", is_gated=False, up_bias=True, down_bias=True)
+
+    @classmethod
+    def norm_shape(cls, hf: HFConfig) -> NormShape:
+        return NormShape(hf.number("layer_norm_eps", 1e-5), is_rms=False, has_bias=True)

@@ -1,0 +1,52 @@
+"""GPT-J (Wang and Komatsuzaki 2021): attention and a plain MLP read one layer norm, and heads are rotated in pairs."""
+
+from dataclasses import replace
+from typing import ClassVar
+
+from quire.config.hf_config import HFConfig
+from quire.config.model import ModelConfig, rope_config
+from quire.models.decoder.model import Decoder
+from quire.models.decoder.shapes import Arrangement, DecoderShape, LayerShape, MLPShape
+from quire.models.layers.activation import activation_kind
+from quire.models.layers.norm import NormShape
+from quire.models.layers.rotary import RopeShape
+
+
+class GPTJForCausalLM(Decoder):
+    """The head has a bias, and attention has none."""
+
+    renames: ClassVar = (
+        (r"^transformer\.", ""),
+        (r"^wte\.", "embed_tokens."),
+        (r"^ln_f\.", "norm."),
+        (r"^h\.", "layers."),
+        (r"\.ln_1\.", ".input_layernorm."),
+        (r"\.attn\.([qkv])_proj\.", r".self_attn.\1_proj."),
+        (r"\.attn\.out_proj\.", ".self_attn.o_proj."),
+        (r"\.mlp\.fc_in\.", ".mlp.up_proj."),
+        (r"\.mlp\.fc_out\.", ".mlp.down_proj."),
+    )
+
+    @classmethod
+    def shape(cls, config: ModelConfig) -> DecoderShape:
+        return replace(super().shape(config), head_bias=True)
+
+    @classmethod
+    def layer_shape(cls, hf: HFConfig, layer: int) -> LayerShape:
+        return replace(super().layer_shape(hf, layer), arrangement=Arrangement.PARALLEL)
+
+    @classmethod
+    def rope_shape(cls, hf: HFConfig, layer: int, head_dim: int) -> RopeShape | None:
+        return RopeShape.read(
+            rope_config(hf), head_dim, is_interleaved=True, rotary_dim=hf.size("rotary_dim", head_dim)
+        )
+
+    @classmethod
+    def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:
+        width = hf.size("intermediate_size", 4 * hf.size("hidden_size"))
+        activation = activation_kind(hf, "hidden_act", "gelu_new")
+        return MLPShape(width, activation, is_gated=False, up_bias=True, down_bias=True)
+
+    @classmethod
+    def norm_shape(cls, hf: HFConfig) -> NormShape:
+        return NormShape(hf.number("layer_norm_eps", 1e-5), is_rms=False, has_bias=True)

@@ -1,0 +1,62 @@
+"""MPT (MosaicML 2023): ALiBi, layer norms without biases, and no biases elsewhere."""
+
+from dataclasses import replace
+from typing import ClassVar
+
+from quire.common.errors import UnsupportedModelError
+from quire.config.hf_config import HFConfig
+from quire.models.decoder.model import Decoder
+from quire.models.decoder.reading import alibi_slopes
+from quire.models.decoder.shapes import AttentionShape, MLPShape, QKVLayout
+from quire.models.layers.norm import NormShape
+from quire.models.layers.rotary import RopeShape
+
+_MAX_BIAS = 8.0
+_MLP_RATIO = 4
+
+
+class MptForCausalLM(Decoder):
+    """7B and 30B. Of `attn_config`, what is not computed is refused by name."""
+
+    renames: ClassVar = (
+        (r"^transformer\.", ""),
+        (r"^wte\.", "embed_tokens."),
+        (r"^norm_f\.", "norm."),
+        (r"^blocks\.", "layers."),
+        (r"\.norm_1\.", ".input_layernorm."),
+        (r"\.norm_2\.", ".post_attention_layernorm."),
+        (r"\.attn\.Wqkv\.", ".self_attn.qkv_proj."),
+        (r"\.attn\.out_proj\.", ".self_attn.o_proj."),
+        (r"\.ffn\.", ".mlp."),
+    )
+    fused: ClassVar = {}
+    ties_by_default = True
+
+    @classmethod
+    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
+        attention = super().attention_shape(hf, layer)
+        options = hf.section("attn_config") or HFConfig({}, f"{hf.source}: attn_config")
+        for key in ("clip_qkv", "qk_ln", "prefix_lm", "attn_uses_sequence_id", "rope"):
+            if options.get(key):
+                raise UnsupportedModelError(f"{options.source}: {key!r} is {options[key]!r}, which is not supported")
+        if not options.flag("alibi", True):
+            raise UnsupportedModelError(f"{options.source}: 'alibi' is false, which is not supported")
+        return replace(
+            attention,
+            scale=options.number("softmax_scale", attention.scale),
+            qkv_layout=QKVLayout.STACKED,
+            slopes=alibi_slopes(attention.num_heads, options.number("alibi_bias_max", _MAX_BIAS)),
+        )
+
+    @classmethod
+    def rope_shape(cls, hf: HFConfig, layer: int, head_dim: int) -> RopeShape | None:
+        return None
+
+    @classmethod
+    def mlp_shape(cls, hf: HFConfig, layer: int) -> MLPShape:
+        width = hf.size("expansion_ratio", _MLP_RATIO) * hf.size("hidden_size")
+        return MLPShape(width, "gelu", is_gated=False)
+
+    @classmethod
+    def norm_shape(cls, hf: HFConfig) -> NormShape:
+        return NormShape(hf.number("layer_norm_eps", 1e-5), is_rms=False)
