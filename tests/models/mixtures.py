@@ -7,6 +7,17 @@ from tests.models.families import SMALL
 EXPERTS = SMALL | {"num_local_experts": 6, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 GLM_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "num_hidden_layers": 3}
 ERNIE_EXPERTS = {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24, "head_dim": 16}
+FFN = {"hidden_size": 32, "ffn_hidden_size": 24, "moe_num_experts": 5, "moe_top_k": 2}
+DBRX = {
+    "vocab_size": 96,
+    "d_model": 32,
+    "n_layers": 2,
+    "n_heads": 4,
+    "max_seq_len": 128,
+    "initializer_range": 0.3,
+    "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.8, "rope_theta": 500.0},
+    "ffn_config": FFN,
+}
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
 LONGROPE = {
     "rope_type": "longrope",
@@ -29,6 +40,15 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("Qwen3MoeForCausalLM", EXPERTS | {"head_dim": 16, "norm_topk_prob": True}),
     "olmoe": ("OlmoeForCausalLM", EXPERTS | {"num_key_value_heads": 4}),
     "olmoe-normalized": ("OlmoeForCausalLM", EXPERTS | {"norm_topk_prob": True, "num_experts_per_tok": 3}),
+    "dbrx": ("DbrxForCausalLM", DBRX),
+    "dbrx-not-normalized": (
+        "DbrxForCausalLM",
+        DBRX
+        | {
+            "attn_config": {"kv_n_heads": 4, "clip_qkv": 50.0, "rope_theta": 500.0},
+            "ffn_config": FFN | {"moe_normalize_expert_weights": None},
+        },
+    ),
     "gpt-oss": ("GptOssForCausalLM", EXPERTS | {"head_dim": 16, "num_hidden_layers": 3, "sliding_window": 5}),
     "gpt-oss-yarn-full": (
         "GptOssForCausalLM",

@@ -12,7 +12,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from quire.cli.options import (
+from quire.cli.arguments.options import (
     add_engine_arguments,
     add_lora_argument,
     add_model_argument,

@@ -11,6 +11,7 @@ MODELS = {
     "BloomForCausalLM": "quire.models.families.gpt.bloom:BloomForCausalLM",
     "Cohere2ForCausalLM": "quire.models.families.cohere:Cohere2ForCausalLM",
     "CohereForCausalLM": "quire.models.families.cohere:CohereForCausalLM",
+    "DbrxForCausalLM": "quire.models.families.mixtures.dbrx:DbrxForCausalLM",
     "Ernie4_5ForCausalLM": "quire.models.families.llama_like.ernie4_5:Ernie45ForCausalLM",
     "Exaone4ForCausalLM": "quire.models.families.llama_like.exaone4:Exaone4ForCausalLM",
     "FalconForCausalLM": "quire.models.families.gpt.falcon:FalconForCausalLM",

@@ -249,6 +249,11 @@ def scale(x: Tensor, factor: float) -> None:
     x.copy_((x.float() * torch.tensor(factor)).to(x.dtype))
 
 
+def clip(x: Tensor, limit: float) -> None:
+    """Elements outside of [-limit, limit] become the nearer end, in place; a NaN stays NaN."""
+    x.clamp_(-limit, limit)
+
+
 def softcap(x: Tensor, cap: float) -> None:
     """`x = cap * tanh(x / cap)` in place, x float32 (Bello et al. 2016)."""
     x.copy_(cap * torch.tanh(x / cap))

@@ -170,4 +170,4 @@ class ShapesBackend(ReferenceBackend):
 
     def _nothing(self, *_: object) -> None: ...
 
-    add = scale = softcap = rotary_embedding = write_kv = _nothing  # type: ignore[assignment]
+    add = scale = clip = softcap = rotary_embedding = write_kv = _nothing  # type: ignore[assignment]
