@@ -57,6 +57,7 @@ struct ActivationTable {
 // In place; x [rows, width] contiguous.
 struct ScaleTable {
   void (*scale[kNumDTypes])(void* x, int64_t rows, int64_t width, float factor);
+  void (*clip[kNumDTypes])(void* x, int64_t rows, int64_t width, float limit);
   void (*softcap)(float* x, int64_t rows, int64_t width, float cap);
 };
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import struct
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -79,13 +78,20 @@ _BYTES = [bytes([byte]) for byte in range(256)]
 _TOKENS = [base64.b64encode(token).decode() for token in [*_BYTES, b"ab", b" a", b"  ", b"\xc3\xa9"]]
 
 
+_ENTRIES = [{"rank": rank, "token_bytes": token, "token_str": "text"} for rank, token in enumerate(_TOKENS)]
+_VOCAB = b'"vocab": ['
+
+
+def tekken(data: bytes) -> str:
+    """Check a tekken.json, to whose vocabulary the 256 bytes are added: inputs may not be so long."""
+    entries = json.dumps(_ENTRIES[:256]).encode()[1:-1]
+    return vocabulary("tekken.json", data.replace(_VOCAB, _VOCAB + entries + b", "))
+
+
 def _tekken_corpus() -> list[bytes]:
-    vocab = [
-        {"rank": rank, "token_bytes": token, "token_str": "a text of tokens"} for rank, token in enumerate(_TOKENS)
-    ]
-    sizes = {"pattern": r" ?\w+|\s+|.", "default_vocab_size": len(vocab) + 4, "default_num_special_tokens": 4}
+    sizes = {"pattern": r" ?\w+|\s+|.", "default_vocab_size": len(_ENTRIES) + 4, "default_num_special_tokens": 4}
     special = [{"rank": i, "token_str": token, "is_control": True} for i, token in enumerate(["<unk>", "<s>", "</s>"])]
-    whole = {"config": sizes | {"version": "v3"}, "vocab": vocab, "special_tokens": special}
+    whole = {"config": sizes | {"version": "v3"}, "vocab": _ENTRIES[256:], "special_tokens": special}
     return [json.dumps(given).encode() for given in (whole, whole | {"special_tokens": []})]
 
 
@@ -94,19 +100,17 @@ def _tiktoken_corpus() -> list[bytes]:
     return [b"".join(lines), b"".join(lines[::-1])]
 
 
-def _target(name: str, corpus: Callable[[], list[bytes]], words: tuple[bytes, ...]) -> Target:
-    return Target(partial(vocabulary, name), corpus, words)
-
-
 _VARINTS = tuple(_varint(number) for number in (0, 1, 127, 128, 2**30, 2**31, 2**32, 2**63, 2**64 - 1))
 _KEYS = b"token_bytes rank vocab special_tokens default_vocab_size pattern (?<=a) \\p{Han}+ (a|a)*b".split()
 TARGETS = {
-    "sentencepiece": _target(
-        "tokenizer.model",
+    "sentencepiece": Target(
+        partial(vocabulary, "tokenizer.model"),
         _sentencepiece_corpus,
         (*_VARINTS, struct.pack("<f", float("nan")), b"<0x41>", b"\xe2\x96\x81"),
     ),
-    "tekken": _target("tekken.json", _tekken_corpus, (*JSON, *_KEYS)),
-    "tiktoken": _target("qwen.tiktoken", _tiktoken_corpus, (b"\n", b" ", b"=", b"-1", b"4294967296", b"YWI= 256")),
+    "tekken": Target(tekken, _tekken_corpus, (*JSON, *_KEYS)),
+    "tiktoken": Target(
+        partial(vocabulary, "qwen.tiktoken"), _tiktoken_corpus, (b"\n", b" ", b"=", b"-1", b"4294967296", b"YWI= 256")
+    ),
 }
 """Targets by name."""

@@ -124,12 +124,6 @@ def test_no_package_has_more_than_14_entries() -> None:
     assert {name: found for name, found in entries.items() if len(found) > MAX_ENTRIES} == {}, "make a package of some"
 
 
-def test_the_feature_table_names_every_architecture() -> None:
-    table = read("docs/features.md").lower()
-    families = {name.removesuffix("ForCausalLM").lower() for name in MODELS}
-    assert [name for name in families if name not in table] == []
-
-
 def test_the_readme_example_runs_and_answers() -> None:
     example = read("README.md").split("```python\n")[1].split("```")[0]
     result = run_tool("-c", example)
@@ -192,3 +186,11 @@ def test_an_archive_that_lacks_the_checkpoint_is_refused(tmp_path: Path) -> None
 def test_the_tables_of_the_migration_page_are_those_of_the_code() -> None:
     """If not, run `python -m tools.migration_tables`."""
     assert subprocess.run([sys.executable, "-m", "tools.migration_tables", "--check"], cwd=ROOT).returncode == 0
+
+
+def test_the_table_of_models_is_that_of_the_registry_and_of_the_tests() -> None:
+    """If not, run `python -m tools.models_table`."""
+    assert subprocess.run([sys.executable, "-m", "tools.models_table", "--check"], cwd=ROOT).returncode == 0
+    rows = [line for line in read("docs/models.md").splitlines() if line.startswith("| `")]
+    assert len(rows) == len(MODELS)
+    assert [row for row in rows if row.endswith("|  |")] == [], "an architecture is not tested"

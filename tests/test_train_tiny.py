@@ -98,10 +98,10 @@ def test_a_few_steps_write_adapters_that_load(
     assert losses[3] < losses[2] * 0.7
     llm = LLM(enable_lora=True, num_gpu_blocks_override=32)
     asked = [LoRARequest(name, number, str(tmp_path / name)) for number, name in enumerate(adapters.MANNERS, start=1)]
-    for of, manner in zip(asked, adapters.MANNERS, strict=True):
+    for of, manner in zip(asked, adapters.MANNERS.values(), strict=True):
         text = "".join(islice(adapters.dialogs(summaries, manner, random.Random(0)), 6))
         (plain,), (adapted,) = (llm.perplexity([text], use_tqdm=False, lora_request=lora) for lora in (None, of))
-        assert adapted < plain  # by little, after so few steps
+        assert adapted < plain / 2
 
 
 def test_a_short_run_learns_and_writes_a_loadable_checkpoint(train: ModuleType, tmp_path: Path) -> None:

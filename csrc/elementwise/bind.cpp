@@ -20,6 +20,7 @@ void bind_elementwise(nb::module_& module) {
         kernels().activation.gated_activation[dtype]({kind, {a, b, c}}, x, rows, width, out);
       });
   add_kernel(module, "scale", &KernelTable::scale, &ScaleTable::scale);
+  add_kernel(module, "clip", &KernelTable::scale, &ScaleTable::clip);
   add_kernel(
       module, "softcap",
       +[](float* x, int64_t rows, int64_t width, float cap) { kernels().scale.softcap(x, rows, width, cap); });

@@ -1,4 +1,4 @@
-// Multiplying by a number, and capping softly, in place.
+// Multiplying by a number, and capping, softly or not, in place.
 #pragma once
 
 #include "isa/rows.h"
@@ -21,6 +21,14 @@ static void scale(void* x, int64_t rows, int64_t width, float factor) {
   change_rows(static_cast<T*>(x), rows, width, [=](f32 v) __attribute__((always_inline)) { return v * set1(factor); });
 }
 
+template <typename T>
+static void clip(void* x, int64_t rows, int64_t width, float limit) {
+  change_rows(static_cast<T*>(x), rows, width, [=](f32 v) __attribute__((always_inline)) {
+    const f32 low = select(v < set1(-limit), set1(-limit), v);  // NaN stays NaN
+    return select(low > set1(limit), set1(limit), low);
+  });
+}
+
 static void softcap(float* x, int64_t rows, int64_t width, float cap) {
   const float inverse = 1.0f / cap;
   change_rows(x, rows, width,
@@ -29,6 +37,7 @@ static void softcap(float* x, int64_t rows, int64_t width, float cap) {
 
 static constexpr ScaleTable kScale = {
     .scale = {scale<float>, scale<bf16>},
+    .clip = {clip<float>, clip<bf16>},
     .softcap = softcap,
 };
 

@@ -45,11 +45,13 @@ static int64_t plan_experts(const ExpertMatmulArgs& args, int64_t first, int64_t
   return count;
 }
 
-// A chunk's rows [begin, end) as the tiles read them -> `to`, which is the chunk's first.
+// A chunk's rows [begin, end) as the tiles read them -> `to`, which is the chunk's first. Neighbouring rows for packed
+// weights are read where they are.
 template <typename T>
 static void prepare_rows(const ExpertMatmulArgs& args, const ExpertChunk& chunk, int64_t begin, int64_t end, char* to) {
   const ExpertEntry& entry = args.table[chunk.expert];
   const bool is_packed = entry.format < 0;
+  if (is_packed && args.pairs == nullptr) return;
   const QuantizedShape shape(is_packed ? 0 : int(entry.format), entry.base_group, args.n, args.k);
   const QuantizedRow layout(shape);
   const float* factors = is_packed ? nullptr : factors_of(shape, entry.weight);

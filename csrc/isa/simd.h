@@ -70,12 +70,6 @@ QUIRE_INLINE i32 set1_lane(const void* p) {
   return i32{} + bits;
 }
 
-typedef uint32_t u32_lanes __attribute__((vector_size(4 * W)));
-template <int kBits>
-QUIRE_INLINE i32 rotated_left(i32 v) {
-  return (i32)((u32_lanes)v << kBits | (u32_lanes)v >> (32 - kBits));
-}
-
 // W integers of one or two bytes from p on.
 typedef uint8_t u8_lanes __attribute__((vector_size(W)));
 typedef int8_t i8_lanes __attribute__((vector_size(W)));

@@ -1,7 +1,7 @@
 // Quantized weights: integers of 4 or 8 bits, and what turns them into numbers. One layout for all formats, which no
 // ISA variant changes.
 //
-// A weight is `integer * scale - min`, and in `int4` `(2 * integer - offset) * scale`. Scale and min belong to a row of W and a range of k. Each is a number, or a
+// A weight is `integer * scale - min`. Scale and min belong to a row of W and a range of k. Each is a number, or a
 // number for a long range times a small integer for a short one, as the formats of https://github.com/ggml-org/ggml
 // have them.
 #pragma once
@@ -10,14 +10,13 @@
 
 namespace quire {
 
-enum class Number : int8_t { kNone, kHalf, kBFloat, kFloat, kExponent, kZeroPoint, kOffsetScale };
-// kExponent: a byte e that means 2^(e - 128). kZeroPoint: a byte that means itself times the scale. kOffsetScale: 16
-// bits that mean the scale that has them behind its sign, +, as float32, and whose last four are the offset - 8.
+enum class Number : int8_t { kNone, kHalf, kBFloat, kFloat, kExponent, kZeroPoint };
+// kExponent: a byte e that means 2^(e - 128). kZeroPoint: a byte that means itself times the scale.
 
 struct QuantizedFormat {
   int bits;   // of a stored integer, 4 or 8
   int group;  // 16 or 32 along k, or 0 for all of k: x is quantized in these groups, a scale holds for all
-  int zero;   // what a stored integer has too much; 1 if the offset is that
+  int zero;   // what a stored integer has too much
   Number scale, min;
   bool has_steps;           // whether a group's scale (and min) is that number times a byte: signed (unsigned)
   int base_group;           // the range of k of such a number; 0: the weight says it
@@ -26,9 +25,9 @@ struct QuantizedFormat {
 };
 
 // The integers of the "non-linear" formats of ggml, and twice the values of MXFP4 (Open Compute Project, Microscaling
-// Formats 1.0), + 128.
-inline constexpr uint8_t kNonLinear[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
-inline constexpr uint8_t kFloat4[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};
+// Formats 1.0), + 128. Not inline: each variant has a copy of its own, which the linker does not merge.
+constexpr uint8_t kNonLinear[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+constexpr uint8_t kFloat4[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};
 
 consteval QuantizedFormat plain_format(int bits, Number scale, bool has_zero_points) {
   return {bits,
@@ -42,9 +41,9 @@ consteval QuantizedFormat plain_format(int bits, Number scale, bool has_zero_poi
 }
 
 // The order is that of FORMATS in src/quire/kernels/weights.py.
-inline constexpr QuantizedFormat kQuantizedFormats[] = {
+constexpr QuantizedFormat kQuantizedFormats[] = {
     {8, 0, 128, Number::kFloat, Number::kNone, false, 0, nullptr, true},  // int8
-    {4, 32, 1, Number::kOffsetScale, Number::kNone, false, 32, nullptr},  // int4
+    {4, 32, 8, Number::kBFloat, Number::kNone, false, 32, nullptr},       // int4
     {8, 32, 128, Number::kHalf, Number::kNone, false, 32, nullptr},       // q8_0
     {4, 32, 8, Number::kHalf, Number::kNone, false, 32, nullptr},         // q4_0
     {4, 32, 0, Number::kHalf, Number::kHalf, false, 32, nullptr},         // q4_1

@@ -97,33 +97,23 @@ static void quantize_rotated_row(const T* x, const float* factors, const Quantiz
 // A piece of a panel: of `groups` groups the units [group / 4][32], scales and mins [groups][32].
 struct WeightPiece {
   const char* units;
-  const uint16_t* offset_scales;  // those of the panel, if it has offsets: `scales` are not used then
+  const bf16* stored_scales;  // where the panel has a scale for each group: its own, and `scales` are not used
   const float *scales, *mins;
   int64_t first, groups;  // the first group's index in a row
 };
 
-// What the units hold: bytes, or plain halves of bytes as they lie in a panel (PanelReader::has_plain_halves), whose
-// groups may have offsets.
-enum class Units { kBytes, kHalves, kOffsetHalves };
-
-template <Units kUnits>
+// kHalves: the units of plain halves of bytes, as they lie in a panel (PanelReader::has_plain_halves).
+template <bool kHalves>
 struct QuantizedTile {
   static constexpr int kMost = kPanelVectors;
-  static constexpr bool kHalves = kUnits != Units::kBytes, kOffsets = kUnits == Units::kOffsetHalves;
-
-  // Integers that are multiplied, of one half of each byte: twice the stored ones where there are offsets.
-  QUIRE_INLINE i32 half_of(i32 bytes, bool is_upper) {
-    if constexpr (kOffsets) return (is_upper ? rotated_left<28>(bytes) : bytes) & 0x1e1e1e1e;
-    return (is_upper ? bytes >> 4 : bytes) & 0x0f0f0f0f;
-  }
 
   template <int R, int G>
-  QUIRE_INLINE void multiply(i32 (&acc)[R][G], const char* units, const XValue* x, int64_t x_stride, bool is_upper) {
+  QUIRE_INLINE void multiply(i32 (&acc)[R][G], const char* units, const XValue* x, int64_t x_stride, int shift) {
     Quads w[G];
     QUIRE_UNROLL
     for (int g = 0; g < G; ++g) {
       const i32 bytes = load_lanes(units + g * W * kUnitBytes);
-      w[g] = weight_quads(kHalves ? half_of(bytes, is_upper) : bytes);
+      w[g] = weight_quads(kHalves ? (bytes >> shift) & 0x0f0f0f0f : bytes);
     }
     QUIRE_UNROLL
     for (int r = 0; r < R; ++r) {
@@ -149,29 +139,24 @@ struct QuantizedTile {
     for (int64_t index = 0; index < piece.groups; ++index) {
       const int64_t group = piece.first + index;
       const XValue* x = reinterpret_cast<const XValue*>(rows) + group * layout.group;
-      const uint16_t* offset_scales = piece.offset_scales + index * kPanelColumns + column;
-      i32 acc[R][G], offset[G];
-      QUIRE_UNROLL
-      for (int g = 0; g < G; ++g) {
-        if constexpr (kOffsets) offset[g] = offset_of(load_integers<u16_lanes>(offset_scales + g * W));
-      }
+      i32 acc[R][G];
       QUIRE_UNROLL
       for (int r = 0; r < R; ++r) {
         const i32 lack = set1_lane(rows + r * row_bytes + lacks_at + group * int64_t(sizeof(int32_t)));
         QUIRE_UNROLL
-        for (int g = 0; g < G; ++g) acc[r][g] = kOffsets ? multiply_pairs(offset[g], lack) : lack;
+        for (int g = 0; g < G; ++g) acc[r][g] = lack;
       }
       for (int64_t unit = 0; unit < unit_rows; ++unit, units += kUnitRowBytes, x += kUnitBytes) {
         QUIRE_UNROLL
         for (int g = 0; g < G; ++g) __builtin_prefetch(units + g * W * kUnitBytes + kBytesAhead, 0, 2);
-        multiply<R, G>(acc, units, x, x_stride, false);
-        if constexpr (kHalves) multiply<R, G>(acc, units, x + QuantizedShape::kBlock / 2, x_stride, true);
+        multiply<R, G>(acc, units, x, x_stride, 0);
+        if constexpr (kHalves) multiply<R, G>(acc, units, x + QuantizedShape::kBlock / 2, x_stride, 4);
       }
       f32 scale[G];
       QUIRE_UNROLL
       for (int g = 0; g < G; ++g) {
-        scale[g] = kOffsets ? scale_of(load_integers<u16_lanes>(offset_scales + g * W))
-                            : load(piece.scales + index * kPanelColumns + column + g * W);
+        const int64_t at = index * kPanelColumns + column + g * W;
+        scale[g] = piece.stored_scales != nullptr ? load(piece.stored_scales + at) : load(piece.scales + at);
       }
       QUIRE_UNROLL
       for (int r = 0; r < R; ++r) {
@@ -223,26 +208,25 @@ static void multiply_panel(const char* rows, int64_t num_rows, const PanelReader
     for (int64_t i = 0; i < num_sums; i += W) store(minuses + i, set1(0));
   }
   const bool has_halves = reader.has_plain_halves(), is_plain = has_halves || reader.shape.format.bits == 8;
-  const bool has_offsets = reader.has_offsets();
+  const bool has_stored_scales = reader.has_stored_scales();
   const int64_t piece_k = is_plain ? kPieceK : kUnpackedK, row_blocks = ceil_div(num_rows, kTileRows);
   const int64_t piece_groups = layout.group > piece_k ? 1 : piece_k / layout.group;
   // The tiles ask for what lies kBytesAhead of the integers they read: all but these lines, as they skip the fields.
   for (int64_t at = 0; at < reader.integers_at; at += 64) __builtin_prefetch(panel + kBytesAhead + at, 0, 2);
   for (int64_t first = 0; first < layout.groups; first += piece_groups) {
     const int64_t end = smaller(first + piece_groups, layout.groups);
-    if (!has_offsets) reader.read_scales(panel, first, end, scales, mins);
+    if (!has_stored_scales) reader.read_scales(panel, first, end, scales, mins);
     const int64_t begin_block = first * layout.group / QuantizedShape::kBlock;
     const int64_t end_block = ceil_div(end * layout.group, QuantizedShape::kBlock);
     const char* units = is_plain ? panel + reader.integers_at + begin_block * reader.shape.block_bytes()
                                  : reader.unpack(panel, begin_block, end_block, bytes);
-    const uint16_t* offset_scales = reinterpret_cast<const uint16_t*>(panel) + first * kPanelColumns;
-    const WeightPiece piece = {units, offset_scales, scales, mins, first, end - first};
+    const bf16* stored_scales = reinterpret_cast<const bf16*>(panel) + first * kPanelColumns;
+    const WeightPiece piece = {units, has_stored_scales ? stored_scales : nullptr, scales, mins, first, end - first};
     for (int64_t block = 0; block < row_blocks; ++block) {
       const int64_t row = block * num_rows / row_blocks, height = (block + 1) * num_rows / row_blocks - row;
-      for_tiles<QuantizedTile<Units::kBytes>>(height, 1, [&](int64_t vector, int64_t width) {
-        const auto run = has_offsets  ? tile_function<QuantizedTile<Units::kOffsetHalves>>(height, width)
-                         : has_halves ? tile_function<QuantizedTile<Units::kHalves>>(height, width)
-                                      : tile_function<QuantizedTile<Units::kBytes>>(height, width);
+      for_tiles<QuantizedTile<false>>(height, 1, [&](int64_t vector, int64_t width) {
+        const auto run = has_halves ? tile_function<QuantizedTile<true>>(height, width)
+                                    : tile_function<QuantizedTile<false>>(height, width);
         run(rows + row * row_bytes, layout, piece, vector * W, sums + row * kPanelColumns);
       });
     }

@@ -22,19 +22,11 @@ static void dequantize_row(const PanelReader& reader, const char* data, int64_t 
     alignas(64) float values[QuantizedShape::kBlock];
     for (int64_t i = 0; i < count; ++i) {
       const int64_t half = format.bits == 4 ? i % (QuantizedShape::kBlock / 2) : i;
-      uint32_t unit;
-      std::memcpy(&unit, units + half / kUnitBytes * kUnitRowBytes, sizeof unit);
-      if (reader.has_offsets()) unit = unit >> 1 | unit << 31;
-      int32_t integer = unit >> (half % kUnitBytes * 8) & 255;
+      int32_t integer = uint8_t(units[half / kUnitBytes * kUnitRowBytes + half % kUnitBytes]);
       if (format.bits == 4) integer = i == half ? integer & 15 : integer >> 4;
       if (format.table != nullptr) integer = format.table[integer];
       const int64_t at = ((begin + i) / format.group - first) * kPanelColumns + j;
-      int32_t zero = format.zero;
-      if (reader.has_offsets()) {
-        integer *= 2;
-        zero = (reinterpret_cast<const uint16_t*>(panel)[first * kPanelColumns + at] & 15) + 8;
-      }
-      values[i] = float(integer - zero) * scales[at];
+      values[i] = float(integer - format.zero) * scales[at];
       if (format.min != Number::kNone) values[i] = values[i] - mins[at];
     }
     for_parts(count, [&](int64_t i, int64_t n) { store_some(out + begin + i, load_n(values + i, n), n); });

@@ -20,11 +20,10 @@ QUIRE_INLINE f32 ratio_or_zero(float over, f32 v) {
   return select(abs(v) > set1(kQuantizedZero), set1(over) / v, set1(0));
 }
 
-// What int4 stores for v: the integer nearest to v * inverse + half, where `inverse` is 0.5 / scale.
-QUIRE_INLINE f32 stored_half(f32 v, f32 inverse, f32 half) {
-  const f32 shifter = set1(12582912.0f);
-  const f32 rounded = v * inverse + half + shifter - shifter;
-  return max(select(rounded < set1(15), rounded, set1(15)), set1(0));
+QUIRE_INLINE f32 rounded_to_bf16(f32 v) {
+  alignas(64) bf16 rounded[W];
+  store(rounded, v);
+  return load(rounded);
 }
 
 // kBlockK elements of the 32 rows of a panel, transposed; zero where the matrix ends.
@@ -43,11 +42,14 @@ struct WeightBlock {
     }
   }
 
-  // Writes the units of one vector of rows of W: what `stored_of` makes of each value.
-  template <int kBits, typename StoredOf>
-  QUIRE_MEMBER void store_units(int64_t first, const StoredOf& stored_of, char* out) const {
+  // Writes the units of one vector of rows of W: the values by `inverse`, within what the format stores.
+  template <int kBits>
+  QUIRE_MEMBER void store_units(int64_t first, f32 inverse, char* out) const {
+    constexpr int kZero = 1 << (kBits - 1);
+    constexpr float kHighest = kZero - 1, kLowest = kBits == 8 ? -kHighest : -kZero;
     const auto stored = [&](int64_t i) __attribute__((always_inline)) {
-      return __builtin_convertvector(stored_of(load(values[i] + first)), i32);
+      const f32 value = round_within(load(values[i] + first), inverse, kLowest, kHighest);
+      return __builtin_convertvector(value, i32) + kZero;
     };
     for (int64_t row = 0; row < kBlockK * kBits / (8 * kUnitBytes); ++row) {
       i32 unit = {};
@@ -56,55 +58,46 @@ struct WeightBlock {
         if constexpr (kBits == 4) bits = bits | stored(row * 4 + byte + kBlockK / 2) << 4;
         unit = unit | bits << (8 * byte);
       }
-      store_lanes(out + row * kUnitRowBytes + first * kUnitBytes, kBits == 4 ? rotated_left<1>(unit) : unit);
+      store_lanes(out + row * kUnitRowBytes + first * kUnitBytes, unit);
     }
   }
 };
 
-// The scale (Number::kOffsetScale) of W rows of W (lanes) that leaves the least sum of squared errors, of those tried:
-// three offsets, each with the scale at which no weight is clipped and smaller ones; last, the least squares scale of
-// the best one's integers.
+// The scale that leaves the least sum of squared errors of W rows of W (lanes), of those tried: the value of largest
+// magnitude becomes -8 or 7, times up to 1 / 0.7 (which clips it) or 1 / 1.05; last, the least squares
+// scale of the best one's integers.
 struct ScaleSearch {
-  i32 bits{};
-  f32 error{}, products{}, squares{};
+  f32 scale{}, error{}, products{}, squares{};
 
-  QUIRE_MEMBER void try_scale(const WeightBlock& block, int64_t first, f32 wanted, i32 offset, bool is_first = false) {
-    const i32 code = offset - 8;
-    const i32 nearest = ((((as_int(wanted) >> 15) - code + 8) & ~15) + code) & (i32)(wanted > set1(kQuantizedZero));
-    const f32 scale = scale_of(nearest), inverse = ratio_or_zero(0.5f, scale);
-    const f32 from = __builtin_convertvector(offset, f32), half = from * 0.5f;
+  QUIRE_MEMBER void try_scale(const WeightBlock& block, int64_t first, f32 wanted, bool is_first = false) {
+    const f32 tried = rounded_to_bf16(wanted), inverse = ratio_or_zero(1, tried);
     f32 new_error = set1(0), new_products = set1(0), new_squares = set1(0);
     for (int64_t i = 0; i < kBlockK; ++i) {
-      const f32 v = load(block.values[i] + first), integer = stored_half(v, inverse, half) * 2.0f - from;
-      const f32 off = v - integer * scale;
+      const f32 v = load(block.values[i] + first), integer = round_within(v, inverse, -8, 7);
+      const f32 off = v - integer * tried;
       new_error = new_error + off * off;
       new_products = new_products + v * integer;
       new_squares = new_squares + integer * integer;
     }
     const i32 is_better = (i32)(new_error < error) | (is_first ? -1 : 0);
-    bits = (nearest & is_better) | (bits & ~is_better);
+    scale = select(is_better, tried, scale);
     products = select(is_better, new_products, products);
     squares = select(is_better, new_squares, squares);
     error = select(is_better, new_error, error);
   }
 
   QUIRE_MEMBER void run(const WeightBlock& block, int64_t first) {
-    f32 lowest = set1(0), highest = set1(0);
+    f32 extreme = set1(0);
     for (int64_t i = 0; i < kBlockK; ++i) {
       const f32 v = load(block.values[i] + first);
-      lowest = select((i32)(v < lowest), v, lowest);
-      highest = select((i32)(v > highest), v, highest);
+      extreme = select((i32)(abs(v) > abs(extreme)), v, extreme);
     }
-    const f32 middle = ratio_or_zero(-30, highest - lowest) * lowest;
-    for (int step = 0; step < 15; ++step) {
-      const f32 from = round_within(middle, set1(1), 0, 30) + float(step / 5 - 1);
-      const f32 offset = max(select(from < set1(23), from, set1(23)), set1(8));
-      const f32 above = highest / (set1(30) - offset), below = lowest / (set1(0) - offset);
-      const f32 unclipped = select((i32)(above > below), above, below);
-      try_scale(block, first, unclipped * (float(20 - step % 5) / 20), __builtin_convertvector(offset, i32), step == 0);
+    for (int step = 0; step < 8; ++step) {
+      const float factor = float(14 + step) / 20;
+      try_scale(block, first, extreme * (factor / -8), step == 0);
+      try_scale(block, first, extreme * (factor / 7));
     }
-    const f32 fitted = products / max(squares, set1(1));
-    try_scale(block, first, fitted, offset_of(bits));
+    try_scale(block, first, products / max(squares, set1(1)));
   }
 };
 
@@ -119,14 +112,12 @@ static void quantize_bytes(const T* rows, int64_t stride, int64_t num_rows, cons
     block.read(rows + index * kBlockK, stride, num_rows, smaller(kBlockK, shape.k - index * kBlockK));
     for (int64_t first = 0; first < kPanelColumns; first += W) {
       const f32 inverse = ratio_or_zero(127, load(largest + first));
-      const auto stored_of = [&](f32 v)
-                                 __attribute__((always_inline)) { return round_within(v, inverse, -127, 127) + 128; };
-      block.store_units<8>(first, stored_of, panel + shape.integers_at() + index * shape.block_bytes());
+      block.store_units<8>(first, inverse, panel + shape.integers_at() + index * shape.block_bytes());
     }
   }
 }
 
-// int4: one scale and one offset for each block.
+// int4: one scale for each block.
 template <typename T>
 static void quantize_halves(const T* rows, int64_t stride, int64_t num_rows, const QuantizedShape& shape, char* panel) {
   WeightBlock block;
@@ -135,12 +126,9 @@ static void quantize_halves(const T* rows, int64_t stride, int64_t num_rows, con
     block.read(rows + index * kBlockK, stride, num_rows, smaller(kBlockK, shape.k - index * kBlockK));
     for (int64_t first = 0; first < kPanelColumns; first += W) {
       search.run(block, first);
-      const u16_lanes bits = __builtin_convertvector(search.bits, u16_lanes);
-      std::memcpy(panel + (index * kPanelColumns + first) * int64_t(sizeof(uint16_t)), &bits, sizeof bits);
-      const f32 inverse = ratio_or_zero(0.5f, scale_of(search.bits));
-      const f32 half = __builtin_convertvector(offset_of(search.bits), f32) * 0.5f;
-      const auto stored_of = [&](f32 v) __attribute__((always_inline)) { return stored_half(v, inverse, half); };
-      block.store_units<4>(first, stored_of, panel + shape.integers_at() + index * shape.block_bytes());
+      store(reinterpret_cast<bf16*>(panel) + index * kPanelColumns + first, search.scale);
+      block.store_units<4>(first, ratio_or_zero(1, search.scale),
+                           panel + shape.integers_at() + index * shape.block_bytes());
     }
   }
 }

@@ -20,10 +20,6 @@ QUIRE_INLINE f32 half_to_float(i32 half) {
   return as_float(as_int(magnitude) | special | (half & 0x8000) << 16);
 }
 
-// The scale and the offset of Number::kOffsetScale.
-QUIRE_INLINE f32 scale_of(i32 bits) { return as_float(bits << 15); }
-QUIRE_INLINE i32 offset_of(i32 bits) { return (bits & 15) + 8; }
-
 template <Number kNumber>
 QUIRE_INLINE f32 load_numbers(const char* p) {
   if constexpr (kNumber == Number::kHalf) {
@@ -32,8 +28,6 @@ QUIRE_INLINE f32 load_numbers(const char* p) {
     return load(reinterpret_cast<const bf16*>(p));
   } else if constexpr (kNumber == Number::kFloat) {
     return load(reinterpret_cast<const float*>(p));
-  } else if constexpr (kNumber == Number::kOffsetScale) {
-    return scale_of(load_integers<u16_lanes>(p));
   } else if constexpr (kNumber == Number::kExponent) {
     const i32 e = load_integers<u8_lanes>(p);  // 2^(e - 128): denormal where e < 2
     const i32 is_denormal = (i32)(e < 2);
@@ -104,8 +98,6 @@ struct PanelReader {
       field.read<Number::kBFloat, i8_lanes>(nullptr, scales);
     } else if (format.scale == Number::kFloat) {
       field.read<Number::kFloat, i8_lanes>(nullptr, scales);
-    } else if (format.scale == Number::kOffsetScale) {
-      field.read<Number::kOffsetScale, i8_lanes>(nullptr, scales);
     } else {
       field.read<Number::kExponent, i8_lanes>(nullptr, scales);
     }
@@ -124,7 +116,11 @@ struct PanelReader {
     return shape.format.bits == 4 && shape.format.table == nullptr && shape.format.group == QuantizedShape::kBlock;
   }
 
-  QUIRE_MEMBER bool has_offsets() const { return shape.format.scale == Number::kOffsetScale; }
+  // Whether each group has a scale in bfloat16, and no min.
+  QUIRE_MEMBER bool has_stored_scales() const {
+    const QuantizedFormat& format = shape.format;
+    return format.scale == Number::kBFloat && format.min == Number::kNone && format.base_group == format.group;
+  }
 
   // The units of blocks [begin, end) of 4 bits with a byte for each integer -> piece.
   QUIRE_MEMBER const char* unpack(const char* panel, int64_t begin, int64_t end, char* piece) const {

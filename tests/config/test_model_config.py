@@ -196,6 +196,14 @@ def test_the_rotary_embedding_is_described_whole(fields: dict[str, Any], expecte
     assert rope.source == f"config.json: {source}"
 
 
+def test_each_type_of_layer_may_have_a_rotary_embedding() -> None:
+    kinds = {"full_attention": {"rope_theta": 5.0}, "sliding_attention": {"rope_theta": 7.0}}
+    hf = HFConfig({"max_position_embeddings": 64, "rope_parameters": kinds}, "config.json")
+    assert (rope_config(hf)["rope_theta"], rope_config(hf, "sliding_attention")["rope_theta"]) == (5.0, 7.0)
+    with pytest.raises(CheckpointError, match="no 'chunked_attention': this checkpoint is incomplete"):
+        rope_config(hf, "chunked_attention")
+
+
 @pytest.mark.parametrize("rope_type", ["default", "dynamic", "yarn"])
 def test_without_a_factor_the_longest_context_is_not_stretched(tmp_path: Path, rope_type: str) -> None:
     config = ModelConfig.resolve(write(tmp_path, rope_scaling={"rope_type": rope_type}))

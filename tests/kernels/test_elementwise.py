@@ -98,6 +98,20 @@ def test_scale_multiplies_by_a_float32_and_rounds_once(isa, dtype, shape):
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [*SHAPES, (), (2, 3, 5)])
+def test_clip_moves_what_is_outside_to_the_nearer_end(isa, dtype, shape):
+    x = randn(*shape).to(dtype)
+    if x.numel() > 4:
+        x.view(-1)[:4] = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.7])
+    expected = x.clone()
+    reference.clip(expected, 0.7)
+    with using(isa):
+        kernels.clip(x, 0.7)
+    assert torch.equal(x.nan_to_num(9), expected.nan_to_num(9))
+
+
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("cap", [0.03, 30.0, 1e6])
 def test_softcap_is_within_its_bound_of_float64_over_the_whole_range(isa, cap):
     """This bounds the error of the tanh that attention uses too."""
@@ -288,6 +302,8 @@ COS_SIN = torch.zeros(9, 8)
         (lambda: ClampedSwiGLU(0.0), r"ClampedSwiGLU takes a limit above 0; got limit: 0\.0"),
         (lambda: kernels.scale(torch.zeros(8, 2).T, 2.0), "scale takes x float32 or bfloat16, contiguous; .*strides"),
         (lambda: kernels.scale(torch.zeros(8, dtype=torch.int64), 2.0), "x: int64"),
+        (lambda: kernels.clip(torch.zeros(8, 2).T, 2.0), "clip takes x float32 or bfloat16, contiguous.*strides"),
+        (lambda: kernels.clip(torch.zeros(8), 0.0), r"a limit above 0; .*limit: 0\.0"),
         (lambda: kernels.softcap(torch.zeros(8).bfloat16(), 2.0), "softcap takes x float32.*x: bfloat16"),
         (lambda: kernels.softcap(torch.zeros(8, 2).T, 2.0), "strides"),
         (lambda: kernels.softcap(torch.zeros(8), 0.0), r"a cap above 0; .*cap: 0\.0"),

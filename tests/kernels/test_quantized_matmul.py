@@ -112,7 +112,7 @@ def test_the_longest_sums_do_not_overflow(isa, format, sign):
     with using(isa):
         actual = kernels.matmul(x, kernels.quantize_weight(weight, format))
     assert torch.equal(actual, expected)
-    assert actual[0, 0].item() == pytest.approx(sign * 65536, rel=0.02)
+    assert actual[0, 0].item() == pytest.approx(sign * 65536, rel=0.01)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -152,27 +152,17 @@ def test_weights_and_x_may_be_strided_and_what_follows_a_row_does_not_leak_into_
 
 @given(n=st.integers(1, 40), k=st.integers(1, 100), spread=st.floats(0.1, 4), seed=st.integers(0, 1000))
 @settings(max_examples=examples(50), deadline=None)
-def test_rounding_errors_are_half_a_step(n, k, spread, seed):
-    """Of int8 where it is rotated; of int4 in the mean, beside what the scale itself is off by."""
+def test_rounding_errors_are_half_a_step_of_int8_where_it_is_rotated_and_the_least_found_of_int4(n, k, spread, seed):
     weight = randn(n, k, seed=seed).sign() * randn(n, k, seed=seed + 1).abs() ** spread
     of_weight = reference_rotation.factors_of_weight(reference_rotation.factors(weight))
     rotated = reference_rotation.rotate(weight, of_weight)
     errors = reference_rotation.rotate(dequantize(kernels.quantize_weight(weight, "int8")), of_weight) - rotated
     assert (errors.abs() <= rotated.abs().amax(1, keepdim=True) / 127 * 0.501).all()
-    errors, groups = (
-        torch.nn.functional.pad(each, (0, -k % 32)).view(n, -1, 32)
-        for each in (dequantize(kernels.quantize_weight(weight, "int4")) - weight, weight)
-    )
-    span = groups.amax(2).clamp(min=0) - groups.amin(2).clamp(max=0)
-    assert (errors.square().mean(2) <= (span / 30 + groups.abs().amax(2) / 32).square()).all()
-
-
-@pytest.mark.parametrize(("shift", "most"), [(0, 0.075), (0.5, 0.075), (-1, 0.081), (4, 0.16)])
-def test_the_grid_of_int4_follows_its_group(shift, most):
-    """The best symmetric one has 0.081, 0.088, 0.103 and 0.197."""
-    weight = randn(64, 512) + shift
-    errors = dequantize(kernels.quantize_weight(weight, "int4")) - weight
-    assert errors.square().mean().sqrt() < most
+    found = torch.nn.functional.pad(dequantize(kernels.quantize_weight(weight, "int4")) - weight, (0, -k % 32))
+    groups = torch.nn.functional.pad(weight, (0, -k % 32)).view(n, -1, 32)
+    scale = (groups.abs().amax(2, keepdim=True) / 7).bfloat16().float()
+    plain = (groups / scale.where(scale > 0, 1)).round().clamp(-8, 7) * scale - groups
+    assert found.square().sum() <= plain.square().sum() * (1 + 1e-5)
 
 
 def relative_error(x, weight):

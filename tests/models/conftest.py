@@ -124,9 +124,8 @@ def save_checkpoint(tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
         kind = getattr(transformers, architecture)
         model = kind(kind.config_class(**fields)).to(dtype).eval()
         for name, parameter in (*model.named_parameters(), *model.named_buffers()):
-            if (
-                "norm" in name or "ln_" in name or name.endswith("bias")
-            ):  # initialized to 1 and 0, where a mistake could hide
+            named = "norm" in name or "ln_" in name or name.endswith("bias")
+            if named and parameter.is_floating_point():  # initialized to 1 and 0, where a mistake could hide
                 torch.nn.init.normal_(parameter.data, mean=float(name.endswith("weight")), std=0.2)
         model.get_input_embeddings().weight.data *= table_scale  # small: outputs of layers count, tokens do not repeat
         model.save_pretrained(tmp_path / "checkpoint", max_shard_size=shard_size)

@@ -54,7 +54,10 @@ APERTUS |= {"initializer_range": 0.1}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "apertus": ("ApertusForCausalLM", APERTUS),
-    "apertus-biases-silu": ("ApertusForCausalLM", APERTUS | {"attention_bias": True, "hidden_act": "silu"}),
+    "apertus-biases-silu": (
+        "ApertusForCausalLM",
+        APERTUS | {"attention_bias": True, "hidden_act": "silu", "initializer_range": 0.3},
+    ),
     "arcee": ("ArceeForCausalLM", SMALL | {"head_dim": 8}),
     "arcee-biases": ("ArceeForCausalLM", SMALL | {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
     "bloom": ("BloomForCausalLM", BLOOM),
@@ -70,7 +73,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "seed": 1,
         },
     ),
-    "bloom-odd-heads": ("BloomForCausalLM", BLOOM | {"n_head": 6, "hidden_size": 48, "initializer_range": 0.3, "seed": 2}),
+    "bloom-odd-heads": (
+        "BloomForCausalLM",
+        BLOOM | {"n_head": 6, "hidden_size": 48, "initializer_range": 0.3, "seed": 2},
+    ),
     "cohere": ("CohereForCausalLM", SMALL | {"logit_scale": 0.25}),
     "cohere-biases-untied": (
         "CohereForCausalLM",
@@ -123,7 +129,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma2ForCausalLM",
         GEMMA | {"sliding_window": 6, "final_logit_softcapping": None, "attn_logit_softcapping": None},
     ),
-    "gemma3": ("Gemma3ForCausalLM", GEMMA | {"num_hidden_layers": 4, "sliding_window": 6, "sliding_window_pattern": 3, "seed": 2}),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        GEMMA | {"num_hidden_layers": 4, "sliding_window": 6, "sliding_window_pattern": 3, "seed": 2},
+    ),
     "gemma3-stretched": (
         "Gemma3ForCausalLM",
         GEMMA
@@ -247,3 +256,5 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 """architecture and fields of its config"""
+NESTED = {"gemma3": "Gemma3ForConditionalGeneration", "mistral": "Mistral3ForConditionalGeneration"}
+"""variant -> the architecture of a model for text and images of which it is the text part"""

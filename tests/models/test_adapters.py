@@ -64,6 +64,11 @@ PEFT_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", LLAMA_ALL),
     "qwen2": ("qwen2", LLAMA_ALL),
     "qwen3": ("qwen3", LLAMA_ALL),
+    "transposed matrices": ("gpt2", LLAMA_ALL | {"fan_in_fan_out": True}),
+    "heads by group": ("gpt-neox", LLAMA_ALL),
+    "scaled outputs": ("granite", LLAMA_ALL),
+    "experts": ("qwen3-moe", LLAMA_ALL | {"target_modules": ["q_proj", "o_proj"]}),
+    "a shared expert": ("qwen2-moe", LLAMA_ALL | {"target_modules": ["v_proj", "gate_proj", "up_proj", "down_proj"]}),
     "some modules": ("llama-gqa", {"r": 4, "lora_alpha": 3, "target_modules": ["q_proj", "v_proj", "up_proj"]}),
     "rsLoRA": ("llama-gqa", LLAMA_ALL | {"use_rslora": True}),
     "patterns": (

@@ -44,7 +44,6 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "whole modules": ({"modules_to_save": ["lm_head"]}, "'modules_to_save' is"),
     "biases of LoRA": ({"lora_bias": True}, "'lora_bias' is True"),
     "biases of the model": ({"bias": "lora_only"}, "'bias' is 'lora_only', supported is 'none'"),
-    "transposed weights": ({"fan_in_fan_out": True}, "'fan_in_fan_out' is True"),
     "repeated layers": ({"layer_replication": [[0, 1], [0, 1]]}, "'layer_replication' is"),
     "single tokens": ({"trainable_token_indices": [1]}, "'trainable_token_indices' is"),
     "parameters": ({"target_parameters": ["a"]}, "'target_parameters' is"),

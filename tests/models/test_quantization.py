@@ -41,7 +41,21 @@ def logits_of(config: ModelConfig, paged_run: Any) -> torch.Tensor:
 @pytest.mark.parametrize("quantization", FORMATS)
 @pytest.mark.parametrize(
     "name",
-    ["llama-mha-tied", "llama-biases", "qwen2", "opt", "opt-350m-like", "opt-untied-plain", "mixtral-window-all"],
+    [
+        "llama-mha-tied",
+        "llama-biases",
+        "qwen2",
+        "opt",
+        "opt-350m-like",
+        "opt-untied-plain",
+        "mixtral-window-all",
+        "gpt2",
+        "gpt-neox",
+        "falcon-40b",
+        "bloom",
+        "gemma3",
+        "granite",
+    ],
 )
 def test_every_family_is_near_itself_unquantized_and_the_same_when_saved(
     name: str, quantization: str, save_checkpoint: Any, paged_run: Any, tmp_path: Path

@@ -238,8 +238,8 @@ def test_a_promised_length_takes_no_memory(tmp_path: Path, data: bytes) -> None:
 
 
 def test_the_number_of_tokens_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.text.tokenizer.formats.sentencepiece._MAX_TOKENS", 699)
-    with pytest.raises(TokenizerError, match="has 700 tokens: at most 699 are allowed"):
+    monkeypatch.setattr("quire.text.tokenizer.formats.protobuf._MAX_FIELDS", 699)
+    with pytest.raises(TokenizerError, match=r"tokenizer\.model: more than 699 fields"):
         Tokenizer.from_path(folder(tmp_path, trained("as Llama")))
 
 

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from quire.cli.parser import Parser
+from quire.cli.arguments.parser import Parser
 from quire.common.errors import QuireError, nearest_name
 from quire.common.version import __version__
 
@@ -17,6 +17,7 @@ _COMMANDS = {
     "run-batch": "run a file of requests through the server's endpoints",
     "top": "watch a running server's cache and queues",
     "plan": "show how memory would be used, without reading the weights",
+    "models": "list the architectures that Quire runs",
     "doctor": "examine this machine: what Quire uses, what would be faster and how",
     "quantize": "save a checkpoint with quantized weights, which then load faster",
     "bench": "measure how fast a model runs on this machine",

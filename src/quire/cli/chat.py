@@ -12,7 +12,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from quire.cli.options import (
+from quire.cli.arguments.options import (
     add_engine_arguments,
     add_lora_argument,
     add_model_argument,
@@ -83,9 +83,7 @@ def run(options: argparse.Namespace) -> int:
 class ChatSession:
     """One conversation with a model, printed as it is generated."""
 
-    def __init__(
-        self, llm: LLM, params: SamplingParams, system: str | None, lora_request: AnyAdapter = None
-    ) -> None:
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None, lora_request: AnyAdapter = None) -> None:
         self._llm = llm
         self._lora_request = lora_request
         self._params = params

@@ -11,7 +11,7 @@ import argparse
 import time
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.options import add_engine_arguments, engine_kwargs, load_llm
+from quire.cli.arguments.options import add_engine_arguments, engine_kwargs, load_llm
 from quire.common.lora import LoRARequest
 from quire.config.checkpoint.location import EMBEDDED_CHECKPOINTS, EMBEDDED_ROOT
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.options import (
+from quire.cli.arguments.options import (
     add_engine_arguments,
     add_lora_argument,
     add_sample_arguments,

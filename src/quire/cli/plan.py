@@ -3,7 +3,7 @@
 import argparse
 import json
 
-from quire.cli.options import add_engine_arguments, engine_kwargs
+from quire.cli.arguments.options import add_engine_arguments, engine_kwargs
 from quire.config.args import EngineArgs
 
 

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.cli.options import add_engine_arguments, engine_kwargs
+from quire.cli.arguments.options import add_engine_arguments, engine_kwargs
 from quire.common.errors import ConfigError
 
 if TYPE_CHECKING:

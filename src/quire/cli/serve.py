@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from quire.cli.options import add_engine_arguments, engine_kwargs
+from quire.cli.arguments.options import add_engine_arguments, engine_kwargs
 from quire.common.arguments.options import add_field_arguments
 from quire.server.config import ServerArgs, merge_args
 

@@ -95,7 +95,7 @@ class ModelConfig:
         # Before gigabytes of weights that could not be used are downloaded.
         architecture, model_impl, hf = implementation(stated.replaced(hf_overrides), model_impl)
         if hf.get("auto_map"):
-            logger.warning("%s asks for its own code (auto_map): never run, %s's own model is used", hf.source, model_impl)
+            logger.warning("%s asks for its own code (auto_map): never run, the model of %s is", hf.source, model_impl)
         path = location.complete(path)
         generation = (_generation_config(path) if path.is_dir() else generation).replaced(override_generation_config)
         tokenizer_path = path if tokenizer is None else Location(str(tokenizer), None, None, download_dir).tokenizer()

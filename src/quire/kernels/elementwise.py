@@ -101,6 +101,16 @@ def scale(x: Tensor, factor: float) -> None:
     backend_of(x).scale(x, factor)
 
 
+def clip(x: Tensor, limit: float) -> None:
+    """Elements outside of [-limit, limit] become the nearer end, in place; a NaN stays NaN.
+
+    x of any shape, float32 or bfloat16, contiguous; limit above 0, rounded to x's dtype.
+    """
+    if x.dtype not in DTYPES or not x.is_contiguous() or not limit > 0:
+        raise refusal("clip", "x float32 or bfloat16, contiguous, and a limit above 0", x=x, limit=limit)
+    backend_of(x).clip(x, limit)
+
+
 def softcap(x: Tensor, cap: float) -> None:
     """`x = cap * tanh(x / cap)` in place, within 1e-6 of its value; x of any shape float32, contiguous; cap above 0."""
     if x.dtype is not torch.float32 or not x.is_contiguous() or not cap > 0:

@@ -35,6 +35,8 @@ class Model(nn.Module, ABC):
 
     can_record: ClassVar[bool] = True
     """Whether a forward pass consists of kernels alone, so that it can be recorded and replayed."""
+    num_logits_alive: ClassVar[int] = 1
+    """How many tensors as large as its logits a model with a head has at once, at most."""
 
     embed_tokens: nn.Module
 

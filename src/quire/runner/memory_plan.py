@@ -83,8 +83,9 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         model, cache = self.config.model, self.kv_cache
-        library = [] if model.model_impl == "quire" else [f"{model.model_impl}' modules"]
-        kinds = [model.architecture, *library, model.dtype, *([f"{model.quantization} weights"] if model.quantization else [])]
+        library = ["transformers' modules"] if model.model_impl == "transformers" else []
+        weights = [f"{model.quantization} weights"] if model.quantization else []
+        kinds = [model.architecture, *library, model.dtype, *weights]
         capacity = f"{cache.max_tokens} tokens in {self.kv_cache_dtype}"
         if not cache.is_length_bounded:
             most = cache.blocks_to_hold(self.max_model_len)
@@ -121,7 +122,7 @@ def plan_memory(args: EngineArgs) -> MemoryPlan:
     machine = machine_memory().limited(config.cache.memory_limit_bytes)
     weights = weight_bytes(config.model)
     adapters = 0 if config.lora is None else adapter_reserve(config.model, config.lora)
-    activations = _activation_bytes(config)
+    activations = _activation_bytes(model, config)
     cache = _kv_cache(model, config, machine, weights + adapters + activations)
     if cache.max_tokens < config.model.max_model_len:
         if not args.fits_model_len:
@@ -133,13 +134,13 @@ def plan_memory(args: EngineArgs) -> MemoryPlan:
     return MemoryPlan(config, cache, machine, weights, activations, adapters)
 
 
-def _activation_bytes(config: EngineConfig) -> int:
+def _activation_bytes(model: type[Model], config: EngineConfig) -> int:
     """The peak of a step: a forward pass of all tokens, and float32 logits for all sequences and for a chunk of those
     whose log-probabilities are wanted."""
     # One for each sample, also where one token of a prompt has several.
     num_logits = config.scheduler.max_num_seqs + MAX_LOGITS_ROWS
     forward = activation_bytes(config.model, config.scheduler.max_num_batched_tokens, config.lora)
-    return forward + num_logits * config.model.vocab_size * 4
+    return forward + num_logits * config.model.vocab_size * 4 * model.num_logits_alive
 
 
 def _kv_cache(model: type[Model], config: EngineConfig, machine: MachineMemory, others: int) -> KVCacheConfig:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from quire.cli.options import add_engine_arguments
+from quire.cli.arguments.options import add_engine_arguments
 from quire.common.progress import above_bars
 
 _BENCHMARKS = {

@@ -19,6 +19,7 @@ from quire.common.progress import tracked
 _SHAPES = ((4864, 896), (896, 4864), (4096, 4096), (151936, 896))  # n, k
 _WIDTH, _VOCAB = 4096, 151936
 _RANK, _SLOTS = 16, 8
+_EXPERT_SHAPE, _EXPERTS, _TOP_K = (1536, 2048), 32, 4  # n, k
 _DRAWS = ((0.0, 0, 1.0), (0.8, 0, 1.0), (0.8, 50, 1.0), (0.8, 0, 0.95))  # temperature, top_k, top_p
 
 
@@ -42,6 +43,10 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield {"kernel": "matmul", "rows": rows, "n": n, "k": k} | row
     for (n, k), rows in tracked([*product(_SHAPES[:3], options.rows)], "adapters"):
         yield {"kernel": "add_lora", "rows": rows, "n": n, "k": k, "rank": _RANK} | _adapters(rows, n, k, options)
+    for rows in tracked(options.rows, "experts"):
+        n, k = _EXPERT_SHAPE
+        sizes = {"rows": rows, "n": n, "k": k, "experts": _EXPERTS, "top_k": _TOP_K}
+        yield {"kernel": "expert_matmul"} | sizes | _experts(rows, options)
     for rows in tracked(options.rows, "other kernels"):
         for name, num_bytes, call in (*_row_kernels(rows, dtype), *_draws(min(rows, 64))):
             yield {"kernel": name, "rows": rows} | compare([call], num_bytes, 0, options.dtype, options.seconds)
@@ -68,6 +73,22 @@ def _adapters(rows: int, n: int, k: int, options: argparse.Namespace) -> dict[st
     return compare(calls, moved, 2 * rows * _RANK * (n + k), options.dtype, options.seconds)
 
 
+def _experts(rows: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure products with the experts of rows that are routed at random. Only the experts that have rows are read."""
+    n, k = _EXPERT_SHAPE
+    weight, x = (
+        torch.randn(n, k).to(getattr(torch, options.dtype)),
+        torch.randn(rows, k).to(getattr(torch, options.dtype)),
+    )
+    ids, _ = kernels.route(torch.randn(rows, _EXPERTS), kernels.Routing(_TOP_K, _EXPERTS))
+    grouped, num_read = kernels.group_by_expert(ids, _EXPERTS), len(set(ids.flatten().tolist()))
+    calls = [
+        partial(kernels.expert_matmul, x, kernels.ExpertWeights(copies), grouped, of_tokens=True)
+        for copies in ([kernels.pack_weight(weight) for _ in range(_EXPERTS)] for _ in range(2))
+    ]
+    return compare(calls, num_read * weight.nbytes, 2 * rows * _TOP_K * n * k, options.dtype, options.seconds)
+
+
 def _row_kernels(rows: int, dtype: torch.dtype) -> Iterator[tuple[str, float, Callable[[], object]]]:
     """Yield (name, bytes read and written, call) of each kernel that works on rows of activations."""
     x, residual = torch.randn(2, rows, _WIDTH).to(dtype)
@@ -81,6 +102,9 @@ def _row_kernels(rows: int, dtype: torch.dtype) -> Iterator[tuple[str, float, Ca
     yield "gated silu", 1.5 * x.nbytes, partial(kernels.gated_activation, x, "silu")
     yield "gated swiglu with limits", 1.5 * x.nbytes, partial(kernels.gated_activation, x, kernels.ClampedSwiGLU())
     rotate = partial(kernels.rotary_embedding, heads, positions, cos_sin)
+    ids, shares = kernels.route(torch.randn(rows, _EXPERTS), kernels.Routing(_TOP_K, _EXPERTS))
+    y, grouped = torch.randn(rows * _TOP_K, _WIDTH).to(dtype), kernels.group_by_expert(ids, _EXPERTS)
+    yield "combine_experts", y.nbytes + x.nbytes, partial(kernels.combine_experts, y, shares, grouped)
     yield "rotary_embedding", 2 * x.nbytes, rotate
     yield "interleaved rotary_embedding", 2 * x.nbytes, partial(rotate, interleaved=True)
     yield "scale", 2 * x.nbytes, partial(kernels.scale, x, 1.0)

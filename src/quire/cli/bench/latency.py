@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
+from quire.cli.arguments.options import load_llm
 from quire.cli.bench.limits import Limits
 from quire.cli.bench.throughput import greedy, random_prompts, run_once
-from quire.cli.options import load_llm
 from quire.common.progress import progress
 from quire.engine.llm_engine import LLMEngine
 

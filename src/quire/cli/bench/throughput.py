@@ -16,8 +16,8 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from quire import kernels
+from quire.cli.arguments.options import load_llm
 from quire.cli.bench.limits import Limits, WeightCosts
-from quire.cli.options import load_llm
 from quire.common.errors import RequestError
 from quire.common.params import SamplingParams
 

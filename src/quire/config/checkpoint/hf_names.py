@@ -30,9 +30,16 @@ _GEMMA3 = {
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "BloomForCausalLM": {"max_position_embeddings": 2048},
     "FalconForCausalLM": {"max_position_embeddings": 2048},
+    "RWForCausalLM": {"max_position_embeddings": 2048},
     "Gemma3ForConditionalGeneration": _GEMMA3,
+    "GPTNeoXForCausalLM": {"partial_rotary_factor": 0.25},
+    "StableLmForCausalLM": {"partial_rotary_factor": 0.25},
+    "GlmForCausalLM": {"partial_rotary_factor": 0.5},
+    "Glm4ForCausalLM": {"partial_rotary_factor": 0.5},
+    "NemotronForCausalLM": {"partial_rotary_factor": 0.5},
+    "PhiForCausalLM": {"partial_rotary_factor": 0.5},
 }
-"""Architecture -> values that its published configs leave out. BLOOM's and Falcon's are the lengths trained on."""
+"""Architecture -> values that its published configs leave out. Of BLOOM and Falcon, the length trained on."""
 _TEXT_PART = "text_config"
 _NESTED = ("Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration")
 """Architectures with a text model that Quire runs, and other parts that it leaves out."""

@@ -36,9 +36,10 @@ def implementation(hf: HFConfig, model_impl: str) -> tuple[str, str, HFConfig]:
         if wanted != "auto":
             raise
         try:
-            return _library_architecture(hf), "transformers", _with_sizes(hf)
+            architecture = _library_architecture(hf)
         except (ConfigError, UnsupportedModelError) as reason:
             raise UnsupportedModelError(f"{error}; {reason}") from error
+    return architecture, "transformers", _with_sizes(hf)
 
 
 def library_class(hf: HFConfig) -> Any:
@@ -63,7 +64,8 @@ def library_config(hf: HFConfig) -> Any:
     try:
         return CONFIG_MAPPING[hf.text("model_type")](**values)
     except Exception as error:  # each class of the library checks its values in its own way
-        raise UnsupportedModelError(f"{hf.source}: transformers refuses it: {error}") from error
+        message = " ".join(str(error).split())
+        raise UnsupportedModelError(f"{hf.source}: transformers refuses it: {message}") from error
 
 
 def _library() -> Any:
@@ -90,11 +92,11 @@ def _with_sizes(hf: HFConfig) -> HFConfig:
     if config.get_text_config() is not config:
         raise UnsupportedModelError(f"{hf.source}: a nested config is not supported through transformers")
     rope = getattr(config, "rope_parameters", None) or {}
-    types = {section.get("rope_type") for section in (rope, *rope.values()) if isinstance(section, dict)}
-    if found := types & _MOVING_ROPE:
+    types = [section.get("rope_type") for section in (rope, *rope.values()) if isinstance(section, dict)]
+    if found := [name for name in types if name in _MOVING_ROPE]:
         raise UnsupportedModelError(
-            f"{hf.source}: rope_type {', '.join(sorted(found))} is not supported through transformers, where keys would "
-            "depend on the other sequences of a batch"
+            f"{hf.source}: rope_type {found[0]} is not supported through transformers, where keys would depend on the "
+            "other sequences of a batch"
         )
     sizes = {name: getattr(config, name, None) for name in (*_SIZES, "eos_token_id")}
     return HFConfig({**hf, **{name: value for name, value in sizes.items() if value is not None}}, hf.source)

@@ -14,7 +14,7 @@ QUANTIZATIONS = ("int8", "int4")
 _NAMED_METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "mxfp4")
 """Methods that may be named as the quantization, as for vLLM; the checkpoint must be quantized with that one."""
 QUANT_METHOD = "quire"
-QUANTIZED_VERSION = 4
+QUANTIZED_VERSION = 3
 """The version of the layout that `quire quantize` saves: csrc/quantized/layout.h, under the model's names."""
 
 

@@ -275,6 +275,10 @@ class NativeBackend:
         rows, width = rows_of(x)
         self.native.scale(DTYPE_CODES[x.dtype], x.data_ptr(), rows, width, factor)
 
+    def clip(self, x: Tensor, limit: float) -> None:
+        rows, width = rows_of(x)
+        self.native.clip(DTYPE_CODES[x.dtype], x.data_ptr(), rows, width, limit)
+
     def softcap(self, x: Tensor, cap: float) -> None:
         rows, width = rows_of(x)
         self.native.softcap(x.data_ptr(), rows, width, cap)

@@ -55,10 +55,9 @@ def quantize_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 def quantize_weight(weight: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor | None]:
     """weight [n, k] -> integers [n, num_groups, group] int8, scales [n, num_groups] float32, and the factors of x.
 
-    `int8`: quantize_rows of the rotated weight, one group per row. `int4`: twice an integer in [0, 15] minus an offset in
-    [8, 23]; each group of 32 takes the offset and the scale of least squared error among three offsets, each with the
-    scale at which no weight is clipped, times 1 to 0.8, and the least squares scale of the best of them. A scale has 8
-    bits of mantissa, the last four of which are those of its offset - 8; x is not rotated, so there are no factors.
+    `int8`: quantize_rows of the rotated weight, one group per row. `int4`: integers in [-8, 7]; each group of 32 takes
+    the bfloat16 scale of least squared error among 16 that send the weight of largest magnitude to -8 or 7, times 0.7
+    to 1.05, and the least squares scale of the best of them; x is not rotated, so there are no factors.
     """
     group = group_size(weight.shape[1], format)
     if format == "int8":
@@ -66,18 +65,14 @@ def quantize_weight(weight: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor
         rotated = reference_rotation.rotate(weight, reference_rotation.factors_of_weight(of_x))
         return *quantize_rows(rotated, group), of_x
     w = _in_groups(weight, group)
-    lowest, highest = w.amin(2).clamp(max=0), w.amax(2).clamp(min=0)
-    span = highest - lowest
-    middle = (torch.where(span > 1e-30, -30 / span, 0) * lowest).round()
-    best = None
-    for offset in ((middle + shift).clamp(8, 23) for shift in (-1, 0, 1)):
-        unclipped = torch.maximum(highest / (30 - offset), lowest / -offset)
-        for step in range(5):
-            found = _Rounding.of(w, unclipped * (torch.tensor(20.0 - step) / 20), offset)
-            best = found if best is None else best.or_better(found)
-    assert best is not None
+    extreme = w.gather(2, w.abs().argmax(2, keepdim=True))[..., 0]
+    factors = [torch.tensor(14.0 + step) / 20 for step in range(8)]
+    tries = [extreme * (factor / end) for factor in factors for end in (-8, 7)]
+    best = _Rounding.of(w, tries[0])
+    for scale in tries[1:]:
+        best = best.or_better(_Rounding.of(w, scale))
     products, squares = (_sum_in_order(term * best.integers) for term in (w, best.integers))
-    best = best.or_better(_Rounding.of(w, products / squares.clamp(min=1), best.offset))
+    best = best.or_better(_Rounding.of(w, products / squares.clamp(min=1)))
     return best.integers.to(torch.int8), best.scale, None
 
 
@@ -93,24 +88,20 @@ class _Rounding(NamedTuple):
     integers: Tensor
     scale: Tensor
     error: Tensor
-    offset: Tensor
 
     @classmethod
-    def of(cls, w: Tensor, scale: Tensor, offset: Tensor) -> "_Rounding":
-        code = offset.int() - 8
-        bits = ((scale.view(torch.int32) >> 15) - code + 8 & ~15) + code  # the nearest that end with the code
-        bits = torch.where(scale > 1e-30, bits, 0)
-        scale = (bits << 15).view(torch.float32)
-        inverse = torch.where(scale > 1e-30, 0.5 / scale, 0)
-        stored = (w * inverse[..., None] + (offset * 0.5)[..., None]).round().clamp(0, 15)
-        integers = stored * 2 - offset[..., None]
-        return cls(integers, scale, _sum_in_order((w - integers * scale[..., None]).square()), (bits & 15) + 8)
+    def of(cls, w: Tensor, scale: Tensor) -> "_Rounding":
+        scale = scale.bfloat16().float()
+        inverse = torch.where(scale.abs() > 1e-30, 1 / scale, 0)
+        integers = (w * inverse[..., None]).round().clamp(-8, 7)
+        return cls(integers, scale, _sum_in_order((w - integers * scale[..., None]).square()))
 
     def or_better(self, other: "_Rounding") -> "_Rounding":
         is_better = other.error < self.error
         integers = torch.where(is_better[..., None], other.integers, self.integers)
-        kept = (torch.where(is_better, new, old) for new, old in zip(other[1:], self[1:], strict=True))
-        return _Rounding(integers, *kept)
+        return _Rounding(
+            integers, torch.where(is_better, other.scale, self.scale), torch.minimum(other.error, self.error)
+        )
 
 
 def _sum_in_order(terms: Tensor) -> Tensor:
@@ -256,6 +247,11 @@ def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | N
 def scale(x: Tensor, factor: float) -> None:
     """`x *= factor` in place, rounded to its dtype; the factor is a float32."""
     x.copy_((x.float() * torch.tensor(factor)).to(x.dtype))
+
+
+def clip(x: Tensor, limit: float) -> None:
+    """Elements outside of [-limit, limit] become the nearer end, in place; a NaN stays NaN."""
+    x.clamp_(-limit, limit)
 
 
 def softcap(x: Tensor, cap: float) -> None:

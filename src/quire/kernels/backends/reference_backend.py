@@ -177,6 +177,7 @@ class ReferenceBackend:
     activation = staticmethod(reference.activation)
     gated_activation = staticmethod(reference.gated_activation)
     scale = staticmethod(reference.scale)
+    clip = staticmethod(reference.clip)
     softcap = staticmethod(reference.softcap)
     rotary_embedding = staticmethod(reference.rotary_embedding)
     write_kv = staticmethod(reference.write_kv)

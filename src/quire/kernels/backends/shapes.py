@@ -41,11 +41,11 @@ class Meter(Workspace):
         self.peak_bytes = made.peak_bytes
 
 
-class _Made(TorchDispatchMode):
+class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the memory of tensors from their making to their end."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._alive: dict[int, int] = {}
         """The bytes of each storage, by its address."""
         self._num_bytes = 0
@@ -170,4 +170,4 @@ class ShapesBackend(ReferenceBackend):
 
     def _nothing(self, *_: object) -> None: ...
 
-    add = scale = softcap = rotary_embedding = write_kv = _nothing  # type: ignore[assignment]
+    add = scale = clip = softcap = rotary_embedding = write_kv = _nothing  # type: ignore[assignment]

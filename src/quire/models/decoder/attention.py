@@ -1,6 +1,7 @@
 """A layer's attention: projections, norms and rotation of heads, and the paged attention of the layer library."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +10,7 @@ from quire.kernels import AttentionVariant
 from quire.models.decoder.shapes import AttentionShape, HeadNormShape, QKVLayout, Span
 from quire.models.layers.attention import Attention, SinkAttention
 from quire.models.layers.batch_tensors import BatchTensors, LayerKVCache
-from quire.models.layers.linear import Linear, output_linear
+from quire.models.layers.linear import ClippedLinear, Linear, output_linear
 from quire.models.layers.norm import Norm, RMSNorm, make_norm
 from quire.models.layers.rotary import RotaryEmbedding
 
@@ -29,7 +30,8 @@ class SelfAttention(nn.Module):
         num_heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
         sizes = tuple(n * head_dim for n in num_heads)
         is_apart, is_transposed = shape.qkv_layout is QKVLayout.APART, shape.is_transposed
-        self.qkv_proj = Linear(
+        make = Linear if shape.clip is None else partial(ClippedLinear, shape.clip)
+        self.qkv_proj = make(
             hidden_size,
             sizes if is_apart else sum(sizes),
             bias=shape.qkv_bias,

@@ -13,7 +13,7 @@ from quire.config.kv_cache import KVCacheSpec, attention_spec
 from quire.config.model import ModelConfig, rope_config
 from quire.models.base import CausalLM
 from quire.models.decoder.layers import LAYERS, DecoderLayer, summing
-from quire.models.decoder.reading import read_heads
+from quire.models.decoder.reading import check_experts, read_heads
 from quire.models.decoder.shapes import AttentionShape, DecoderShape, LayerShape, MLPShape
 from quire.models.layers.activation import activation_kind
 from quire.models.layers.batch_tensors import BatchTensors, LayerKVCache
@@ -119,9 +119,11 @@ class Decoder(CausalLM):
     def shape(cls, config: ModelConfig) -> DecoderShape:
         """What the config says. Raises CheckpointError or UnsupportedModelError for one that cannot be run."""
         hf = config.hf_config
+        layers = tuple(cls.layer_shape(hf, layer) for layer in range(hf.size("num_hidden_layers")))
+        check_experts(hf, layers)
         return DecoderShape(
             hidden_size=hf.size("hidden_size"),
-            layers=tuple(cls.layer_shape(hf, layer) for layer in range(hf.size("num_hidden_layers"))),
+            layers=layers,
             final_norm=cls.norm_shape(hf),
             is_tied=hf.flag("tie_word_embeddings", cls.ties_by_default),
             dtype=getattr(torch, config.dtype),
@@ -164,7 +166,10 @@ class Decoder(CausalLM):
     @classmethod
     def kv_cache_specs(cls, config: ModelConfig) -> list[KVCacheSpec]:
         attention = (layer.attention for layer in cls.shape(config).layers)
-        return [attention_spec(a.num_kv_heads, a.head_dim, config.dtype, a.sliding_window) for a in attention]
+        return [
+            attention_spec(a.num_kv_heads, a.head_dim, config.dtype, a.sliding_window or a.chunk_size)
+            for a in attention
+        ]
 
     @classmethod
     def ties_embeddings(cls, config: ModelConfig) -> bool:

@@ -1,12 +1,15 @@
 """What many families read from their configs in the same way."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from quire import kernels
 from quire.common.errors import CheckpointError, KernelError, UnsupportedModelError
 from quire.config.hf_config import HFConfig
+from quire.models.decoder.shapes import LayerShape
+from quire.models.layers.experts import ExpertsShape
 
+_MAX_EXPERTS = 65536
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -50,6 +53,13 @@ def read_routing(hf: HFConfig, num_experts: int, top_k: int, **how: Any) -> kern
         return kernels.Routing(top_k, num_experts, **how)
     except KernelError as error:
         raise CheckpointError(f"{hf.source}: {error}") from error
+
+
+def check_experts(hf: HFConfig, layers: Sequence[LayerShape]) -> None:
+    """Raise CheckpointError if there are so many experts that to make their modules takes minutes."""
+    total = sum(layer.mlp.routing.num_experts for layer in layers if isinstance(layer.mlp, ExpertsShape))
+    if total > _MAX_EXPERTS:
+        raise CheckpointError(f"{hf.source}: its layers have {total} experts, more than {_MAX_EXPERTS}")
 
 
 def layer_indices(hf: HFConfig, key: str) -> list[int]:

@@ -66,6 +66,8 @@ class AttentionShape:
     """For each head, what is added to a score for each position that the key is nearer (ALiBi)."""
     has_sinks: bool = False
     """Whether a logit of each head joins the softmax and has no value."""
+    clip: float | None = None
+    """Queries, keys and values are clipped to [-clip, clip], before they are rotated."""
     output_multiplier: float = 1.0
     """Of what attention gives, before it is summed."""
 

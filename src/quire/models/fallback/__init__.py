@@ -1,1 +1,1 @@
-"""Architectures without a class of Quire's own: the modules of the library transformers on Quire's cache and kernels."""
+"""Architectures without a class of Quire's own: transformers' modules on Quire's cache and kernels."""

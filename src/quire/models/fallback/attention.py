@@ -26,7 +26,8 @@ _KNOWN = {"dropout", "position_ids", "cache_position", "use_cache", "is_causal",
 class AttentionCall:
     """What a module of the library hands to attention, beside queries, keys and values."""
 
-    module: nn.Module
+    module: Any
+    """The library's attention layer."""
     scale: float
     sliding_window: int | None
     mask: Tensor | None
@@ -58,8 +59,8 @@ def attention(
     if step is None:
         raise UnsupportedModelError(f"{type(module).__name__} is not handed what `forward` was given for attention")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    tokens_first = [x[0].transpose(0, 1).contiguous() for x in (query, key, value)]
-    out = step.attend(*tokens_first, AttentionCall(module, scale, sliding_window, attention_mask, others))
+    query, key, value = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    out = step.attend(query, key, value, AttentionCall(module, scale, sliding_window, attention_mask, others))
     return out[None], None
 
 
@@ -73,7 +74,7 @@ class PagedStep:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
         """Values narrower than keys, as of latent attention, are stored with zeros behind them."""
-        layer = int(call.module.layer_idx)
+        layer: int = call.module.layer_idx
         width = value.shape[-1]
         if width < key.shape[-1]:
             value = F.pad(value, (0, key.shape[-1] - width))
@@ -102,7 +103,7 @@ class Survey:
         problems = {
             "has no layer_idx": not isinstance(layer, int),
             "attends more than once": layer in self.specs,
-            "sees later tokens too": not getattr(module, "is_causal", False),
+            "sees later tokens too": not getattr(module, "is_causal", False) or call.others.get("is_causal") is False,
             "brings a mask of its own": call.mask is not None,
             f"asks for {', '.join(asked)}": bool(asked),
             "has keys of other heads than its values": key.shape[:2] != value.shape[:2],
@@ -113,6 +114,7 @@ class Survey:
         if found := [problem for problem, is_so in problems.items() if is_so]:
             raise UnsupportedModelError(f"{name} {' and '.join(found)}, which Quire's attention does not have")
         assert isinstance(layer, int)
-        self.specs[layer] = attention_spec(*key.shape[1:], self._dtype, call.sliding_window)
-        self.layers[layer] = Attention(call.scale, AttentionVariant(call.sliding_window, None, call.others.get(_SOFTCAP)))
+        self.specs[layer] = attention_spec(key.shape[1], key.shape[2], self._dtype, call.sliding_window)
+        variant = AttentionVariant(call.sliding_window, softcap=call.others.get(_SOFTCAP))
+        self.layers[layer] = Attention(call.scale, variant)
         return query.new_empty(*query.shape[:2], value.shape[2])

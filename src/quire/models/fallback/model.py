@@ -29,14 +29,15 @@ class TransformersCausalLM(CausalLM):
 
     Made on torch's meta device. Its `nn.Linear`s, token table and head are replaced by Quire's, so that quantization,
     stored formats and adapters apply; its attention is Quire's, over the paged cache. Everything else is the library's
-    modules with torch's arithmetic, so equal bits in another batch are not promised, and steps cannot be recorded. Torch
-    computes it on one thread: more would wait for the cores on which the threads of the kernels run.
+    modules with torch's arithmetic, so equal bits in another batch are not promised, and steps cannot be recorded.
+    Torch computes it on one thread: more would wait for the cores on which the threads of the kernels run.
 
     What the layers keep is found out by running them on the meta device, not read from the config. Raises
     UnsupportedModelError, before weights are read, for a model that keeps or does something else.
     """
 
     can_record: ClassVar[bool] = False
+    num_logits_alive: ClassVar[int] = 3
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -46,7 +47,8 @@ class TransformersCausalLM(CausalLM):
             _fill_buffers(model)
             self._layers = list(_replaced_layers(model, current := CurrentBatch()))
         except UnsupportedModelError as error:
-            raise UnsupportedModelError(f"{config.model}: transformers' {config.architecture} cannot run here: {error}")
+            where = f"{config.model}: transformers' {config.architecture}"
+            raise UnsupportedModelError(f"{where} cannot run here: {error}") from error
         self.specs: list[KVCacheSpec] = [survey.specs[layer] for layer in range(len(survey.specs))]
         self._attention = [survey.layers[layer] for layer in range(len(survey.layers))]
         self._current = current
@@ -102,19 +104,24 @@ def _empty_model(config: ModelConfig) -> Any:
                 library_config(config.hf_config), dtype=getattr(torch, config.dtype), attn_implementation=NAME
             ).eval()
     except Exception as error:  # each class of the library has its own errors for values that do not fit
-        raise UnsupportedModelError(f"{where} cannot be made of this config: {error}") from error
+        raise UnsupportedModelError(f"{where} cannot be made of this config: {' '.join(str(error).split())}") from error
 
 
 def _survey(model: Any, config: ModelConfig) -> Survey:
     """Run a step of two tokens, without arithmetic."""
     _check_modules(model)
-    survey = Survey(config.dtype)
+    survey, layers = Survey(config.dtype), model.base_model
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     try:
         with torch.inference_mode():
-            model.base_model(input_ids=ids, position_ids=ids, use_cache=False, **{STEP: survey})
-    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        raise UnsupportedModelError(f"it does not run without weights: {error}") from error
+            hidden = layers(input_ids=ids, position_ids=ids, use_cache=False, **{STEP: survey}).last_hidden_state
+            setattr(model, model.base_model_prefix, GivenHidden())
+            model(inputs_embeds=hidden, use_cache=False)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # whatever the library's code raises
+        raise UnsupportedModelError(f"it does not run without weights: {type(error).__name__} {error}") from error
+    setattr(model, model.base_model_prefix, layers)
     num_layers = model.config.num_hidden_layers
     if set(survey.specs) != set(range(num_layers)):
         without = [str(layer) for layer in range(num_layers) if layer not in survey.specs]
@@ -129,6 +136,8 @@ def _check_modules(model: Any) -> None:
             raise UnsupportedModelError(f"{name} ({type(module).__name__}) keeps other states than keys and values")
         if any(parameter.dim() > 2 for parameter in module.parameters(recurse=False)):
             raise UnsupportedModelError(f"{name} ({type(module).__name__}) keeps the matrices of experts in one tensor")
+    if model.base_model is model:
+        raise UnsupportedModelError("its layers cannot be told from its head")
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
         raise UnsupportedModelError("it does not take the positions of its tokens")
 
@@ -139,8 +148,11 @@ def _check_windows(config: Any, survey: Survey) -> None:
     default = ["full_attention" if window is None else "sliding_attention"] * len(survey.specs)
     kinds = getattr(config, "layer_types", None) or default
     for layer, kind in enumerate(kinds):
-        if _WINDOWS.get(kind) is not (survey.layers[layer].variant.sliding_window is not None):
-            raise UnsupportedModelError(f"layer {layer} is of the kind {kind!r}, but does not tell attention its window")
+        given = survey.layers[layer].variant.sliding_window
+        if _WINDOWS.get(kind) is not (given is not None):
+            raise UnsupportedModelError(
+                f"layer {layer} is of the kind {kind!r}, but gives attention the window {given}"
+            )
 
 
 def _tied(kind: Any, config: Any) -> Mapping[str, str]:

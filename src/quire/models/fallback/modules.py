@@ -69,9 +69,7 @@ class OwnTensors(WeightedLayer):
         super().__init__()
         self._module = module
         buffers = {
-            name: buffer
-            for name, buffer in module._buffers.items()
-            if name not in module._non_persistent_buffers_set
+            name: buffer for name, buffer in module._buffers.items() if name not in module._non_persistent_buffers_set
         }
         self._tensors = {name: tensor for name, tensor in (module._parameters | buffers).items() if tensor is not None}
 

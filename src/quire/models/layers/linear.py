@@ -93,6 +93,30 @@ class ScaledLinear(Linear):
         return out
 
 
+class ClippedLinear(Linear):
+    """A Linear whose result is clipped to [-limit, limit], after what adapters add."""
+
+    def __init__(
+        self,
+        limit: float,
+        in_features: int,
+        out_features: int | tuple[int, ...],
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        is_transposed: bool = False,
+        blocks: tuple[int, ...] | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias=bias, dtype=dtype, is_transposed=is_transposed, blocks=blocks)
+        self.limit = limit
+
+    def forward(self, x: Tensor, batch: BatchTensors) -> Tensor:
+        """As Linear."""
+        out = super().forward(x, batch)
+        kernels.clip(out, self.limit)
+        return out
+
+
 def output_linear(
     in_features: int, out_features: int, multiplier: float, *, bias: bool, dtype: torch.dtype, is_transposed: bool
 ) -> Linear:

@@ -117,7 +117,8 @@ def load_causal_lm(config: ModelConfig) -> CausalLM:
 
 def open_weights(config: ModelConfig) -> Checkpoint:
     """The tensors of the checkpoint, those of experts one by one. Raises CheckpointError, reads no weights."""
-    checkpoint, stacks = open_checkpoint(config.path), model_class(config.architecture, config.model_impl).stacks(config)
+    kind, checkpoint = model_class(config.architecture, config.model_impl), open_checkpoint(config.path)
+    stacks = kind.stacks(config)
     return UnstackedCheckpoint(checkpoint, stacks) if stacks else checkpoint
 
 

@@ -17,14 +17,7 @@ from quire.config.checkpoint.gguf.header import Array
 from quire.config.hf_config import HFConfig
 from quire.text.tokenizer.files import MAX_TEMPLATE_BYTES, TokenizerFiles, frame_with_special_tokens, library_errors
 from quire.text.tokenizer.formats.byte_level import GPT2, O200K, TEKKEN, WORDS, PreTokenizer, byte_level_bpe
-from quire.text.tokenizer.formats.sentencepiece import (
-    BYTE,
-    NORMAL,
-    UNUSED,
-    Pieces,
-    added_tokens,
-    sentencepiece_backend,
-)
+from quire.text.tokenizer.formats.sentencepiece import BYTE, NORMAL, UNUSED, Pieces, added_tokens, backend_of
 
 _KEY = "tokenizer.ggml"
 _TEMPLATE = "tokenizer.chat_template"
@@ -148,7 +141,7 @@ def _sentencepiece(header: HFConfig, vocabulary: _Vocabulary) -> tuple[tokenizer
     unknown_token = _token(header, vocabulary, unknown, "unknown")
     pieces = Pieces(vocabulary.tokens, scores, vocabulary.types, unknown_token, BYTE in vocabulary.types)
     adds_space = header.flag(f"{_KEY}.add_space_prefix", True)
-    return sentencepiece_backend(pieces.bpe(), "always" if adds_space else "never"), True
+    return backend_of(pieces.bpe(), "always" if adds_space else "never"), True
 
 
 _MODELS = {"gpt2": _bpe, "llama": _sentencepiece}

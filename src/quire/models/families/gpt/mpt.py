@@ -39,6 +39,8 @@ class MptForCausalLM(Decoder):
         for key in ("clip_qkv", "qk_ln", "prefix_lm", "attn_uses_sequence_id", "rope"):
             if options.get(key):
                 raise UnsupportedModelError(f"{options.source}: {key!r} is {options[key]!r}, which is not supported")
+        if hf.get("logit_scale") is not None:
+            raise UnsupportedModelError(f"{hf.source}: 'logit_scale' is {hf['logit_scale']!r}, which is not supported")
         if not options.flag("alibi", True):
             raise UnsupportedModelError(f"{options.source}: 'alibi' is false, which is not supported")
         return replace(

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 
 from quire.common.errors import TokenizerError
 
-_VARINT, _FIXED_64, _OCTETS, _FIXED_32 = 0, 1, 2, 5
-_FIXED_BYTES = {_FIXED_64: 8, _FIXED_32: 4}
+_VARINT, _OCTETS = 0, 2
+_FIXED_BYTES = {1: 8, 5: 4}
+"""For each kind of values of a fixed size, how many bytes they have."""
+_MAX_FIELDS = 2**21
 _MAX_VARINT_BYTES = 10
 
 
@@ -23,11 +25,13 @@ class Message:
     __slots__ = ("_values", "name")
 
     def __init__(self, data: bytes, name: str) -> None:
-        """Raises TokenizerError if `data` is truncated or malformed."""
+        """Raises TokenizerError if `data` is truncated or malformed, or has too many fields."""
         self.name = name
         """What the message is, for error messages."""
         self._values: dict[int, list[int | bytes]] = {}
-        for number, value in self._fields(data):
+        for count, (number, value) in enumerate(self._fields(data)):
+            if count == _MAX_FIELDS:
+                raise self._wrong(f"more than {_MAX_FIELDS} fields")
             self._values.setdefault(number, []).append(value)
 
     def all_octets(self, number: int) -> list[bytes]:

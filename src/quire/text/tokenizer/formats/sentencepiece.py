@@ -24,7 +24,6 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _SPACE = "▁"
 """SentencePiece's letter for a space."""
 _UNIGRAM, _BPE = 1, 2
-_MAX_TOKENS = 2**21
 _BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 _ROLES = {"bos": (41, 1), "eos": (42, 2), "pad": (43, -1)}
 """For each role the field of TrainerSpec with the token's id, and the id if there is no such field."""
@@ -69,7 +68,7 @@ def added_tokens(tokens: Sequence[str], types: Sequence[int]) -> list[AddedToken
     ]
 
 
-def sentencepiece_backend(
+def backend_of(
     model: models.Model, prefix: str, charsmap: bytes = b"", removes_extra_spaces: bool = False
 ) -> tokenizers.Tokenizer:
     """Return the tokenizer of a model. `prefix` says where a space is put before a text: `never`, `first` (where the
@@ -125,7 +124,7 @@ def read_sentencepiece(path: Path, config: Mapping[str, Any], added: Mapping[int
     adds_space = config.get("add_prefix_space")
     if not isinstance(adds_space, bool):
         adds_space = normalizer.flag(3, True)
-    backend = sentencepiece_backend(
+    backend = backend_of(
         pieces.bpe() if kind == _BPE else pieces.unigram(),
         ("always" if config.get("legacy") else "first") if adds_space else "never",
         normalizer.octets(2),
@@ -137,15 +136,13 @@ def read_sentencepiece(path: Path, config: Mapping[str, Any], added: Mapping[int
         token_id = trainer.integer(number, default)
         if token_id >= len(pieces.tokens):
             raise TokenizerError(f"{path}: {role}_id is {token_id}, but there are {len(pieces.tokens)} tokens")
-        if token_id >= 0:
+        if token_id >= 0 and pieces.types[token_id] != NORMAL:
             roles[f"{role}_token"] = pieces.tokens[token_id]
     return Built(backend, roles, adds_bos=True)
 
 
 def _pieces(path: Path, entries: Sequence[bytes], byte_fallback: bool, added: Mapping[int, str]) -> Pieces:
     """Return the checked vocabulary, in which the tokens of `added` replace those that only reserve an id."""
-    if len(entries) > _MAX_TOKENS:
-        raise TokenizerError(f"{path} has {len(entries)} tokens: at most {_MAX_TOKENS} are allowed")
     tokens, scores, types = list[str](), list[float](), list[int]()
     for i, entry in enumerate(entries):
         piece = Message(entry, f"{path}: token {i}")

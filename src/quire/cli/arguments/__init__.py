@@ -1,0 +1,1 @@
+"""The parser of the command line, and options that several commands have."""

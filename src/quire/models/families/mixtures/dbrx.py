@@ -1,0 +1,70 @@
+"""DBRX (Databricks 2024): layer norms without biases, clipped queries, keys and values, and experts in every layer."""
+
+from dataclasses import replace
+
+from quire.common.errors import UnsupportedModelError
+from quire.config.hf_config import HFConfig
+from quire.config.model import ModelConfig
+from quire.models.decoder.model import Decoder
+from quire.models.decoder.reading import read_routing
+from quire.models.decoder.shapes import AttentionShape, QKVLayout
+from quire.models.layers.activation import activation_kind
+from quire.models.layers.experts import ExpertsShape
+from quire.models.layers.norm import NormShape
+from quire.models.weights.stacked import Stack
+
+
+class DbrxForCausalLM(Decoder):
+    """Half of the config is in its sections `attn_config` and `ffn_config`."""
+
+    renames = (
+        (r"^transformer\.", ""),
+        (r"^wte\.", "embed_tokens."),
+        (r"^norm_f\.", "norm."),
+        (r"^blocks\.", "layers."),
+        (r"\.norm_attn_norm\.", "."),
+        (r"\.norm_1\.", ".input_layernorm."),
+        (r"\.norm_2\.", ".post_attention_layernorm."),
+        (r"\.attn\.Wqkv\.", ".self_attn.qkv_proj."),
+        (r"\.attn\.out_proj\.", ".self_attn.o_proj."),
+        (r"\.ffn\.router\.layer\.", ".mlp.gate."),
+        (r"\.ffn\.experts\.mlp\.", ".mlp.experts."),
+    )
+
+    @classmethod
+    def stacks(cls, config: ModelConfig) -> tuple[Stack, ...]:
+        num_experts = _section(config.hf_config, "ffn_config").size("moe_num_experts", 4)
+        return tuple(
+            Stack(
+                rf"\.experts\.mlp\.{name}$", (f".experts.mlp.{{}}.{module}.weight",), False, name == "w2", num_experts
+            )
+            for name, module in (("w1", "gate_proj"), ("v1", "up_proj"), ("w2", "down_proj"))
+        )
+
+    @classmethod
+    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
+        options = _section(hf, "attn_config")
+        values = {"num_key_value_heads": options.size("kv_n_heads", 1)}
+        if options.get("rope_theta") is not None:
+            values["rope_theta"] = options["rope_theta"]
+        clip = None if options.get("clip_qkv") is None else options.number("clip_qkv")
+        return replace(super().attention_shape(hf.replaced(values), layer), qkv_layout=QKVLayout.STACKED, clip=clip)
+
+    @classmethod
+    def experts_shape(cls, hf: HFConfig, layer: int) -> ExpertsShape | None:
+        options = _section(hf, "ffn_config")
+        if options.get("moe_normalize_expert_weights", 1.0) not in (None, 1.0):
+            raise UnsupportedModelError(f"{options.source}: moe_normalize_expert_weights must be 1 or null")
+        is_normalized = options.get("moe_normalize_expert_weights", 1.0) is not None
+        num_experts, top_k = options.size("moe_num_experts", 4), options.size("moe_top_k", 1)
+        kind = activation_kind(_section(options, "ffn_act_fn"), "name", "silu")
+        routing = read_routing(options, num_experts, top_k, is_normalized=is_normalized)
+        return ExpertsShape(routing, options.size("ffn_hidden_size", 3584), kind)
+
+    @classmethod
+    def norm_shape(cls, hf: HFConfig) -> NormShape:
+        return NormShape(1e-5, is_rms=False)
+
+
+def _section(hf: HFConfig, key: str) -> HFConfig:
+    return hf.section(key) or HFConfig({}, f"{hf.source}: {key}")

@@ -1,0 +1,34 @@
+"""Granite 3 MoE (IBM 2024): Granite with experts in each layer."""
+
+from quire.config.hf_config import HFConfig
+from quire.config.model import ModelConfig
+from quire.models.decoder.reading import read_routing
+from quire.models.families.llama_like.granite import GraniteForCausalLM
+from quire.models.layers.activation import activation_kind
+from quire.models.layers.experts import ExpertsShape
+from quire.models.weights.stacked import Stack
+
+
+class GraniteMoeForCausalLM(GraniteForCausalLM):
+    """The experts of a layer lie in two tensors. The multiplier of residuals is one of the experts' weights."""
+
+    renames = (
+        *GraniteForCausalLM.renames,
+        (r"\.block_sparse_moe\.", ".mlp."),
+        (r"\.mlp\.router\.layer\.", ".mlp.gate."),
+    )
+
+    @classmethod
+    def stacks(cls, config: ModelConfig) -> tuple[Stack, ...]:
+        both = (".experts.{}.gate_proj.weight", ".experts.{}.up_proj.weight")
+        return (
+            Stack(r"\.input_linear\.weight$", both),
+            Stack(r"\.output_linear\.weight$", (".experts.{}.down_proj.weight",)),
+        )
+
+    @classmethod
+    def experts_shape(cls, hf: HFConfig, layer: int) -> ExpertsShape | None:
+        num_experts, top_k = hf.size("num_local_experts", 8), hf.size("num_experts_per_tok", 2)
+        multiplier = hf.number("residual_multiplier", 1.0)
+        routing = read_routing(hf, num_experts, top_k, is_normalized=True, scale=multiplier)
+        return ExpertsShape(routing, hf.size("intermediate_size"), activation_kind(hf, "hidden_act", "silu"))
