@@ -174,7 +174,7 @@ def test_a_quantization_is_known_and_said_once(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        (FIELDS | {"architectures": ["DbrxForCausalLM"], "auto_map": {"AutoModel": "x.Y"}}, "DbrxForCausalLM"),
+        (FIELDS | {"architectures": ["JambaForCausalLM"], "auto_map": {"AutoModel": "x.Y"}}, "JambaForCausalLM"),
         ({"architectures": ["CTRLLMHeadModel"], "n_embd": 8, "n_layer": 1, "n_positions": 16}, "CTRLLMHeadModel"),
         (
             {"architectures": ["LlavaForConditionalGeneration"], "text_config": FIELDS},
