@@ -79,7 +79,7 @@ def config(data: bytes) -> str:
     try:
         found = dataclasses.replace(ModelConfig.resolve(place), max_model_len=1)
         rope_config(found.hf_config)
-        kind = model_class(found.architecture)
+        kind = model_class(found.architecture, found.model_impl)
         assert len(kind.kv_cache_specs(found)) == found.hf_config.size("num_hidden_layers")
     except CheckpointError as error:
         return refusal(error)
@@ -102,6 +102,10 @@ def _config_corpus() -> list[bytes]:
         {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True, "attention_bias": False},
         {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 4},
         {"architectures": ["OPTForCausalLM"], "ffn_dim": 16, "word_embed_proj_dim": 8, "activation_function": "relu"},
+        {"architectures": ["GPT2LMHeadModel"], "n_embd": 8, "n_head": 2, "n_positions": 16, "n_inner": None},
+        {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {"sliding_window": 4, **shape}},
+        {"architectures": ["Olmo3ForCausalLM"], "layer_types": ["sliding_attention", "full_attention"]},
+        {"architectures": ["MptForCausalLM"], "d_model": 8, "attn_config": {"alibi": True, "alibi_bias_max": 8}},
         {"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "gptq", "bits": 4}},
         {"architectures": ["LlamaForCausalLM"], "quantization_config": compressed},
         {"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "fp8", "fmt": "e4m3"}},

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from quire.cli import demo, main, options
+from quire.cli import demo, main
+from quire.cli.arguments import options
 from quire.cli.bench import latency, throughput
 
 from ..scripted_engine import scripted_llm

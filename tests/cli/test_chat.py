@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.cli import main, options
+from quire.cli import main
+from quire.cli.arguments import options
 from quire.cli.chat import ChatSession
 
 from ..scripted_engine import RecitingExecutor, recital, scripted_llm

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from quire import SamplingParams
-from quire.cli import generate, main, options
+from quire.cli import generate, main
+from quire.cli.arguments import options
 from quire.common.outputs import Logprob
 
 from ..scripted_engine import recital, scripted_llm

@@ -44,7 +44,9 @@ class Norm(WeightedLayer):
 
     def set_weights(self, tensors: Mapping[str, Tensor]) -> None:
         if "weight" in tensors:
-            self.weight = tensors["weight"] + self.shape.offset  # [width]
+            weight, offset = tensors["weight"], self.shape.offset  # [width]
+            # On the meta device, where memory is planned, torch's additions load its compiler.
+            self.weight = weight + offset if offset and not weight.is_meta else weight.clone()
 
     @abstractmethod
     def forward(self, x: Tensor) -> Tensor:
