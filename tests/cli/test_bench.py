@@ -40,7 +40,7 @@ def rows(capsys: pytest.CaptureFixture[str]) -> Rows:
 @needs_native
 def test_kernels_reach_a_share_of_the_limit(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_SHAPES", ((64, 128), (96, 64)))
-    monkeypatch.setattr(kernels, "_EXPERT_SHAPE", (64, 128))
+    monkeypatch.setattr(kernels, "_EXPERT_SHAPE", (512, 256))
     monkeypatch.setattr(kernels, "_VOCAB", 1000)
     monkeypatch.setattr(kernels, "COLD_BYTES", 2**21)
     found = rows("kernels", "--rows", "2", "--seconds", "0", "--dtype", "float32")
