@@ -44,7 +44,9 @@ class Norm(WeightedLayer):
 
     def set_weights(self, tensors: Mapping[str, Tensor]) -> None:
         if "weight" in tensors:
-            self.weight = tensors["weight"] + self.shape.offset  # [width]
+            self.weight = tensors["weight"].clone()  # [width]
+            if self.shape.offset and not self.weight.is_meta:  # for whose arithmetic torch loads its compiler
+                self.weight += self.shape.offset
 
     @abstractmethod
     def forward(self, x: Tensor) -> Tensor:
