@@ -79,7 +79,7 @@ def config(data: bytes) -> str:
     try:
         found = dataclasses.replace(ModelConfig.resolve(place), max_model_len=1)
         rope_config(found.hf_config)
-        kind = model_class(found.architecture)
+        kind = model_class(found.architecture, found.model_impl)
         assert len(kind.kv_cache_specs(found)) == found.hf_config.size("num_hidden_layers")
     except CheckpointError as error:
         return refusal(error)

@@ -127,9 +127,9 @@ def test_kernels_on_rows_are_recorded() -> None:
 
 
 def test_kernels_on_rows_allocate_their_outputs_alone() -> None:
-    meter = kernels.Meter()
-    with meter:
-        outs = run_on_rows(torch.zeros(6, 8, device="meta"), [constant.to("meta") for constant in CONSTANTS])
+    meter, x, constants = kernels.Meter(), torch.zeros(6, 8, device="meta"), [each.to("meta") for each in CONSTANTS]
+    with meter.counting():
+        outs = run_on_rows(x, constants)
     assert meter.peak_bytes == sum(-(-out.nbytes // 64) * 64 for out in outs)
 
 

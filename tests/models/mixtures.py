@@ -14,7 +14,7 @@ DBRX = {
     "n_layers": 2,
     "n_heads": 4,
     "max_seq_len": 128,
-    "initializer_range": 0.3,
+    "initializer_range": 0.5,
     "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.8, "rope_theta": 500.0},
     "ffn_config": FFN,
 }

@@ -165,6 +165,42 @@ def test_without_a_choice_the_format_is_all_there_is(more):
     assert FORBIDDEN in server.post(PATH, request).error["message"]
 
 
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": []},
+        {"required": 3},
+        {"required": [3]},
+        {"properties": {"a": {"type": "string", "enum": 3}}},
+        {"properties": {"a": {"enum": "a", "anyOf": 3}}},
+        {"properties": {"a": {"type": 3}}},
+        {"properties": {"a": {"type": [["string"]]}}},
+        {"properties": {"a": 3}},
+    ],
+)
+def test_schemas_that_are_none_are_no_error_of_the_server(parameters):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", **parameters}}}
+    said = "<function=f>\n<parameter=a>\nb\n</parameter>\n</function>"
+    server = saying(said, tool_format=TOOL_FORMATS["qwen3_coder"])
+    (call,) = server.post(PATH, HELLO | {"tools": [tool]}).json["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["arguments"] == '{"a": "b"}'
+    server = saying('{"city": "Rome"}', tool_format=TOOL_FORMATS["qwen3_coder"])
+    answer = server.post(PATH, HELLO | {"tools": [tool], "response_format": AS_CITY, "temperature": 0})
+    assert answer.status == 200 or (answer.status == 400 and "schema" in answer.error["message"])
+
+
+def test_schemas_that_refer_to_large_ones_are_refused():
+    """Each parameter between tags has a schema of its own, with what it refers to in it."""
+    large = {"enum": ["x" * 8000]}
+    properties = {f"p{i}": {"$ref": "#/$defs/large"} for i in range(40)}
+    parameters = {"type": "object", "properties": properties, "$defs": {"large": large}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    request = HELLO | {"tools": [tool], "response_format": AS_CITY}
+    answer = saying("", tool_format=TOOL_FORMATS["qwen3_coder"]).post(PATH, request)
+    assert answer.status == 400
+    assert "parameters with references need 3" in answer.error["message"]
+
+
 def test_tags_that_are_special_tokens_stay_special():
     """The grammar of calls has the token itself, as the model writes it, and not its letters."""
     tools = msgspec.convert([WEATHER], list[Tool])

@@ -214,6 +214,7 @@ OPENINGS = [
 ]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("opening", OPENINGS)
 @pytest.mark.parametrize("chosen", FORMATS)
 def test_hostile_text_takes_linear_work(chosen, opening):

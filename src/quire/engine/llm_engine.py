@@ -107,11 +107,10 @@ class LLMEngine:
         queues nothing, if it can never run. `lora_request` names an adapter, which is added if it is new."""
         self._check_request_id(request_id)
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
-        seq_id = self.requests.new_seq_id()
         with failures_named(request_id, "when it was added"):
             adapter = self.adapters.of_request(lora_request)
             request = self.inputs.request(request_id, prompt, params, arrival_time, adapter)
-            group = new_group(self.inputs, request, seq_id)
+            group = new_group(self.inputs, request, self.requests.new_seq_id())
             if progress is not None:
                 group.resume(progress.token_ids, progress.metrics, progress.num_cached_tokens)
             self._add(group)
@@ -122,11 +121,10 @@ class LLMEngine:
         """Queue a request that ends once the continuation's tokens, or the context's own for None, are scored in
         `prompt_logprobs`. It generates nothing. Raises a RequestError, and queues nothing, if it can never run."""
         self._check_request_id(request_id)
-        seq_id = self.requests.new_seq_id()
         with failures_named(request_id, "when it was added"):
             adapter = self.adapters.of_request(lora_request)
             request = self.inputs.scoring_request(request_id, context, continuation, time.monotonic(), adapter)
-            self._add(new_scoring_group(request, seq_id))
+            self._add(new_scoring_group(request, self.requests.new_seq_id()))
 
     def _check_request_id(self, request_id: str) -> None:
         if self.is_sleeping:
@@ -266,8 +264,7 @@ class LLMEngine:
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request now and free its blocks; None if it is unknown or has finished already."""
-        group = self._groups.get(request_id)
-        if group is None:
+        if (group := self._groups.get(request_id)) is None:
             return None
         self._abort(group)
         self._measure([group])
@@ -307,8 +304,7 @@ class LLMEngine:
         return {adapter.lora_int_id for adapter in self.adapters}
 
     def pin_lora(self, lora_id: int) -> bool:
-        """Keep an adapter loaded from its first request on, until it is removed. Returns False if it is unknown. Raises
-        RequestError if no slot would be left for others."""
+        """Keep an adapter loaded from its first request on (AdapterTable.pin). Returns False if it is unknown."""
         return self.adapters.pin(lora_id)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
@@ -377,8 +373,7 @@ class LLMEngine:
         self._use_tokenizer(tokenizer)
 
     def _use_tokenizer(self, tokenizer: Tokenizer) -> None:
-        model = self.model_config
-        self.tokenizer = tokenizer
+        model, self.tokenizer = self.model_config, tokenizer
         self.inputs = InputProcessor(self.plan.config, tokenizer)
         self.grammars = GrammarQueue(GrammarCompiler(tokenizer, model.vocab_size, model.eos_token_ids))
 

@@ -71,11 +71,10 @@ class TransformersCausalLM(CausalLM):
         return self._layers
 
     def forward(self, batch: BatchTensors, kv: Sequence[LayerKVCache]) -> Tensor:
-        self._current.batch = batch
         given = {"input_ids": batch.token_ids} if batch.embeddings is None else {"inputs_embeds": batch.embeddings}
         named = {name: tensor[None] for name, tensor in given.items() if tensor is not None}
         step = PagedStep(self._attention, batch, kv)
-        with TorchThreads(1):
+        with TorchThreads(1), self._current.running(batch):
             out = self.backbone(**named, position_ids=batch.positions[None], use_cache=False, **{STEP: step})
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
@@ -160,7 +159,8 @@ def _tied(kind: Any, config: Any) -> Mapping[str, str]:
 
 
 def _replaced_layers(model: Any, current: CurrentBatch) -> Iterator[tuple[str, WeightedLayer]]:
-    """Put Quire's layers into the model, and yield each with its name there."""
+    """Put Quire's layers into the model, and yield each with its name there. What a head computes before its projection
+    stays the library's: rows of logits are not those of the batch."""
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     names = {module: name for name, module in model.named_modules()}
     if type(head) is not nn.Linear:
@@ -181,7 +181,7 @@ def _replaced_layers(model: Any, current: CurrentBatch) -> Iterator[tuple[str, W
             own = LmHead(head.in_features, head.out_features, head.weight.dtype, bias=head.bias is not None)
             model.set_submodule(name, Head(own))
             yield name, own
-        elif type(module) is nn.Linear:
+        elif type(module) is nn.Linear and name.startswith(f"{model.base_model_prefix}."):
             inner = InnerLinear(module, current)
             model.set_submodule(name, inner)
             yield name, inner.linear

@@ -1,6 +1,7 @@
 """Quire's layers in the places of a library's: they take what the library's modules take, and keep Quire's weights."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,15 @@ class CurrentBatch:
     """The batch of the forward pass that runs in one model, for projections, which the library calls with x alone."""
 
     batch: BatchTensors
+
+    @contextmanager
+    def running(self, batch: BatchTensors) -> Iterator[None]:
+        """Keep the batch in the body."""
+        self.batch = batch
+        try:
+            yield
+        finally:
+            del self.batch
 
 
 class InnerLinear(nn.Module):

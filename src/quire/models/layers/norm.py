@@ -44,9 +44,9 @@ class Norm(WeightedLayer):
 
     def set_weights(self, tensors: Mapping[str, Tensor]) -> None:
         if "weight" in tensors:
-            self.weight = tensors["weight"].clone()  # [width]
-            if self.shape.offset and not self.weight.is_meta:  # for whose arithmetic torch loads its compiler
-                self.weight += self.shape.offset
+            weight, offset = tensors["weight"], self.shape.offset  # [width]
+            # On the meta device, where memory is planned, torch's additions load its compiler.
+            self.weight = weight + offset if offset and not weight.is_meta else weight.clone()
 
     @abstractmethod
     def forward(self, x: Tensor) -> Tensor:

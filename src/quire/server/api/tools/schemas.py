@@ -78,11 +78,17 @@ def json_types(schema: Any) -> frozenset[str]:
     if named is not None:
         names = named if isinstance(named, list) else [named]
         return frozenset("number" if name == "integer" else str(name) for name in names)
-    if "const" in schema or isinstance(schema.get("enum"), list):
-        return frozenset(json_type(json.dumps(value)) for value in schema.get("enum") or [schema.get("const")])
+    if values := listed(schema):
+        return frozenset(json_type(json.dumps(value)) for value in values)
     options = schema.get("anyOf") or schema.get("oneOf")
     parts = [json_types(option) for option in options] if isinstance(options, list) else []
     return frozenset().union(*parts) if all(parts) else frozenset()
+
+
+def listed(schema: Mapping[str, Any]) -> list[Any]:
+    """The values that a schema lists as the only ones, if it does."""
+    found = [schema["const"]] if "const" in schema else schema.get("enum")
+    return found if isinstance(found, list) else []
 
 
 def json_type(text: str) -> str:

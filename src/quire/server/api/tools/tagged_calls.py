@@ -12,7 +12,7 @@ from quire.server.api.tools.call_reader import Call, CallReader
 from quire.server.api.tools.call_styles import Part, Schemas, Written
 from quire.server.api.tools.json_text import is_json
 from quire.server.api.tools.reader import Reader, Reading, Sink
-from quire.server.api.tools.schemas import json_type, json_types, properties, property_schemas, required
+from quire.server.api.tools.schemas import json_type, json_types, listed, properties, property_schemas, required
 
 _KEY = re.compile(r"[^<>\r\n]+")
 _PYTHONS = {"True": "true", "False": "false", "None": "null"}
@@ -102,8 +102,7 @@ class TaggedCalls:
     def _written_value(self, schema: dict[str, Any]) -> list[dict[str, Any]]:
         if json_types(schema) != _TEXT:
             return [{"type": "json_schema", "json_schema": schema}, _const(self.after_value)]
-        texts = [text for text in schema.get("enum", [schema.get("const")]) if isinstance(text, str)]
-        if texts:
+        if texts := [text for text in listed(schema) if isinstance(text, str)]:
             return [{"type": "or", "elements": [*map(_const, texts)]}, _const(self.after_value)]
         mark = self.after_value.rstrip()
         text = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": mark}
