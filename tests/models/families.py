@@ -170,6 +170,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "MptForCausalLM",
         MPT | {"n_heads": 6, "d_model": 48, "attn_config": {"softmax_scale": 0.3}},
     ),
+    "mpt-clipped": ("MptForCausalLM", MPT | {"attn_config": {"clip_qkv": 1.0}, "seed": 4}),
     "nemotron": ("NemotronForCausalLM", SMALL | PARTIAL | {"head_dim": 8}),
     "nemotron-biases": (
         "NemotronForCausalLM",
@@ -194,6 +195,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "MinistralForCausalLM", SMALL | {"sliding_window": 6, "layer_types": [SLIDING, FULL], "head_dim": 16},
     ),
     "olmo": ("OlmoForCausalLM", SMALL),
+    "olmo-clipped": ("OlmoForCausalLM", SMALL | {"clip_qkv": 0.5, "seed": 4}),
     "olmo2": ("Olmo2ForCausalLM", SMALL | {"tie_word_embeddings": True}),
     "olmo2-biases": ("Olmo2ForCausalLM", SMALL | {"attention_bias": True, "num_attention_heads": 2}),
     "olmo3": (

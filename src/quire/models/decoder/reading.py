@@ -27,6 +27,11 @@ def read_heads(hf: HFConfig, head_dim: int | None = None) -> tuple[int, int, int
     return num_heads, num_kv_heads, hf.size("head_dim", head_dim or hidden_size // num_heads)
 
 
+def read_clip(hf: HFConfig) -> float | None:
+    """The largest magnitude of queries, keys and values; None if there is none."""
+    return None if hf.get("clip_qkv") is None else hf.number("clip_qkv")
+
+
 def alibi_slopes(num_heads: int, max_bias: float = 8.0) -> tuple[float, ...]:
     """The slope of each head (Press et al. 2022): a geometric sequence for a power of two; for other numbers that of
     the power below, and then every other slope of twice as many heads."""

@@ -2,10 +2,9 @@
 
 from dataclasses import replace
 
-from quire.common.errors import UnsupportedModelError
 from quire.config.hf_config import HFConfig
 from quire.config.model import rope_config
-from quire.models.decoder.reading import FULL, SLIDING, layer_type
+from quire.models.decoder.reading import FULL, SLIDING, layer_type, read_clip
 from quire.models.decoder.shapes import Arrangement, AttentionShape, HeadNormShape, LayerShape, Span
 from quire.models.families.llama import LlamaForCausalLM
 from quire.models.layers.norm import NormShape
@@ -20,9 +19,7 @@ class OlmoForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
-        if hf.get("clip_qkv") is not None:
-            raise UnsupportedModelError(f"{hf.source}: 'clip_qkv' is {hf['clip_qkv']!r}: only null is supported")
-        return super().attention_shape(hf, layer)
+        return replace(super().attention_shape(hf, layer), clip=read_clip(hf))
 
     @classmethod
     def norm_shape(cls, hf: HFConfig) -> NormShape:

@@ -6,7 +6,7 @@ from typing import ClassVar
 from quire.common.errors import UnsupportedModelError
 from quire.config.hf_config import HFConfig
 from quire.models.decoder.model import Decoder
-from quire.models.decoder.reading import alibi_slopes
+from quire.models.decoder.reading import alibi_slopes, read_clip
 from quire.models.decoder.shapes import AttentionShape, MLPShape, QKVLayout
 from quire.models.layers.norm import NormShape
 from quire.models.layers.rotary import RopeShape
@@ -36,7 +36,7 @@ class MptForCausalLM(Decoder):
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
         attention = super().attention_shape(hf, layer)
         options = hf.section("attn_config") or HFConfig({}, f"{hf.source}: attn_config")
-        for key in ("clip_qkv", "qk_ln", "prefix_lm", "attn_uses_sequence_id", "rope"):
+        for key in ("qk_ln", "prefix_lm", "attn_uses_sequence_id", "rope"):
             if options.get(key):
                 raise UnsupportedModelError(f"{options.source}: {key!r} is {options[key]!r}, which is not supported")
         if hf.get("logit_scale") is not None:
@@ -48,6 +48,7 @@ class MptForCausalLM(Decoder):
             scale=options.number("softmax_scale", attention.scale),
             qkv_layout=QKVLayout.STACKED,
             slopes=alibi_slopes(attention.num_heads, options.number("alibi_bias_max", _MAX_BIAS)),
+            clip=read_clip(options),
         )
 
     @classmethod

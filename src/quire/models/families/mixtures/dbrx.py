@@ -6,7 +6,7 @@ from quire.common.errors import UnsupportedModelError
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
 from quire.models.decoder.model import Decoder
-from quire.models.decoder.reading import read_routing
+from quire.models.decoder.reading import read_clip, read_routing
 from quire.models.decoder.shapes import AttentionShape, QKVLayout
 from quire.models.layers.activation import activation_kind
 from quire.models.layers.experts import ExpertsShape
@@ -47,8 +47,8 @@ class DbrxForCausalLM(Decoder):
         values = {"num_key_value_heads": options.size("kv_n_heads", 1)}
         if options.get("rope_theta") is not None:
             values["rope_theta"] = options["rope_theta"]
-        clip = None if options.get("clip_qkv") is None else options.number("clip_qkv")
-        return replace(super().attention_shape(hf.replaced(values), layer), qkv_layout=QKVLayout.STACKED, clip=clip)
+        shape = super().attention_shape(hf.replaced(values), layer)
+        return replace(shape, qkv_layout=QKVLayout.STACKED, clip=read_clip(options))
 
     @classmethod
     def experts_shape(cls, hf: HFConfig, layer: int) -> ExpertsShape | None:
