@@ -1,7 +1,8 @@
 """One class for each arrangement of norms, attention and MLP.
 
 A layer gets `x`, which is not yet added to `residual`, and returns the same two, so that a sum and the norm after it
-are one kernel. Where nothing is to be added, x is None. A layer may write to both.
+are one kernel. Where nothing is to be added, x is None. A layer may write to both. Names are used again, so that what
+they stood for does not take memory while the MLP runs, which needs most.
 """
 
 from abc import ABC, abstractmethod
@@ -72,8 +73,9 @@ class PreNormLayer(DecoderLayer):
     def forward(
         self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerKVCache
     ) -> tuple[Tensor | None, Tensor]:
-        attended = self.self_attn(self.enter(x, residual), batch, kv)
-        return self.mlp(self.post_attention_layernorm.add(attended, residual), batch), residual
+        x = self.self_attn(self.enter(x, residual), batch, kv)
+        x = self.post_attention_layernorm.add(x, residual)
+        return self.mlp(x, batch), residual
 
 
 class ResidualAfterNormLayer(PreNormLayer):
@@ -112,8 +114,7 @@ class OutputNormLayer(DecoderLayer):
     def forward(
         self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerKVCache
     ) -> tuple[Tensor | None, Tensor]:
-        attended = self.self_attn(self.enter(x, residual), batch, kv)
-        kernels.add(self.post_attention_layernorm(attended), residual)
+        kernels.add(self.post_attention_layernorm(self.self_attn(self.enter(x, residual), batch, kv)), residual)
         return self.post_feedforward_layernorm(self.mlp(residual, batch)), residual
 
 
@@ -128,9 +129,9 @@ class SandwichLayer(DecoderLayer):
     def forward(
         self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerKVCache
     ) -> tuple[Tensor | None, Tensor]:
-        attended = self.post_attention_layernorm(self.self_attn(self.enter(x, residual), batch, kv))
-        normed = self.pre_feedforward_layernorm.add(attended, residual)
-        return self.post_feedforward_layernorm(self.mlp(normed, batch)), residual
+        x = self.post_attention_layernorm(self.self_attn(self.enter(x, residual), batch, kv))
+        x = self.pre_feedforward_layernorm.add(x, residual)
+        return self.post_feedforward_layernorm(self.mlp(x, batch)), residual
 
 
 class ParallelLayer(DecoderLayer):
