@@ -201,6 +201,9 @@ def test_the_tiles_agree_with_the_last_whole_second_of_the_chart_when_one_goes_b
         for key in ("ArrowLeft",) * 12:
             page.keyboard.press(key)
         expect(page.locator("#moment")).not_to_have_text("live")
+        # in each frame one part of the page is updated: after so many, all of them show that moment
+        frames = "let left = 40; const next = () => (left-- ? requestAnimationFrame(next) : done()); next();"
+        page.evaluate(f"() => new Promise(done => {{ {frames} }})")
         speed = re.compile(r"in the last whole second ([\d,]+)$")
         agreed = "() => document.querySelector('#speed').ariaLabel.endsWith('second ' + document.querySelector('#figures dd span').textContent)"  # noqa: E501
         page.wait_for_function(agreed)
