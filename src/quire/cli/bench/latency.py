@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from quire.cli.arguments.options import load_llm
-from quire.cli.bench.limits import Limits
+from quire.cli.bench.limits import Limits, significant
 from quire.cli.bench.throughput import greedy, random_prompts, run_once
 from quire.common.progress import progress
 from quire.engine.llm_engine import LLMEngine
@@ -34,7 +34,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         "concurrency": None if options.request_rate else options.concurrency,
         "first_token_ms": percentiles_ms([tokens[1] - tokens[0] for tokens in times]),
         "between_tokens_ms": percentiles_ms(between) if between else None,
-        "of_limit": round(read_s * 1e3 / percentiles_ms(between)["p50"], 3) if between else None,
+        "of_limit": significant(read_s * 1e3 / percentiles_ms(between)["p50"]) if between else None,
     }
 
 

@@ -116,6 +116,11 @@ class WeightCosts:
         return prompts_s + (output_len - 1) * decode_s
 
 
+def significant(share: float) -> float:
+    """The share with three significant digits: a tiny kernel on a busy machine is far below 0.001, and not 0."""
+    return float(f"{share:.3g}")
+
+
 @cache
 def _cold_memory() -> npt.NDArray[np.float32]:
     """Return memory in huge pages (NumPy asks for them), like the kernels' weights: small pages read a third slower."""
@@ -149,5 +154,5 @@ def compare(
         "gb_per_s": round(num_bytes / best_s / 1e9, 1),
         "gflop_per_s": round(flops / best_s / 1e9, 1),
         "limit": "reading" if reading > multiplying else "multiplying",
-        "of_limit": round(max(reading, multiplying) / best_s, 3),
+        "of_limit": significant(max(reading, multiplying) / best_s),
     }

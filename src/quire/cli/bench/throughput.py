@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire import kernels
 from quire.cli.arguments.options import load_llm
-from quire.cli.bench.limits import Limits, WeightCosts
+from quire.cli.bench.limits import Limits, WeightCosts, significant
 from quire.common.errors import RequestError
 from quire.common.params import SamplingParams
 
@@ -119,7 +119,7 @@ def _limit(options: argparse.Namespace, llm: LLM, elapsed_s: float) -> dict[str,
         "limit_s": round(limit_s, 4),
         "read_gb_per_s": round(limits.read_bytes_per_s / 1e9, 1),
         "gflop_per_s": round(limits.flops_per_s / 1e9, 1),
-        "fraction_of_limit": round(limit_s / elapsed_s, 3),
+        "fraction_of_limit": significant(limit_s / elapsed_s),
     }
 
 
