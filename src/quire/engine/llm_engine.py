@@ -17,6 +17,7 @@ from quire.common.outputs import EngineStats, RequestOutput
 from quire.common.params import BeamSearchParams, SamplingParams
 from quire.config.args import EngineArgs
 from quire.engine.adapters import AdapterTable, AnyAdapter
+from quire.engine.drafting.drafting import Drafting
 from quire.engine.metrics import EngineMetrics, Metric
 from quire.engine.process.messages import Progress
 from quire.engine.requests.grammar_queue import GrammarQueue
@@ -65,9 +66,12 @@ class LLMEngine:
         slots = self._slots = LoadedAdapters(config.lora, executor)
         self.adapters = AdapterTable(config.model, config.lora, on_change=slots.keep_only)
         """The LoRA adapters that requests may name."""
-        self.scheduler = Scheduler(config.scheduler, self.blocks, block_copy_s=block_copy_s, adapters=slots)
+        drafting = Drafting(config.speculative, config.model.max_model_len) if config.speculative.sources else None
+        self.scheduler = Scheduler(
+            config.scheduler, self.blocks, block_copy_s=block_copy_s, adapters=slots, drafting=drafting
+        )
         self.requests = self.scheduler.requests
-        self.committer = Committer(self.requests, max_model_len=config.model.max_model_len)
+        self.committer = Committer(self.requests, max_model_len=config.model.max_model_len, drafting=drafting)
         self._use_tokenizer(tokenizer)
         self._metrics = EngineMetrics(config.model.model) if config.measures_requests else None
         self._measure(())
@@ -172,7 +176,7 @@ class LLMEngine:
             fault_point("step.execute")
             result = self.executor.execute(batch)
             fault_point("step.commit")
-            self.scheduler.step_time.observe(batch.num_tokens, time.monotonic() - start_s)
+            self.scheduler.observe(batch, time.monotonic() - start_s)
             return result
         except BaseException:
             with self._accounting():

@@ -1,0 +1,223 @@
+"""Drafting: proposes drafts for the sequences of a step, and learns how often they are right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from quire.common.batch import Batch
+from quire.common.faults import fault_point
+from quire.common.log import logger
+from quire.config.speculative import SpeculativeConfig
+from quire.engine.drafting.lengths import best_lengths
+from quire.engine.drafting.lookup import NO_DRAFT, Draft, look_up
+from quire.engine.drafting.recent import RecentOutputs
+from quire.engine.drafting.row_times import RowTimes
+from quire.engine.requests.sequence import Sequence as Seq
+from quire.engine.requests.sequence import SequenceGroup
+
+Decodes: TypeAlias = Sequence[tuple[SequenceGroup, Seq]]
+Seconds: TypeAlias = Callable[[int], float]
+
+_PRIOR = 2.0
+"""How many tested drafts the expectation before the first test counts as."""
+_DECAY = 0.98
+"""Of what was learned about a sequence, in each step: after some 50 steps without a draft, one is tried again."""
+_DECAY_OF_ALL = 0.995
+_LONGEST_PAUSE = 16
+"""Steps for which no draft of a sequence is looked for after several that were wrong; a quarter where none was found."""
+
+
+class Trust:
+    """How often drafts of one source are right, relative to their odds."""
+
+    __slots__ = ("accepted", "expected")
+
+    def __init__(self) -> None:
+        self.accepted = 0.0
+        self.expected = 0.0
+
+    def factor(self, prior: float) -> float:
+        """What to multiply odds by."""
+        return min(1.0, (self.accepted + _PRIOR * prior) / (self.expected + _PRIOR))
+
+    def observe(self, odds: Sequence[float], num_accepted: int) -> None:
+        """`num_accepted` drafts were right, and the next one, if there is one, was wrong."""
+        self.accepted += num_accepted
+        self.expected += sum(odds[: num_accepted + 1])
+
+    def decay(self, factor: float) -> None:
+        """Let what was learned count less."""
+        self.accepted *= factor
+        self.expected *= factor
+
+
+@dataclass(slots=True)
+class SequenceDrafts:
+    """What is known about the drafts of one sequence."""
+
+    trust: dict[str, Trust]
+    """By source."""
+    source: str = ""
+    """Of the drafts that were proposed last."""
+    odds: tuple[float, ...] = ()
+    """Theirs, as the source stated them."""
+    pause: int = 0
+    """Steps in which no draft is looked for."""
+    num_failures: int = 0
+    """Consecutive attempts that gave no right draft."""
+
+    def wait(self, longest: int) -> None:
+        """An attempt gave no right draft: wait twice as long as after the one before."""
+        self.pause = min(longest, 2**self.num_failures - 1)
+        self.num_failures = min(self.num_failures + 1, 10)
+
+
+class DraftStats:
+    """Counts of all drafts that were verified."""
+
+    def __init__(self, most: int) -> None:
+        self.num_drafts = 0
+        """How often drafts of a sequence were verified."""
+        self.num_tokens = 0
+        self.num_accepted = 0
+        self.num_accepted_at = [0] * most
+        """By position among the drafts of a sequence."""
+
+    def add(self, num_drafts: int, num_accepted: int) -> None:
+        """Of this number of drafts of a sequence, the first `num_accepted` were right."""
+        self.num_drafts += 1
+        self.num_tokens += num_drafts
+        self.num_accepted += num_accepted
+        for position in range(num_accepted):
+            self.num_accepted_at[position] += 1
+
+
+class Drafting:
+    """Owns the recent outputs, and what was learned about drafts and about the time of rows. Of a sequence it changes
+    `drafting` alone, which it reads again when the step's result is committed.
+
+    Drafts come from three sources: the request's own tokens so far, recent outputs of the same tenant and content key,
+    and the `prediction` that came with the request. Of each sequence the draft is verified that promises most.
+    """
+
+    def __init__(self, config: SpeculativeConfig, max_model_len: int) -> None:
+        self.config = config
+        self._max_model_len = max_model_len
+        self.row_times = RowTimes()
+        self.stats = DraftStats(config.num_speculative_tokens)
+        self._recent = RecentOutputs()
+        self._seen_shapes = set[tuple[int, int]]()
+        self._trust = {source: Trust() for source in config.sources}
+
+    def propose(
+        self, sequences: Decodes, num_step_tokens: int, most: int, predict: Seconds
+    ) -> list[tuple[int, ...]]:
+        """For each of these sequences, which draw a token each, the drafts to verify: at most `most` tokens in all,
+        beside the `num_step_tokens` that the step runs anyway. `predict` gives the time of a step with prompts."""
+        seconds = self._seconds(len(sequences), num_step_tokens, predict)
+        if seconds(0) <= 0.0:  # nothing is known yet
+            return [()] * len(sequences)
+        needed = _least_odds(len(sequences), seconds) if self.config.is_adaptive else 0.0
+        drafts = [self._draft(group, seq, needed) for group, seq in sequences]
+        if self.config.is_adaptive:
+            lengths = best_lengths([draft.odds for draft in drafts], float(len(sequences)), seconds, most)
+        else:
+            lengths = _first_lengths([len(draft.token_ids) for draft in drafts], most)
+        return [draft.token_ids[:length] for draft, length in zip(drafts, lengths, strict=True)]
+
+    def observe(self, seq: Seq, num_drafts: int, num_accepted: int) -> None:
+        """Of this number of drafts of a sequence, the first `num_accepted` were right, and the next was not."""
+        known = seq.drafting
+        self.stats.add(num_drafts, num_accepted)
+        if known is not None:
+            for trust in (known.trust[known.source], self._trust[known.source]):
+                trust.observe(known.odds[:num_drafts], num_accepted)
+            if num_accepted:
+                known.num_failures = 0
+            else:
+                known.wait(_LONGEST_PAUSE)
+            self._trust[known.source].decay(_DECAY_OF_ALL)
+
+    def observe_step(self, batch: Batch, seconds: float) -> None:
+        """A step took this long. Only those of decodes alone say how long rows take."""
+        if all([s.drawn is not None and len(s.token_ids) == s.drawn.num_rows for s in batch.sequences]):
+            shape = len(batch.sequences), batch.num_tokens
+            if shape in self._seen_shapes:
+                self.row_times.observe(batch.num_tokens, seconds)
+            self._seen_shapes.add(shape)  # the first step of a shape is recorded, which takes longer
+
+    def finish(self, group: SequenceGroup, seq: Seq) -> None:
+        """A sequence has ended: others of its tenant may go on alike."""
+        if "recent" in self.config.sources and seq.num_output_tokens > 1:
+            self._recent.add(_scope(group), np.array(seq.output.token_ids, np.int32))
+
+    def _seconds(self, num_decodes: int, num_step_tokens: int, predict: Seconds) -> Seconds:
+        """The time of the step by its number of drafts. Only ratios mean something."""
+        of_rows = self.row_times.shape if num_decodes == num_step_tokens else predict
+        return lambda n: of_rows(num_step_tokens + n)
+
+    def _draft(self, group: SequenceGroup, seq: Seq, needed: float) -> Draft:
+        """The draft that promises most; none of sources that would have to be more reliable than they are. An exception
+        costs the draft, and nothing else."""
+        known = seq.drafting
+        if known is None:
+            known = seq.drafting = SequenceDrafts({source: Trust() for source in self.config.sources})
+        elif known.pause > 0 and self.config.is_adaptive:
+            known.pause -= 1
+            return NO_DRAFT
+        best = NO_DRAFT
+        for source in self.config.sources:
+            trust = known.trust[source]
+            trust.decay(_DECAY)
+            factor = trust.factor(self._trust[source].factor(1.0))
+            if factor <= needed:
+                continue
+            try:
+                fault_point("draft.propose", seq.seq_id)
+                found = self._look_up(source, group, seq)
+            except Exception:
+                logger.exception("request %s: no draft, since its source %r failed", group.request_id, source)
+                continue
+            scaled = Draft(found.token_ids, tuple([factor * odds for odds in found.odds]))
+            if scaled.expected_tokens > best.expected_tokens:
+                best, known.source, known.odds = scaled, source, found.odds
+        if not best.token_ids:
+            known.wait(_LONGEST_PAUSE // 4)
+        return best
+
+    def _look_up(self, source: str, group: SequenceGroup, seq: Seq) -> Draft:
+        config, history = self.config, seq.history()
+        most = min(config.num_speculative_tokens, self._num_left(group, seq) - 1)
+        text = {"own": history, "recent": self._recent.of(_scope(group)), "prediction": group.prediction}[source]
+        if text is None or most < 1:
+            return NO_DRAFT
+        return look_up(text, history, most, min_match=config.min_match, max_match=config.max_match)
+
+    def _num_left(self, group: SequenceGroup, seq: Seq) -> int:
+        """How many more tokens the sequence may have."""
+        num_tokens, max_tokens = len(seq.token_ids), group.params.max_tokens
+        left = self._max_model_len - num_tokens
+        return left if max_tokens is None else min(left, seq.num_prompt_tokens + max_tokens - num_tokens)
+
+
+def _scope(group: SequenceGroup) -> Hashable:
+    return group.tenant, group.content_key
+
+
+def _least_odds(num_decodes: int, seconds: Seconds) -> float:
+    """The probability that a draft must have at least to make tokens cheaper, alone or together with one of each other
+    sequence: a step that has one more row may be no longer, and the next one be."""
+    alone = seconds(0)
+    return max(0.0, min(num_decodes * (seconds(n) / alone - 1.0) / n for n in (1, num_decodes)))
+
+
+def _first_lengths(given: Sequence[int], most: int) -> list[int]:
+    lengths = list[int]()
+    for length in given:
+        lengths.append(min(length, most))
+        most -= lengths[-1]
+    return lengths

@@ -1,0 +1,34 @@
+"""How many drafts a step verifies: those that make it faster for each token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+
+def best_lengths(
+    odds: Sequence[Sequence[float]], num_tokens: float, seconds: Callable[[int], float], most: int
+) -> list[int]:
+    """For each sequence, the number of its drafts to verify, at most `most` in all.
+
+    `odds` has the probabilities of each sequence's drafts, each if those before it are right; the step gives
+    `num_tokens` tokens without drafts, and takes `seconds(n)` with `n` of them. A draft is worth the probability that
+    it and all before it are right. They are added in the order of that, and the number is chosen with which the most
+    tokens a second are expected: all numbers are looked at, since the time may grow by steps.
+    """
+    worth: list[tuple[float, int]] = []
+    for index, of_sequence in enumerate(odds):
+        probability = 1.0
+        for of_draft in of_sequence:
+            probability *= of_draft
+            worth.append((-probability, index))
+    worth.sort()
+    best, best_rate, expected = 0, num_tokens / seconds(0), num_tokens
+    for count, (negative, _) in enumerate(worth[:most], start=1):
+        expected -= negative
+        rate = expected / seconds(count)
+        if rate > best_rate:
+            best, best_rate = count, rate
+    lengths = [0] * len(odds)
+    for _, index in worth[:best]:
+        lengths[index] += 1
+    return lengths
