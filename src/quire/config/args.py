@@ -21,7 +21,7 @@ from quire.config.model import ModelConfig
 from quire.config.parallel import ParallelConfig, parse_cpu_list
 from quire.config.scheduler import SchedulerConfig
 from quire.config.sizes import parse_bytes
-from quire.config.speculative import SpeculativeConfig
+from quire.config.speculative import AUTOMATIC, SpeculativeConfig
 
 _LORA_KEYS = {"name": "lora_name", "path": "lora_path"}
 """What vLLM's objects in lora_modules call the fields of LoRARequest."""
@@ -49,7 +49,7 @@ class EngineConfig:
     """Whether an engine in the caller's process measures its requests."""
     lora: LoRAConfig | None = None
     """None: no request has an adapter."""
-    speculative: SpeculativeConfig = SpeculativeConfig()
+    speculative: SpeculativeConfig = AUTOMATIC
 
 
 class _NamesChecked(type):

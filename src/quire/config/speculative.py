@@ -18,7 +18,7 @@ METHODS: Mapping[str, tuple[str, ...]] = {
     "prediction": ("prediction",),
     "off": (),
 }
-"""By method, where drafts are looked up: in the request's `prediction`, its own tokens, recent outputs of its tenant."""
+"""By method, where drafts are looked up: in the request's `prediction`, its own tokens, its tenant's recent outputs."""
 _FIELDS = {
     "method": "method",
     "num_speculative_tokens": "num_speculative_tokens",
@@ -76,7 +76,10 @@ class SpeculativeConfig:
             )
         if not 1 <= config.min_match <= config.max_match:
             raise ConfigError(
-                f"speculative_config: {config.min_match} to {config.max_match} tokens must agree; the first number must "
-                "be at least 1, and not above the second"
+                f"speculative_config: {config.min_match} to {config.max_match} tokens must agree: the least must "
+                "be 1 or more, and at most the other number"
             )
         return config
+
+
+AUTOMATIC = SpeculativeConfig()

@@ -17,6 +17,7 @@ from quire.common.outputs import EngineStats, RequestOutput
 from quire.common.params import BeamSearchParams, SamplingParams
 from quire.config.args import EngineArgs
 from quire.engine.adapters import AdapterTable, AnyAdapter
+from quire.engine.drafting.drafters import make_drafters
 from quire.engine.drafting.drafting import Drafting
 from quire.engine.metrics import EngineMetrics, Metric
 from quire.engine.process.messages import Progress
@@ -66,7 +67,8 @@ class LLMEngine:
         slots = self._slots = LoadedAdapters(config.lora, executor)
         self.adapters = AdapterTable(config.model, config.lora, on_change=slots.keep_only)
         """The LoRA adapters that requests may name."""
-        drafting = Drafting(config.speculative, config.model.max_model_len) if config.speculative.sources else None
+        drafters = make_drafters(config.speculative)
+        drafting = Drafting(drafters, config.speculative, config.model.max_model_len) if drafters else None
         self.scheduler = Scheduler(
             config.scheduler, self.blocks, block_copy_s=block_copy_s, adapters=slots, drafting=drafting
         )

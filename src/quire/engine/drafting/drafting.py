@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
-
-import numpy as np
 
 from quire.common.batch import Batch
 from quire.common.faults import fault_point
 from quire.common.log import logger
 from quire.config.speculative import SpeculativeConfig
+from quire.engine.drafting.drafters import Drafter
 from quire.engine.drafting.lengths import best_lengths
-from quire.engine.drafting.lookup import NO_DRAFT, Draft, look_up
-from quire.engine.drafting.recent import RecentOutputs
+from quire.engine.drafting.lookup import NO_DRAFT, Draft
 from quire.engine.drafting.row_times import RowTimes
 from quire.engine.requests.sequence import Sequence as Seq
 from quire.engine.requests.sequence import SequenceGroup
@@ -28,11 +26,11 @@ _DECAY = 0.98
 """Of what was learned about a sequence, in each step: after some 50 steps without a draft, one is tried again."""
 _DECAY_OF_ALL = 0.995
 _LONGEST_PAUSE = 16
-"""Steps for which no draft of a sequence is looked for after several that were wrong; a quarter where none was found."""
+"""Steps in which no draft of a sequence is looked for after several were wrong; a quarter if none was found."""
 
 
 class Trust:
-    """How often drafts of one source are right, relative to their odds."""
+    """How often drafts of one drafter are right, relative to their odds."""
 
     __slots__ = ("accepted", "expected")
 
@@ -60,11 +58,11 @@ class SequenceDrafts:
     """What is known about the drafts of one sequence."""
 
     trust: dict[str, Trust]
-    """By source."""
-    source: str = ""
-    """Of the drafts that were proposed last."""
+    """By drafter."""
+    drafter: str = ""
+    """Whose drafts were proposed last."""
     odds: tuple[float, ...] = ()
-    """Theirs, as the source stated them."""
+    """Theirs, as it stated them."""
     pause: int = 0
     """Steps in which no draft is looked for."""
     num_failures: int = 0
@@ -97,33 +95,29 @@ class DraftStats:
 
 
 class Drafting:
-    """Owns the recent outputs, and what was learned about drafts and about the time of rows. Of a sequence it changes
-    `drafting` alone, which it reads again when the step's result is committed.
-
-    Drafts come from three sources: the request's own tokens so far, recent outputs of the same tenant and content key,
-    and the `prediction` that came with the request. Of each sequence the draft is verified that promises most.
+    """Owns the drafters, and what was learned about drafts and about the time of rows. Of a sequence it changes
+    `drafting` alone, which it reads again when the step's result is committed. Of each sequence the draft is verified
+    that promises most.
     """
 
-    def __init__(self, config: SpeculativeConfig, max_model_len: int) -> None:
-        self.config = config
-        self._max_model_len = max_model_len
+    def __init__(self, drafters: Sequence[Drafter], config: SpeculativeConfig, max_model_len: int) -> None:
         self.row_times = RowTimes()
         self.stats = DraftStats(config.num_speculative_tokens)
-        self._recent = RecentOutputs()
+        self._drafters = drafters
+        self._config = config
+        self._max_model_len = max_model_len
         self._seen_shapes = set[tuple[int, int]]()
-        self._trust = {source: Trust() for source in config.sources}
+        self._trust = {drafter.name: Trust() for drafter in drafters}
 
-    def propose(
-        self, sequences: Decodes, num_step_tokens: int, most: int, predict: Seconds
-    ) -> list[tuple[int, ...]]:
+    def propose(self, sequences: Decodes, num_step_tokens: int, most: int, predict: Seconds) -> list[tuple[int, ...]]:
         """For each of these sequences, which draw a token each, the drafts to verify: at most `most` tokens in all,
         beside the `num_step_tokens` that the step runs anyway. `predict` gives the time of a step with prompts."""
         seconds = self._seconds(len(sequences), num_step_tokens, predict)
         if seconds(0) <= 0.0:  # nothing is known yet
             return [()] * len(sequences)
-        needed = _least_odds(len(sequences), seconds) if self.config.is_adaptive else 0.0
+        needed = _least_odds(len(sequences), seconds) if self._config.is_adaptive else 0.0
         drafts = [self._draft(group, seq, needed) for group, seq in sequences]
-        if self.config.is_adaptive:
+        if self._config.is_adaptive:
             lengths = best_lengths([draft.odds for draft in drafts], float(len(sequences)), seconds, most)
         else:
             lengths = _first_lengths([len(draft.token_ids) for draft in drafts], most)
@@ -134,26 +128,26 @@ class Drafting:
         known = seq.drafting
         self.stats.add(num_drafts, num_accepted)
         if known is not None:
-            for trust in (known.trust[known.source], self._trust[known.source]):
+            for trust in (known.trust[known.drafter], self._trust[known.drafter]):
                 trust.observe(known.odds[:num_drafts], num_accepted)
             if num_accepted:
                 known.num_failures = 0
             else:
                 known.wait(_LONGEST_PAUSE)
-            self._trust[known.source].decay(_DECAY_OF_ALL)
+            self._trust[known.drafter].decay(_DECAY_OF_ALL)
 
     def observe_step(self, batch: Batch, seconds: float) -> None:
         """A step took this long. Only those of decodes alone say how long rows take."""
-        if all([s.drawn is not None and len(s.token_ids) == s.drawn.num_rows for s in batch.sequences]):
+        if all(s.drawn is not None and len(s.token_ids) == s.drawn.num_rows for s in batch.sequences):
             shape = len(batch.sequences), batch.num_tokens
             if shape in self._seen_shapes:
                 self.row_times.observe(batch.num_tokens, seconds)
             self._seen_shapes.add(shape)  # the first step of a shape is recorded, which takes longer
 
     def finish(self, group: SequenceGroup, seq: Seq) -> None:
-        """A sequence has ended: others of its tenant may go on alike."""
-        if "recent" in self.config.sources and seq.num_output_tokens > 1:
-            self._recent.add(_scope(group), np.array(seq.output.token_ids, np.int32))
+        """A sequence has ended."""
+        for drafter in self._drafters:
+            drafter.finish(group, seq)
 
     def _seconds(self, num_decodes: int, num_step_tokens: int, predict: Seconds) -> Seconds:
         """The time of the step by its number of drafts. Only ratios mean something."""
@@ -161,51 +155,38 @@ class Drafting:
         return lambda n: of_rows(num_step_tokens + n)
 
     def _draft(self, group: SequenceGroup, seq: Seq, needed: float) -> Draft:
-        """The draft that promises most; none of sources that would have to be more reliable than they are. An exception
-        costs the draft, and nothing else."""
-        known = seq.drafting
+        """The draft that promises most; none of drafters that would have to be more reliable than they are."""
+        known, config = seq.drafting, self._config
         if known is None:
-            known = seq.drafting = SequenceDrafts({source: Trust() for source in self.config.sources})
-        elif known.pause > 0 and self.config.is_adaptive:
+            known = seq.drafting = SequenceDrafts({name: Trust() for name in self._trust})
+        elif known.pause > 0 and config.is_adaptive:
             known.pause -= 1
             return NO_DRAFT
-        best = NO_DRAFT
-        for source in self.config.sources:
-            trust = known.trust[source]
+        best, most = NO_DRAFT, min(config.num_speculative_tokens, self._num_left(group, seq) - 1)
+        for drafter in self._drafters if most > 0 else ():
+            trust = known.trust[drafter.name]
             trust.decay(_DECAY)
-            factor = trust.factor(self._trust[source].factor(1.0))
-            if factor <= needed:
+            factor = trust.factor(self._trust[drafter.name].factor(1.0))
+            if factor <= needed and config.is_adaptive:
                 continue
             try:
                 fault_point("draft.propose", seq.seq_id)
-                found = self._look_up(source, group, seq)
+                found = drafter.propose(group, seq, most)
             except Exception:
-                logger.exception("request %s: no draft, since its source %r failed", group.request_id, source)
+                logger.exception("request %s: the drafter %r failed", group.request_id, drafter.name)
                 continue
             scaled = Draft(found.token_ids, tuple([factor * odds for odds in found.odds]))
             if scaled.expected_tokens > best.expected_tokens:
-                best, known.source, known.odds = scaled, source, found.odds
+                best, known.drafter, known.odds = scaled, drafter.name, found.odds
         if not best.token_ids:
             known.wait(_LONGEST_PAUSE // 4)
         return best
-
-    def _look_up(self, source: str, group: SequenceGroup, seq: Seq) -> Draft:
-        config, history = self.config, seq.history()
-        most = min(config.num_speculative_tokens, self._num_left(group, seq) - 1)
-        text = {"own": history, "recent": self._recent.of(_scope(group)), "prediction": group.prediction}[source]
-        if text is None or most < 1:
-            return NO_DRAFT
-        return look_up(text, history, most, min_match=config.min_match, max_match=config.max_match)
 
     def _num_left(self, group: SequenceGroup, seq: Seq) -> int:
         """How many more tokens the sequence may have."""
         num_tokens, max_tokens = len(seq.token_ids), group.params.max_tokens
         left = self._max_model_len - num_tokens
         return left if max_tokens is None else min(left, seq.num_prompt_tokens + max_tokens - num_tokens)
-
-
-def _scope(group: SequenceGroup) -> Hashable:
-    return group.tenant, group.content_key
 
 
 def _least_odds(num_decodes: int, seconds: Seconds) -> float:

@@ -11,6 +11,7 @@ from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from quire.common.batch import TokenIds
 
@@ -45,7 +46,8 @@ def look_up(text: TokenIds, newest: TokenIds, num_tokens: int, *, min_match: int
 
     At least `min_match` tokens must agree, and no more than `max_match` are compared. Where the text went on in several
     ways, the most frequent one is followed, and of equally frequent ones the latest. `text` may end with `newest`
-    itself, and has END between parts that do not follow each other. The odds are the shares of the occurrences that went on this way, less for a short match.
+    itself, and has END between parts that do not follow each other. The odds are the shares of the occurrences that
+    went on this way, less for a short match.
     """
     num_newest = len(newest)
     if num_newest < min_match or len(text) < 2:
@@ -63,7 +65,7 @@ def look_up(text: TokenIds, newest: TokenIds, num_tokens: int, *, min_match: int
     return _follow(text, ends + 1, num_tokens, num_equal / (num_equal + 1.0))
 
 
-def _follow(text: TokenIds, places: TokenIds, num_tokens: int, odds_of_match: float) -> Draft:
+def _follow(text: TokenIds, places: npt.NDArray[np.intp], num_tokens: int, odds_of_match: float) -> Draft:
     """What follows most often from these places on."""
     token_ids, odds = list[int](), list[float]()
     while len(token_ids) < num_tokens:

@@ -10,6 +10,7 @@ import numpy as np
 from quire.common.batch import TokenIds
 from quire.engine.drafting.lookup import END
 
+
 class RecentOutputs:
     """The tokens of finished outputs by scope, the least recently used scopes forgotten first.
 

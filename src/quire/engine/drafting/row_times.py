@@ -9,7 +9,7 @@ _SHAPE_RATE = 0.1
 _LONGEST = 4.0
 """A step counts as at most this many times its expectation: another program may have had the cores."""
 _PRIOR_SLOPE = 0.05
-"""What a row adds to the time of a step of one row, as long as nothing is known: optimistic, so that drafts are tried."""
+"""What a row adds to the time of a step of one row as long as nothing is known: little, so that drafts are tried."""
 _MOST_ROWS = 1024
 _FORGET_AFTER = 512
 """Steps after which a number of rows that none of them had is forgotten, so that it is tried again."""
@@ -53,8 +53,9 @@ class RowTimes:
 
     def _forget(self) -> None:
         kept = [place for place, step in enumerate(self._last_seen) if step > self._num_steps - _FORGET_AFTER]
-        for column in (self._rows, self._shape, self._last_seen):
-            column[:] = [column[place] for place in kept]  # type: ignore[index]
+        self._rows = [self._rows[place] for place in kept]
+        self._shape = [self._shape[place] for place in kept]
+        self._last_seen = [self._last_seen[place] for place in kept]
 
     def shape(self, num_rows: int) -> float:
         """The time of a step relative to others; only ratios mean something."""
