@@ -113,7 +113,7 @@ class Drafting:
         """For each of these sequences, which draw a token each, the drafts to verify: at most `most` tokens in all,
         beside the `num_step_tokens` that the step runs anyway. `predict` gives the time of a step with prompts."""
         seconds = self._seconds(len(sequences), num_step_tokens, predict)
-        if seconds(0) <= 0.0:  # nothing is known yet
+        if self._config.is_adaptive and seconds(0) <= 0.0:  # nothing is known yet
             return [()] * len(sequences)
         needed = _least_odds(len(sequences), seconds) if self._config.is_adaptive else 0.0
         drafts = [self._draft(group, seq, needed) for group, seq in sequences]
