@@ -54,7 +54,7 @@ def test_drafts_and_batches_in_flight_leave_the_solo_tokens(requests, num_drafts
         harness.check_output(group)
 
 
-@pytest.mark.parametrize(("error_rate", "num_steps"), [(0.0, 4), (1.0, 12)])
+@pytest.mark.parametrize(("error_rate", "num_steps"), [(0.0, 3), (1.0, 12)])
 def test_right_drafts_save_steps_and_wrong_ones_cost_none(error_rate, num_steps):
     harness = Harness(num_blocks=20, draft=Guesser(error_rate=error_rate))
     group = harness.add([1] * 6, 12)
