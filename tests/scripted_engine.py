@@ -33,13 +33,19 @@ class RecitingExecutor:
         self.num_steps += 1
         self.before_step(self.num_steps)
         self.batches.append(batch)
-        drawing = [(sequence, draw) for sequence in batch.sequences if sequence.drawn for draw in sequence.drawn.draws]
-        tokens = tuple(self._next_token(sequence.seq_id, sequence.end) for sequence, _ in drawing)
+        drawing = [
+            (sequence.seq_id, sequence.end - num_behind, draw)
+            for sequence in batch.sequences
+            if sequence.drawn
+            for num_behind in reversed(range(sequence.drawn.num_rows))
+            for draw in sequence.drawn.draws
+        ]
+        tokens = tuple(self._next_token(seq_id, num_tokens) for seq_id, num_tokens, _ in drawing)
         return StepResult(
             tokens,
             {
                 i: logprobs([tokens[i]], draw.logprobs, draw.index)
-                for i, (_, draw) in enumerate(drawing)
+                for i, (_, _, draw) in enumerate(drawing)
                 if draw.logprobs is not None
             },
             {
