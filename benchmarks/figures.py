@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.checkpoint import HIDDEN, VOCAB, ensure_checkpoint
+from benchmarks.checkpoints.dense import HIDDEN, VOCAB, ensure_checkpoint
 from benchmarks.peers import PRECISIONS, ROOT, Engine, LeftOutError, Quire, Transformers, Vllm, num_threads
 from benchmarks.session import Session
 from quire.cli.bench.limits import Limits, WeightCosts

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import figures
 from benchmarks.__main__ import main
-from benchmarks.checkpoint import ensure_checkpoint, random_weights
+from benchmarks.checkpoints.dense import ensure_checkpoint, random_weights
 from benchmarks.drivers.convert_to_gguf import gguf_name
 from benchmarks.drivers.protocol import random_prompts
 from benchmarks.figures import FIGURES, Run

@@ -19,8 +19,8 @@ from quire.kernels.elementwise import (
     softcap,
 )
 from quire.kernels.embedding import embedding, rotary_embedding
-from quire.kernels.experts.products import combine_experts, expert_matmul, group_by_expert, route
-from quire.kernels.experts.weights import ExpertRows, ExpertWeights, Routing
+from quire.kernels.experts.products import combine_experts, expert_matmul, group_by_expert, read_ahead, route
+from quire.kernels.experts.weights import ExpertFiles, ExpertRows, ExpertWeights, Routing
 from quire.kernels.kv_cache import copy_blocks, copy_slots, gather_kv, make_layer_cache, write_kv
 from quire.kernels.lora import add_lora, pack_lora
 from quire.kernels.matmul import matmul, pack_weight, unpack_weight
@@ -32,6 +32,7 @@ from quire.kernels.quantized import (
     pack_integers,
     quantize_weight,
     quantized_bytes,
+    weight_copy,
 )
 from quire.kernels.sampling.draws import processed_logits, sample, top_logprobs
 from quire.kernels.sampling.tensors import LogitChanges, SamplingTensors, TokenLists
@@ -55,6 +56,7 @@ __all__ = [
     "AttentionVariant",
     "Backend",
     "ClampedSwiGLU",
+    "ExpertFiles",
     "ExpertRows",
     "ExpertWeights",
     "KernelGraph",
@@ -103,6 +105,7 @@ __all__ = [
     "processed_logits",
     "quantize_weight",
     "quantized_bytes",
+    "read_ahead",
     "register_backend",
     "rms_norm",
     "rotary_embedding",
@@ -113,5 +116,6 @@ __all__ = [
     "softcap",
     "top_logprobs",
     "unpack_weight",
+    "weight_copy",
     "write_kv",
 ]

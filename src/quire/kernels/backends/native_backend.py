@@ -22,7 +22,7 @@ from quire.kernels.backends.native_arguments import (
 )
 from quire.kernels.backends.recording import KernelGraph
 from quire.kernels.backends.workspace import WeightMemory, Workspace, empty, zeroed_blocks
-from quire.kernels.experts.weights import SCORINGS, ExpertRows, ExpertWeights, Routing
+from quire.kernels.experts.weights import SCORINGS, ExpertFiles, ExpertRows, ExpertWeights, Routing
 from quire.kernels.sampling.tensors import SamplingTensors
 from quire.kernels.variants import ActivationKind, AttentionVariant
 from quire.kernels.weights import MAX_LORA_MODULES, LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
@@ -85,6 +85,9 @@ class NativeBackend:
 
     def mapped_weight(self, n: int, k: int, dtype: torch.dtype, format: str, data: Tensor) -> QuantizedWeight:
         return QuantizedWeight(n, k, dtype, format, data, data.data_ptr())
+
+    def weight_copy(self, data: Tensor) -> Tensor:
+        return self._weights.empty(data.nbytes).copy_(data)
 
     def quantize_weight(self, weight: Tensor, format: str) -> QuantizedWeight | None:
         n, k = weight.shape
@@ -171,6 +174,9 @@ class NativeBackend:
         to = starts.data_ptr(), pairs.data_ptr(), places.data_ptr()
         self.native.group_by_expert(ids.data_ptr(), count, num_experts, *to)
         return ExpertRows(ids.shape[1], starts, pairs, places)
+
+    def read_ahead(self, files: ExpertFiles, rows: ExpertRows) -> None:
+        self.native.read_ahead(files.ranges.ctypes.data, *files.ranges.shape[:2], rows.starts.data_ptr())
 
     def expert_matmul(self, x: Tensor, experts: ExpertWeights, rows: ExpertRows, of_tokens: bool, out: Tensor) -> None:
         count, k, start = len(out), experts.k, 0
