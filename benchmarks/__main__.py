@@ -12,8 +12,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.engines.peers import ENGINES, ROOT
 from benchmarks.figures import FIGURES, Row, Run
-from benchmarks.peers import ENGINES, ROOT
 from benchmarks.report import write_report
 
 

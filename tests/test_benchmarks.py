@@ -14,9 +14,9 @@ from benchmarks.checkpoints.dense import ensure_checkpoint, random_weights
 from benchmarks.drivers.convert_to_gguf import gguf_name
 from benchmarks.drivers.protocol import random_prompts
 from benchmarks.figures import FIGURES, Run
-from benchmarks.peers import PRECISIONS, Engine, LeftOutError
+from benchmarks.engines.peers import PRECISIONS, Engine, LeftOutError
 from benchmarks.report import write_report
-from benchmarks.session import Session
+from benchmarks.engines.session import Session
 
 DRIVER = """
 import sys
