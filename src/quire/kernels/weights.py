@@ -42,6 +42,15 @@ class PackedWeight:
         return self.data.nbytes
 
 
+class HeadWeights:
+    """A matrix [n, k] for each head, as `pack_heads` lays them out: packed ones, one behind the other, or on the
+    reference backend the matrices themselves [num_heads, n, k]."""
+
+    def __init__(self, num_heads: int, n: int, k: int, dtype: torch.dtype, data: Tensor) -> None:
+        self.num_heads, self.n, self.k, self.dtype, self.data = num_heads, n, k, dtype, data
+        self.address = 0 if data.is_meta else data.data_ptr()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedWeight:
     """A weight [n, k] as integers and scales. The native layout is the same for every ISA variant and machine.

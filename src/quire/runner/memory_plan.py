@@ -74,6 +74,7 @@ class MemoryPlan:
             "kv_cache_dtype": self.kv_cache_dtype,
             "kv_cache_bytes": self.kv_cache.total_bytes,
             "swap_bytes": self.kv_cache.host_bytes,
+            "kv_bytes_per_token": self.kv_cache.bytes_per_token,
             "num_blocks": self.kv_cache.num_blocks,
             "block_size": self.kv_cache.block_size,
             "kv_cache_tokens": self.kv_cache.max_tokens if self.kv_cache.is_length_bounded else None,
