@@ -25,7 +25,9 @@ BLOCK_SIZE = 4
 
 def unwritten_memory(spec: KVCacheSpec, num_blocks: int, dtype: torch.dtype) -> Tensor:
     """Large values where nothing was written: a read of another sequence's or a future slot shows."""
-    return torch.full((num_blocks * spec.block_bytes(BLOCK_SIZE) // dtype.itemsize,), 99.0, dtype=dtype).view(torch.uint8)
+    return torch.full((num_blocks * spec.block_bytes(BLOCK_SIZE) // dtype.itemsize,), 99.0, dtype=dtype).view(
+        torch.uint8
+    )
 
 
 class PagedRun:

@@ -20,7 +20,14 @@ LATENT: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek-v2-lite": (
         "DeepseekV2ForCausalLM",
-        DEEPSEEK | {"q_lora_rank": None, "num_attention_heads": 5, "num_key_value_heads": 5, "v_head_dim": 36, "hidden_size": 40},
+        DEEPSEEK
+        | {
+            "q_lora_rank": None,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 5,
+            "v_head_dim": 36,
+            "hidden_size": 40,
+        },
     ),
     "deepseek-v3": (
         "DeepseekV3ForCausalLM",

@@ -67,7 +67,12 @@ class Decoding:
 @torch.inference_mode()
 @pytest.mark.parametrize(
     ("variant", "kv_cache_dtype"),
-    [(variant, dtype) for variant in VARIANTS for dtype in ("auto", "int8") if dtype == "auto" or variant not in LATENT],
+    [
+        (variant, dtype)
+        for variant in VARIANTS
+        for dtype in ("auto", "int8")
+        if dtype == "auto" or variant not in LATENT
+    ],
 )
 def test_every_model_can_be_replayed(variant: str, kv_cache_dtype: str, save_checkpoint: Any) -> None:
     architecture, fields = VARIANTS[variant]

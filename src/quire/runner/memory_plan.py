@@ -87,7 +87,7 @@ class MemoryPlan:
         library = ["transformers' modules"] if model.model_impl == "transformers" else []
         weights = [f"{model.quantization} weights"] if model.quantization else []
         kinds = [model.architecture, *library, model.dtype, *weights]
-        capacity = f"{cache.max_tokens} tokens in {self.kv_cache_dtype}"
+        capacity = f"{cache.max_tokens} tokens in {self.kv_cache_dtype}, {cache.bytes_per_token:.0f} bytes each"
         if not cache.is_length_bounded:
             most = cache.blocks_to_hold(self.max_model_len)
             capacity = f"in {self.kv_cache_dtype}; a sequence holds at most {most}, however long it is"

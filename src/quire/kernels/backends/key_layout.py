@@ -48,9 +48,7 @@ def make_layer_cache(
     )
 
 
-def make_latent_cache(
-    buffer: Tensor, num_blocks: int, block_size: int, width: int, dtype: torch.dtype
-) -> Tensor:
+def make_latent_cache(buffer: Tensor, num_blocks: int, block_size: int, width: int, dtype: torch.dtype) -> Tensor:
     """View a buffer, as that of `make_layer_cache`, as one layer's latents [num_blocks, block_size, width].
 
     Kernels read them in units of LANE_BYTES.

@@ -73,7 +73,9 @@ def latent_attention(
     for s, seq_len in enumerate(seq_lens.tolist()):
         rows = slice(int(query_start[s]), int(query_start[s + 1]))
         positions = torch.arange(seq_len, device=query.device)
-        keys = cache[block_tables[s].long()[positions // block_size], positions % block_size].float()  # [seq_len, width]
+        keys = cache[
+            block_tables[s].long()[positions // block_size], positions % block_size
+        ].float()  # [seq_len, width]
         scores = torch.einsum("qhd,kd->hqk", query[rows].float(), keys) * scale
         is_hidden = positions > positions[seq_len - scores.shape[1] :, None]
         probs = scores.masked_fill(is_hidden, -torch.inf).softmax(-1)

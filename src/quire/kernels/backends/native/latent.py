@@ -54,7 +54,9 @@ class NativeLatentKernels:
         num_bytes = int(self._native.packed_bytes(n, k, size))
         data = self._weights.empty(num_heads * num_bytes)
         for head, weight in enumerate(weights):
-            self._native.pack(weight.data_ptr(), weight.stride(0) * size, n, k, size, data.data_ptr() + head * num_bytes)
+            self._native.pack(
+                weight.data_ptr(), weight.stride(0) * size, n, k, size, data.data_ptr() + head * num_bytes
+            )
         return HeadWeights(num_heads, n, k, weights.dtype, data)
 
     def multiply_heads(self, x: Tensor, weights: HeadWeights) -> Tensor:
