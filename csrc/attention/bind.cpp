@@ -13,12 +13,15 @@ void bind_attention(nb::module_& module) {
           int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t num_blocks, int64_t block_size,
           int64_t sliding_window, int64_t chunk_size, float scale, float softcap, const float* sinks,
           const float* slopes, void* out) {
-        paged_attention(
-            DType(dtype),
-            {query,       query_stride, int8_cache,   k_cache,      v_cache,     k_block_stride, v_block_stride,
-             query_start, seq_lens,     block_tables, table_stride, table_width, num_tokens,     num_seqs,
-             num_heads,   num_kv_heads, head_dim,     head_dim,     num_blocks,  block_size,     sliding_window,
-             chunk_size,  scale,        softcap,      sinks,        slopes,      out});
+        paged_attention(DType(dtype), {query,          query_stride, int8_cache,
+                                       k_cache,        v_cache,      k_block_stride,
+                                       v_block_stride, query_start,  seq_lens,
+                                       block_tables,   table_stride, table_width,
+                                       num_tokens,     num_seqs,     num_heads,
+                                       num_kv_heads,   head_dim,     head_dim,
+                                       num_blocks,     block_size,   sliding_window,
+                                       chunk_size,     scale,        softcap,
+                                       sinks,          slopes,       out});
       });
   add_kernel(
       module, "latent_attention",

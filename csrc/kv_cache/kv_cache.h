@@ -2,9 +2,9 @@
 //
 // One block of one layer: keys [num_kv_heads, head_dim / pack, block_size, pack], where pack elements fill four bytes,
 // and values [num_kv_heads, block_size, head_dim]. An int8 key is rotated, and has two lanes more: the float32 scales
-// of the key and of the value. Latents are values of one head without keys. Both caches may be views into one buffer, so the stride from block to block is free;
-// within a block everything is contiguous. All sizes here are in bytes; a "lane" is four bytes of a key. Slots and
-// blocks that the cache does not have are refused with std::invalid_argument.
+// of the key and of the value. Latents are values of one head without keys. Both caches may be views into one buffer,
+// so the stride from block to block is free; within a block everything is contiguous. All sizes here are in bytes; a
+// "lane" is four bytes of a key. Slots and blocks that the cache does not have are refused with std::invalid_argument.
 #pragma once
 
 #include <cstdint>

@@ -115,7 +115,7 @@ def test_the_cache_is_as_small_as_latent_attention_promises(deepseek: Any) -> No
 
 
 def test_the_scale_holds_the_square_of_the_mscale() -> None:
-    attention = DeepseekV2ForCausalLM.attention_shape(HFConfig(V2_LITE, "config.json"), 0)
+    attention = DeepseekV2ForCausalLM.latent_shape(HFConfig(V2_LITE, "config.json"))
     assert attention.scale == pytest.approx(192**-0.5 * (0.0707 * 3.6888794541 + 1) ** 2)
 
 

@@ -58,8 +58,8 @@ def latent_attention(
 ) -> Tensor:
     """Attention over latents, as backends/reference_attention.py defines it -> [num_tokens, num_heads, value_dim].
 
-    query [num_tokens, num_heads, width], contiguous; cache as make_latent_cache makes it. All else, and what is promised
-    of the bits, is as for paged_attention.
+    query [num_tokens, num_heads, width], contiguous; cache as make_latent_cache makes it. All else, and what is
+    promised of the bits, is as for paged_attention.
     """
     backend = backend_of(cache)
     fits = (
@@ -120,8 +120,8 @@ def _tables_match(backend: Backend, query_start: Tensor, seq_lens: Tensor, block
 
 
 _LATENT_TAKES = (
-    "contiguous query [num_tokens, num_heads, width] and cache [num_blocks, block_size, width] as make_latent_cache makes "
-    "it, of the same dtype, int32 query_start [num_seqs + 1], seq_lens [num_seqs] and block_tables "
+    "contiguous query [num_tokens, num_heads, width] and cache [num_blocks, block_size, width] as make_latent_cache "
+    "makes it, of the same dtype, int32 query_start [num_seqs + 1], seq_lens [num_seqs] and block_tables "
     "[num_seqs, max_blocks], all on one device, and a value_dim up to width"
 )
 _TAKES = (

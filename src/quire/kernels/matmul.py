@@ -58,7 +58,7 @@ def matmul(x: Tensor, packed: Matrix, bias: Tensor | None = None, out_dtype: tor
 
 
 def pack_heads(weights: Tensor) -> HeadWeights:
-    """Copy a matrix for each head, [num_heads, n, k] float32 or bfloat16 with stride 1 in k, into the kernels' layout."""
+    """Copy a matrix for each head, [num_heads, n, k] float32 or bfloat16 of stride 1 in k, into the kernels' layout."""
     shape = weights.shape
     if weights.dtype not in DTYPES or len(shape) != 3 or min(shape) < 1 or (weights.stride(2) != 1 and shape[2] > 1):
         raise refusal("pack_heads", "weights [num_heads, n, k] float32 or bfloat16 with stride 1 in k", weights=weights)

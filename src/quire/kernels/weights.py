@@ -1,5 +1,6 @@
 """Weights in the layout that a backend's kernels read."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,8 +47,10 @@ class HeadWeights:
     """A matrix [n, k] for each head, as `pack_heads` lays them out: packed ones, one behind the other, or on the
     reference backend the matrices themselves [num_heads, n, k]."""
 
-    def __init__(self, num_heads: int, n: int, k: int, dtype: torch.dtype, data: Tensor) -> None:
-        self.num_heads, self.n, self.k, self.dtype, self.data = num_heads, n, k, dtype, data
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, data: Tensor) -> None:
+        """`shape` is [num_heads, n, k]."""
+        self.num_heads, self.n, self.k = shape
+        self.dtype, self.data = dtype, data
         self.address = 0 if data.is_meta else data.data_ptr()
 
 

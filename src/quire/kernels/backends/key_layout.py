@@ -56,7 +56,8 @@ def make_latent_cache(buffer: Tensor, num_blocks: int, block_size: int, width: i
     sizes = {"num_blocks": num_blocks, "block_size": block_size, "width": width}
     if dtype not in DTYPES or min(sizes.values()) < 1 or width * dtype.itemsize % LANE_BYTES:
         raise KernelError(
-            f"a cache of latents has positive sizes, and holds float32 or bfloat16 of an even width; got {dtype} {sizes}"
+            "a cache of latents has positive sizes, and holds float32 or bfloat16 of an even width; "
+            f"got {dtype} {sizes}"
         )
     block_bytes = block_size * width * dtype.itemsize
     return _block_rows(buffer, num_blocks, block_bytes).view(dtype).view(num_blocks, block_size, width)

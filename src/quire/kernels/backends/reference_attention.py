@@ -1,4 +1,4 @@
-"""The definitions of paged attention, and of multi-head latent attention, in plain torch, beside those in reference.py."""
+"""The definitions of paged attention and of latent attention in plain torch, beside the others in reference.py."""
 
 import torch
 import torch.nn.functional as F
@@ -61,7 +61,7 @@ def latent_attention(
     value_dim: int,
     scale: float,
 ) -> Tensor:
-    """Causal attention of a mixed batch over paged latents (DeepSeek-AI 2024, "DeepSeek-V2"), with absorbed projections.
+    """Causal attention over paged latents, with absorbed projections (DeepSeek-AI 2024, "DeepSeek-V2").
 
     query [num_tokens, num_heads, width]; cache [num_blocks, block_size, width]; the rest is as `paged_attention` says.
     All heads read the same row of a token: the row is the key, and its first `value_dim` elements are the value.

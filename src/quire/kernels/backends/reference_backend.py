@@ -35,7 +35,7 @@ class ReferenceLatentKernels:
     attention = staticmethod(reference_attention.latent_attention)
 
     def pack_heads(self, weights: Tensor) -> HeadWeights:
-        return HeadWeights(*weights.shape, weights.dtype, weights.detach().clone())
+        return HeadWeights(weights.shape, weights.dtype, weights.detach().clone())
 
     def multiply_heads(self, x: Tensor, weights: HeadWeights) -> Tensor:
         return reference_attention.multiply_heads(x, weights.data)

@@ -178,14 +178,14 @@ class _LatentShapes(ReferenceLatentKernels):
     def __init__(self, backend: ShapesBackend) -> None:
         self._empty = backend.empty
 
-    def write(self, latents: Tensor, rotary: Tensor, cache: Tensor, slots: Tensor) -> None: ...  # type: ignore[override]
+    def write(self, latents: Tensor, rotary: Tensor, cache: Tensor, slots: Tensor) -> None: ...
 
-    def attention(self, query: Tensor, cache: Tensor, *others: Any) -> Tensor:  # type: ignore[override]
+    def attention(self, query: Tensor, cache: Tensor, *others: Any) -> Tensor:
         value_dim = others[-2]
         return self._empty((*query.shape[:2], value_dim), query.dtype)
 
     def pack_heads(self, weights: Tensor) -> HeadWeights:
-        return HeadWeights(*weights.shape, weights.dtype, weights)
+        return HeadWeights(weights.shape, weights.dtype, weights)
 
     def multiply_heads(self, x: Tensor, weights: HeadWeights) -> Tensor:
         return self._empty((*x.shape[:2], weights.n + x.shape[2] - weights.k), x.dtype)

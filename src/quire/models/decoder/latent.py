@@ -6,7 +6,8 @@ first one into the space of latents, where it meets the latents themselves, and 
 the second one. So a token keeps one row, and its bits do not depend on how its prompt was cut (ADR 0043).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +19,15 @@ from quire.models.layers.linear import Linear, Projection, output_linear
 from quire.models.layers.norm import make_norm
 from quire.models.layers.rotary import RotaryEmbedding
 
+Step = Callable[[Tensor, BatchTensors], Tensor]
+"""From [num_tokens, hidden] to queries [num_tokens, num_heads * head_dim]."""
+
 
 class HeadProjections(Projection):
     """The heads' matrices from the latent to keys and values, which a checkpoint has in one tensor: for each head its
     keys' and then its values' rows. They stay in the dtype of the computation."""
 
-    is_quantizable = False
+    is_quantizable: ClassVar[bool] = False
 
     def __init__(self, shape: LatentAttentionShape, dtype: torch.dtype) -> None:
         sizes = self._sizes = (shape.plain_dim, shape.value_dim)
@@ -35,7 +39,8 @@ class HeadProjections(Projection):
     def set_weights(self, tensors: Mapping[str, Tensor]) -> None:
         packed = self.format.matrix(tensors, self.shape, self.dtype)
         assert isinstance(packed, kernels.PackedWeight)
-        keys, values = kernels.unpack_weight(packed).unflatten(0, (self._num_heads, -1)).split(self._sizes, dim=1)
+        rows = kernels.unpack_weight(packed).view(self._num_heads, -1, self.shape[1])  # [num_heads, both, rank]
+        keys, values = rows.split_with_sizes(self._sizes, dim=1)
         self.absorbs_queries = kernels.pack_heads(keys.transpose(1, 2).contiguous())  # [num_heads, rank, plain_dim]
         self.gives_values = kernels.pack_heads(values)  # [num_heads, value_dim, rank]
 
@@ -51,7 +56,7 @@ class LatentAttention(nn.Module):
         query_size, bias = shape.num_heads * shape.head_dim, shape.has_bias
         if shape.query_rank is None:
             self.q_proj = Linear(hidden_size, query_size, bias=False, dtype=dtype)
-            self._queries = self.q_proj
+            self._queries: Step = self.q_proj
         else:
             self.q_a_proj = Linear(hidden_size, shape.query_rank, bias=bias, dtype=dtype)
             self.q_a_layernorm = make_norm(shape.query_rank, shape.norm)
@@ -73,7 +78,7 @@ class LatentAttention(nn.Module):
     def forward(self, x: Tensor, batch: BatchTensors, kv: LayerLatents) -> Tensor:
         """x [num_tokens, hidden] -> as x; writes the latents of the tokens into `kv`."""
         shape, group = self.shape, batch.groups[kv.group]
-        query = self._queries(x, batch).unflatten(1, (-1, shape.head_dim))  # [num_tokens, num_heads, head_dim]
+        query = self._queries(x, batch).view(len(x), -1, shape.head_dim)  # [num_tokens, num_heads, head_dim]
         latent, key = self.kv_a_proj_with_mqa(x, batch).unsqueeze(1).split([shape.rank, shape.rope.rotary_dim], dim=2)
         self.rotary(batch.positions, query[:, :, shape.plain_dim :], key)  # key [num_tokens, 1, rotary_dim]
         kernels.write_latents(self.kv_a_layernorm(latent).squeeze(1), key.squeeze(1), kv.rows, group.slots)

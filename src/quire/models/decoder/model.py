@@ -14,7 +14,7 @@ from quire.config.model import ModelConfig, rope_config
 from quire.models.base import CausalLM
 from quire.models.decoder.layers import LAYERS, DecoderLayer, summing
 from quire.models.decoder.reading import check_experts, read_heads
-from quire.models.decoder.shapes import AttentionShape, DecoderShape, LatentAttentionShape, LayerShape, MLPShape
+from quire.models.decoder.shapes import AttentionShape, DecoderShape, LayerShape, MLPShape
 from quire.models.layers.activation import activation_kind
 from quire.models.layers.batch_tensors import BatchTensors, LayerCache
 from quire.models.layers.embedding import Embedding, TiedLmHead, token_table
@@ -137,7 +137,7 @@ class Decoder(CausalLM):
         return LayerShape(cls.attention_shape(hf, layer), mlp, cls.norm_shape(hf))
 
     @classmethod
-    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape | LatentAttentionShape:
+    def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
         """Of layer number `layer`: here full attention without biases."""
         num_heads, num_kv_heads, head_dim = read_heads(hf, cls.default_head_dim)
         rope = cls.rope_shape(hf, layer, head_dim)

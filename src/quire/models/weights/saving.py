@@ -103,7 +103,7 @@ def _tensors(model: Model, config: ModelConfig, checkpoint: Checkpoint) -> list[
                 shape = (sum(each.spec.num_bytes for each in group if each.name != "bias"),)
                 packed.append(_Saved(f"{name}.weight", "U8", shape, *shape, partial(_packed, layer, loader)))
                 group = [each for each in group if each.name == "bias"]
-            elif isinstance(kind, Expanded):
+            elif isinstance(kind, Expanded) and isinstance(layer, Projection):
                 dtype, num_bytes = getattr(torch, config.dtype), sum(each.spec.num_bytes for each in group)
                 made = partial(_expanded, layer, loader)
                 plain.append(_Saved(f"{name}.weight", _SPELLINGS[config.dtype], layer.shape, num_bytes, made))

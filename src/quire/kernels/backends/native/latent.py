@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from quire.kernels.backends import key_layout
@@ -57,10 +56,10 @@ class NativeLatentKernels:
             self._native.pack(
                 weight.data_ptr(), weight.stride(0) * size, n, k, size, data.data_ptr() + head * num_bytes
             )
-        return HeadWeights(num_heads, n, k, weights.dtype, data)
+        return HeadWeights(weights.shape, weights.dtype, data)
 
     def multiply_heads(self, x: Tensor, weights: HeadWeights) -> Tensor:
-        (num_tokens, num_heads, width), tail = x.shape, x.shape[2] - weights.k
+        (num_tokens, num_heads), tail = x.shape[:2], x.shape[2] - weights.k
         out = empty((num_tokens, num_heads, weights.n + tail), x.dtype)
         given = x.data_ptr(), x.stride(0), x.stride(1), num_tokens, num_heads
         matrices = weights.n, weights.k, tail, weights.address

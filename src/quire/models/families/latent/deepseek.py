@@ -8,7 +8,7 @@ from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig, rope_config
 from quire.models.decoder.model import Decoder
 from quire.models.decoder.reading import prediction_layer, read_routing
-from quire.models.decoder.shapes import LatentAttentionShape
+from quire.models.decoder.shapes import LatentAttentionShape, LayerShape
 from quire.models.families.mixtures.glm4_moe import corrected_experts
 from quire.models.layers.activation import activation_kind
 from quire.models.layers.experts import ExpertsShape
@@ -23,7 +23,13 @@ class LatentDecoder(Decoder):
     has_interleaved_rope: ClassVar[bool] = True
 
     @classmethod
-    def attention_shape(cls, hf: HFConfig, layer: int) -> LatentAttentionShape:
+    def layer_shape(cls, hf: HFConfig, layer: int) -> LayerShape:
+        mlp = cls.experts_shape(hf, layer) or cls.mlp_shape(hf, layer)
+        return LayerShape(cls.latent_shape(hf), mlp, cls.norm_shape(hf))
+
+    @classmethod
+    def latent_shape(cls, hf: HFConfig) -> LatentAttentionShape:
+        """The attention of every layer."""
         plain_dim, rotary_dim = hf.size("qk_nope_head_dim"), hf.size("qk_rope_head_dim")
         parameters, rank = rope_config(hf), hf.size("kv_lora_rank")
         if rank % 2:
