@@ -17,11 +17,13 @@ from quire.config.kv_cache import LatentSpec
 from quire.config.kv_layout import kv_cache_config
 from quire.config.model import ModelConfig
 from quire.models.adapters.adapter import projections
+from quire.models.adapters.peft import read_adapter
 from quire.models.families.latent.deepseek import DeepseekV2ForCausalLM
 from quire.models.weights.loader import build_model, load_model, open_weights, weight_bytes
 from quire.models.weights.saving import save_quantized
 from quire.runner.memory_plan import plan_memory
 from tests.kernels.isas import needs_native
+from tests.models.adapters import make_tensors, write_adapter
 from tests.models.latent import DEEPSEEK, LATENT
 from tests.models.test_against_transformers import oracle_logits
 from tests.models.test_packed_integers import logits_of
@@ -208,8 +210,12 @@ def test_configs_that_cannot_be_run_are_refused(changes: Any, error: Any, messag
         load_model(config)
 
 
-def test_adapters_go_to_every_projection_but_the_heads_matrices(deepseek: Any) -> None:
+def test_adapters_go_to_every_projection_but_the_heads_matrices(deepseek: Any, tmp_path: Path) -> None:
     config = ModelConfig.resolve(deepseek[0])
     model = build_model(config, open_weights(config))
     adapted = {name.rpartition(".")[2] for _, names in projections(model) for name in names if "self_attn" in name}
     assert adapted == {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"}
+    tensors = make_tensors({"model.layers.0.self_attn.kv_b_proj": (88, 24)}, 4)
+    folder = write_adapter(tmp_path / "adapter", tensors, target_modules=["kv_b_proj"], r=4, lora_alpha=4)
+    with pytest.raises(UnsupportedModelError, match=r"kv_b_proj': this model has no such module, or it cannot have"):
+        read_adapter(folder, model, 8)
