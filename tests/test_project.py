@@ -145,7 +145,9 @@ def test_links_and_paths_in_documents_exist(document: Path) -> None:
 def test_workflows_call_targets_that_make_has() -> None:
     targets = set(re.findall(r"^([\w-]+):", read("Makefile"), re.MULTILINE))
     scripts = [ROOT / ".ci" / "run", *(ROOT / ".github" / "workflows").glob("*.yml"), ROOT / "README.md"]
-    called = {name for path in scripts for name in re.findall(r"\bmake ([a-z][a-z-]*)\b", path.read_text(encoding="utf-8"))}
+    called = {
+        name for path in scripts for name in re.findall(r"\bmake ([a-z][a-z-]*)\b", path.read_text(encoding="utf-8"))
+    }
     for words in re.findall(r"^make (.+) </dev/null$", read(".ci/run"), re.MULTILINE):
         called |= {word for word in words.split() if not re.search(r"^-|=", word)}
     assert {"run", "test-all", "lint", "docs", "wheel", "arm64", "coverage"} <= called
