@@ -47,7 +47,7 @@ def silence():
 LIVE = {
     "idle": "ready(); beats(lambda i: 0, False, 40)",
     "busy and getting on": "ready(); beats(lambda i: i, True, 40)",
-    "busy for a short while": "ready(); beats(lambda i: i // 5, True, 40)",
+    "busy for a short while": "ready(); beats(lambda i: i // 10, True, 40)",
     "loading for long": "beats(lambda i: 0, False, 40); ready()",
 }
 HANG = {
