@@ -10,7 +10,7 @@ import numpy as np
 import safetensors.torch
 import torch
 
-from quire.config.checkpoint.gguf.architectures import ARCHITECTURES
+from quire.config.checkpoint.gguf.table import ARCHITECTURES
 
 Kind = gguf.GGMLQuantizationType
 
