@@ -30,6 +30,7 @@ class DbrxForCausalLM(Decoder):
         (r"\.ffn\.router\.layer\.", ".mlp.gate."),
         (r"\.ffn\.experts\.mlp\.", ".mlp.experts."),
     )
+    fused = {"gate_up_proj": ("gate_proj", "up_proj")}
 
     @classmethod
     def stacks(cls, config: ModelConfig) -> tuple[Stack, ...]:
