@@ -133,6 +133,8 @@ def add_sizes(writer: gguf.GGUFWriter, fields: Mapping[str, Any]) -> None:
     if "rms_norm_eps" not in fields and "layer_norm_eps" not in fields:
         writer.add_layer_norm_eps(1e-5)
     writer.add_head_count_kv(1 if is_one and fields["multi_query"] else num_kv_heads)
+    if fields.get("moe_num_shared_experts"):
+        writer.add_expert_shared_feed_forward_length(width // num_kv_heads)
     if fields.get("head_dim"):
         writer.add_key_length(fields["head_dim"])
         writer.add_value_length(fields["head_dim"])

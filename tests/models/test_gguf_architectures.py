@@ -27,8 +27,8 @@ CHANGES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 6, "layer_types": [SLIDING] * 5 + [FULL], "query_pre_attn_scalar": 16
     },
     "glm": {}, "glm4": {}, "glm4-moe-groups": {}, "gpt2": {}, "gptj": {}, "gpt-neox": {}, "gpt-neox-serial": {},
-    "gpt-oss": {"num_hidden_layers": 2},
-    "gpt-oss-yarn-full": {"layer_types": [SLIDING, FULL], "swiglu_limit": 7.0}, "granite": {},
+    "gpt-oss": {"num_hidden_layers": 2, "moe_intermediate_size": 48},
+    "gpt-oss-yarn-full": {"layer_types": [SLIDING, FULL], "swiglu_limit": 7.0, "moe_intermediate_size": 48}, "granite": {},
     "granite-moe": {}, "hunyuan": {}, "hunyuan-alpha": {}, "llama-biases": {}, "mpt": {"attn_config": ALIBI},
     "mpt-clipped": {"attn_config": ALIBI | {"clip_qkv": 1.0}}, "nemotron": {}, "olmo-clipped": {}, "olmo2": {},
     "olmo3": {}, "phi": {}, "phi3": {}, "phi3-partial-longrope": {},
