@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -30,17 +31,22 @@ def convert(
     *,
     dequantized: bool = False,
     tokenizer: bool = False,
+    fuse_qkv: bool = False,
+    extra: Mapping[str, np.ndarray] = MappingProxyType({}),
     **keys: Any,
 ) -> Path:
     """Write the checkpoint's tensors to `path`, matrices in the type that `kind_of` gives for their names there.
 
-    With `dequantized` the file holds the numbers that the blocks would stand for.
+    With `dequantized` the file holds the numbers that the blocks would stand for; with `fuse_qkv`, queries, keys and
+    values in one tensor. `extra` are tensors of a further layer.
     """
     fields = ModelConfig.resolve(folder).hf_config
     name = fields["architectures"][0]
     arch = next(arch for arch, each in ARCHITECTURES.items() if name in (each.name, each.mixture, each.windowed))
     writer = gguf.GGUFWriter(path, arch)
     add_sizes(writer, fields)
+    writer.add_block_count(fields["num_hidden_layers"] + bool(extra))
+    writer.add_nextn_predict_layers(int(bool(extra)))
     add_rope(writer, fields)
     for key, add in KEYS.items():
         if (value := at(fields, key)) is not None:
@@ -53,7 +59,8 @@ def convert(
         writer.add_string(key, value)
     if tokenizer:
         add_tokenizer(writer, folder)
-    for theirs, array in converted(folder, arch, fields, writer):
+    tensors = dict(converted(folder, arch, fields, writer))
+    for theirs, array in ((fused(tensors) if fuse_qkv else tensors) | dict(extra)).items():
         kind = kind_of(theirs) if array.ndim > 1 else Kind.F32
         data = gguf.quants.quantize(np.ascontiguousarray(array), kind)
         if dequantized:
@@ -125,7 +132,6 @@ def add_sizes(writer: gguf.GGUFWriter, fields: Mapping[str, Any]) -> None:
     width = fields.get("intermediate_size") or at(fields, "ffn_config.ffn_hidden_size") or 4 * hidden_size
     num_kv_heads = at(fields, "attn_config.kv_n_heads") or fields.get("num_key_value_heads") or num_heads
     is_one = fields["architectures"] == ["FalconForCausalLM"] and not fields["new_decoder_architecture"]
-    writer.add_block_count(fields["num_hidden_layers"])
     writer.add_context_length(fields["max_position_embeddings"])
     writer.add_embedding_length(hidden_size)
     writer.add_feed_forward_length(width)
@@ -206,6 +212,16 @@ def name_in_file(names: gguf.TensorNameMap, name: str) -> str:
         if found := names.get_name(spelling, try_suffixes=(".weight", ".bias")):
             return str(found)
     raise KeyError(name)
+
+
+def fused(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The same with queries, keys and values of a layer in one tensor."""
+    queries = [name for name in tensors if ".attn_q." in name]
+    groups = {name: [name.replace("attn_q", f"attn_{kind}") for kind in "qkv"] for name in queries}
+    taken = {name for group in groups.values() for name in group}
+    found = {name.replace("attn_q", "attn_qkv"): np.concatenate([tensors[each] for each in group])
+             for name, group in groups.items()}  # fmt: skip
+    return {name: array for name, array in tensors.items() if name not in taken} | found
 
 
 def ungrouped(array: np.ndarray, num_heads: int, num_kv_heads: int) -> np.ndarray:

@@ -45,15 +45,15 @@ _BY_NAMES: Mapping[tuple[str, ...], PreTokenizer] = {
         *("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "gigachat", "a.x-4.0", "mellum"),
         "exaone4",
     ): PreTokenizer((GPT2,)),
-    (
-        *("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"),
-    ): PreTokenizer((_DIGIT, GPT2)),
+    (*("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"),): PreTokenizer(
+        (_DIGIT, GPT2)
+    ),
     ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"): _LLAMA3,
     ("smaug-bpe", "dbrx", "chatglm-bpe"): PreTokenizer((WORDS % _TO_3_DIGITS,)),
     ("glm4", "glm5"): PreTokenizer((WORDS % _TO_3_DIGITS,), whole_words=True),
     ("minicpm5",): PreTokenizer((_TO_3_DIGITS, WORDS % r"\p{N}+"), whole_words=True),
     ("jais-2",): PreTokenizer((WORDS.removesuffix(r"\s+(?!\S)|\s+") % _TO_3_DIGITS + _RUNS_OF_SPACES,)),
-    ("qwen2", "deepseek-r1-qwen", "megrez", "kormo", "f2llmv2"): _QWEN2,
+    ("qwen2", "deepseek-r1-qwen", "megrez", "f2llmv2"): _QWEN2,
     ("qwen35",): PreTokenizer(
         (
             CONTRACTION + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|"
@@ -61,7 +61,7 @@ _BY_NAMES: Mapping[tuple[str, ...], PreTokenizer] = {
         ),
         composes=True,
     ),
-    ("stablelm2", "hunyuan", "solar-open", "grok-2"): PreTokenizer((WORDS % _DIGIT,)),
+    ("stablelm2", "hunyuan", "solar-open", "grok-2", "kormo"): PreTokenizer((WORDS % _DIGIT,)),
     ("laguna",): PreTokenizer((r"[^\n]+|[\n]+", WORDS % _DIGIT)),
     ("ufakzeka",): PreTokenizer((WORDS.removeprefix(CONTRACTION + "|") % _DIGIT,)),
     ("seed-coder",): PreTokenizer(

@@ -109,11 +109,12 @@ class Architecture:
     def weight_names(self, name: str) -> tuple[str, ...]:
         """The names of a tensor, or of its ranges of rows, in a checkpoint of the class: its own if it is unknown."""
         match = _TENSOR.fullmatch(name)
-        own = None if match is None else f"{match['module']}.{match['kind']}"
-        for key in () if match is None else (own, match["module"]):
+        if match is None:
+            return (name,)
+        own = f"{match['module']}.{match['kind']}"
+        for key, suffix in ((own, ""), (match["module"], f".{match['kind']}")):
             found = self.modules.get(key) or DECODER.get(key)
             if found is not None:
-                suffix = "" if key == own else f".{match['kind']}"
                 return tuple(self._rooted(f"{module}{suffix}", match["layer"]) for module in _each(found))
         return (name,)
 

@@ -6,7 +6,7 @@ Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, and those that 
 from collections.abc import Mapping
 from typing import Any
 
-from quire.common.errors import CheckpointError, UnsupportedModelError
+from quire.common.errors import CheckpointError
 from quire.config.checkpoint.gguf.architectures import Architecture
 from quire.config.checkpoint.gguf.files import GGUFModel
 from quire.config.checkpoint.gguf.header import Array
@@ -47,6 +47,8 @@ def hf_values(model: GGUFModel) -> HFConfig:
     architecture, keys = architecture_of(metadata, tensors), Keys(metadata)
     num_tokens, hidden_size = _token_table(model)
     num_heads, num_kv_heads = keys.heads()
+    if num_heads > hidden_size:
+        raise CheckpointError(f"{metadata.source}: {num_heads} attention heads are more than the width {hidden_size}")
     head_dim = keys.size("attention.key_length", hidden_size // num_heads)
     _refuse_others(keys, architecture, head_dim)
     values: dict[str, Any] = {
@@ -165,12 +167,12 @@ def _layer_types(keys: Keys, period: int, num_layers: int, *, has_window: bool) 
     if isinstance(stated, bool):
         slides = [stated] * num_layers
     elif isinstance(stated, list):
+        if len(stated) != keys.size("block_count"):
+            raise CheckpointError(
+                f"{keys.metadata.source}: {keys.prefix}.attention.sliding_window_pattern has {len(stated)} values for "
+                f"{keys.size('block_count')} layers"
+            )
         slides = [bool(each) for each in stated[:num_layers]]
-    if len(slides) != num_layers:
-        raise CheckpointError(
-            f"{keys.metadata.source}: {keys.prefix}.attention.sliding_window_pattern has {len(slides)} values for "
-            f"{num_layers} layers"
-        )
     return [SLIDING if has_window and each else FULL for each in slides]
 
 

@@ -19,16 +19,16 @@ def rope_parameters(keys: Keys, model: GGUFModel, architecture: Architecture, he
     rotary_dim = keys.size("rope.dimension_count", head_dim)
     if architecture.pairs and rotary_dim != head_dim:
         raise keys.unsupported("rope.dimension_count", f"must equal the head's size, {head_dim}")
-    common = {"partial_rotary_factor": _share(rotary_dim, head_dim), "rope_type": "default"}
-    rope = common | {"rope_theta": keys.number("rope.freq_base", 10000.0)}
-    full = rope | _scaled(keys, model, architecture, rotary_dim)
+    common: dict[str, Any] = {"partial_rotary_factor": share_of(rotary_dim, head_dim), "rope_type": "default"}
+    theta = keys.number("rope.freq_base", 10000.0)
+    full = common | {"rope_theta": theta} | _scaled(keys, model, architecture, rotary_dim)
     if not architecture.rotates_windows_apart:
         return full
-    base = keys.number("rope.freq_base_swa", architecture.window_rope_base or rope["rope_theta"])
+    base = keys.number("rope.freq_base_swa", architecture.window_rope_base or theta)
     return {FULL: full, SLIDING: common | {"rope_theta": base}}
 
 
-def _share(rotary_dim: int, head_dim: int) -> float:
+def share_of(rotary_dim: int, head_dim: int) -> float:
     """The share of a head that is rotated, such that its product with the size is no less than `rotary_dim`."""
     share = rotary_dim / head_dim
     return share if int(head_dim * share) == rotary_dim else math.nextafter(share, math.inf)

@@ -59,7 +59,8 @@ class GGUFCheckpoint(MappedCheckpoint):
                 stored = np.frombuffer(data, np.uint8).reshape(len(order), -1)
                 data = memoryview(stored[order[slice(*(rows or (None,)))]].reshape(-1).data)
             if offset is not None:
-                data = memoryview(np.frombuffer(data, np.float32) - np.float32(offset)).cast("B")
+                less = np.frombuffer(data, np.float32) - np.float32(offset)
+                data = memoryview(less.view(np.uint8).data)
             yield data
 
 
@@ -82,6 +83,9 @@ def _add(found: _Found, name: str, tensor: MappedTensor, architecture: Architect
             found.orders[names[0]] = _by_group(len(parts), *keys.heads(), tensor)
         elif len(names) > 1:
             found.tensors.update(zip(names, parts, strict=True))
+            if architecture.pairs:
+                for part_name, part, num_heads in zip(names, parts, keys.heads(), strict=False):
+                    found.orders[part_name] = _neighbours(name, part, num_heads)
             return
     if architecture.norm_offset and _NORM.search(name):
         if tensor.dtype != "float32":

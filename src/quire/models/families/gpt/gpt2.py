@@ -44,9 +44,8 @@ class GPT2LMHeadModel(Decoder):
         scale = attention.scale if hf.flag("scale_attn_weights", True) else 1.0
         if hf.flag("scale_attn_by_inverse_layer_idx", False):
             scale /= layer + 1
-        biases = {"qkv_bias": True, "o_bias": True}
-        stored = {"qkv_layout": QKVLayout.STACKED, "is_transposed": _is_transposed(hf)}
-        return replace(attention, scale=scale, **biases, **stored)
+        attention = replace(attention, scale=scale, qkv_bias=True, o_bias=True)
+        return replace(attention, qkv_layout=QKVLayout.STACKED, is_transposed=_is_transposed(hf))
 
     @classmethod
     def rope_shape(cls, hf: HFConfig, layer: int, head_dim: int) -> RopeShape | None:
