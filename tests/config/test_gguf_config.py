@@ -281,6 +281,7 @@ def test_a_part_of_the_header_may_be_in_a_section(path: Path) -> None:
          "expert_shared_feed_forward_length is 8: not supported"),
         ("glm4moe", {"expert_count": 2, "expert_used_count": 1, "expert_gating_func": 1}, "expert_gating_func is 1"),
         ("olmo2", {"logit_scale": 2.0}, "this scale is not supported"),
+        ("granite", {"rope__scaling__finetuned": False}, "finetuned is False: only True is supported"),
         ("falcon", {"attention__max_alibi_bias": 8.0}, "max_alibi_bias is 8.0"),
         ("command-r", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
     ],

@@ -91,6 +91,8 @@ class Architecture:
     """What the header does not say, or values of keys that it may lack."""
     flags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Key of config.json -> tensors; it is true if one of them is there."""
+    required: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of the header that must have this value, if it has them."""
     gating: int = SOFTMAX
     """How experts are scored."""
     period: int | None = None

@@ -187,6 +187,9 @@ def _refuse_others(keys: Keys, architecture: Architecture, head_dim: int) -> Non
         neutral = head_dim**-0.5 if key == "attention.scale" else 1.0
         if key not in read and keys.get(key) and abs(keys.number(key) / neutral - 1) > 1e-5:
             raise keys.unsupported(key, "this scale is not supported")
+    for key, value in architecture.required.items():
+        if keys.get(key) not in (None, value):
+            raise keys.unsupported(key, f"only {value} is supported")
     for key in _NOT_COMPUTED:
         if key not in read and keys.get(key):
             raise keys.unsupported(key, "not supported")

@@ -21,6 +21,8 @@ _GRANITE = {
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
 }
+_ROTATED = {"rope.scaling.finetuned": True}
+"""Granite's models without a rotary embedding say so by this key."""
 _GLM4_MOE = {
     "n_shared_experts": "expert_shared_count",
     "routed_scaling_factor": "expert_weights_scale",
@@ -158,8 +160,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         constants={"hidden_act": "gelu"},
         flags={"attention_bias": _QKV_BIAS},
     ),
-    "granite": _llama("GraniteForCausalLM", values=_GRANITE),
-    "granitemoe": _llama("GraniteMoeForCausalLM", mixture="GraniteMoeForCausalLM", values=_GRANITE),
+    "granite": _llama("GraniteForCausalLM", values=_GRANITE, required=_ROTATED),
+    "granitemoe": _llama("GraniteMoeForCausalLM", mixture="GraniteMoeForCausalLM", values=_GRANITE, required=_ROTATED),
     "hunyuan-dense": Architecture("HunYuanDenseV1ForCausalLM", flags=_BIASES),
     "llama": _LLAMA,
     "mistral3": _LLAMA,
