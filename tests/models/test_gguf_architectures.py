@@ -11,7 +11,7 @@ import torch
 from quire import kernels
 from quire.config.checkpoint.gguf.table import ARCHITECTURES
 from quire.config.model import ModelConfig
-from quire.models.weights.loader import load_model
+from quire.models.weights.loader import load_model, weight_bytes
 from quire.models.weights.saving import save_quantized
 
 from .families import FULL, SLIDING
@@ -58,6 +58,7 @@ def test_a_file_is_the_checkpoint_it_was_made_of(
     folder, _ = save_checkpoint(architecture, **fields | CHANGES[name])
     config, expected = ModelConfig.resolve(convert(folder, tmp_path / "m.gguf")), ModelConfig.resolve(folder)
     assert (config.architecture, config.dtype, config.quant_method) == (architecture, "float32", None)
+    assert weight_bytes(config) == weight_bytes(expected)
     logits = logits_of(config, paged_run)
     # A norm's weight and 1 have a sum that is rounded; all else is the same number.
     tolerance = 1e-5 if name.startswith(("gemma", "nemotron")) or "longrope" in name else 0.0
