@@ -191,6 +191,11 @@ def test_the_tables_of_the_migration_page_are_those_of_the_code() -> None:
     assert subprocess.run([sys.executable, "-m", "tools.migration_tables", "--check"], cwd=ROOT).returncode == 0
 
 
+def test_the_table_of_gguf_architectures_is_that_of_the_code() -> None:
+    """If not, run `python -m tools.gguf_table`."""
+    assert subprocess.run([sys.executable, "-m", "tools.gguf_table", "--check"], cwd=ROOT).returncode == 0
+
+
 def test_the_table_of_models_is_that_of_the_registry_and_of_the_tests() -> None:
     """If not, run `python -m tools.models_table`."""
     assert subprocess.run([sys.executable, "-m", "tools.models_table", "--check"], cwd=ROOT).returncode == 0
