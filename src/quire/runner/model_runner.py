@@ -13,7 +13,7 @@ from quire.common.errors import ConfigError
 from quire.common.params import LogprobsMode
 from quire.models.adapters.slots import AdapterSlots
 from quire.models.base import CausalLM
-from quire.models.layers.batch_tensors import BatchTensors, GroupTensors, LayerKVCache
+from quire.models.layers.batch_tensors import BatchTensors, GroupTensors, LayerCache
 from quire.runner.decode_graphs import DecodeGraphs
 from quire.runner.row_layout import RowLayout, row_layout
 from quire.runner.sampling.sampler import Sampler, score
@@ -25,7 +25,7 @@ class ModelRunner:
     def __init__(
         self,
         model: CausalLM,
-        kv: Sequence[LayerKVCache],
+        kv: Sequence[LayerCache],
         block_size: int,
         max_model_len: int,
         logprobs_mode: LogprobsMode = "raw_logprobs",
@@ -36,7 +36,7 @@ class ModelRunner:
         self._adapters = adapters
         self.kv = kv
         self.block_size = block_size
-        backend = kernels.backend_of(kv[0].k)
+        backend = kernels.backend_of(kv[0].memory)
         self._workspace = backend.workspace()
         self._graphs = DecodeGraphs(model, kv, block_size, -(-max_model_len // block_size), self._workspace)
         self._sampler = Sampler(backend, logprobs_mode)

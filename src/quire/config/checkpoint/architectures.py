@@ -12,6 +12,8 @@ MODELS = {
     "Cohere2ForCausalLM": "quire.models.families.cohere:Cohere2ForCausalLM",
     "CohereForCausalLM": "quire.models.families.cohere:CohereForCausalLM",
     "DbrxForCausalLM": "quire.models.families.mixtures.dbrx:DbrxForCausalLM",
+    "DeepseekV2ForCausalLM": "quire.models.families.latent.deepseek:DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM": "quire.models.families.latent.deepseek:DeepseekV3ForCausalLM",
     "Ernie4_5ForCausalLM": "quire.models.families.llama_like.ernie4_5:Ernie45ForCausalLM",
     "Exaone4ForCausalLM": "quire.models.families.llama_like.exaone4:Exaone4ForCausalLM",
     "FalconForCausalLM": "quire.models.families.gpt.falcon:FalconForCausalLM",
@@ -21,6 +23,7 @@ MODELS = {
     "GemmaForCausalLM": "quire.models.families.gemma:GemmaForCausalLM",
     "Glm4ForCausalLM": "quire.models.families.glm:Glm4ForCausalLM",
     "Glm4MoeForCausalLM": "quire.models.families.mixtures.glm4_moe:Glm4MoeForCausalLM",
+    "Glm4MoeLiteForCausalLM": "quire.models.families.latent.glm4_moe_lite:Glm4MoeLiteForCausalLM",
     "GlmForCausalLM": "quire.models.families.glm:GlmForCausalLM",
     "GPT2LMHeadModel": "quire.models.families.gpt.gpt2:GPT2LMHeadModel",
     "GPTJForCausalLM": "quire.models.families.gpt.gptj:GPTJForCausalLM",
@@ -33,6 +36,7 @@ MODELS = {
     "HunYuanDenseV1ForCausalLM": "quire.models.families.llama_like.hunyuan:HunYuanDenseV1ForCausalLM",
     "LLaMAForCausalLM": "quire.models.families.llama:LlamaForCausalLM",
     "LlamaForCausalLM": "quire.models.families.llama:LlamaForCausalLM",
+    "MiniCPM3ForCausalLM": "quire.models.families.latent.minicpm3:MiniCPM3ForCausalLM",
     "MinistralForCausalLM": "quire.models.families.mistral:MinistralForCausalLM",
     "Mistral3ForConditionalGeneration": "quire.models.families.mistral:Mistral3ForConditionalGeneration",
     "MistralForCausalLM": "quire.models.families.mistral:MistralForCausalLM",
@@ -59,6 +63,7 @@ MODELS = {
     "StableLMEpochForCausalLM": "quire.models.families.gpt.stablelm:StableLmForCausalLM",
     "StableLmForCausalLM": "quire.models.families.gpt.stablelm:StableLmForCausalLM",
     "Starcoder2ForCausalLM": "quire.models.families.gpt.starcoder2:Starcoder2ForCausalLM",
+    "YoutuForCausalLM": "quire.models.families.latent.youtu:YoutuForCausalLM",
 }
 """By name as in a config.json's `architectures`: module and class, imported when a model of it is loaded."""
 

@@ -1,11 +1,12 @@
 """One manager for each kind of KVCacheSpec: which blocks of a sequence its groups keep."""
 
-from quire.config.kv_cache import FullAttentionSpec, KVCacheConfig, KVCacheSpec, SlidingWindowSpec
+from quire.config.kv_cache import FullAttentionSpec, KVCacheConfig, KVCacheSpec, LatentSpec, SlidingWindowSpec
 from quire.kv.managers.attention import FullAttentionManager, SlidingWindowManager
 from quire.kv.managers.base import GroupManager
 
 MANAGERS: dict[type[KVCacheSpec], type[GroupManager]] = {
     FullAttentionSpec: FullAttentionManager,
+    LatentSpec: FullAttentionManager,
     SlidingWindowSpec: SlidingWindowManager,
 }
 """A new kind of spec is an entry here."""

@@ -53,7 +53,7 @@ def _set_formats(model: Model, quantization: str, make: Callable[[str], WeightFo
     for module in model.modules():
         if isinstance(module, LmHead | Embedding):
             module.format = head
-        elif isinstance(module, Projection):
+        elif isinstance(module, Projection) and module.is_quantizable:
             module.format = projection
 
 
@@ -114,7 +114,8 @@ def _as_stored(make: Callable[[HFConfig], _Find], model: Model, config: ModelCon
                 f"{config.architecture}, whose matrix {names[0]!r} has rows in an order of its own; quantize the "
                 "original checkpoint while it is loaded, with quantization='int8' or 'int4'"
             )
-        _set_stored(module, tuple(stored), is_expanded=config.quantization in QUANTIZATIONS)
+        is_plain = isinstance(module, Projection) and not module.is_quantizable
+        _set_stored(module, tuple(stored), is_expanded=is_plain or config.quantization in QUANTIZATIONS)
 
 
 def _set_stored(module: Projection | Embedding, stored: tuple[StoredWeight, ...], *, is_expanded: bool) -> None:

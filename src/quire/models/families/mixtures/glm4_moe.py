@@ -5,7 +5,7 @@ from dataclasses import replace
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
 from quire.models.decoder.model import Decoder
-from quire.models.decoder.reading import read_routing
+from quire.models.decoder.reading import prediction_layer, read_routing
 from quire.models.decoder.shapes import AttentionShape, HeadNormShape
 from quire.models.layers.activation import activation_kind
 from quire.models.layers.experts import ExpertsShape
@@ -28,8 +28,7 @@ class Glm4MoeForCausalLM(Decoder):
 
     @classmethod
     def stacks(cls, config: ModelConfig) -> tuple[Stack, ...]:
-        num_layers = config.hf_config.size("num_hidden_layers")
-        return (*super().stacks(config), Stack(rf"^model\.layers\.{num_layers}\.", ()))
+        return (*super().stacks(config), prediction_layer(config.hf_config))
 
 
 def corrected_experts(hf: HFConfig) -> ExpertsShape:
