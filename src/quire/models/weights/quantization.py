@@ -105,7 +105,10 @@ def _as_stored(make: Callable[[HFConfig], _Find], model: Model, config: ModelCon
                 continue  # only GGUF files hold token tables that are not plain
             if not module.packed:
                 module.packed, module.format = True, Packed()
-        elif any(part.is_arranged for part in module.parts):
+        elif any(
+            part.is_transposed or (part.is_arranged and not isinstance(each, Plain | InBlocks))
+            for part, each in zip(module.parts, stored, strict=True)
+        ):
             raise UnsupportedModelError(
                 f"{config.path}: weights quantized by {config.quant_method} are not supported for "
                 f"{config.architecture}, whose matrix {names[0]!r} has rows in an order of its own; quantize the "
