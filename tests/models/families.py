@@ -244,7 +244,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "phi": ("PhiForCausalLM", SMALL | PARTIAL),
-    "phi-norms": ("PhiForCausalLM", SMALL | PARTIAL | {"qk_layernorm": True, "seed": 1}),
+    "phi-norms": ("PhiForCausalLM", SMALL | PARTIAL | {"qk_layernorm": True, "seed": 4, "initializer_range": 0.5}),
     "phi3": ("Phi3ForCausalLM", SMALL | {"sliding_window": 7, "pad_token_id": None}),
     "phi3-partial-longrope": (
         "Phi3ForCausalLM",
