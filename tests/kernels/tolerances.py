@@ -27,6 +27,8 @@ TOLERANCES: dict[tuple[str, torch.dtype], tuple[float, float]] = {
     ("layer_norm", torch.bfloat16): (2**-7, 2e-6),
     ("add_layer_norm", torch.float32): (1e-5, 2e-6),
     ("add_layer_norm", torch.bfloat16): (2**-7, 2e-6),
+    ("head_layer_norm", torch.float32): (1e-5, 2e-6),
+    ("head_layer_norm", torch.bfloat16): (2**-7, 2e-6),
     ("activation", torch.float32): (1e-6, 2e-6),
     ("activation", torch.bfloat16): (2**-7, 2e-6),
     ("scale", torch.float32): (0.0, 0.0),

@@ -18,6 +18,7 @@ from quire.models.base import CausalLM
 from quire.models.layers.batch_tensors import BatchTensors, GroupTensors
 from quire.models.layers.caches import view_cache
 from quire.models.weights.loader import load_model
+from tests.models.other_layouts import LAYOUTS
 from tests.models.small_checkpoint import FIELDS, SMALL, weights, write
 
 BLOCK_SIZE = 4
@@ -121,7 +122,8 @@ def save_checkpoint(tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
     def save(architecture: str, *, dtype: torch.dtype = torch.float32, **fields: Any) -> tuple[Path, Any]:
         torch.manual_seed(fields.pop("seed", 0))
         shard_size, table_scale = fields.pop("max_shard_size", "1GB"), fields.pop("table_scale", 1.0)
-        kind = getattr(transformers, architecture)
+        layout = LAYOUTS.get(architecture)
+        kind = getattr(transformers, layout.oracle if layout else architecture)
         model = kind(kind.config_class(**fields)).to(dtype).eval()
         for name, parameter in (*model.named_parameters(), *model.named_buffers()):
             named = "norm" in name or "ln_" in name or name.endswith("bias")
@@ -129,6 +131,8 @@ def save_checkpoint(tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
                 torch.nn.init.normal_(parameter.data, mean=float(name.endswith("weight")), std=0.2)
         model.get_input_embeddings().weight.data *= table_scale  # small: outputs of layers count, tokens do not repeat
         model.save_pretrained(tmp_path / "checkpoint", max_shard_size=shard_size)
+        if layout:
+            layout.rewrite(tmp_path / "checkpoint", model, architecture)
         return tmp_path / "checkpoint", model
 
     return save

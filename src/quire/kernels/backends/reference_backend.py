@@ -192,6 +192,7 @@ class ReferenceBackend:
     add_rms_norm = staticmethod(reference.add_rms_norm)
     layer_norm = staticmethod(reference.layer_norm)
     add_layer_norm = staticmethod(reference.add_layer_norm)
+    head_layer_norm = staticmethod(reference.head_layer_norm)
     activation = staticmethod(reference.activation)
     gated_activation = staticmethod(reference.gated_activation)
     scale = staticmethod(reference.scale)

@@ -164,7 +164,8 @@ class ShapesBackend(ReferenceBackend):
     def _like(self, x: Tensor, *_: object) -> Tensor:
         return self.empty(x.shape, x.dtype)
 
-    rms_norm = add_rms_norm = layer_norm = add_layer_norm = activation = paged_attention = _like  # type: ignore[assignment]
+    rms_norm = add_rms_norm = layer_norm = add_layer_norm = head_layer_norm = _like  # type: ignore[assignment]
+    activation = paged_attention = _like  # type: ignore[assignment]
 
     def gated_activation(self, x: Tensor, kind: ActivationKind) -> Tensor:
         return self.empty((len(x), x.shape[1] // 2), x.dtype)

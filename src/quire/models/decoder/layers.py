@@ -7,6 +7,7 @@ they stood for does not take memory while the MLP runs, which needs most.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +22,7 @@ from quire.models.layers.batch_tensors import BatchTensors, LayerCache
 from quire.models.layers.norm import Norm, make_norm
 from quire.models.layers.rotary import RotaryEmbedding
 
+MakeNorm = Callable[[], Norm]
 Sum = Callable[[Any, Tensor], Tensor]
 """From x and residual [num_tokens, hidden]: adds x to residual, unless x is None, and returns the norm of residual, or
 residual itself if there is no norm."""
@@ -61,11 +63,13 @@ class DecoderLayer(nn.Module, ABC):
         super().__init__()
         self.self_attn = _make_attention(shape.attention, hidden_size, dtype, rotary)
         self.mlp = make_mlp(shape.mlp, hidden_size, dtype)
-        self._make_norms(lambda: make_norm(hidden_size, shape.norm), has_x)
+        output_norm = shape.output_norm or shape.norm
+        make, make_of_output = (partial(make_norm, hidden_size, norm) for norm in (shape.norm, output_norm))
+        self._make_norms(make, make_of_output, has_x)
 
     @abstractmethod
-    def _make_norms(self, make: Callable[[], Norm], has_x: bool) -> None:
-        """Set the attributes that `forward` uses besides self_attn and mlp."""
+    def _make_norms(self, make: MakeNorm, make_of_output: MakeNorm, has_x: bool) -> None:
+        """Set the attributes that `forward` uses besides those two, whose norms `make_of_output` makes."""
 
     @abstractmethod
     def forward(
@@ -77,7 +81,7 @@ class DecoderLayer(nn.Module, ABC):
 class PreNormLayer(DecoderLayer):
     """Norms before attention and MLP."""
 
-    def _make_norms(self, make: Callable[[], Norm], has_x: bool) -> None:
+    def _make_norms(self, make: MakeNorm, make_of_output: MakeNorm, has_x: bool) -> None:
         self.input_layernorm, self.post_attention_layernorm = make(), make()
         self.enter = summing(self.input_layernorm, has_x=has_x)
 
@@ -105,7 +109,7 @@ class PostNormLayer(DecoderLayer):
 
     returns_x = False
 
-    def _make_norms(self, make: Callable[[], Norm], has_x: bool) -> None:
+    def _make_norms(self, make: MakeNorm, make_of_output: MakeNorm, has_x: bool) -> None:
         self.input_layernorm, self.post_attention_layernorm = make(), make()
 
     def forward(
@@ -118,8 +122,8 @@ class PostNormLayer(DecoderLayer):
 class OutputNormLayer(DecoderLayer):
     """Norms of what attention and MLP give, before it is summed."""
 
-    def _make_norms(self, make: Callable[[], Norm], has_x: bool) -> None:
-        self.post_attention_layernorm, self.post_feedforward_layernorm = make(), make()
+    def _make_norms(self, make: MakeNorm, make_of_output: MakeNorm, has_x: bool) -> None:
+        self.post_attention_layernorm, self.post_feedforward_layernorm = make_of_output(), make_of_output()
         self.enter = summing(None, has_x=has_x)
 
     def forward(
@@ -132,9 +136,9 @@ class OutputNormLayer(DecoderLayer):
 class SandwichLayer(DecoderLayer):
     """Norms before attention and MLP, and of what they give before it is summed."""
 
-    def _make_norms(self, make: Callable[[], Norm], has_x: bool) -> None:
-        self.input_layernorm, self.post_attention_layernorm = make(), make()
-        self.pre_feedforward_layernorm, self.post_feedforward_layernorm = make(), make()
+    def _make_norms(self, make: MakeNorm, make_of_output: MakeNorm, has_x: bool) -> None:
+        self.input_layernorm, self.post_attention_layernorm = make(), make_of_output()
+        self.pre_feedforward_layernorm, self.post_feedforward_layernorm = make(), make_of_output()
         self.enter = summing(self.input_layernorm, has_x=has_x)
 
     def forward(
@@ -148,7 +152,7 @@ class SandwichLayer(DecoderLayer):
 class ParallelLayer(DecoderLayer):
     """One norm, which both attention and MLP read."""
 
-    def _make_norms(self, make: Callable[[], Norm], has_x: bool) -> None:
+    def _make_norms(self, make: MakeNorm, make_of_output: MakeNorm, has_x: bool) -> None:
         self.input_layernorm = make()
         self.enter = summing(self.input_layernorm, has_x=has_x)
 
@@ -163,7 +167,7 @@ class ParallelLayer(DecoderLayer):
 class ParallelTwoNormsLayer(DecoderLayer):
     """Attention and MLP read the same residual, each through its own norm."""
 
-    def _make_norms(self, make: Callable[[], Norm], has_x: bool) -> None:
+    def _make_norms(self, make: MakeNorm, make_of_output: MakeNorm, has_x: bool) -> None:
         self.input_layernorm, self.post_attention_layernorm = make(), make()
         self.enter = summing(self.input_layernorm, has_x=has_x)
 

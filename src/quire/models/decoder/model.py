@@ -19,7 +19,7 @@ from quire.models.layers.activation import activation_kind
 from quire.models.layers.batch_tensors import BatchTensors, LayerCache
 from quire.models.layers.embedding import Embedding, TiedLmHead, token_table
 from quire.models.layers.experts import ExpertsShape
-from quire.models.layers.linear import Linear, LmHead
+from quire.models.layers.linear import Linear, LmHead, NormalizedLmHead
 from quire.models.layers.norm import NormShape, make_norm
 from quire.models.layers.rotary import RopeShape, RotaryEmbedding
 from quire.models.weights.stacked import STACKS, Stack
@@ -68,12 +68,12 @@ class Decoder(CausalLM):
         if shape.embed_width != shape.hidden_size:
             self.project_out = Linear(shape.hidden_size, shape.embed_width, bias=False, dtype=shape.dtype)
             self._after.append(self.project_out)
+        make_head = NormalizedLmHead if shape.is_head_normalized else LmHead
         self.lm_head = (
             TiedLmHead(self.embed_tokens)
             if shape.is_tied
-            else LmHead(shape.embed_width, config.vocab_size, shape.dtype, bias=shape.head_bias)
+            else make_head(shape.embed_width, config.vocab_size, shape.dtype, bias=shape.head_bias)
         )
-
         self._logit_changes: list[Callable[[Tensor], None]] = []
         if shape.logit_multiplier != 1.0:
             self._logit_changes.append(partial(kernels.scale, factor=shape.logit_multiplier))

@@ -17,6 +17,8 @@ class Span(Enum):
 
     HEAD = auto()
     """Each head, all with the same weights."""
+    EACH_HEAD = auto()
+    """Each head, by weights of its own; a layer norm."""
     PROJECTION = auto()
     """All heads of a token together."""
 
@@ -29,6 +31,8 @@ class HeadNormShape:
     span: Span = Span.HEAD
     after_rope: bool = False
     """Whether heads are rotated first and normed then."""
+    is_apart: bool = False
+    """With EACH_HEAD: whether the checkpoint has a tensor for each head (`norms.0.weight`)."""
 
 
 class QKVLayout(Enum):
@@ -68,7 +72,7 @@ class AttentionShape:
     has_sinks: bool = False
     """Whether a logit of each head joins the softmax and has no value."""
     clip: float | None = None
-    """Queries, keys and values are clipped to [-clip, clip], before they are rotated."""
+    """Queries, keys and values are clipped to [-clip, clip], after norms of heads and before they are rotated."""
     output_multiplier: float = 1.0
     """Of what attention gives, before it is summed."""
 
@@ -157,6 +161,8 @@ class LayerShape:
     mlp: MLPShape | ExpertsShape
     norm: NormShape
     arrangement: Arrangement = Arrangement.PRE_NORM
+    output_norm: NormShape | None = None
+    """Of the norms of what attention and MLP give. None: as the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +191,8 @@ class DecoderShape:
     embed_norm: NormShape | None = None
     positions: PositionsShape | None = None
     head_bias: bool = False
+    is_head_normalized: bool = False
+    """Whether each row of the head is divided by its length."""
     logit_multiplier: float = 1.0
     logit_softcap: float | None = None
     """Logits become `cap * tanh(logit / cap)`, after the multiplier."""

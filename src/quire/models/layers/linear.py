@@ -138,3 +138,14 @@ class LmHead(Projection):
     def forward(self, x: Tensor) -> Tensor:
         """x [num_rows, hidden] -> logits [num_rows, vocab] float32."""
         return kernels.matmul(x, self.weight, self.bias, torch.float32)
+
+
+class NormalizedLmHead(LmHead):
+    """A head whose rows are divided by their lengths (Baichuan 2), before a format is made of them."""
+
+    def set_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        weight = tensors["weight"]
+        if weight.is_floating_point() and not weight.is_meta:
+            lengths = torch.linalg.vector_norm(weight, dim=1, keepdim=True, dtype=torch.float32)  # [vocab, 1]
+            tensors = {**tensors, "weight": (weight / lengths.clamp_(min=1e-12)).to(weight.dtype)}
+        super().set_weights(tensors)
