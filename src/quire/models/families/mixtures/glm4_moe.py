@@ -8,7 +8,7 @@ from quire.models.decoder.model import Decoder
 from quire.models.decoder.reading import prediction_layer, read_routing
 from quire.models.decoder.shapes import AttentionShape, HeadNormShape
 from quire.models.families.llama import LlamaForCausalLM
-from quire.models.families.qwen2 import layer_window
+from quire.models.families.qwen.qwen2 import layer_window
 from quire.models.layers.activation import activation_kind
 from quire.models.layers.experts import ExpertsShape
 from quire.models.weights.stacked import Stack
