@@ -56,7 +56,7 @@ MODELS = {
     "MixtralForCausalLM": "quire.models.families.mixtures.mixtral:MixtralForCausalLM",
     "MPTForCausalLM": "quire.models.families.gpt.mpt:MptForCausalLM",
     "MptForCausalLM": "quire.models.families.gpt.mpt:MptForCausalLM",
-    "NemotronForCausalLM": "quire.models.families.llama_like.nemotron:NemotronForCausalLM",
+    "NemotronForCausalLM": "quire.models.families.gpt.nemotron:NemotronForCausalLM",
     "Olmo2ForCausalLM": "quire.models.families.olmo:Olmo2ForCausalLM",
     "Olmo3ForCausalLM": "quire.models.families.olmo:Olmo3ForCausalLM",
     "OlmoeForCausalLM": "quire.models.families.mixtures.olmoe:OlmoeForCausalLM",
