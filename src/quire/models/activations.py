@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire import kernels
-from quire.config.kv_cache import AttentionSpec
+from quire.config.kv_cache import AttentionSpec, NoCacheSpec
 from quire.config.lora import LoRAConfig
 from quire.config.model import ModelConfig
 from quire.kernels.variants import AttentionVariant
@@ -59,9 +59,11 @@ def _batch(model: Model, num_tokens: int, has_adapters: bool) -> BatchTensors:
 
 
 def _caches(model: Model, config: ModelConfig) -> list[LayerKVCache]:
-    """A block for each layer."""
+    """A block for each layer that keeps something."""
     caches = []
     for spec in model.kv_cache_specs(config):
+        if isinstance(spec, NoCacheSpec):
+            continue
         assert isinstance(spec, AttentionSpec), f"no view of a cache of {type(spec).__name__} is known"
         buffer = _meta((spec.block_bytes(_BLOCK_SIZE),), torch.uint8)
         sizes = (1, _BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)

@@ -26,9 +26,9 @@ class CacheEngine:
         self.layers = self._layer_views()
 
     def _layer_views(self) -> list[LayerKVCache]:
-        """The caches of the model's layers: that of layer i at index i."""
+        """The caches of the model's layers: that of layer i at index i. There are none if no layer keeps anything."""
         views: dict[int, LayerKVCache] = {}
-        for group_id, group in enumerate(self.config.groups):
+        for group_id, group in enumerate(() if self.config.keeps_nothing else self.config.groups):
             spec = group.spec
             assert isinstance(spec, AttentionSpec), f"no view of a cache of {type(spec).__name__} is known"
             part_bytes = spec.block_bytes(self.config.block_size)
