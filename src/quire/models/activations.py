@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from quire import kernels
+from quire.config.kv_cache import NoCacheSpec
 from quire.config.lora import LoRAConfig
 from quire.config.model import ModelConfig
 from quire.kernels.variants import AttentionVariant
@@ -59,8 +60,8 @@ def _batch(model: Model, num_tokens: int, has_adapters: bool) -> BatchTensors:
 
 
 def _caches(model: Model, config: ModelConfig) -> list[LayerCache]:
-    """A block for each layer."""
-    specs = model.kv_cache_specs(config)
+    """A block for each layer that keeps something."""
+    specs = [spec for spec in model.kv_cache_specs(config) if not isinstance(spec, NoCacheSpec)]
     buffers = (_meta((spec.block_bytes(_BLOCK_SIZE),), torch.uint8) for spec in specs)
     return [view_cache(spec, buffer, 1, _BLOCK_SIZE, 0) for spec, buffer in zip(specs, buffers, strict=True)]
 

@@ -79,6 +79,8 @@ MODELS = {
     "YoutuForCausalLM": "quire.models.families.latent.youtu:YoutuForCausalLM",
 }
 """By name as in a config.json's `architectures`: module and class, imported when a model of it is loaded."""
+POOLING_MODELS: dict[str, str] = {}
+"""The same for architectures that make embeddings, scores or classes of texts, and do not generate."""
 
 
 def supported_architecture(hf: HFConfig) -> str:
@@ -86,10 +88,13 @@ def supported_architecture(hf: HFConfig) -> str:
     the file has, and CheckpointError if it names none."""
     named, model_type = hf.get("architectures"), hf.get("model_type")
     if isinstance(named, list) and named and isinstance(named[0], str):
-        if named[0] in MODELS:
+        if named[0] in MODELS or named[0] in POOLING_MODELS:
             return named[0]
         raise unsupported(named[0], f"{hf.source}: ")
-    families = {re.sub("For(CausalLM|ConditionalGeneration)$|LMHeadModel$", "", name).lower() for name in MODELS}
+    families = {
+        re.sub("For(CausalLM|ConditionalGeneration)$|LMHeadModel$", "", name).lower()
+        for name in (*MODELS, *POOLING_MODELS)
+    }
     if named is None and isinstance(model_type, str) and model_type.replace("_", "").lower() not in families:
         raise unsupported(model_type, f"{hf.source}: ")
     raise CheckpointError(f"{hf.source}: 'architectures' is {named!r}, but must be a list that names the model's class")
@@ -97,7 +102,8 @@ def supported_architecture(hf: HFConfig) -> str:
 
 def unsupported(name: str, where: str = "") -> UnsupportedModelError:
     """The error for an architecture that Quire does not run."""
+    known = ", ".join(sorted((*MODELS, *POOLING_MODELS)))
     return UnsupportedModelError(
-        f"{where}the architecture {name[:80]!r} is not supported (supported: {', '.join(sorted(MODELS))}; "
+        f"{where}the architecture {name[:80]!r} is not supported (supported: {known}; "
         "a checkpoint's own Python code is never run)"
     )

@@ -40,6 +40,8 @@ class BatchTensors:
     table. The model computes in this memory, so it holds something else afterwards."""
     adapters: Tensor | None = None
     """[num_tokens] int64: the slot of each token's adapter, -1 for none. None: no token has one."""
+    token_type_ids: Tensor | None = None
+    """[num_tokens] int64: which text of a pair each token belongs to. None: all are 0."""
 
 
 class LayerCache(Protocol):
