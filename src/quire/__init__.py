@@ -113,8 +113,25 @@ _HOMES = {
     ),
     **dict.fromkeys(("PromptType", "TextPrompt", "TokensPrompt"), "quire.engine.requests.input_processor"),
     "PinnedPrefix": "quire.kv.prefix_cache.pins",
-    **dict.fromkeys(("BeamSearchSequence", "EngineStats", "RequestMetrics"), "quire.common.outputs"),
-    **{name: "quire.common.outputs" for name in __all__ if name.endswith("Output")},
+    **dict.fromkeys(
+        (
+            "BeamSearchOutput",
+            "BeamSearchSequence",
+            "ClassificationOutput",
+            "ClassificationRequestOutput",
+            "CompletionOutput",
+            "EmbeddingOutput",
+            "EmbeddingRequestOutput",
+            "EngineStats",
+            "PoolingOutput",
+            "PoolingRequestOutput",
+            "RequestMetrics",
+            "RequestOutput",
+            "ScoringOutput",
+            "ScoringRequestOutput",
+        ),
+        "quire.common.outputs",
+    ),
     **{name: "quire.common.errors" for name in __all__ if name.endswith("Error")},
 }
 

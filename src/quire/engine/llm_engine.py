@@ -38,8 +38,7 @@ from quire.text.tokenizer.callable_tokenizer import CallableTokenizer
 from quire.text.tokenizer.tokenizer import Tokenizer
 
 _GRAMMAR_WAIT_S = 0.05
-_COPY_BYTES_PER_S = 5e9
-"""A cautious estimate of how fast all threads together copy blocks between the tiers."""
+_COPY_BYTES_PER_S = 5e9  # a cautious estimate of how fast all threads together copy blocks between the tiers
 
 
 class LLMEngine:
@@ -52,12 +51,10 @@ class LLMEngine:
     """
 
     def __init__(self, plan: MemoryPlan, executor: Executor, tokenizer: Tokenizer) -> None:
-        config = plan.config
-        self.plan = plan
+        self.plan, config = plan, plan.config
         self.model_config = config.model
-        self.pooler = executor.pooler
-        """What the model can make of texts; None if it generates."""
-        self.executor = executor
+        self.executor, self.pooler = executor, executor.pooler
+        """The pooler says what the model can make of texts; None if it generates."""
         self.blocks = BlockSpaceManager(
             plan.kv_cache,
             enable_prefix_caching=config.cache.enable_prefix_caching,
@@ -230,7 +227,8 @@ class LLMEngine:
             self._changed.append(culprit)
             self._end_failed(culprit, when, error)
         if self._isolator.num_consecutive_failures > MAX_CONSECUTIVE_FAILURES:
-            self._broken = EngineBrokenError(f"{self._isolator.num_consecutive_failures} failures without a success")
+            num_failures = self._isolator.num_consecutive_failures
+            self._broken = EngineBrokenError(f"{num_failures} failures without a step in between that succeeded")
             raise self._broken from error
 
     def _revert_plan(self, error: Exception | None = None) -> None:

@@ -11,17 +11,14 @@ from typing import Any, TypeAlias, TypeVar
 from quire.common.errors import InvalidParamsError, InvalidPromptError, RequestError, RequestFailedError
 from quire.common.outputs import (
     BeamSearchOutput,
-    ClassificationOutput,
     ClassificationRequestOutput,
-    EmbeddingOutput,
     EmbeddingRequestOutput,
     PoolingOutput,
     PoolingRequestOutput,
     RequestOutput,
-    ScoringOutput,
     ScoringRequestOutput,
     TokenScores,
-)  # fmt: skip
+)
 from quire.common.params import BeamSearchParams, PoolerInfo, PoolingParams, PoolingTask, SamplingParams
 from quire.common.progress import BarChoice
 from quire.config.args import EngineArgs
@@ -31,7 +28,7 @@ from quire.engine.metrics import Metric
 from quire.engine.requests.input_processor import Prompt
 from quire.engine.requests.pooling import CANNOT_POOL
 from quire.interfaces.logits_processors import EngineProcessors, LogitsProcessor
-from quire.interfaces.pooling import ScoredPairs, pooling_output, pooling_params
+from quire.interfaces.pooling import CLASSES, EMBEDDINGS, SCORES, VECTORS, ScoredPairs, pooling_output, pooling_params
 from quire.interfaces.prompts import (
     adapters_of,
     beam_search_output,
@@ -41,7 +38,7 @@ from quire.interfaces.prompts import (
     params_per_prompt,
     prioritized,
     token_scores,
-)  # fmt: skip
+)
 from quire.interfaces.running import Run, request_ids, run_pooling
 from quire.kv.prefix_cache.pins import PinnedPrefix
 from quire.text.tokenizer.callable_tokenizer import CallableTokenizer
@@ -237,13 +234,11 @@ class LLM:
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Pool one text or each of a list, as `pooling_task` says, and return the outputs in the order of the texts.
 
-        The model must be one that pools (docs/embeddings.md). Prompts have the forms of `generate`, and invalid ones
-        are handled as there. `pooling_task` and `truncate_prompt_tokens` replace those of the parameters. Texts are
-        tokenized in a thread while the engine computes others.
+        The model must pool (docs/embeddings.md). Prompts have the forms of `generate`, and invalid ones are handled as
+        there. `pooling_task` and `truncate_prompt_tokens` replace those of the parameters.
         """
         given = {"task": pooling_task, "truncate_prompt_tokens": truncate_prompt_tokens}
-        kind = PoolingRequestOutput, PoolingOutput
-        return self._pool(kind, prompts, pooling_params, given, use_tqdm, lora_request)
+        return self._pool(VECTORS, prompts, pooling_params, given, use_tqdm, lora_request)
 
     def embed(
         self,
@@ -256,8 +251,7 @@ class LLM:
     ) -> list[EmbeddingRequestOutput]:
         """Return the embedding of each text: `encode` with the task `embed`."""
         given = {"task": "embed", "truncate_prompt_tokens": truncate_prompt_tokens}
-        kind = EmbeddingRequestOutput, EmbeddingOutput
-        return self._pool(kind, prompts, pooling_params, given, use_tqdm, lora_request)
+        return self._pool(EMBEDDINGS, prompts, pooling_params, given, use_tqdm, lora_request)
 
     def classify(
         self,
@@ -268,8 +262,7 @@ class LLM:
         lora_request: AnyAdapter | Sequence[AnyAdapter] = None,
     ) -> list[ClassificationRequestOutput]:
         """Return the probabilities of each text's classes: `encode` with the task `classify`."""
-        kind = ClassificationRequestOutput, ClassificationOutput
-        return self._pool(kind, prompts, pooling_params, {"task": "classify"}, use_tqdm, lora_request)
+        return self._pool(CLASSES, prompts, pooling_params, {"task": "classify"}, use_tqdm, lora_request)
 
     def reward(
         self,
@@ -283,8 +276,7 @@ class LLM:
         """Return a reward model's values: of each token if it has the task `token_classify`, otherwise of each text."""
         task: PoolingTask = "token_classify" if "token_classify" in self._pooler().tasks else "classify"
         given = {"task": task, "truncate_prompt_tokens": truncate_prompt_tokens}
-        kind = PoolingRequestOutput, PoolingOutput
-        return self._pool(kind, prompts, pooling_params, given, use_tqdm, lora_request)
+        return self._pool(VECTORS, prompts, pooling_params, given, use_tqdm, lora_request)
 
     def score(
         self,
@@ -304,11 +296,9 @@ class LLM:
         pairs = ScoredPairs.of(data_1, data_2)
         given = {"task": "score", "truncate_prompt_tokens": truncate_prompt_tokens}
         if "score" in self._pooler().tasks:
-            kind = ScoringRequestOutput, ScoringOutput
-            return self._pool(kind, list(pairs), pooling_params, given, use_tqdm, lora_request)
+            return self._pool(SCORES, list(pairs), pooling_params, given, use_tqdm, lora_request)
         texts, given["task"] = [*pairs.firsts, *pairs.seconds], "embed"
-        embeddings = EmbeddingRequestOutput, EmbeddingOutput
-        return pairs.by_cosine(self._pool(embeddings, texts, pooling_params, given, use_tqdm, lora_request))
+        return pairs.by_cosine(self._pool(EMBEDDINGS, texts, pooling_params, given, use_tqdm, lora_request))
 
     def _pooler(self) -> PoolerInfo:
         """Return what the model can pool. Raises RequestError if it generates."""

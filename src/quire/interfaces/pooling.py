@@ -11,6 +11,9 @@ from msgspec.structs import replace
 
 from quire.common.errors import InvalidParamsError, InvalidPromptError, RequestError
 from quire.common.outputs import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
     EmbeddingRequestOutput,
     PoolingOutput,
     PoolingRequestOutput,
@@ -28,6 +31,12 @@ Pair: TypeAlias = tuple[str, str]
 """Two texts that are scored together."""
 Tokenized: TypeAlias = Prompt | RequestError
 """A prompt with token ids, or the error that making it raised."""
+
+VECTORS = PoolingRequestOutput[PoolingOutput], PoolingOutput
+EMBEDDINGS = EmbeddingRequestOutput, EmbeddingOutput
+CLASSES = ClassificationRequestOutput, ClassificationOutput
+SCORES = ScoringRequestOutput, ScoringOutput
+"""What callers know the outputs of requests as: the class of a request's output, and that of the vector in it."""
 
 _Request = TypeVar("_Request", bound=PoolingRequestOutput[Any])
 

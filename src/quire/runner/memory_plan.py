@@ -74,6 +74,7 @@ class MemoryPlan:
             "kv_cache_dtype": self.kv_cache_dtype,
             "kv_cache_bytes": self.kv_cache.total_bytes,
             "swap_bytes": self.kv_cache.host_bytes,
+            "kv_bytes_per_token": self.kv_cache.bytes_per_token,
             "num_blocks": self.kv_cache.num_blocks,
             "block_size": self.kv_cache.block_size,
             "kv_cache_tokens": self.kv_cache.max_tokens if self.kv_cache.is_length_bounded else None,
@@ -86,7 +87,7 @@ class MemoryPlan:
         library = ["transformers' modules"] if model.model_impl == "transformers" else []
         weights = [f"{model.quantization} weights"] if model.quantization else []
         kinds = [model.architecture, *library, model.dtype, *weights]
-        capacity = f"{cache.max_tokens} tokens in {self.kv_cache_dtype}"
+        capacity = f"{cache.max_tokens} tokens in {self.kv_cache_dtype}, {cache.bytes_per_token:.0f} bytes each"
         if not cache.is_length_bounded:
             most = cache.blocks_to_hold(self.max_model_len)
             capacity = f"in {self.kv_cache_dtype}; a sequence holds at most {most}, however long it is"

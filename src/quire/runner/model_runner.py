@@ -13,7 +13,7 @@ from quire.common.errors import ConfigError
 from quire.common.params import LogprobsMode
 from quire.models.adapters.slots import AdapterSlots
 from quire.models.base import CausalLM, PoolingModel
-from quire.models.layers.batch_tensors import BatchTensors, GroupTensors, LayerKVCache
+from quire.models.layers.batch_tensors import BatchTensors, GroupTensors, LayerCache
 from quire.runner.decode_graphs import DecodeGraphs
 from quire.runner.pooling import PooledReader
 from quire.runner.row_layout import RowLayout, row_layout
@@ -26,7 +26,7 @@ class ModelRunner:
     def __init__(
         self,
         model: CausalLM | PoolingModel,
-        kv: Sequence[LayerKVCache],
+        kv: Sequence[LayerCache],
         block_size: int,
         max_model_len: int,
         logprobs_mode: LogprobsMode = "raw_logprobs",
@@ -39,7 +39,7 @@ class ModelRunner:
         self._adapters = adapters
         self.kv = kv
         self.block_size = block_size
-        backend = backend or kernels.backend_of(kv[0].k)
+        backend = backend or kernels.backend_of(kv[0].memory)
         self._workspace = backend.workspace()
         self._sampler = Sampler(backend, logprobs_mode)
         self._graphs: DecodeGraphs | None = None

@@ -15,7 +15,7 @@ import torch
 
 from quire import kernels
 from quire.common.errors import ConfigError
-from quire.kernels.backends.native_arguments import DTYPE_CODES
+from quire.kernels.backends.native.arguments import DTYPE_CODES
 from quire.kernels.backends.native_backend import NativeBackend
 from quire.models.layers.embedding import Embedding
 from quire.models.layers.experts import Experts

@@ -171,14 +171,12 @@ class InputProcessor:
         return text, token_ids, _content_key(cache_salt, adapter)
 
     def encode(self, text: str, add_special_tokens: bool = True, *, cuts: bool = False) -> list[int]:
-        """Return the token ids of a text, or possibly of its end only if the request `cuts` its beginning off. Raises
-        PromptTooLongError for a text that cannot fit."""
+        """Return the token ids of a text, or of its end alone if the request `cuts` it. Raises PromptTooLongError."""
         return self.tokenizer.encode(self.readable(text, cuts), add_special_tokens)
 
     def readable(self, text: str, cuts: bool, *, keeps_start: bool = False) -> str:
-        """Return the text, or the part that is used if it is cut: its end, or its start if that is kept. Encoding takes
-        a hundred bytes of memory for each character, so a long text is first encoded piece by piece, until there are
-        too many tokens."""
+        """Return the text, or the part that is used if it is cut: its end, or its start. Encoding takes a hundred bytes
+        of memory for each character, so a long text is encoded piece by piece, until there are too many tokens."""
         limit, num_tokens = self.model.max_model_len, 0
         most = limit * self.tokenizer.max_token_len
         if len(text) > most and not cuts:
@@ -269,8 +267,9 @@ class InputProcessor:
         if not token_ids:
             raise InvalidPromptError("the prompt is empty: give at least one token")
         vocab_size = self.model.vocab_size
-        is_fine = set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size
-        for token_id in () if is_fine else token_ids:  # all at once is many times faster than one by one
+        if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:
+            return  # many times faster than one by one
+        for token_id in token_ids:
             if type(token_id) is not int or not 0 <= token_id < vocab_size:
                 raise InvalidPromptError(f"token id {token_id!r} is not one of this model's, 0 to {vocab_size - 1}")
 

@@ -21,7 +21,7 @@ from quire.models.base import CausalLM, Model, PoolingModel
 from quire.models.layers.weighted_layer import Part, WeightedLayer, WeightSpec
 from quire.models.registry import class_of
 from quire.models.weights.quantization import choose_formats
-from quire.models.weights.stacked import UnstackedCheckpoint
+from quire.models.weights.stacked import MODULE_STACKS, UnstackedCheckpoint
 
 _MAX_NAMED = 20
 """Weights that an error message names."""
@@ -122,7 +122,7 @@ def open_weights(config: ModelConfig) -> Checkpoint:
     """The tensors of the checkpoint, those of experts one by one. Raises CheckpointError, reads no weights."""
     kind, checkpoint = class_of(config), open_checkpoint(config.path)
     stacks = kind.stacks(config)
-    return UnstackedCheckpoint(checkpoint, stacks) if stacks else checkpoint
+    return UnstackedCheckpoint(checkpoint, (*stacks, *MODULE_STACKS)) if stacks else checkpoint
 
 
 def build_model(config: ModelConfig, checkpoint: Checkpoint) -> Model:
