@@ -135,17 +135,17 @@ def parts(run: Run) -> Iterator[Row]:
         try:
             session.call("fill_cache")
             for num_seqs, num_tokens, context in ((1, 1, 160), (8, 1, 160), (32, 1, 160), (1, 2048, 2048)):
-                speeds = [Limits(**session.call("limits", precision=precision))]
+                limits = [Limits(**session.call("limits", precision=precision))]
                 num_steps = 5 if num_tokens > 1 else 8 if run.quick else 24
-                case = {"num_seqs": num_seqs, "num_tokens": num_tokens, "context": context}
-                found = session.call("parts", **case, num_steps=num_steps)
-                speeds.append(Limits(**session.call("limits", precision=precision)))
+                which = {"num_seqs": num_seqs, "num_tokens": num_tokens, "context": context}
+                found = session.call("parts", **which, num_steps=num_steps)
+                limits.append(Limits(**session.call("limits", precision=precision)))
                 limit = Limits(
-                    statistics.mean(speed.read_bytes_per_s for speed in speeds),
-                    statistics.mean(speed.flops_per_s for speed in speeds),
+                    statistics.mean(speed.read_bytes_per_s for speed in limits),
+                    statistics.mean(speed.flops_per_s for speed in limits),
                 )
                 products_s = limit.least_s(num_bytes, 2.0 * num_seqs * (num_tokens * body + head))
-                row = {"precision": precision, **case}
+                row = {"precision": precision, **which}
                 row |= {f"{name[:-2]}_ms": round(seconds * 1e3, 2) for name, seconds in found.items()}
                 row |= {"products_of_limit": round(products_s / found["products_s"], 3)}
                 yield row | speeds(limit)

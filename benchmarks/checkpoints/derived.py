@@ -19,10 +19,12 @@ def ensure_packed(checkpoint: Path, folder: Path, method: str) -> Path:
         from safetensors.torch import load_file, save_file
 
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = {}
+        tensors: dict[str, Any] = {}
         for name, tensor in load_file(checkpoint / "model.safetensors").items():
             module = name.removesuffix(".weight")
-            tensors |= _packed(module, *tensor.shape, method) if module.endswith("_proj") else {name: tensor}
+            tensors |= (
+                _packed(module, len(tensor), tensor.shape[1], method) if module.endswith("_proj") else {name: tensor}
+            )
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         for path in checkpoint.glob("*token*.json"):
             shutil.copy(path, folder)

@@ -27,7 +27,7 @@ def load() -> Mapping[str, Handler]:
     from quire.cli.bench.limits import Limits, WeightCosts
     from quire.common.batch import Batch, Draw, DrawnRows, ScheduledSequence
 
-    arguments = {"dtype": "bfloat16", "enable_prefix_caching": False, "max_model_len": 4096}
+    arguments: dict[str, Any] = {"dtype": "bfloat16", "enable_prefix_caching": False, "max_model_len": 4096}
     arguments |= json.loads(sys.argv[2] if len(sys.argv) > 2 else "{}")
     llm = LLM(sys.argv[1], **arguments)
     plan, executor = llm.engine.plan, llm.engine.executor

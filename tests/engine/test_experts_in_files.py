@@ -52,8 +52,10 @@ def plain_mixture(folder: Path) -> Path:
         for expert in range(NUM_EXPERTS):
             shapes |= {f"{prefix}mlp.experts.{expert}.{name}_proj": (WIDTH, HIDDEN) for name in ("gate", "up")}
             shapes |= {f"{prefix}mlp.experts.{expert}.down_proj": (HIDDEN, WIDTH)}
-    tensors = {f"model.{name}.weight": torch.randn(shape, generator=generator).bfloat16() / (1 if len(shape) == 1 else 4)
-               for name, shape in shapes.items()}  # fmt: skip
+    tensors = {
+        f"model.{name}.weight": torch.randn(shape, generator=generator).bfloat16() / (4 if len(shape) == 2 else 1)
+        for name, shape in shapes.items()
+    }
     tensors["lm_head.weight"] = torch.randn(VOCAB, HIDDEN, generator=generator).bfloat16()
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -119,13 +121,13 @@ def test_experts_in_the_file_get_most_of_the_memory_that_is_left(saved: Path) ->
 def test_where_nothing_can_stay_in_the_file_the_error_says_what_to_do(plain: Path) -> None:
     limit = plan_memory(args(plain)).weight_bytes
     for more in ({}, {"quantization": "int4", "memory_limit": limit // 8}):
-        with pytest.raises(OutOfMemoryError, match="quire quantize .*plain FOLDER --quantization int4.*can stay"):
+        with pytest.raises(OutOfMemoryError, match=r"quire quantize .*plain FOLDER --quantization int4.*can stay"):
             plan_memory(args(plain, **({"memory_limit": limit} | more)))
     with pytest.raises(ConfigError, match=r"weights_from_file='always': .*`quire quantize .*plain FOLDER"):
         plan_memory(args(plain, weights_from_file="always"))
     with pytest.raises(ConfigError, match="weights_from_file='some'"):
         plan_memory(args(plain, weights_from_file="some"))
-    with pytest.raises(OutOfMemoryError, match="take a smaller model$"):  # it has no experts
+    with pytest.raises(OutOfMemoryError, match=r"take a smaller model$"):  # it has no experts
         plan_memory(EngineArgs(memory_limit="1MiB"))
 
 
@@ -175,7 +177,7 @@ def test_a_file_that_is_cut_after_its_header_was_read_is_refused(saved: Path, tm
     os.truncate(path, path.stat().st_size - 1)
     name = next(iter(checkpoint.tensors))
     with (
-        pytest.raises(CheckpointError, match="was cut to .* bytes after its header was read"),
+        pytest.raises(CheckpointError, match=r"was cut to .* bytes after its header was read"),
         checkpoint.reading(name),
     ):
         pass

@@ -97,6 +97,12 @@ class EngineArgs(metaclass=_NamesChecked):
         "auto",
         "whose modules run the model: quire, transformers (quire[transformers]), or auto: quire's where there are any",
     )
+    runner: str = arg(
+        "auto", "generate, pooling (embeddings, scores, classes), or auto: what the architecture and its files say"
+    )
+    convert: str = arg(
+        "auto", "what a generating architecture becomes for pooling: embed, classify, reward or none; auto: embed"
+    )
     dtype: str = arg("auto", "auto, bfloat16 or float32; float16 checkpoints compute in bfloat16")
     quantization: str | None = arg(None, "int8 or int4: quantize the weights while they are loaded; none: do not")
     weights_from_file: str = arg(
@@ -218,6 +224,8 @@ class EngineArgs(metaclass=_NamesChecked):
             override_generation_config=overridden,
             model_impl=self.model_impl,
             weights_from_file=self.weights_from_file,
+            runner=self.runner,
+            convert=self.convert,
         )
         generation = model.generation_config if self._uses_generation_config() else overridden
         return dataclasses.replace(model, max_model_len=self._wanted_model_len(model), generation_config=generation)

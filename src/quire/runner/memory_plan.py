@@ -11,7 +11,7 @@ from quire.config.args import EngineArgs, EngineConfig
 from quire.config.cache import CacheConfig
 from quire.config.checkpoint.safetensors import SINGLE_FILE
 from quire.config.disk import DiskSpeed, disk_speed
-from quire.config.kv_cache import MAX_BLOCKS_PER_SEQ, KVCacheConfig, KVCacheSpec
+from quire.config.kv_cache import MAX_BLOCKS_PER_SEQ, KVCacheConfig, KVCacheSpec, NoCacheSpec
 from quire.config.kv_layout import kv_cache_config
 from quire.config.machine import MachineMemory, machine_memory
 from quire.config.quantization import QUANT_METHOD
@@ -19,7 +19,7 @@ from quire.config.sizes import format_bytes
 from quire.models.activations import activation_bytes
 from quire.models.adapters.slots import adapter_reserve
 from quire.models.base import Model
-from quire.models.registry import model_class
+from quire.models.registry import class_of
 from quire.models.weights.usage import WeightUse, weight_use
 from quire.runner.sampling.sampler import MAX_LOGITS_ROWS
 
@@ -104,6 +104,7 @@ class MemoryPlan:
             "kv_cache_dtype": self.kv_cache_dtype,
             "kv_cache_bytes": self.kv_cache.total_bytes,
             "swap_bytes": self.kv_cache.host_bytes,
+            "kv_bytes_per_token": self.kv_cache.bytes_per_token,
             "num_blocks": self.kv_cache.num_blocks,
             "block_size": self.kv_cache.block_size,
             "kv_cache_tokens": self.kv_cache.max_tokens if self.kv_cache.is_length_bounded else None,
@@ -116,7 +117,7 @@ class MemoryPlan:
         library = ["transformers' modules"] if model.model_impl == "transformers" else []
         weights = [f"{model.quantization} weights"] if model.quantization else []
         kinds = [model.architecture, *library, model.dtype, *weights]
-        capacity = f"{cache.max_tokens} tokens in {self.kv_cache_dtype}"
+        capacity = f"{cache.max_tokens} tokens in {self.kv_cache_dtype}, {cache.bytes_per_token:.0f} bytes each"
         if not cache.is_length_bounded:
             most = cache.blocks_to_hold(self.max_model_len)
             capacity = f"in {self.kv_cache_dtype}; a sequence holds at most {most}, however long it is"
@@ -130,10 +131,16 @@ class MemoryPlan:
             **self._adapter_row(),
             "activations": f"{format_bytes(self.activation_bytes)} at most",
             "KV cache": f"{format_bytes(cache.total_bytes)} = {blocks}, {capacity}",
+            "context": f"{self.max_model_len} tokens, {self.max_concurrency:.1f} such sequences at once",
         }
+        if cache.keeps_nothing:
+            rows |= {"KV cache": "none: texts run whole", "context": f"{self.max_model_len} tokens"}
         if cache.num_host_blocks:
-            rows["swap space"] = f"{format_bytes(cache.host_bytes)} = {cache.num_host_blocks} blocks"
-        rows["context"] = f"{self.max_model_len} tokens, {self.max_concurrency:.1f} such sequences at once"
+            context = rows.pop("context")
+            rows |= {
+                "swap space": f"{format_bytes(cache.host_bytes)} = {cache.num_host_blocks} blocks",
+                "context": context,
+            }
         return "\n".join(f"{name:<12}{text}" for name, text in rows.items())
 
     def _file_rows(self) -> dict[str, str]:
@@ -160,7 +167,9 @@ def plan_memory(args: EngineArgs) -> MemoryPlan:
     """Resolve `args` and share out the memory. Reads the checkpoint's config and headers, no weights.
 
     If the weights do not fit, experts of a folder that `quire quantize` saved stay in the file, unless
-    weights_from_file says otherwise; then some pieces of the file are read, to measure how fast that is. Raises ConfigError, CheckpointError, or OutOfMemoryError where no block, or not the max_model_len asked for, fits.
+    weights_from_file says otherwise; then some pieces of the file are read, to measure how fast that is.
+
+    Raises ConfigError, CheckpointError, or OutOfMemoryError where no block, or not the max_model_len asked for, fits.
     """
     config = args.resolve()
     weights = weight_use(config.model)
@@ -172,8 +181,8 @@ def plan_memory(args: EngineArgs) -> MemoryPlan:
         if config.model.quant_method != QUANT_METHOD:
             name = config.model.model
             raise OutOfMemoryError(
-                f"{error}. Or save the model with `quire quantize {name} FOLDER --quantization int4`, which needs little "
-                "memory, and give FOLDER as the model: its experts can stay in the file"
+                f"{error}. Or save the model with `quire quantize {name} FOLDER --quantization int4`, which needs "
+                "little memory, and give FOLDER as the model: its experts can stay in the file"
             ) from None
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, weights_from_file="always"))
         return _share_out(args, config, weight_use(config.model))
@@ -181,7 +190,8 @@ def plan_memory(args: EngineArgs) -> MemoryPlan:
 
 def _share_out(args: EngineArgs, config: EngineConfig, weights: WeightUse) -> MemoryPlan:
     """Raises OutOfMemoryError as plan_memory."""
-    model = model_class(config.model.architecture, config.model.model_impl)
+    model = class_of(config.model)
+    config = _with_whole_sequences(config, model.kv_cache_specs(config.model))
     machine = machine_memory().limited(config.cache.memory_limit_bytes)
     adapters = 0 if config.lora is None else adapter_reserve(config.model, config.lora)
     activations = _activation_bytes(model, config)
@@ -206,12 +216,23 @@ def _in_file(config: EngineConfig, weights: WeightUse) -> FileWeights | None:
     return FileWeights(weights.file_bytes, weights.token_file_bytes, speed)
 
 
+def _with_whole_sequences(config: EngineConfig, specs: list[KVCacheSpec]) -> EngineConfig:
+    """If no layer keeps anything, sequences run whole: a step must have room for the longest."""
+    scheduler = config.scheduler
+    if not all(isinstance(spec, NoCacheSpec) for spec in specs):
+        return config
+    num_tokens = max(scheduler.max_num_batched_tokens, config.model.max_model_len)
+    return dataclasses.replace(config, scheduler=dataclasses.replace(scheduler, max_num_batched_tokens=num_tokens))
+
+
 def _activation_bytes(model: type[Model], config: EngineConfig) -> int:
-    """The peak of a step: a forward pass of all tokens, and float32 logits for all sequences and for a chunk of those
-    whose log-probabilities are wanted."""
+    """The peak of a step: a forward pass of all tokens, and of a model that generates float32 logits for all sequences
+    and for a chunk of those whose log-probabilities are wanted."""
+    forward = activation_bytes(config.model, config.scheduler.max_num_batched_tokens, config.lora)
+    if config.model.runner == "pooling":
+        return forward
     # One for each sample, also where one token of a prompt has several.
     num_logits = config.scheduler.max_num_seqs + MAX_LOGITS_ROWS
-    forward = activation_bytes(config.model, config.scheduler.max_num_batched_tokens, config.lora)
     return forward + num_logits * config.model.vocab_size * 4 * model.num_logits_alive
 
 

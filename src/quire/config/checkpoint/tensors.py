@@ -94,8 +94,8 @@ class MappedCheckpoint:
                 mapping = mmap.mmap(file.fileno(), 0, flags=_FLAGS, prot=mmap.PROT_READ | mmap.PROT_WRITE)
             if len(mapping) < needed:
                 raise CheckpointError(
-                    f"{path} was cut to {len(mapping)} bytes after its header was read, which promises {needed}: do not "
-                    "change a checkpoint's files in place"
+                    f"{path} was cut to {len(mapping)} bytes after its header was read, which promises {needed}: do "
+                    "not change a checkpoint's files in place"
                 )
             if len(mapping) <= machine_memory().available_bytes:  # else the end would displace the beginning
                 mapping.madvise(mmap.MADV_WILLNEED)  # read ahead in large pieces, while the first are packed

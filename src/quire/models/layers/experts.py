@@ -28,6 +28,8 @@ class ExpertsShape:
     """The checkpoint's shape of what is added to the scores when experts are chosen. None: nothing is."""
     shared_width: int | None = None
     """Of the expert that all tokens share. None: there is none."""
+    shared_multiplier: float = 1.0
+    """Of what the shared expert gives."""
     shared_gate: bool = False
     """Whether the shared expert counts the sigmoid of a product of its own."""
 
@@ -121,10 +123,13 @@ class Experts(nn.Module):
     @cached_property
     def _files(self) -> kernels.ExpertFiles | None:
         """Where the experts' matrices are, if they are in a file."""
-        matrices = [[expert.gate_up_proj.weight, expert.down_proj.weight] for expert in self.experts]
-        in_file = [[each for each in pair if isinstance(each, kernels.QuantizedWeight) and each.in_file]
-                   for pair in matrices]  # fmt: skip
+        in_file = [_in_file(expert) for expert in self.experts if isinstance(expert, Expert)]
         return kernels.ExpertFiles(in_file) if in_file[0] else None
+
+
+def _in_file(expert: Expert) -> list[kernels.QuantizedWeight]:
+    matrices = (expert.gate_up_proj.weight, expert.down_proj.weight)
+    return [each for each in matrices if isinstance(each, kernels.QuantizedWeight) and each.in_file]
 
 
 def _weights(experts: nn.ModuleList, name: str) -> kernels.ExpertWeights:
