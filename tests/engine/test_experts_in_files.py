@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 
 from quire import LLM, kernels
 from quire.common.errors import CheckpointError, ConfigError, KernelError, OutOfMemoryError
-from quire.config import disk
+from quire.config import machine
 from quire.config.args import EngineArgs
 from quire.config.checkpoint.formats import open_checkpoint
-from quire.config.disk import disk_speed
+from quire.config.machine import disk_speed
 from quire.config.model import ModelConfig
 from quire.kernels.experts.weights import ExpertFiles
 from quire.models.weights.loader import load_model
@@ -239,7 +239,7 @@ def test_the_experts_of_a_step_are_read_ahead(uncached: tuple[np.ndarray, Callab
 def test_the_speed_of_a_disk_is_measured_or_assumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(100))
-    assert disk_speed(path) == disk.DiskSpeed(1e9, is_measured=False), "smaller than a piece"
+    assert disk_speed(path) == machine.DiskSpeed(1e9, is_measured=False), "smaller than a piece"
     path.write_bytes(bytes(3 * 2**20 + 5))
     speed = disk_speed(path)
     assert speed.is_measured or speed.bytes_per_s == 1e9
@@ -251,13 +251,13 @@ def test_the_speed_of_a_disk_is_measured_or_assumed(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(os, "O_DIRECT", 0, raising=False)
     monkeypatch.setattr(os, "preadv", preadv)
-    monkeypatch.setattr(disk.time, "perf_counter", iter([0.0, 0.05, 0.2, 0.5]).__next__)
-    assert disk_speed(path) == disk.DiskSpeed(2 * 2**20 / 0.5, is_measured=True)
+    monkeypatch.setattr(machine.time, "perf_counter", iter([0.0, 0.05, 0.2, 0.5]).__next__)
+    assert disk_speed(path) == machine.DiskSpeed(2 * 2**20 / 0.5, is_measured=True)
     assert pieces == [0, 2**20]
 
     def refuse(*_: object) -> int:
         raise OSError(22, "Invalid argument")
 
     monkeypatch.setattr(os, "preadv", refuse)
-    monkeypatch.setattr(disk.time, "perf_counter", lambda: 0.0)
-    assert disk_speed(path) == disk.DiskSpeed(1e9, is_measured=False)
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: 0.0)
+    assert disk_speed(path) == machine.DiskSpeed(1e9, is_measured=False)
