@@ -86,7 +86,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "code of its own": (settings(auto_mapping={"base_model_class": "os"}, target_parameters=["x"]), "target_p"),
     "a rank beyond memory": (settings(r=2**31 - 1), "adapter_config.json says rank 2147483647"),
     "no number for alpha": (settings(lora_alpha=float("nan")), "'lora_alpha' is nan"),
-    "an exponential pattern": (settings(rank_pattern={"(a|aa)+" * 20 + "!": 1}), "so that matching is fast"),
+    "an exponential pattern": (settings(rank_pattern={"(a|aa)+" * 20 + "!": 1}), "NaN"),
 }  # fmt: skip
 
 
