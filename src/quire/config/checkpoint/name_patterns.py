@@ -11,7 +11,7 @@ import importlib
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from quire.common.errors import CheckpointError, UnsupportedModelError
 
@@ -66,19 +66,17 @@ class NamePatterns:
             raise UnsupportedModelError(f"{source} has patterns that take too long to match; make them simpler")
 
 
-class NamePattern:
+class NamePattern(Protocol):
     """A compiled pattern. Both methods raise UnsupportedModelError if matching takes too long."""
 
     def starts(self, name: str) -> bool:
         """Whether the name begins with a match."""
-        raise NotImplementedError
 
     def ends(self, name: str) -> bool:
         """Whether the whole name matches, or all of it after one of its dots."""
-        raise NotImplementedError
 
 
-class _PlainPattern(NamePattern):
+class _PlainPattern:
     def __init__(self, text: str) -> None:
         self._start, self._end = re.compile(text), re.compile(rf"(?:.*\.)?{text}\Z")
 
@@ -89,7 +87,7 @@ class _PlainPattern(NamePattern):
         return self._end.match(name) is not None
 
 
-class _SetPattern(NamePattern):
+class _SetPattern:
     def __init__(self, part: "_Part", source: str, patterns: NamePatterns) -> None:
         self._part, self._spend = part, functools.partial(patterns.spend, source)
 
