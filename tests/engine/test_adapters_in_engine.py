@@ -114,7 +114,11 @@ RANKS = (4, 5, 8, 16, 24, 32, 48, 64)
 @pytest.mark.essential
 @pytest.mark.parametrize(("swap_space", "max_loras", "num_blocks"), [(0.0, 8, 22), (0.01, 8, 22), (0.0, 3, 12)])
 def test_a_small_cache_and_few_slots_change_no_bit(
-    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swap_space: float, max_loras: int,
+    llm: LLM,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    swap_space: float,
+    max_loras: int,
     num_blocks: int,
 ) -> None:
     """Eight adapters of ranks 4 to 64 and the base in a batch: preemptions, prefix hits, swaps, turns in the slots.
