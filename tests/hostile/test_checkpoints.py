@@ -18,6 +18,7 @@ from quire.common.errors import CheckpointError, OutOfMemoryError
 from quire.config.checkpoint.safetensors import DTYPES, read_header
 from tests.config import gguf_file
 from tests.config.gguf_file import Stored, Typed, gguf_bytes, model_bytes
+from tests.hostile.packed import PACKED
 from tests.hostile.target import PATIENCE, RESULTS
 from tests.hostile.test_templates import TINY
 
@@ -165,6 +166,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "compressed-tensors: groups of 2 ** 40": (compressed(weights={"group_size": 2**40}), "group_size"),
     "compressed-tensors: groups of half an input": (compressed(weights={"group_size": 0.5}), "group_size"),
     "compressed-tensors: a quantized cache": (compressed(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
+    **PACKED,
     "FP8: a NaN in every place": (in_float8(0x7F), "not finite"),
     "FP8: blocks beyond every number": (
         lambda f: config(f, quantization_config={"quant_method": "fp8", "weight_block_size": [2**70, 1]}),
