@@ -147,6 +147,12 @@ def test_files_that_are_missing_or_malformed(name: str, model: Model, tmp_path: 
         read_adapter(folder, model, MAX_RANK)
 
 
+def test_a_folder_that_no_file_system_can_have_has_no_adapter(model: Model, tmp_path: Path) -> None:
+    for name in ("x" * 300, "x/" * 4000, "a\0b"):
+        with pytest.raises(CheckpointError, match=r"has no adapter_config\.json"):
+            read_adapter(tmp_path / name, model, MAX_RANK)
+
+
 def test_what_changes_nothing_is_accepted(model: Model, tmp_path: Path) -> None:
     """Also names with the adapter's name in them, and names without PEFT's prefix."""
     more = {"use_dora": False, "modules_to_save": None, "layer_replication": [], "init_lora_weights": "gaussian"}

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from os.path import isfile
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ class PeftConfig:
         """Raises UnsupportedModelError for a setting that Quire does not compute, CheckpointError for a missing or
         malformed file."""
         path = folder / CONFIG_FILE
-        if not path.is_file():
+        if not isfile(path):
             raise CheckpointError(f"{folder} has no {CONFIG_FILE}: not the folder of a PEFT adapter")
         values = HFConfig.read(path)
         if values.text("peft_type") != "LORA":
