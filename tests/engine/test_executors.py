@@ -13,12 +13,13 @@ from quire.runner import executor as executors
 from quire.runner.memory_plan import plan_memory
 from quire.text.tokenizer.tokenizer import Tokenizer
 
-
 REQUESTS = ({"temperature": 0}, {"n": 2}, {"logprobs": 2, "prompt_logprobs": 1, "presence_penalty": 1})
 
 
 class OverAWire:
     """A worker in a thread of its own, which shares no object with the engine."""
+
+    pooler = None
 
     def __init__(self, worker: executors.Executor) -> None:
         self.batches, self.results = queue.Queue[bytes](), queue.Queue[bytes]()
