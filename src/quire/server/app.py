@@ -17,6 +17,7 @@ from quire.server.api.completions import endpoint as completions
 from quire.server.api.messages import endpoint as messages
 from quire.server.api.ollama import endpoint as ollama
 from quire.server.api.ollama import models as ollama_models
+from quire.server.api.pooling import scores, vectors
 from quire.server.api.responses import endpoint as responses
 from quire.server.api.tokens import endpoint as tokens
 from quire.server.http import openapi
@@ -38,6 +39,8 @@ ROUTES: tuple[Endpoint, ...] = (
     *ollama.ENDPOINTS,
     *ollama_models.ENDPOINTS,
     *models.ENDPOINTS,
+    *vectors.ENDPOINTS,
+    *scores.ENDPOINTS,
     *tokens.ENDPOINTS,
     *health.ENDPOINTS,
     *admin.ENDPOINTS,
