@@ -110,7 +110,9 @@ async def _score(
 
 def _given(text: api.Texts | None, other: api.Texts | None, field: str) -> list[str]:
     if (text is None) == (other is None):
-        raise invalid(f"exactly one of {field} and {'queries' if field == 'text_1' else 'documents'} is required", field)
+        raise invalid(
+            f"exactly one of {field} and {'queries' if field == 'text_1' else 'documents'} is required", field
+        )
     found = other if text is None else text
     return [found] if isinstance(found, str) else list(found or ())
 
