@@ -27,6 +27,10 @@ struct NormTable {
   // The same; residual may be null: x alone. So may bias.
   void (*layer_norm[kNumDTypes])(const void* x, void* residual, const float* weight, const float* bias, float eps,
                                  void* out, int64_t rows, int64_t width);
+  // x as that of rms_norm; weight and bias [inner, width]. bias may be null.
+  void (*head_layer_norm[kNumDTypes])(const void* x, const float* weight, const float* bias, float eps, void* out,
+                                      int64_t outer, int64_t inner, int64_t outer_stride, int64_t inner_stride,
+                                      int64_t width);
 };
 
 enum Activation : int {
@@ -54,10 +58,10 @@ struct ActivationTable {
                                        void* out);
 };
 
-// In place; x [rows, width] contiguous.
+// In place; x [rows, width] contiguous, but for clip, which takes rows that lie `stride` elements apart.
 struct ScaleTable {
   void (*scale[kNumDTypes])(void* x, int64_t rows, int64_t width, float factor);
-  void (*clip[kNumDTypes])(void* x, int64_t rows, int64_t width, float limit);
+  void (*clip[kNumDTypes])(void* x, int64_t rows, int64_t width, int64_t stride, float limit);
   void (*softcap)(float* x, int64_t rows, int64_t width, float cap);
 };
 
@@ -84,8 +88,18 @@ struct MatmulArgs {
   ProductOut to;
 };
 
+// Each head's rows times a matrix of its own. What rows have beyond k is copied behind their products.
+struct HeadProductArgs {
+  const void* x;  // [rows, num_heads, k + tail]
+  int64_t x_stride, x_head_stride, rows;
+  int64_t num_heads, n, k, tail;
+  const char* weights;  // the packed matrices [n, k], one behind the other
+  void* out;            // [rows, num_heads, n + tail] contiguous
+};
+
 struct MatmulTable {
   void (*matmul[kNumDTypes])(const MatmulArgs& args);
+  void (*of_heads[kNumDTypes])(const HeadProductArgs& args);
 };
 
 struct QuantizedMatmulArgs {

@@ -8,6 +8,7 @@ void bind_elementwise(nb::module_& module) {
   add_kernel(module, "rms_norm", &KernelTable::norm, &NormTable::rms_norm);
   add_kernel(module, "add_rms_norm", &KernelTable::norm, &NormTable::add_rms_norm);
   add_kernel(module, "layer_norm", &KernelTable::norm, &NormTable::layer_norm);
+  add_kernel(module, "head_layer_norm", &KernelTable::norm, &NormTable::head_layer_norm);
   // After the dtype, the fields of ActivationKind in their order.
   add_kernel(
       module, "activation",

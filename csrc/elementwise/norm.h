@@ -97,11 +97,30 @@ static void layer_norm(const void* x, void* residual, const float* weight, const
   });
 }
 
+// The heads of each token, each with weights of its own.
+template <typename T>
+static void head_layer_norm(const void* x, const float* weight, const float* bias, float eps, void* out, int64_t outer,
+                            int64_t inner, int64_t outer_stride, int64_t inner_stride, int64_t width) {
+  for_rows(outer * inner, width, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t head = row % inner;
+      const T* from = static_cast<const T*>(x) + row / inner * outer_stride + head * inner_stride;
+      T* to = static_cast<T*>(out) + row * width;
+      if (bias != nullptr) {
+        layer_norm_row<true>(from, weight + head * width, bias + head * width, eps, to, width);
+      } else {
+        layer_norm_row<false>(from, weight + head * width, nullptr, eps, to, width);
+      }
+    }
+  });
+}
+
 static constexpr NormTable kNorm = {
     .add = {add<float>, add<bf16>},
     .rms_norm = {rms_norm<float>, rms_norm<bf16>},
     .add_rms_norm = {add_rms_norm<float>, add_rms_norm<bf16>},
     .layer_norm = {layer_norm<float>, layer_norm<bf16>},
+    .head_layer_norm = {head_layer_norm<float>, head_layer_norm<bf16>},
 };
 
 }  // namespace quire::QUIRE_ISA

@@ -27,6 +27,8 @@ TOLERANCES: dict[tuple[str, torch.dtype], tuple[float, float]] = {
     ("layer_norm", torch.bfloat16): (2**-7, 2e-6),
     ("add_layer_norm", torch.float32): (1e-5, 2e-6),
     ("add_layer_norm", torch.bfloat16): (2**-7, 2e-6),
+    ("head_layer_norm", torch.float32): (1e-5, 2e-6),
+    ("head_layer_norm", torch.bfloat16): (2**-7, 2e-6),
     ("activation", torch.float32): (1e-6, 2e-6),
     ("activation", torch.bfloat16): (2**-7, 2e-6),
     ("scale", torch.float32): (0.0, 0.0),
@@ -43,6 +45,11 @@ TOLERANCES: dict[tuple[str, torch.dtype], tuple[float, float]] = {
     ("paged_attention_pairs", torch.bfloat16): (2**-7, 2**-8),
     ("paged_attention_int8", torch.float32): (1e-4, 3e-4),
     ("paged_attention_int8", torch.bfloat16): (2**-7, 3e-4),
+    ("latent_attention", torch.float32): (1e-5, 1e-5),
+    ("latent_attention", torch.bfloat16): (2**-7, 1e-5),
+    ("latent_attention_pairs", torch.bfloat16): (2**-7, 2**-8),
+    ("multiply_heads", torch.float32): (1e-5, 1e-5),
+    ("multiply_heads", torch.bfloat16): (2**-7, 1e-5),
     ("top_logprobs", torch.float32): (1e-6, 1e-6),
 }
 

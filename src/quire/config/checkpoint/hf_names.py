@@ -13,7 +13,7 @@ _NAMES = {
     "num_attention_heads": ("n_head", "n_heads", "num_heads"),
     "num_key_value_heads": ("num_kv_heads", "n_head_kv"),
     "intermediate_size": ("n_inner", "ffn_hidden_size", "ffn_dim"),
-    "max_position_embeddings": ("n_positions", "max_seq_len", "seq_length", "n_ctx"),
+    "max_position_embeddings": ("n_positions", "max_seq_len", "seq_length", "n_ctx", "model_max_length"),
     "hidden_act": ("activation_function", "hidden_activation", "activation"),
     "layer_norm_eps": ("layer_norm_epsilon", "norm_epsilon", "norm_eps"),
     "partial_rotary_factor": ("rotary_pct", "rope_pct"),

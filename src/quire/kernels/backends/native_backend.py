@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.backends import key_layout, reference
-from quire.kernels.backends.native_arguments import (
+from quire.kernels.backends.native.arguments import (
     DTYPE_CODES,
     FORMAT_CODES,
     SEES_ALL,
@@ -20,6 +20,7 @@ from quire.kernels.backends.native_arguments import (
     rows_of,
     sample_args,
 )
+from quire.kernels.backends.native.latent import NativeLatentKernels
 from quire.kernels.backends.recording import KernelGraph
 from quire.kernels.backends.workspace import WeightMemory, Workspace, empty, zeroed_blocks
 from quire.kernels.experts.weights import SCORINGS, ExpertRows, ExpertWeights, Routing
@@ -44,6 +45,7 @@ class NativeBackend:
         self.native = native
         """quire._native, which is untyped."""
         self._weights = WeightMemory()
+        self.latent = NativeLatentKernels(native, self._weights)
 
     @property
     def isa(self) -> str:
@@ -259,6 +261,14 @@ class NativeBackend:
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         return self._layer_norm(x, 0, weight, bias, eps)
 
+    def head_layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        (outer, inner, width), (outer_stride, inner_stride, _) = x.shape, x.stride()
+        out = empty(x.shape, x.dtype)
+        bias_at, to = 0 if bias is None else bias.data_ptr(), out.data_ptr()
+        sizes = outer, inner, outer_stride, inner_stride, width
+        self.native.head_layer_norm(DTYPE_CODES[x.dtype], x.data_ptr(), weight.data_ptr(), bias_at, eps, to, *sizes)
+        return out
+
     def add_layer_norm(self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         return self._layer_norm(x, residual.data_ptr(), weight, bias, eps)
 
@@ -277,7 +287,10 @@ class NativeBackend:
 
     def clip(self, x: Tensor, limit: float) -> None:
         rows, width = rows_of(x)
-        self.native.clip(DTYPE_CODES[x.dtype], x.data_ptr(), rows, width, limit)
+        stride = width
+        if not x.is_contiguous():  # heads of tokens, which lie together
+            rows, width, stride = len(x), x.shape[1] * width, x.stride(0)
+        self.native.clip(DTYPE_CODES[x.dtype], x.data_ptr(), rows, width, stride, limit)
 
     def softcap(self, x: Tensor, cap: float) -> None:
         rows, width = rows_of(x)

@@ -28,6 +28,8 @@ class ExpertsShape:
     """The checkpoint's shape of what is added to the scores when experts are chosen. None: nothing is."""
     shared_width: int | None = None
     """Of the expert that all tokens share. None: there is none."""
+    shared_multiplier: float = 1.0
+    """Of what the shared expert gives."""
     shared_gate: bool = False
     """Whether the shared expert counts the sigmoid of a product of its own."""
 

@@ -19,9 +19,11 @@ class Qwen2ForCausalLM(Decoder):
         return replace(super().attention_shape(hf, layer), qkv_bias=True, sliding_window=layer_window(hf, layer))
 
 
-def layer_window(hf: HFConfig, layer: int) -> int | None:
-    """The layer's sliding window: by `layer_types`, else from layer `max_window_layers` on; none unless enabled."""
-    if not hf.flag("use_sliding_window", False):
+def layer_window(hf: HFConfig, layer: int, *, by_default: bool = False) -> int | None:
+    """The layer's sliding window: by `layer_types`, else from layer `max_window_layers` on; none unless enabled.
+    `by_default`: whether a config without `use_sliding_window` enables it."""
+    has_window = hf.get("sliding_window", _DEFAULT_WINDOW) is not None
+    if not has_window or not hf.flag("use_sliding_window", by_default):
         return None
     first = hf.get("max_window_layers")
     first = first if isinstance(first, int) else _DEFAULT_FULL_LAYERS

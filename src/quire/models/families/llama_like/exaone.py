@@ -1,6 +1,7 @@
-"""EXAONE 4 (LG AI Research 2025): norms of outputs and of heads, and layers that see all without a rotary embedding."""
+"""EXAONE 3 and 3.5 (LG AI Research 2024), Llama with the names of GPT-2, and EXAONE 4, with other norms and layers."""
 
 from dataclasses import replace
+from typing import ClassVar
 
 from quire.config.hf_config import HFConfig
 from quire.models.decoder.model import Decoder
@@ -12,8 +13,33 @@ from quire.models.layers.rotary import RopeShape
 _DEFAULT_PERIOD = 4
 
 
+class ExaoneForCausalLM(Decoder):
+    """All sizes of version 3."""
+
+    renames: ClassVar = (
+        (r"^transformer\.", ""),
+        (r"^wte\.", "embed_tokens."),
+        (r"^ln_f\.", "norm."),
+        (r"^h\.", "layers."),
+        (r"\.ln_1\.", ".input_layernorm."),
+        (r"\.ln_2\.", ".post_attention_layernorm."),
+        (r"\.attn\.attention\.", ".self_attn."),
+        (r"\.out_proj\.", ".o_proj."),
+        (r"\.c_fc_0\.", ".gate_proj."),
+        (r"\.c_fc_1\.", ".up_proj."),
+        (r"\.c_proj\.", ".down_proj."),
+    )
+
+    @classmethod
+    def norm_shape(cls, hf: HFConfig) -> NormShape:
+        return NormShape(hf.number("layer_norm_eps", 1e-5))
+
+
 class Exaone4ForCausalLM(Decoder):
-    """Without `sliding_window`, all layers see all and have a rotary embedding (the 1.2B)."""
+    """Norms of outputs and of heads, and layers that see all without a rotary embedding.
+
+    Without `sliding_window`, all layers see all and have a rotary embedding (the 1.2B).
+    """
 
     @classmethod
     def layer_shape(cls, hf: HFConfig, layer: int) -> LayerShape:
