@@ -14,9 +14,11 @@ import numpy.typing as npt
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.common.errors import RequestError
 from quire.common.outputs import PoolingOutput, PoolingRequestOutput
 from quire.common.params import PoolingParams, PoolingTask
 from quire.engine.requests.input_processor import Prompt
+from quire.interfaces.pooling import Pair
 from quire.server.api.chat.prompt import chat_prompt
 from quire.server.api.pooling.protocol import InputFields, PoolingFields
 from quire.server.api.shared.fields import Usage
@@ -83,7 +85,7 @@ async def prompts_of(model: ServedModel, body: InputFields, params: PoolingParam
         raise invalid("exactly one of input and messages is required", "input")
     if body.messages is not None:
         variables = body.chat_template_kwargs or {}
-        return await model.llm.tokenized([await chat_prompt(model, body, body.messages, None, variables)], params)
+        return [await chat_prompt(model, body, body.messages, None, variables)]
     assert body.input is not None
     listed = listed_prompts(body.input)
     check_count(len(listed), "input")
@@ -94,7 +96,19 @@ async def prompts_of(model: ServedModel, body: InputFields, params: PoolingParam
             else one
             for one in listed
         ]
-    return await model.llm.tokenized(listed, params)
+    return await tokenized(model, listed, params)
+
+
+async def tokenized(model: ServedModel, given: Sequence[Prompt | Pair], params: PoolingParams) -> list[Prompt]:
+    """Prompts of texts, and of pairs of texts. Raises RequestError if one of them is wrong, naming its index."""
+    prompts = list[Prompt]()
+    for place, made in enumerate(await model.llm.pooling_prompts(given, params)):
+        if isinstance(made, RequestError):
+            if len(given) > 1:
+                made.args = (f"input[{place}]: {made}",)
+            raise made
+        prompts.append(made)
+    return prompts
 
 
 def check_count(count: int, field: str) -> None:

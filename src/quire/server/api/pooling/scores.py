@@ -20,6 +20,7 @@ from quire.server.api.pooling.run import (
     numbers_response,
     params_of,
     pool,
+    tokenized,
     usage_of,
 )
 from quire.server.http import sse
@@ -99,9 +100,9 @@ async def _score(
     params = params_of(context, body, task)
     if task == "score":
         pairs = [(first[i if len(first) > 1 else 0], text) for i, text in enumerate(second)]
-        outputs = await pool(model, await model.llm.pair_prompts(pairs, params), params, context.request_id)
+        outputs = await pool(model, await tokenized(model, pairs, params), params, context.request_id)
         return [float(output.outputs.data[0]) for output in outputs], outputs
-    prompts = await model.llm.tokenized([*first, *second], params)
+    prompts = await tokenized(model, [*first, *second], params)
     outputs = await pool(model, prompts, params, context.request_id)
     vectors = np.stack([output.outputs.data for output in outputs])
     vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)

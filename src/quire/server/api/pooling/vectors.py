@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 from starlette.requests import Request
@@ -81,7 +82,7 @@ async def create_classification(request: Request) -> ASGIApp:
         return await pool(model, await prompts_of(model, body, params), params, context.request_id)
 
     outputs = await sse.unless_disconnected(request, classify())
-    labels = model.llm.model_config.labels
+    names = model.llm.model_config.hf_config.get("id2label")
     return await numbers_response(
         api.ClassificationResponse(
             id=f"classify-{context.request_id}",
@@ -90,7 +91,7 @@ async def create_classification(request: Request) -> ASGIApp:
             data=[
                 api.ClassificationData(
                     index=i,
-                    label=labels.get(int(np.argmax(output.outputs.data))),
+                    label=_label(names, int(np.argmax(output.outputs.data))),
                     probs=output.outputs.data.tolist(),
                     num_classes=len(output.outputs.data),
                 )
@@ -107,6 +108,12 @@ async def _vectors(
 ) -> list[Output]:
     params = params_of(context, body, task, dimensions=body.dimensions, normalize=body.normalize)
     return await pool(model, await prompts_of(model, body, params), params, context.request_id)
+
+
+def _label(names: Any, index: int) -> str | None:
+    """The name that config.json has for a class; None if it has none."""
+    found = names.get(str(index)) if isinstance(names, dict) else None
+    return found if isinstance(found, str) else None
 
 
 def _num_numbers(outputs: list[Output]) -> int:
