@@ -15,6 +15,7 @@ from quire.server.api import models
 from quire.server.api.chat import endpoint as chat
 from quire.server.api.completions import endpoint as completions
 from quire.server.api.messages import endpoint as messages
+from quire.server.api.ollama import embed as ollama_embed
 from quire.server.api.ollama import endpoint as ollama
 from quire.server.api.ollama import models as ollama_models
 from quire.server.api.pooling import scores, vectors
@@ -37,6 +38,7 @@ ROUTES: tuple[Endpoint, ...] = (
     *responses.ENDPOINTS,
     *messages.ENDPOINTS,
     *ollama.ENDPOINTS,
+    *ollama_embed.ENDPOINTS,
     *ollama_models.ENDPOINTS,
     *models.ENDPOINTS,
     *vectors.ENDPOINTS,

@@ -90,7 +90,7 @@ class PoolingData(msgspec.Struct, kw_only=True):
 
     index: int
     object: Literal["pooling"] = "pooling"
-    data: list[float] | list[list[float]] | str
+    data: list[float | list[float]] | str
 
 
 class PoolingResponse(msgspec.Struct, kw_only=True):
