@@ -17,6 +17,17 @@ constexpr int64_t kItemRows = 96;
 // Most of them that any instruction set takes through a tile together.
 constexpr int64_t kPassRows = 32;
 
+// What is added to the scores of one layer by the distance of key and query.
+struct RelativeTerms {
+  int64_t reach;      // distances are from -reach to reach
+  const float* bias;  // [num_heads, 2 * reach + 16], or null: entry reach + key - query; what follows is never seen
+  // Disentangled attention: [num_tokens, num_heads, num_terms] each, or null; multiplied with the scale.
+  const float* of_query;
+  const float* of_key;
+  const int32_t* term;  // [2 * reach + 1]: of the distance at reach + key - query
+  int64_t num_terms;
+};
+
 struct AttentionArgs {
   const void* query;  // [num_tokens, num_heads, head_dim]
   int64_t query_stride;
@@ -27,7 +38,9 @@ struct AttentionArgs {
   int64_t v_block_stride;
   const int32_t* query_start;   // [num_seqs + 1]
   const int32_t* seq_lens;      // [num_seqs]
-  const int32_t* block_tables;  // [num_seqs, table_stride]
+  // [num_seqs, table_stride]. Null: no cache, but keys and values of the query tokens themselves, which are whole
+  // sequences: block_size is 1, and a sequence's block i is its row i.
+  const int32_t* block_tables;
   int64_t table_stride;
   int64_t table_width;
   int64_t num_tokens;
@@ -37,12 +50,14 @@ struct AttentionArgs {
   int64_t head_dim;
   int64_t num_blocks;
   int64_t block_size;
-  int64_t sliding_window;  // positions a token sees, itself included; INT64_MAX sees all
+  int64_t sliding_window;  // positions up to its own that a token sees; INT64_MAX sees all
+  int64_t look_ahead;      // positions after its own that it sees; 0: causal; INT64_MAX sees all
   int64_t chunk_size;      // a token sees keys from the last multiple of it on; INT64_MAX sees all
   float scale;
   float softcap;        // 0: none
   const float* sinks;   // [num_heads] or null
   const float* slopes;  // [num_heads] or null
+  RelativeTerms relative;
   void* out;            // [num_tokens, num_heads, head_dim], contiguous
   // Floats of one row of a softmax state, beside its maximum: the output, padded to whole vectors of any instruction
   // set, and one more vector of sums.
@@ -53,6 +68,16 @@ struct AttentionArgs {
     const int64_t window = position < sliding_window ? 0 : position - sliding_window + 1;
     const int64_t chunk = position < chunk_size ? 0 : position - position % chunk_size;
     return window > chunk ? window : chunk;
+  }
+
+  // The key after the last one that a token at `position` of sequence `seq` sees.
+  QUIRE_MEMBER int64_t end_key(int64_t seq, int64_t position) const {
+    const int64_t end = seq_lens[seq];
+    return look_ahead < end - position ? position + look_ahead + 1 : end;
+  }
+
+  QUIRE_MEMBER bool changes_scores() const {
+    return softcap > 0 || slopes != nullptr || relative.bias != nullptr || relative.term != nullptr;
   }
 };
 
@@ -89,8 +114,9 @@ struct AttentionScratch {
   float* references;
   float* decay;
   float* steps;
-  int64_t* positions;  // of a row, and of the first key that it sees
+  int64_t* positions;  // of a row, of the first key that it sees, and of the one after the last
   int64_t* first_keys;
+  int64_t* end_keys;
 };
 
 struct AttentionTable {

@@ -43,6 +43,12 @@ TOLERANCES: dict[tuple[str, torch.dtype], tuple[float, float]] = {
     ("paged_attention_pairs", torch.bfloat16): (2**-7, 2**-8),
     ("paged_attention_int8", torch.float32): (1e-4, 3e-4),
     ("paged_attention_int8", torch.bfloat16): (2**-7, 3e-4),
+    ("encoder_attention", torch.float32): (1e-5, 1e-5),
+    ("encoder_attention", torch.bfloat16): (2**-7, 1e-5),
+    ("encoder_attention_pairs", torch.bfloat16): (2**-7, 2**-8),
+    ("embedding_norm", torch.float32): (1e-5, 4e-6),
+    ("embedding_norm", torch.bfloat16): (2**-7, 4e-6),
+    ("pool_rows", torch.float32): (1e-5, 2e-6),
     ("top_logprobs", torch.float32): (1e-6, 1e-6),
 }
 

@@ -119,6 +119,19 @@ class ScoredRows(msgspec.Struct, frozen=True, gc=False):
     """Number of likeliest tokens returned beside each token."""
 
 
+class PoolSpec(msgspec.Struct, frozen=True, gc=False):
+    """What the model's pooler makes of hidden states: the part that is the same for a request's life."""
+
+    task: str
+    """One of the pooler's tasks."""
+    dimensions: int | None = None
+    """Number of an embedding's elements that are kept; None for all."""
+    normalize: bool | None = None
+    """Whether an embedding is scaled to length 1; None for what the model was trained with."""
+    activation: bool | None = None
+    """Whether classes and scores go through the model's activation; None for True."""
+
+
 class PooledRows(msgspec.Struct, frozen=True, gc=False):
     """A run of rows whose hidden states are returned, to be pooled into an embedding or a score."""
 

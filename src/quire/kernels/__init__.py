@@ -1,6 +1,6 @@
 """One thin wrapper per kernel: it checks its arguments and calls the backend of the device that they are on."""
 
-from quire.kernels.attention import paged_attention
+from quire.kernels.attention import encoder_attention, paged_attention
 from quire.kernels.backends import backend_for, backend_of, isa, num_threads, register_backend, set_num_threads
 from quire.kernels.backends.base import Backend
 from quire.kernels.backends.recording import KernelGraph
@@ -33,9 +33,10 @@ from quire.kernels.quantized import (
     quantize_weight,
     quantized_bytes,
 )
+from quire.kernels.pooling import embedding_norm, pool_rows
 from quire.kernels.sampling.draws import processed_logits, sample, top_logprobs
 from quire.kernels.sampling.tensors import LogitChanges, SamplingTensors, TokenLists
-from quire.kernels.variants import XIELU, ActivationKind, AttentionVariant, ClampedSwiGLU
+from quire.kernels.variants import XIELU, ActivationKind, AttentionVariant, ClampedSwiGLU, DistanceTerms, EncoderVariant
 from quire.kernels.weights import (
     BLOCK_FORMATS,
     QUANTIZED_FORMATS,
@@ -55,6 +56,8 @@ __all__ = [
     "AttentionVariant",
     "Backend",
     "ClampedSwiGLU",
+    "DistanceTerms",
+    "EncoderVariant",
     "ExpertRows",
     "ExpertWeights",
     "KernelGraph",
@@ -84,6 +87,8 @@ __all__ = [
     "copy_blocks",
     "copy_slots",
     "embedding",
+    "embedding_norm",
+    "encoder_attention",
     "expert_matmul",
     "gated_activation",
     "gather_kv",
@@ -100,6 +105,7 @@ __all__ = [
     "pack_lora",
     "pack_weight",
     "paged_attention",
+    "pool_rows",
     "processed_logits",
     "quantize_weight",
     "quantized_bytes",

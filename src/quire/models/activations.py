@@ -2,21 +2,23 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from quire import kernels
-from quire.config.kv_cache import AttentionSpec
+from quire.config.kv_cache import AttentionSpec, NoCacheSpec
 from quire.config.lora import LoRAConfig
 from quire.config.model import ModelConfig
-from quire.kernels.variants import AttentionVariant
+from quire.kernels.variants import AttentionVariant, EncoderVariant
 from quire.models.adapters.slots import AdapterSlots
 from quire.models.base import Model
 from quire.models.layers.batch_tensors import BatchTensors, GroupTensors, LayerKVCache
 from quire.models.weights.loader import build_model, open_weights
 
 _BLOCK_SIZE = 16
+_Variant = TypeVar("_Variant", AttentionVariant, EncoderVariant)
 
 
 def activation_bytes(config: ModelConfig, num_tokens: int, lora: LoRAConfig | None = None) -> int:
@@ -35,15 +37,21 @@ def activation_bytes(config: ModelConfig, num_tokens: int, lora: LoRAConfig | No
             for name, value in vars(module).items():
                 if isinstance(value, Tensor):
                     setattr(module, name, _meta(value.shape, value.dtype))
-                elif isinstance(value, AttentionVariant) and value.slopes is not None:
-                    slopes = _meta(value.slopes.shape, value.slopes.dtype)
-                    setattr(module, name, dataclasses.replace(value, slopes=slopes))
+                elif isinstance(value, AttentionVariant | EncoderVariant):
+                    setattr(module, name, _on_meta(value))
         if lora is not None:
             AdapterSlots(model, lora)
         batch, caches = _batch(model, num_tokens, has_adapters=lora is not None), _caches(model, config)
         with meter.counting():
             model(batch, caches)
     return meter.peak_bytes
+
+
+def _on_meta(variant: _Variant) -> _Variant:
+    """The variant with its tensors on the meta device."""
+    values = {field.name: getattr(variant, field.name) for field in dataclasses.fields(variant)}
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    return dataclasses.replace(variant, **{name: _meta(t.shape, t.dtype) for name, t in tensors.items()})
 
 
 def _batch(model: Model, num_tokens: int, has_adapters: bool) -> BatchTensors:
@@ -59,9 +67,11 @@ def _batch(model: Model, num_tokens: int, has_adapters: bool) -> BatchTensors:
 
 
 def _caches(model: Model, config: ModelConfig) -> list[LayerKVCache]:
-    """A block for each layer."""
+    """A block for each layer that keeps something."""
     caches = []
     for spec in model.kv_cache_specs(config):
+        if isinstance(spec, NoCacheSpec):
+            continue
         assert isinstance(spec, AttentionSpec), f"no view of a cache of {type(spec).__name__} is known"
         buffer = _meta((spec.block_bytes(_BLOCK_SIZE),), torch.uint8)
         sizes = (1, _BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)

@@ -11,6 +11,7 @@ from quire.config.kv_cache import KVCacheSpec
 from quire.config.model import ModelConfig
 from quire.models.layers.batch_tensors import BatchTensors, LayerKVCache
 from quire.models.layers.weighted_layer import WeightedLayer
+from quire.models.pooling.pooler import Pooler
 from quire.models.weights.stacked import Stack
 
 
@@ -98,3 +99,9 @@ class CausalLM(Model):
         """hidden [num_rows, hidden] -> logits [num_rows, vocab] float32."""
         logits: Tensor = self.lm_head(hidden)
         return logits
+
+
+class PoolingModel(Model):
+    """A model whose hidden states are pooled into embeddings, scores or classes. It has no language model head."""
+
+    pooler: Pooler

@@ -61,6 +61,57 @@ MODELS = {
     "Starcoder2ForCausalLM": "quire.models.families.gpt.starcoder2:Starcoder2ForCausalLM",
 }
 """By name as in a config.json's `architectures`: module and class, imported when a model of it is loaded."""
+POOLING_MODELS = {
+    "AlbertForMaskedLM": "quire.models.families.encoders.albert:AlbertModel",
+    "AlbertForSequenceClassification": "quire.models.families.encoders.albert:AlbertForSequenceClassification",
+    "AlbertForTokenClassification": "quire.models.families.encoders.albert:AlbertForTokenClassification",
+    "AlbertModel": "quire.models.families.encoders.albert:AlbertModel",
+    "BertForMaskedLM": "quire.models.families.encoders.bert:BertModel",
+    "BertForSequenceClassification": "quire.models.families.encoders.bert:BertForSequenceClassification",
+    "BertForTokenClassification": "quire.models.families.encoders.bert:BertForTokenClassification",
+    "BertModel": "quire.models.families.encoders.bert:BertModel",
+    "CamembertForMaskedLM": "quire.models.families.encoders.roberta:RobertaModel",
+    "CamembertForSequenceClassification": "quire.models.families.encoders.roberta:RobertaForSequenceClassification",
+    "CamembertForTokenClassification": "quire.models.families.encoders.roberta:RobertaForTokenClassification",
+    "CamembertModel": "quire.models.families.encoders.roberta:RobertaModel",
+    "DistilBertForMaskedLM": "quire.models.families.encoders.distilbert:DistilBertModel",
+    "DistilBertForSequenceClassification": "quire.models.families.encoders.distilbert:DistilBertForSequenceClassification",
+    "DistilBertForTokenClassification": "quire.models.families.encoders.distilbert:DistilBertForTokenClassification",
+    "DistilBertModel": "quire.models.families.encoders.distilbert:DistilBertModel",
+    "ElectraForMaskedLM": "quire.models.families.encoders.electra:ElectraModel",
+    "ElectraForSequenceClassification": "quire.models.families.encoders.electra:ElectraForSequenceClassification",
+    "ElectraForTokenClassification": "quire.models.families.encoders.electra:ElectraForTokenClassification",
+    "ElectraModel": "quire.models.families.encoders.electra:ElectraModel",
+    "GteForMaskedLM": "quire.models.families.encoders.rotated:GteModel",
+    "GteForSequenceClassification": "quire.models.families.encoders.rotated:GteForSequenceClassification",
+    "GteForTokenClassification": "quire.models.families.encoders.rotated:GteForTokenClassification",
+    "GteModel": "quire.models.families.encoders.rotated:GteModel",
+    "JinaEmbeddingsV3ForMaskedLM": "quire.models.families.encoders.rotated:JinaEmbeddingsV3Model",
+    "JinaEmbeddingsV3ForSequenceClassification": "quire.models.families.encoders.rotated:JinaEmbeddingsV3ForSequenceClassification",
+    "JinaEmbeddingsV3ForTokenClassification": "quire.models.families.encoders.rotated:JinaEmbeddingsV3ForTokenClassification",
+    "JinaEmbeddingsV3Model": "quire.models.families.encoders.rotated:JinaEmbeddingsV3Model",
+    "MPNetForMaskedLM": "quire.models.families.encoders.mpnet:MPNetModel",
+    "MPNetForSequenceClassification": "quire.models.families.encoders.mpnet:MPNetForSequenceClassification",
+    "MPNetForTokenClassification": "quire.models.families.encoders.mpnet:MPNetForTokenClassification",
+    "MPNetModel": "quire.models.families.encoders.mpnet:MPNetModel",
+    "ModernBertForMaskedLM": "quire.models.families.encoders.modernbert:ModernBertModel",
+    "ModernBertForSequenceClassification": "quire.models.families.encoders.modernbert:ModernBertForSequenceClassification",
+    "ModernBertForTokenClassification": "quire.models.families.encoders.modernbert:ModernBertForTokenClassification",
+    "ModernBertModel": "quire.models.families.encoders.modernbert:ModernBertModel",
+    "NomicBertForMaskedLM": "quire.models.families.encoders.rotated:NomicBertModel",
+    "NomicBertForSequenceClassification": "quire.models.families.encoders.rotated:NomicBertForSequenceClassification",
+    "NomicBertForTokenClassification": "quire.models.families.encoders.rotated:NomicBertForTokenClassification",
+    "NomicBertModel": "quire.models.families.encoders.rotated:NomicBertModel",
+    "RobertaForMaskedLM": "quire.models.families.encoders.roberta:RobertaModel",
+    "RobertaForSequenceClassification": "quire.models.families.encoders.roberta:RobertaForSequenceClassification",
+    "RobertaForTokenClassification": "quire.models.families.encoders.roberta:RobertaForTokenClassification",
+    "RobertaModel": "quire.models.families.encoders.roberta:RobertaModel",
+    "XLMRobertaForMaskedLM": "quire.models.families.encoders.roberta:RobertaModel",
+    "XLMRobertaForSequenceClassification": "quire.models.families.encoders.roberta:RobertaForSequenceClassification",
+    "XLMRobertaForTokenClassification": "quire.models.families.encoders.roberta:RobertaForTokenClassification",
+    "XLMRobertaModel": "quire.models.families.encoders.roberta:RobertaModel",
+}
+"""The same for architectures that make embeddings, scores or classes of texts, and do not generate."""
 
 
 def supported_architecture(hf: HFConfig) -> str:
@@ -68,10 +119,10 @@ def supported_architecture(hf: HFConfig) -> str:
     the file has, and CheckpointError if it names none."""
     named, model_type = hf.get("architectures"), hf.get("model_type")
     if isinstance(named, list) and named and isinstance(named[0], str):
-        if named[0] in MODELS:
+        if named[0] in MODELS or named[0] in POOLING_MODELS:
             return named[0]
         raise unsupported(named[0], f"{hf.source}: ")
-    families = {re.sub("For(CausalLM|ConditionalGeneration)$|LMHeadModel$", "", name).lower() for name in MODELS}
+    families = {re.sub("For(CausalLM|ConditionalGeneration)$|LMHeadModel$", "", name).lower() for name in (*MODELS, *POOLING_MODELS)}
     if named is None and isinstance(model_type, str) and model_type.replace("_", "").lower() not in families:
         raise unsupported(model_type, f"{hf.source}: ")
     raise CheckpointError(f"{hf.source}: 'architectures' is {named!r}, but must be a list that names the model's class")
@@ -80,6 +131,6 @@ def supported_architecture(hf: HFConfig) -> str:
 def unsupported(name: str, where: str = "") -> UnsupportedModelError:
     """The error for an architecture that Quire does not run."""
     return UnsupportedModelError(
-        f"{where}the architecture {name[:80]!r} is not supported (supported: {', '.join(sorted(MODELS))}; "
+        f"{where}the architecture {name[:80]!r} is not supported (supported: {', '.join(sorted((*MODELS, *POOLING_MODELS)))}; "
         "a checkpoint's own Python code is never run)"
     )

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -37,6 +38,8 @@ class BatchTensors:
     table. The model computes in this memory, so it holds something else afterwards."""
     adapters: Tensor | None = None
     """[num_tokens] int64: the slot of each token's adapter, -1 for none. None: no token has one."""
+    token_type_ids: Tensor | None = None
+    """[num_tokens] int64: which text of a pair each token belongs to. None: all are 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,3 +52,7 @@ class LayerKVCache:
     v: Tensor
     """[num_blocks, num_kv_heads, block_size, head_dim]"""
     group: int
+
+
+NO_CACHE = LayerKVCache(torch.empty(0), torch.empty(0), -1)
+"""What a layer gets that keeps nothing."""

@@ -19,7 +19,7 @@ from quire.config.model import ModelConfig
 from quire.config.quantization import QUANT_METHOD, QUANTIZATIONS
 from quire.models.base import CausalLM, Model
 from quire.models.layers.weighted_layer import Part, WeightedLayer, WeightSpec
-from quire.models.registry import model_class
+from quire.models.registry import class_of
 from quire.models.weights.quantization import choose_formats
 from quire.models.weights.stacked import UnstackedCheckpoint
 
@@ -104,7 +104,7 @@ class LayerLoader:
 
 def load_causal_lm(config: ModelConfig) -> CausalLM:
     """As load_model. Raises UnsupportedModelError, before any weight is read, if the model has no head."""
-    kind = model_class(config.architecture, config.model_impl)
+    kind = class_of(config)
     if not issubclass(kind, CausalLM):
         raise UnsupportedModelError(
             f"{config.model}: a {config.architecture} gives hidden states and has no language model head, so it cannot "
@@ -117,14 +117,14 @@ def load_causal_lm(config: ModelConfig) -> CausalLM:
 
 def open_weights(config: ModelConfig) -> Checkpoint:
     """The tensors of the checkpoint, those of experts one by one. Raises CheckpointError, reads no weights."""
-    kind, checkpoint = model_class(config.architecture, config.model_impl), open_checkpoint(config.path)
+    kind, checkpoint = class_of(config), open_checkpoint(config.path)
     stacks = kind.stacks(config)
     return UnstackedCheckpoint(checkpoint, stacks) if stacks else checkpoint
 
 
 def build_model(config: ModelConfig, checkpoint: Checkpoint) -> Model:
     """The model without weights; its layers know in which formats they will want them."""
-    model = model_class(config.architecture, config.model_impl)(config)
+    model = class_of(config)(config)
     choose_formats(model, config, checkpoint)
     return model
 
