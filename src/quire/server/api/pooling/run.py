@@ -41,7 +41,7 @@ async def begin(request: Request, body: PoolingFields) -> ServedModel:
     """The model of a request that was read. Raises ApiError: 400 if it generates text."""
     context = context_of(request)
     context.adopt_id(body.request_id)
-    context.field_names |= {"prompt": "input", "use_activation": "activation"} if body.activation is not None else {}
+    context.field_names["prompt"] = "input"
     model = await use_model(request, body.model)
     if model.llm.pooler is None:
         raise invalid(
@@ -104,11 +104,16 @@ async def tokenized(model: ServedModel, given: Sequence[Prompt | Pair], params: 
     prompts = list[Prompt]()
     for place, made in enumerate(await model.llm.pooling_prompts(given, params)):
         if isinstance(made, RequestError):
-            if len(given) > 1:
-                made.args = (f"input[{place}]: {made}",)
-            raise made
+            raise _placed(made, place, len(given))
         prompts.append(made)
     return prompts
+
+
+def _placed(error: RequestError, place: int, count: int) -> RequestError:
+    """The error, which names the text that it is about if there are several."""
+    if count > 1:
+        error.args = (f"input[{place}]: {error}",)
+    return error
 
 
 def check_count(count: int, field: str) -> None:
@@ -126,9 +131,12 @@ async def pool(model: ServedModel, prompts: Sequence[Prompt], params: PoolingPar
 
     async def one(place: int, prompt: Prompt) -> Output:
         request_id = engine_id(answer_id, place)
-        async with aclosing(model.llm.encode(prompt, params, request_id, lora_request=model.adapter)) as outputs:
-            async for output in outputs:
-                return output
+        try:
+            async with aclosing(model.llm.encode(prompt, params, request_id, lora_request=model.adapter)) as outputs:
+                async for output in outputs:
+                    return output
+        except RequestError as error:
+            raise _placed(error, place, len(prompts)) from None
         raise ApiError(503, "the request was aborted", code="aborted")
 
     if len(prompts) == 1:
