@@ -54,15 +54,17 @@ WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_wind
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "BitNetForCausalLM": SHAPE,
+    "CwmForCausalLM": SHAPE | WINDOWS | {"rope_parameters": PLAIN},
+    "GPTBigCodeForCausalLM": GPT,
     "GraniteSWAForCausalLM": SHAPE | WINDOWS | {"logits_scaling": 2.0, "embedding_multiplier": 3.0},
-    "GPTNeoForCausalLM": {"hidden_size": 32, "num_heads": 4, "num_layers": 2, "attention_types": [[["global"], 2]], "max_position_embeddings": 128, "initializer_range": 0.3},
-    "GPTNeoXJapaneseForCausalLM": {k: v for k, v in SHAPE.items() if k != "num_key_value_heads"},
-    "InternLM3ForCausalLM": SHAPE,
-    "IQuestCoderForCausalLM": SHAPE,
-    "CodeGenForCausalLM": GPT | {"rotary_dim": 4},
-    "XGLMForCausalLM": {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4, "max_position_embeddings": 128, "init_std": 0.3},
+    "HyperCLOVAXForCausalLM": SHAPE | {"residual_multiplier": 0.5, "use_post_norm": True},
     "Jais2ForCausalLM": SHAPE,
     "MiniCPM3ForCausalLM": SHAPE | LATENT | {"tie_word_embeddings": False},
+    "Ministral3ForCausalLM": SHAPE
+    | {
+        "head_dim": 16,
+        "rope_parameters": PLAIN | {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 32},
+    },
     "NanoChatForCausalLM": SHAPE,
     "PersimmonForCausalLM": SHAPE | {"num_key_value_heads": 4, "qk_layernorm": True},
     "VaultGemmaForCausalLM": SHAPE | WINDOWS | {"attn_logit_softcapping": 5.0},

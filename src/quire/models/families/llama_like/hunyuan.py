@@ -16,10 +16,6 @@ class HunYuanDenseV1ForCausalLM(LlamaForCausalLM):
         (r"\.query_layernorm\.", ".q_norm."),
         (r"\.key_layernorm\.", ".k_norm."),
     )
-        (r"^model\.", ""),
-        (r"\.query_layernorm\.", ".q_norm."),
-        (r"\.key_layernorm\.", ".k_norm."),
-    )
 
     @classmethod
     def attention_shape(cls, hf: HFConfig, layer: int) -> AttentionShape:
