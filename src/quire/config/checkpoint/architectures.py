@@ -104,6 +104,9 @@ POOLING_MODELS = {
     f"{family}{head}": f"quire.models.families.encoders.{path}{kept}"
     for family, path in _ENCODERS.items()
     for head, kept in _HEADS.items()
+} | {
+    f"{family}ForSequenceClassification": f"quire.models.families.classifiers:{family}ForSequenceClassification"
+    for family in ("Gemma2", "Llama", "Mistral", "Qwen2", "Qwen3")
 }
 """The same for architectures that make embeddings, scores or classes of texts, and do not generate."""
 

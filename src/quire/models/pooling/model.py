@@ -4,6 +4,7 @@ import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
+from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -20,7 +21,8 @@ from quire.models.pooling.heads import HEAD_NAMES, HeadShape
 from quire.models.pooling.pooler import ClassPooler, EmbeddingPooler, Pooler
 from quire.models.weights.stacked import Stack
 
-_MODULE = re.compile(r"^modules\.(\d+)\.(?:linear|norm)\.(weight|bias)$")
+_MODULE = re.compile(r"^modules\.(\d+)\.(linear|norm)\.(weight|bias)$")
+_LAYERS = {"linear": "dense.", "norm": ""}
 
 
 class Kind(Enum):
@@ -54,9 +56,18 @@ class Pooled(PoolingModel):
         return cls.body_class.stacks(config)
 
     @classmethod
+    def folders(cls, config: ModelConfig) -> Mapping[str, Path]:
+        modules = read_modules(config.path, cls._hidden_size(config)) if cls.kind is Kind.EMBED else None
+        return {} if modules is None else {f"modules.{i}.": step.folder for i, step in enumerate(modules.steps)}
+
+    @classmethod
+    def _hidden_size(cls, config: ModelConfig) -> int:
+        return cls.body_class.shape(config).hidden_size
+
+    @classmethod
     def weight_name(cls, checkpoint_name: str) -> str | None:
         if module := _MODULE.match(checkpoint_name):
-            return f"pooler.steps.{module[1]}.{module[2]}"
+            return f"pooler.steps.{module[1]}.{_LAYERS[module[2]]}{module[3]}"
         for pattern, replacement in HEAD_NAMES:
             own, count = re.subn(pattern, replacement, checkpoint_name)
             if count:
