@@ -18,6 +18,7 @@ from quire.models.families.llama import LlamaForCausalLM
 from quire.models.layers.batch_tensors import BatchTensors, LayerKVCache
 from quire.models.layers.embedding import Embedding
 from quire.models.pooling import convert as conversion
+import itertools
 
 NAN, BROKEN = 5, 6
 """The last tokens of texts whose vectors are NaN, and whose pooling fails."""
@@ -92,10 +93,10 @@ class TinyEncoder(PoolingModel):
         if rows.is_meta:
             return rows
         bounds = batch.query_start.tolist()
-        assert batch.seq_lens.tolist() == [b - a for a, b in zip(bounds, bounds[1:], strict=False)], "texts run whole"
+        assert batch.seq_lens.tolist() == [b - a for a, b in itertools.pairwise(bounds)], "texts run whole"
         self.steps.append(len(rows))
         types = 0 if batch.token_type_ids is None else batch.token_type_ids[:, None]
-        texts = [rows[a:b] + rows[a:b].sum(0) for a, b in zip(bounds, bounds[1:], strict=False)]
+        texts = [rows[a:b] + rows[a:b].sum(0) for a, b in itertools.pairwise(bounds)]
         return torch.cat(texts) + types
 
 
