@@ -1,5 +1,6 @@
 """Small models that pool: a decoder and an encoder, whose pooler shows which rows it was given."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +19,6 @@ from quire.models.families.llama import LlamaForCausalLM
 from quire.models.layers.batch_tensors import BatchTensors, LayerKVCache
 from quire.models.layers.embedding import Embedding
 from quire.models.pooling import convert as conversion
-import itertools
 
 NAN, BROKEN = 5, 6
 """The last tokens of texts whose vectors are NaN, and whose pooling fails."""
