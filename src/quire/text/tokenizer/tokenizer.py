@@ -125,8 +125,8 @@ class Tokenizer:
 
     def encode_pair(self, first: str, second: str, max_tokens: int | None) -> tuple[list[int], list[int]]:
         """Return token ids and token type ids of two texts, joined by the checkpoint's template of pairs, such as
-        `[CLS] a [SEP] b [SEP]`. If they have more than `max_tokens`, tokens are removed from the end of the longer text,
-        and of both once they are as long as each other."""
+        `[CLS] a [SEP] b [SEP]`. If they have more than `max_tokens`, tokens are removed from the end of the longer
+        text, and of both once they are as long as each other."""
         if max_tokens is None:
             found = self._encoded((first, second), True)
             return list(found.ids), list(found.type_ids)
