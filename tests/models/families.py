@@ -244,7 +244,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "phi": ("PhiForCausalLM", SMALL | PARTIAL),
-    "phi-norms": ("PhiForCausalLM", SMALL | PARTIAL | {"qk_layernorm": True, "seed": 1}),
+    "phi-norms": ("PhiForCausalLM", SMALL | PARTIAL | {"qk_layernorm": True, "seed": 4, "initializer_range": 0.5}),
     "phi3": ("Phi3ForCausalLM", SMALL | {"sliding_window": 7, "pad_token_id": None}),
     "phi3-partial-longrope": (
         "Phi3ForCausalLM",
@@ -293,5 +293,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 """architecture and fields of its config"""
-NESTED = {"gemma3": "Gemma3ForConditionalGeneration", "mistral": "Mistral3ForConditionalGeneration"}
+NESTED = {
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "mistral": "Mistral3ForConditionalGeneration",
+    "ministral3": "Mistral3ForConditionalGeneration",
+}
 """variant -> the architecture of a model for text and images of which it is the text part"""

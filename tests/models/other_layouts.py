@@ -1,4 +1,4 @@
-"""Families that only their authors' own code computes: models of transformers with equal arithmetic, saved as they are."""
+"""Families that only their authors' own code computes: equal models of transformers, saved in their layout."""
 
 import json
 import re
