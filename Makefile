@@ -31,11 +31,11 @@ DEPENDENCIES := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb")
 COMPILE = $(BIN)/python -W ignore -m compileall -qq -j 0
 BUILD := --no-build-isolation --config-settings=cmake.define.QUIRE_WERROR=$(WERROR)
 
-.PHONY: help docs screenshots run demo test test-all check essential lint coverage mutants soak hostile fuzz sanitize overload chaos injections kills digest diagrams format build wheel wheels container clean
+.PHONY: help docs screenshots run demo test test-all check essential lint coverage mutants soak hostile fuzz sanitize overload chaos injections kills digest diagrams format build environment wheel wheels arm64 container clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
 run: $(VENV)/.installed  ## install into .venv and run a batch of prompts on the embedded checkpoint
 	$(BIN)/quire demo
@@ -116,6 +116,13 @@ docs: $(VENV)/.base $(VENV)/.docs  ## build the documentation as a site in build
 	$(BIN)/python tools/check_site.py build/site
 
 build: $(VENV)/.installed  ## compile the native kernels and install in editable form
+
+# one pip after another, whatever runs side by side later
+environment: $(VENV)/.installed  ## install all that the tests, lint and the documentation need
+	@$(MAKE) --no-print-directory -j1 $(VENV)/.dev $(VENV)/.docs $(VENV)/.clients
+
+arm64: $(VENV)/.build  ## compile and link the kernels for 64-bit Arm, without running them (see the script)
+	PATH=$(abspath $(BIN)):$$PATH PYTHON=python tools/cross_compile_arm64.sh
 
 wheel: $(VENV)/.base  ## build a wheel and a source archive into dist/ and check what they hold
 	rm -rf dist

@@ -88,8 +88,18 @@ struct MatmulArgs {
   ProductOut to;
 };
 
+// Each head's rows times a matrix of its own. What rows have beyond k is copied behind their products.
+struct HeadProductArgs {
+  const void* x;  // [rows, num_heads, k + tail]
+  int64_t x_stride, x_head_stride, rows;
+  int64_t num_heads, n, k, tail;
+  const char* weights;  // the packed matrices [n, k], one behind the other
+  void* out;            // [rows, num_heads, n + tail] contiguous
+};
+
 struct MatmulTable {
   void (*matmul[kNumDTypes])(const MatmulArgs& args);
+  void (*of_heads[kNumDTypes])(const HeadProductArgs& args);
 };
 
 struct QuantizedMatmulArgs {

@@ -50,7 +50,9 @@ TESTS = (
 LONG = (
     "test_batch_invariance", "test_mixed_requests", "test_planted_bugs", "test_block_manager_stateful", "anything",
     "no_schedule_changes", "every_schedule", "a_snapshot_and_its_differences", "candidates_are_cleared",
-    "adds_up_to_the_whole", "while_others_stream", "the_default_length", "hardly_more_memory",
+    "adds_up_to_the_whole", "while_others_stream", "the_default_length", "hardly_more_memory", "makes_steps_fail",
+    "however_deep_it_is", "output_has_the_form", "requests_without_slots_block", "any_schedule_gives",
+    "test_every_weight_", "small_cache_and_few_slots", "a_machine_that_becomes_slower",
 )  # fmt: skip
 """Parts of the names of slow tests that cover no branch which the other tests do not cover."""
 

@@ -49,7 +49,7 @@ class AttentionTask {
         ahead.begin_tile();
         for (int64_t head = 0; head < item_.num_kv_heads; ++head) {
           locate(start, first, last, item_.kv_head + head, tile);
-          if (stages()) stage_values(tile, first, last, a_.head_dim, a_.row_stride, s_.values);
+          if (stages()) stage_values(tile, first, last, a_.value_dim, a_.row_stride, s_.values);
           run_tile(tile, head * head_rows_, state, ahead);
         }
       }
@@ -81,7 +81,7 @@ class AttentionTask {
   float* row_sums(const State& state, int64_t r) const { return state.rows + (r + 1) * a_.row_stride - 16; }
 
   // Whether values are made into lanes once for all rows, not by each block of rows for itself.
-  bool stages() const { return head_rows_ > kMostAttentionRows || a_.head_dim % (4 * W) != 0; }
+  bool stages() const { return head_rows_ > kMostAttentionRows || a_.value_dim % (4 * W) != 0; }
 
   typename Lane::Query* query(int64_t r) const {
     return reinterpret_cast<typename Lane::Query*>(s_.queries) + r * a_.head_dim;
@@ -148,10 +148,11 @@ class AttentionTask {
     for (int64_t r = 0; r < rows_; ++r) state.maxima[r] = -kInfinity;
   }
 
-  // Find keys [first, last) of the tile at `start`, packing them into the scratch if vectors would straddle blocks.
+  // Find keys [first, last) of the tile at `start`, packing them into the scratch if vectors would straddle blocks, or
+  // if they are latents.
   void locate(int64_t start, int64_t first, int64_t last, int64_t kv_head, KeyTile<C>& tile) const {
     constexpr int64_t kPack = Lane::kPack;
-    const bool in_place = a_.block_size % W == 0;
+    const bool in_place = a_.block_size % W == 0 && !a_.has_latents();
     C* packed = reinterpret_cast<C*>(s_.packed_keys);
     tile.start = start;
     tile.lane_stride = kPack * (in_place ? a_.block_size : kTileKeys);
@@ -161,7 +162,7 @@ class AttentionTask {
       for (int64_t i = 0; i < run; ++i) tile.values[key + i] = slot.values + i * a_.head_dim;
       if (in_place) {
         for (int64_t v = key / W; v * W < key + run; ++v) tile.vectors[v] = slot.keys + (v * W - key) * kPack;
-      } else {
+      } else if (!a_.has_latents()) {
         pack_keys(slot.keys, run, packed + key * kPack);
       }
       key += run;
@@ -172,6 +173,7 @@ class AttentionTask {
       const bool is_seen = v >= first / W && v <= (last - 1) / W;
       if (!in_place) {
         tile.vectors[v] = packed + v * W * kPack;
+        if (a_.has_latents() && is_seen) lanes_of_rows(tile.values + v * W, key_lanes<C>(a_), packed + v * W * kPack);
       } else if (!is_seen) {
         tile.vectors[v] = tile.vectors[first / W];
       }
@@ -248,9 +250,9 @@ class AttentionTask {
                                        s_.steps + row, state.rows + row * a_.row_stride, a_.row_stride);
         };
         int64_t dim = 0;
-        for (; !stages() && dim < a_.head_dim; dim += kVectors * W) add.template operator()<kVectors, false>(dim);
-        for (; dim + kVectors * W <= a_.head_dim; dim += kVectors * W) add.template operator()<kVectors, true>(dim);
-        for (; dim < a_.head_dim; dim += W) add.template operator()<1, true>(dim);
+        for (; !stages() && dim < a_.value_dim; dim += kVectors * W) add.template operator()<kVectors, false>(dim);
+        for (; dim + kVectors * W <= a_.value_dim; dim += kVectors * W) add.template operator()<kVectors, true>(dim);
+        for (; dim < a_.value_dim; dim += W) add.template operator()<1, true>(dim);
       });
     });
   }
@@ -299,12 +301,12 @@ class AttentionTask {
   void write_output() {
     for (int64_t r = 0; r < rows_; ++r) {
       const int64_t token = item_.token_begin + r / token_rows_;
-      T* out = static_cast<T*>(a_.out) + (token * a_.num_heads + head_of(r)) * a_.head_dim;
+      T* out = static_cast<T*>(a_.out) + (token * a_.num_heads + head_of(r)) * a_.value_dim;
       const float* from = total().rows + r * a_.row_stride;
       const float sum = reduce_add(load(row_sums(total(), r)));
       const f32 inverse = a_.sinks == nullptr ? set1(1.0f / sum) : inverse_with_sink(r, sum);
       // Adding zero turns -0 into +0: a masked key adds zero to an output, which is the one thing that can change one.
-      for_parts(a_.head_dim,
+      for_parts(a_.value_dim,
                 [&](int64_t d, int64_t n) { store_some(out + d, load(from + d) * inverse + set1(0.0f), n); });
     }
   }

@@ -17,12 +17,17 @@ constexpr int64_t kItemRows = 96;
 // Most of them that any instruction set takes through a tile together.
 constexpr int64_t kPassRows = 32;
 
+// Floats of one row of a softmax state, beside its maximum: the output, padded to whole vectors of any instruction set,
+// and one more vector of sums.
+QUIRE_INLINE int64_t state_row_stride(int64_t value_dim) { return (value_dim + 15) / 16 * 16 + 16; }
+
 struct AttentionArgs {
   const void* query;  // [num_tokens, num_heads, head_dim]
   int64_t query_stride;
   bool int8_cache;      // else the cache holds what the query does
-  const void* k_cache;  // [num_blocks, num_kv_heads, head_dim / pack, block_size, pack]; int8: two lanes more, floats
-  const void* v_cache;  // [num_blocks, num_kv_heads, block_size, head_dim]
+  const void* k_cache;  // [num_blocks, num_kv_heads, head_dim / pack, block_size, pack]; int8: two lanes more, floats;
+                        // null: latents, which are keys, and whose first value_dim elements are the values
+  const void* v_cache;  // [num_blocks, num_kv_heads, block_size, head_dim]; latents: [num_blocks, block_size, head_dim]
   int64_t k_block_stride;
   int64_t v_block_stride;
   const int32_t* query_start;   // [num_seqs + 1]
@@ -34,7 +39,8 @@ struct AttentionArgs {
   int64_t num_seqs;
   int64_t num_heads;
   int64_t num_kv_heads;
-  int64_t head_dim;
+  int64_t head_dim;   // of a query and of a key
+  int64_t value_dim;  // of a value and of an output: head_dim, but for latents
   int64_t num_blocks;
   int64_t block_size;
   int64_t sliding_window;  // positions a token sees, itself included; INT64_MAX sees all
@@ -43,10 +49,10 @@ struct AttentionArgs {
   float softcap;        // 0: none
   const float* sinks;   // [num_heads] or null
   const float* slopes;  // [num_heads] or null
-  void* out;            // [num_tokens, num_heads, head_dim], contiguous
-  // Floats of one row of a softmax state, beside its maximum: the output, padded to whole vectors of any instruction
-  // set, and one more vector of sums.
-  int64_t row_stride = (head_dim + 15) / 16 * 16 + 16;
+  void* out;            // [num_tokens, num_heads, value_dim], contiguous
+  int64_t row_stride = state_row_stride(value_dim);
+
+  QUIRE_MEMBER bool has_latents() const { return k_cache == nullptr; }
 
   // First key that a token at `position` sees.
   QUIRE_MEMBER int64_t first_key(int64_t position) const {

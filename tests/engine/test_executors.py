@@ -19,6 +19,8 @@ SCORED = {"logprobs": 2, "prompt_logprobs": 1, "presence_penalty": 1}
 class OverAWire:
     """A worker in a thread of its own, which shares no object with the engine."""
 
+    pooler = None
+
     def __init__(self, worker: executors.Executor) -> None:
         self.batches, self.results = queue.Queue[bytes](), queue.Queue[bytes]()
         threading.Thread(target=self._serve, args=(worker,), daemon=True).start()

@@ -45,6 +45,11 @@ TOLERANCES: dict[tuple[str, torch.dtype], tuple[float, float]] = {
     ("paged_attention_pairs", torch.bfloat16): (2**-7, 2**-8),
     ("paged_attention_int8", torch.float32): (1e-4, 3e-4),
     ("paged_attention_int8", torch.bfloat16): (2**-7, 3e-4),
+    ("latent_attention", torch.float32): (1e-5, 1e-5),
+    ("latent_attention", torch.bfloat16): (2**-7, 1e-5),
+    ("latent_attention_pairs", torch.bfloat16): (2**-7, 2**-8),
+    ("multiply_heads", torch.float32): (1e-5, 1e-5),
+    ("multiply_heads", torch.bfloat16): (2**-7, 1e-5),
     ("top_logprobs", torch.float32): (1e-6, 1e-6),
 }
 

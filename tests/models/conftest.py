@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.config.kv_cache import AttentionSpec
+from quire.config.kv_cache import KVCacheSpec
 from quire.config.kv_layout import group_layers
 from quire.config.model import ModelConfig
 from quire.models.base import CausalLM
-from quire.models.layers.batch_tensors import BatchTensors, GroupTensors, LayerKVCache
+from quire.models.layers.batch_tensors import BatchTensors, GroupTensors
+from quire.models.layers.caches import view_cache
 from quire.models.weights.loader import load_model
 from tests.models.other_layouts import LAYOUTS
 from tests.models.small_checkpoint import FIELDS, SMALL, weights, write
@@ -23,13 +24,11 @@ from tests.models.small_checkpoint import FIELDS, SMALL, weights, write
 BLOCK_SIZE = 4
 
 
-def unwritten_cache(spec: AttentionSpec, num_blocks: int) -> tuple[Tensor, Tensor]:
+def unwritten_memory(spec: KVCacheSpec, num_blocks: int, dtype: torch.dtype) -> Tensor:
     """Large values where nothing was written: a read of another sequence's or a future slot shows."""
-    dtype = getattr(torch, spec.dtype)
-    pack = 4 // dtype.itemsize
-    k = torch.full((num_blocks, spec.num_kv_heads, spec.head_dim // pack, BLOCK_SIZE, pack), 99.0, dtype=dtype)
-    v = torch.full((num_blocks, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim), 99.0, dtype=dtype)
-    return k, v
+    return torch.full((num_blocks * spec.block_bytes(BLOCK_SIZE) // dtype.itemsize,), 99.0, dtype=dtype).view(
+        torch.uint8
+    )
 
 
 class PagedRun:
@@ -44,12 +43,13 @@ class PagedRun:
         num_blocks = blocks_per_seq * len(sequences) * len(groups)
         shuffled = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1)).to(torch.int32)
         self.tables = shuffled.view(len(groups), len(sequences), blocks_per_seq)
-        # As in an engine, groups share tensors: layer i of each keeps its blocks in tensor i.
-        tensors = [unwritten_cache(groups[0].spec, num_blocks) for _ in groups[0].layer_ids]
+        # As in an engine, groups share memory: layer i of each keeps its blocks in piece i.
+        dtype = getattr(torch, config.dtype)
+        pieces = [unwritten_memory(groups[0].spec, num_blocks, dtype) for _ in groups[0].layer_ids]
         caches = {
-            layer: LayerKVCache(k, v, group_id)
+            layer: view_cache(group.spec, piece, num_blocks, BLOCK_SIZE, group_id)
             for group_id, group in enumerate(groups)
-            for layer, (k, v) in zip(group.layer_ids, tensors, strict=False)
+            for layer, piece in zip(group.layer_ids, pieces, strict=False)
         }
         self.kv = [caches[layer] for layer in range(len(caches))]
 

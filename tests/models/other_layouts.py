@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,7 +14,8 @@ from torch import Tensor
 from quire.models.decoder.reading import alibi_slopes
 from tests.models.families import SMALL
 
-Values, Tensors = dict[str, Any], dict[str, Tensor]
+Values: TypeAlias = dict[str, Any]
+Tensors: TypeAlias = dict[str, Tensor]
 
 
 @dataclass(frozen=True)

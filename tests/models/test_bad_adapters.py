@@ -206,10 +206,10 @@ def test_many_slow_patterns_are_matched_in_time(tmp_path: Path) -> None:
     patterns = {f".*a.*b{i}": 1 for i in range(64)} | {f"b{i}": 1 for i in range(4000)}
     folder = write_adapter(tmp_path / "a", factors(), r=2, rank_pattern=patterns)
     config = PeftConfig.read(folder)
-    start_s = time.monotonic()
+    start_s = time.process_time()
     for layer in range(20):
         config.rank_of(f"model.layers.{layer}.self_attn.q_proj" + "a" * 40)
-    assert time.monotonic() - start_s < 2
+    assert time.process_time() - start_s < 2
 
 
 def test_settings_are_not_read_without_a_limit(model: Model, tmp_path: Path) -> None:

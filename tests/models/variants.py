@@ -3,6 +3,7 @@
 from typing import Any
 
 from tests.models.families import FAMILIES, SMALL
+from tests.models.latent import LATENT
 from tests.models.mixtures import MIXTURES
 from tests.models.other_layouts import OTHERS
 
@@ -36,6 +37,7 @@ LONGROPE = {
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **FAMILIES,
     **MIXTURES,
+    **LATENT,
     **OTHERS,
     "opt": ("OPTForCausalLM", OPT),
     "opt-post-norm": ("OPTForCausalLM", OPT | {"do_layer_norm_before": False}),

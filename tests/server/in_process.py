@@ -55,7 +55,7 @@ class InProcessLLM:
             del self._queues[request_id]
             self.engine.abort_request(request_id)
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens)
 
     async def _step(self) -> None:

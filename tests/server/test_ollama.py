@@ -273,7 +273,7 @@ def test_a_pull_counts_the_bytes_of_its_download(monkeypatch: pytest.MonkeyPatch
             for total in (0, 1000, 1000):
                 bar.total = total
                 bar.update(350 if total else 0)
-                assert told.acquire(timeout=30)
+                assert told.acquire(timeout=60)
 
     async def statuses() -> list[PullStatus]:
         found: list[PullStatus] = []

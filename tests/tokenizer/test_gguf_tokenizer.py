@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Regex, pre_tokenizers
 
 from quire.common.errors import TokenizerError
 from quire.config.model import ModelConfig
-from quire.text.tokenizer.gguf import PRE_TOKENIZERS, read_gguf_tokenizer
+from quire.text.tokenizer.gguf import read_gguf_tokenizer
+from quire.text.tokenizer.pre_tokenizers import PRE_TOKENIZERS
 from quire.text.tokenizer.tokenizer import Tokenizer
 
 from ..config.gguf_file import LLAMA, Typed, write_gguf
@@ -91,6 +93,23 @@ def test_fillers_are_no_tokens_and_user_defined_ones_are_not_split(tmp_path: Pat
         ("tekken", "camelCase ABCdef 12", ["camel", "Case", " ABCdef", " ", "1", "2"]),
         ("gpt-4o", "It's camelCase 1234", ["It's", " camel", "Case", " ", "123", "4"]),
         ("default", "a+=1234 b", ["a", "+=", "123", "4", " b"]),
+        ("falcon", "a`b 1234", ["a", "`", "b", " ", "123", "4"]),
+        ("minicpm5", "it's 12345", ["it", "'s", " ", "123", "45"]),
+        ("jais-2", "a       b", ["a", "    ", "  ", " b"]),
+        ("qwen35", "e\u0301a1", ["e\u0301a", "1"]),
+        ("laguna", "a \n\n b", ["a", " ", "\n\n", " b"]),
+        ("ufakzeka", "Ali'nin 12", ["Ali", "'nin", " ", "1", "2"]),
+        ("seed-coder", "a!!\n 12", ["a", "!!", "\n", " ", "1", "2"]),
+        ("bailingmoe", "It'S ok!\n\n", ["It", "'S", " ok", "!\n\n"]),
+        ("exaone-moe", "two words 12!", ["two words", " ", "1", "2", "!"]),
+        ("tiny_aya", "1234567 ok", ["1", "234", "567", " ok"]),
+        ("youtu", "你好ab 12", ["你好", "ab", " ", "1", "2"]),
+        ("superbpe", "any words 1234567", ["any words ", "1", "234", "567"]),
+        ("deepseek-llm", "Grüße, 你好 123\n", ["Gr", "üß", "e", ",", " ", "你好", " ", "123", "\n"]),
+        ("spark2_5", "a.b\n\n1234", ["a", ".b", "\n", "\n", "1", "2", "3", "4"]),
+        ("bloom", "Yes, it is (so). 12", ["Yes", ",", " it", " is", " (", "so", ").", " 12"]),
+        ("viking", "a 12", ["a", " ", "1", "2"]),
+        ("chameleon", "a  b12!", ["a", "  ", "b", "1", "2", "!"]),
     ],
 )
 def test_a_pre_tokenizer_cuts_texts_as_its_model_was_trained(
@@ -99,6 +118,26 @@ def test_a_pre_tokenizer_cuts_texts_as_its_model_was_trained(
     backend = read_gguf_tokenizer(write(tmp_path / "m.gguf", **tiny | {"pre": pre})).backend
     found = [text[start:end] for _, (start, end) in backend.pre_tokenizer.pre_tokenize_str(text)]
     assert found == pieces
+
+
+@pytest.mark.parametrize(
+    ("pre", "steps"),
+    [
+        ("gpt-2", []),
+        ("smollm", [pre_tokenizers.Digits(individual_digits=True)]),
+        ("falcon", [pre_tokenizers.Punctuation("contiguous")]),
+    ],
+)
+def test_patterns_cut_as_the_steps_of_the_original(
+    tmp_path: Path, tiny: dict[str, Any], pre: str, steps: list[Any]
+) -> None:
+    """Falcon cuts digits once more, after the bytes have their letters: some of those count as digits."""
+    end = [pre_tokenizers.Digits(), pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated")]
+    last = end if pre == "falcon" else []
+    original = pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False), *last])
+    backend = read_gguf_tokenizer(write(tmp_path / "m.gguf", **tiny | {"pre": pre})).backend
+    for text in (text for text in TEXTS if pre != "falcon" or text.isascii()):
+        assert backend.pre_tokenizer.pre_tokenize_str(text) == original.pre_tokenize_str(text)
 
 
 @pytest.mark.parametrize("pre", PRE_TOKENIZERS)

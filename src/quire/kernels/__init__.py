@@ -1,6 +1,6 @@
 """One thin wrapper per kernel: it checks its arguments and calls the backend of the device that they are on."""
 
-from quire.kernels.attention import paged_attention
+from quire.kernels.attention import latent_attention, paged_attention
 from quire.kernels.backends import backend_for, backend_of, isa, num_threads, register_backend, set_num_threads
 from quire.kernels.backends.base import Backend
 from quire.kernels.backends.recording import KernelGraph
@@ -22,9 +22,18 @@ from quire.kernels.elementwise import (
 from quire.kernels.embedding import embedding, rotary_embedding
 from quire.kernels.experts.products import combine_experts, expert_matmul, group_by_expert, route
 from quire.kernels.experts.weights import ExpertRows, ExpertWeights, Routing
-from quire.kernels.kv_cache import copy_blocks, copy_slots, gather_kv, make_layer_cache, write_kv
+from quire.kernels.kv_cache import (
+    copy_blocks,
+    copy_latent_slots,
+    copy_slots,
+    gather_kv,
+    make_latent_cache,
+    make_layer_cache,
+    write_kv,
+    write_latents,
+)
 from quire.kernels.lora import add_lora, pack_lora
-from quire.kernels.matmul import matmul, pack_weight, unpack_weight
+from quire.kernels.matmul import matmul, multiply_heads, pack_heads, pack_weight, unpack_weight
 from quire.kernels.quantized import (
     block_size,
     integer_format,
@@ -40,6 +49,7 @@ from quire.kernels.variants import XIELU, ActivationKind, AttentionVariant, Clam
 from quire.kernels.weights import (
     BLOCK_FORMATS,
     QUANTIZED_FORMATS,
+    HeadWeights,
     LoRATable,
     LoRAWeight,
     Matrix,
@@ -58,6 +68,7 @@ __all__ = [
     "ClampedSwiGLU",
     "ExpertRows",
     "ExpertWeights",
+    "HeadWeights",
     "KernelGraph",
     "LoRATable",
     "LoRAWeight",
@@ -83,6 +94,7 @@ __all__ = [
     "clip",
     "combine_experts",
     "copy_blocks",
+    "copy_latent_slots",
     "copy_slots",
     "embedding",
     "expert_matmul",
@@ -92,12 +104,16 @@ __all__ = [
     "head_layer_norm",
     "integer_format",
     "isa",
+    "latent_attention",
     "layer_norm",
+    "make_latent_cache",
     "make_layer_cache",
     "mapped_weight",
     "matmul",
+    "multiply_heads",
     "num_threads",
     "pack_blocks",
+    "pack_heads",
     "pack_integers",
     "pack_lora",
     "pack_weight",
@@ -116,4 +132,5 @@ __all__ = [
     "top_logprobs",
     "unpack_weight",
     "write_kv",
+    "write_latents",
 ]

@@ -47,6 +47,39 @@ def paged_attention(
         return backend.paged_attention(query, k_cache, v_cache, query_start, seq_lens, block_tables, scale, variant)
 
 
+def latent_attention(
+    query: Tensor,
+    cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    value_dim: int,
+    scale: float,
+) -> Tensor:
+    """Attention over latents, as backends/reference_attention.py defines it -> [num_tokens, num_heads, value_dim].
+
+    query [num_tokens, num_heads, width], contiguous; cache as make_latent_cache makes it. All else, and what is
+    promised of the bits, is as for paged_attention.
+    """
+    backend = backend_of(cache)
+    fits = (
+        backend.latent.is_cache(cache)
+        and backend.holds(query)
+        and query.dtype is cache.dtype
+        and query.dim() == 3
+        and query.shape[1] > 0
+        and query.shape[2] == cache.shape[2]
+        and query.is_contiguous()
+        and 0 < value_dim <= cache.shape[2]
+        and _tables_match(backend, query_start, seq_lens, block_tables)
+    )
+    if not fits:
+        given = {"query": query, "cache": cache, "query_start": query_start, "seq_lens": seq_lens}
+        raise refusal("latent_attention", _LATENT_TAKES, **given, block_tables=block_tables, value_dim=value_dim)
+    with kernel_errors():
+        return backend.latent.attention(query, cache, query_start, seq_lens, block_tables, value_dim, scale)
+
+
 def _query_matches(query: Tensor, v_cache: Tensor) -> bool:
     shape, (_, num_kv_heads, _, head_dim) = query.shape, v_cache.shape
     return (
@@ -86,6 +119,11 @@ def _tables_match(backend: Backend, query_start: Tensor, seq_lens: Tensor, block
     )
 
 
+_LATENT_TAKES = (
+    "contiguous query [num_tokens, num_heads, width] and cache [num_blocks, block_size, width] as make_latent_cache "
+    "makes it, of the same dtype, int32 query_start [num_seqs + 1], seq_lens [num_seqs] and block_tables "
+    "[num_seqs, max_blocks], all on one device, and a value_dim up to width"
+)
 _TAKES = (
     "query [num_tokens, num_heads, head_dim] with each token's heads contiguous and num_heads a multiple of "
     "num_kv_heads, k_cache and v_cache as make_layer_cache makes them, of the same dtype or int8, int32 query_start "

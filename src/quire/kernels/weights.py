@@ -1,5 +1,6 @@
 """Weights in the layout that a backend's kernels read."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +41,17 @@ class PackedWeight:
     def nbytes(self) -> int:
         """Bytes kept, padding included."""
         return self.data.nbytes
+
+
+class HeadWeights:
+    """A matrix [n, k] for each head, as `pack_heads` lays them out: packed ones, one behind the other, or on the
+    reference backend the matrices themselves [num_heads, n, k]."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, data: Tensor) -> None:
+        """`shape` is [num_heads, n, k]."""
+        self.num_heads, self.n, self.k = shape
+        self.dtype, self.data = dtype, data
+        self.address = 0 if data.is_meta else data.data_ptr()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from quire import kernels
-from quire.config.kv_cache import AttentionSpec
+from quire.config.kv_cache import NoCacheSpec
 from quire.config.lora import LoRAConfig
 from quire.config.model import ModelConfig
 from quire.kernels.variants import AttentionVariant
 from quire.models.adapters.slots import AdapterSlots
 from quire.models.base import Model
-from quire.models.layers.batch_tensors import BatchTensors, GroupTensors, LayerKVCache
+from quire.models.layers.batch_tensors import BatchTensors, GroupTensors, LayerCache
+from quire.models.layers.caches import view_cache
 from quire.models.weights.loader import build_model, open_weights
 
 _BLOCK_SIZE = 16
@@ -58,15 +59,11 @@ def _batch(model: Model, num_tokens: int, has_adapters: bool) -> BatchTensors:
     return BatchTensors(tokens, positions, query_start, seq_lens, (group,), rows_wanted, adapters=adapters)
 
 
-def _caches(model: Model, config: ModelConfig) -> list[LayerKVCache]:
-    """A block for each layer."""
-    caches = []
-    for spec in model.kv_cache_specs(config):
-        assert isinstance(spec, AttentionSpec), f"no view of a cache of {type(spec).__name__} is known"
-        buffer = _meta((spec.block_bytes(_BLOCK_SIZE),), torch.uint8)
-        sizes = (1, _BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
-        caches.append(LayerKVCache(*kernels.make_layer_cache(buffer, *sizes, getattr(torch, spec.dtype)), 0))
-    return caches
+def _caches(model: Model, config: ModelConfig) -> list[LayerCache]:
+    """A block for each layer that keeps something."""
+    specs = [spec for spec in model.kv_cache_specs(config) if not isinstance(spec, NoCacheSpec)]
+    buffers = (_meta((spec.block_bytes(_BLOCK_SIZE),), torch.uint8) for spec in specs)
+    return [view_cache(spec, buffer, 1, _BLOCK_SIZE, 0) for spec, buffer in zip(specs, buffers, strict=True)]
 
 
 def _meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

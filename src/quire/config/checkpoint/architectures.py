@@ -13,8 +13,10 @@ MODELS = {
     "BloomForCausalLM": "quire.models.families.gpt.bloom:BloomForCausalLM",
     "Cohere2ForCausalLM": "quire.models.families.cohere:Cohere2ForCausalLM",
     "CohereForCausalLM": "quire.models.families.cohere:CohereForCausalLM",
-    "CwmForCausalLM": "quire.models.families.cwm:CwmForCausalLM",
+    "CwmForCausalLM": "quire.models.families.llama_like.cwm:CwmForCausalLM",
     "DbrxForCausalLM": "quire.models.families.mixtures.dbrx:DbrxForCausalLM",
+    "DeepseekV2ForCausalLM": "quire.models.families.latent.deepseek:DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM": "quire.models.families.latent.deepseek:DeepseekV3ForCausalLM",
     "Dots1ForCausalLM": "quire.models.families.mixtures.glm4_moe:Dots1ForCausalLM",
     "Ernie4_5_MoeForCausalLM": "quire.models.families.mixtures.ernie4_5_moe:Ernie45MoeForCausalLM",
     "Ernie4_5ForCausalLM": "quire.models.families.llama_like.ernie4_5:Ernie45ForCausalLM",
@@ -27,6 +29,7 @@ MODELS = {
     "GemmaForCausalLM": "quire.models.families.gemma:GemmaForCausalLM",
     "Glm4ForCausalLM": "quire.models.families.glm:Glm4ForCausalLM",
     "Glm4MoeForCausalLM": "quire.models.families.mixtures.glm4_moe:Glm4MoeForCausalLM",
+    "Glm4MoeLiteForCausalLM": "quire.models.families.latent.glm4_moe_lite:Glm4MoeLiteForCausalLM",
     "GlmForCausalLM": "quire.models.families.glm:GlmForCausalLM",
     "GPT2LMHeadModel": "quire.models.families.gpt.gpt2:GPT2LMHeadModel",
     "GPTBigCodeForCausalLM": "quire.models.families.gpt.gpt_bigcode:GPTBigCodeForCausalLM",
@@ -43,6 +46,7 @@ MODELS = {
     "InternLM2ForCausalLM": "quire.models.families.llama_like.internlm2:InternLM2ForCausalLM",
     "LLaMAForCausalLM": "quire.models.families.llama:LlamaForCausalLM",
     "LlamaForCausalLM": "quire.models.families.llama:LlamaForCausalLM",
+    "MiniCPM3ForCausalLM": "quire.models.families.latent.minicpm3:MiniCPM3ForCausalLM",
     "MiniCPMForCausalLM": "quire.models.families.llama_like.minicpm:MiniCPMForCausalLM",
     "MiniMaxM2ForCausalLM": "quire.models.families.mixtures.minimax_m2:MiniMaxM2ForCausalLM",
     "Ministral3ForCausalLM": "quire.models.families.mistral:Ministral3ForCausalLM",
@@ -52,7 +56,7 @@ MODELS = {
     "MixtralForCausalLM": "quire.models.families.mixtures.mixtral:MixtralForCausalLM",
     "MPTForCausalLM": "quire.models.families.gpt.mpt:MptForCausalLM",
     "MptForCausalLM": "quire.models.families.gpt.mpt:MptForCausalLM",
-    "NemotronForCausalLM": "quire.models.families.llama_like.nemotron:NemotronForCausalLM",
+    "NemotronForCausalLM": "quire.models.families.gpt.nemotron:NemotronForCausalLM",
     "Olmo2ForCausalLM": "quire.models.families.olmo:Olmo2ForCausalLM",
     "Olmo3ForCausalLM": "quire.models.families.olmo:Olmo3ForCausalLM",
     "OlmoeForCausalLM": "quire.models.families.mixtures.olmoe:OlmoeForCausalLM",
@@ -62,9 +66,9 @@ MODELS = {
     "PhiForCausalLM": "quire.models.families.phi:PhiForCausalLM",
     "PhiMoEForCausalLM": "quire.models.families.mixtures.phimoe:PhimoeForCausalLM",
     "PhimoeForCausalLM": "quire.models.families.mixtures.phimoe:PhimoeForCausalLM",
-    "Qwen2ForCausalLM": "quire.models.families.qwen2:Qwen2ForCausalLM",
+    "Qwen2ForCausalLM": "quire.models.families.qwen.qwen2:Qwen2ForCausalLM",
     "Qwen2MoeForCausalLM": "quire.models.families.mixtures.qwen2_moe:Qwen2MoeForCausalLM",
-    "Qwen3ForCausalLM": "quire.models.families.qwen3:Qwen3ForCausalLM",
+    "Qwen3ForCausalLM": "quire.models.families.qwen.qwen3:Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM": "quire.models.families.mixtures.qwen3_moe:Qwen3MoeForCausalLM",
     "RWForCausalLM": "quire.models.families.gpt.falcon:FalconForCausalLM",
     "SeedOssForCausalLM": "quire.models.families.llama_like.seed_oss:SeedOssForCausalLM",
@@ -72,8 +76,11 @@ MODELS = {
     "StableLMEpochForCausalLM": "quire.models.families.gpt.stablelm:StableLmForCausalLM",
     "StableLmForCausalLM": "quire.models.families.gpt.stablelm:StableLmForCausalLM",
     "Starcoder2ForCausalLM": "quire.models.families.gpt.starcoder2:Starcoder2ForCausalLM",
+    "YoutuForCausalLM": "quire.models.families.latent.youtu:YoutuForCausalLM",
 }
 """By name as in a config.json's `architectures`: module and class, imported when a model of it is loaded."""
+POOLING_MODELS: dict[str, str] = {}
+"""The same for architectures that make embeddings, scores or classes of texts, and do not generate."""
 
 
 def supported_architecture(hf: HFConfig) -> str:
@@ -81,10 +88,13 @@ def supported_architecture(hf: HFConfig) -> str:
     the file has, and CheckpointError if it names none."""
     named, model_type = hf.get("architectures"), hf.get("model_type")
     if isinstance(named, list) and named and isinstance(named[0], str):
-        if named[0] in MODELS:
+        if named[0] in MODELS or named[0] in POOLING_MODELS:
             return named[0]
         raise unsupported(named[0], f"{hf.source}: ")
-    families = {re.sub("For(CausalLM|ConditionalGeneration)$|LMHeadModel$", "", name).lower() for name in MODELS}
+    families = {
+        re.sub("For(CausalLM|ConditionalGeneration)$|LMHeadModel$", "", name).lower()
+        for name in (*MODELS, *POOLING_MODELS)
+    }
     if named is None and isinstance(model_type, str) and model_type.replace("_", "").lower() not in families:
         raise unsupported(model_type, f"{hf.source}: ")
     raise CheckpointError(f"{hf.source}: 'architectures' is {named!r}, but must be a list that names the model's class")
@@ -92,7 +102,8 @@ def supported_architecture(hf: HFConfig) -> str:
 
 def unsupported(name: str, where: str = "") -> UnsupportedModelError:
     """The error for an architecture that Quire does not run."""
+    known = ", ".join(sorted((*MODELS, *POOLING_MODELS)))
     return UnsupportedModelError(
-        f"{where}the architecture {name[:80]!r} is not supported (supported: {', '.join(sorted(MODELS))}; "
+        f"{where}the architecture {name[:80]!r} is not supported (supported: {known}; "
         "a checkpoint's own Python code is never run)"
     )

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.common.errors import CheckpointError
-from quire.config.checkpoint.gguf.files import is_gguf, open_gguf, parts_of
+from quire.config.checkpoint.gguf.files import is_gguf, parts_of
+from quire.config.checkpoint.gguf.weights import open_gguf
 from quire.config.checkpoint.safetensors import INDEX_FILE, SINGLE_FILE, open_safetensors
 from quire.config.checkpoint.tensors import Checkpoint
 

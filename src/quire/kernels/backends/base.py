@@ -12,7 +12,36 @@ from quire.kernels.backends.workspace import Workspace
 from quire.kernels.experts.weights import ExpertRows, ExpertWeights, Routing
 from quire.kernels.sampling.tensors import SamplingTensors
 from quire.kernels.variants import ActivationKind, AttentionVariant
-from quire.kernels.weights import LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
+from quire.kernels.weights import HeadWeights, LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
+
+
+class LatentKernels(Protocol):
+    """The kernels of multi-head latent attention, as `Backend` has those of other layers.
+
+    The definitions are in `backends/reference_attention.py`.
+    """
+
+    def make_cache(
+        self, buffer: Tensor, num_blocks: int, block_size: int, width: int, dtype: torch.dtype
+    ) -> Tensor: ...
+    def is_cache(self, cache: Tensor) -> bool:
+        """Whether it is laid out as `make_cache` does: [num_blocks, block_size, width]."""
+
+    def write(self, latents: Tensor, rotary: Tensor, cache: Tensor, slots: Tensor) -> None: ...
+    def copy_slots(self, cache: Tensor, src_slots: Tensor, dst_slots: Tensor) -> None: ...
+    def attention(
+        self,
+        query: Tensor,
+        cache: Tensor,
+        query_start: Tensor,
+        seq_lens: Tensor,
+        block_tables: Tensor,
+        value_dim: int,
+        scale: float,
+    ) -> Tensor: ...
+
+    def pack_heads(self, weights: Tensor) -> HeadWeights: ...
+    def multiply_heads(self, x: Tensor, weights: HeadWeights) -> Tensor: ...
 
 
 class Backend(Protocol):
@@ -39,6 +68,10 @@ class Backend(Protocol):
     @property
     def cache_layout(self) -> str:
         """The layout of `make_layer_cache` in words, for error messages."""
+
+    @property
+    def latent(self) -> LatentKernels:
+        """The kernels of multi-head latent attention."""
 
     def num_threads(self) -> int:
         """Threads that kernels called by this thread run on."""

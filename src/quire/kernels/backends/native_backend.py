@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.backends import key_layout, reference
-from quire.kernels.backends.native_arguments import (
+from quire.kernels.backends.native.arguments import (
     DTYPE_CODES,
     FORMAT_CODES,
     SEES_ALL,
@@ -20,6 +20,7 @@ from quire.kernels.backends.native_arguments import (
     rows_of,
     sample_args,
 )
+from quire.kernels.backends.native.latent import NativeLatentKernels
 from quire.kernels.backends.recording import KernelGraph
 from quire.kernels.backends.workspace import WeightMemory, Workspace, empty, zeroed_blocks
 from quire.kernels.experts.weights import SCORINGS, ExpertRows, ExpertWeights, Routing
@@ -44,6 +45,7 @@ class NativeBackend:
         self.native = native
         """quire._native, which is untyped."""
         self._weights = WeightMemory()
+        self.latent = NativeLatentKernels(native, self._weights)
 
     @property
     def isa(self) -> str:

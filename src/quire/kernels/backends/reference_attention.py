@@ -1,4 +1,4 @@
-"""The definition of paged attention in plain torch, beside the other definitions in reference.py."""
+"""The definitions of paged attention and of latent attention in plain torch, beside the others in reference.py."""
 
 import torch
 import torch.nn.functional as F
@@ -6,6 +6,7 @@ from torch import Tensor
 
 from quire.common.errors import KernelError
 from quire.kernels.backends.reference import gather_kv, softcap
+from quire.kernels.checks import check_range
 from quire.kernels.variants import PLAIN, AttentionVariant
 
 
@@ -26,10 +27,10 @@ def paged_attention(
     h // (num_heads / num_kv_heads). A position p sees keys up to p, from `_first_key` on; the variant says what becomes
     of their scores. Returns [num_tokens, num_heads, head_dim].
     """
-    _check_attention(query, v_cache, query_start, seq_lens, block_tables, variant)
+    num_blocks, _, block_size, _ = v_cache.shape
+    _check_attention(query, num_blocks, block_size, query_start, seq_lens, block_tables, variant)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     group = query.shape[1] // k_cache.shape[1]
-    block_size = k_cache.shape[3]
     for s, seq_len in enumerate(seq_lens.tolist()):
         rows = slice(int(query_start[s]), int(query_start[s + 1]))
         positions = torch.arange(seq_len, device=query.device)
@@ -51,6 +52,61 @@ def paged_attention(
     return out
 
 
+def latent_attention(
+    query: Tensor,
+    cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    value_dim: int,
+    scale: float,
+) -> Tensor:
+    """Causal attention over paged latents, with absorbed projections (DeepSeek-AI 2024, "DeepSeek-V2").
+
+    query [num_tokens, num_heads, width]; cache [num_blocks, block_size, width]; the rest is as `paged_attention` says.
+    All heads read the same row of a token: the row is the key, and its first `value_dim` elements are the value.
+    Returns [num_tokens, num_heads, value_dim].
+    """
+    num_blocks, block_size, _ = cache.shape
+    _check_attention(query, num_blocks, block_size, query_start, seq_lens, block_tables, PLAIN)
+    out = query.new_empty(*query.shape[:2], value_dim)
+    for s, seq_len in enumerate(seq_lens.tolist()):
+        rows = slice(int(query_start[s]), int(query_start[s + 1]))
+        positions = torch.arange(seq_len, device=query.device)
+        keys = cache[
+            block_tables[s].long()[positions // block_size], positions % block_size
+        ].float()  # [seq_len, width]
+        scores = torch.einsum("qhd,kd->hqk", query[rows].float(), keys) * scale
+        is_hidden = positions > positions[seq_len - scores.shape[1] :, None]
+        probs = scores.masked_fill(is_hidden, -torch.inf).softmax(-1)
+        out[rows] = torch.einsum("hqk,kd->qhd", probs, keys[:, :value_dim]).to(out.dtype)
+    return out
+
+
+def write_latents(latents: Tensor, rotary: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """Store latents [num_tokens, rank], and behind each its rotated part of the keys [num_tokens, width - rank], in
+    slots [num_tokens] of cache [num_blocks, block_size, width]."""
+    num_blocks, block_size, _ = cache.shape
+    check_range("write_latents: slot", slots, num_blocks * block_size)
+    cache[slots // block_size, slots % block_size] = torch.cat([latents, rotary], dim=1)
+
+
+def copy_latent_slots(cache: Tensor, src_slots: Tensor, dst_slots: Tensor) -> None:
+    """As `reference.copy_slots` of a cache of latents."""
+    num_blocks, block_size, _ = cache.shape
+    check_range("copy_slots: source slot", src_slots, num_blocks * block_size)
+    check_range("copy_slots: destination slot", dst_slots, num_blocks * block_size)
+    cache[dst_slots // block_size, dst_slots % block_size] = cache[src_slots // block_size, src_slots % block_size]
+
+
+def multiply_heads(x: Tensor, weights: Tensor) -> Tensor:
+    """Each head's rows times its own matrix: x [num_tokens, num_heads, k + tail], weights [num_heads, n, k] ->
+    [num_tokens, num_heads, n + tail], where what x has beyond k stands behind the products as it is."""
+    k = weights.shape[2]
+    products = torch.einsum("thk,hnk->thn", x[:, :, :k].float(), weights.float()).to(x.dtype)
+    return torch.cat([products, x[:, :, k:]], dim=2)
+
+
 def _first_key(positions: Tensor, variant: AttentionVariant) -> Tensor:
     """The first position that tokens at these positions see."""
     first = torch.zeros_like(positions)
@@ -63,14 +119,14 @@ def _first_key(positions: Tensor, variant: AttentionVariant) -> Tensor:
 
 def _check_attention(
     query: Tensor,
-    v_cache: Tensor,
+    num_blocks: int,
+    block_size: int,
     query_start: Tensor,
     seq_lens: Tensor,
     block_tables: Tensor,
     variant: AttentionVariant,
 ) -> None:
     """Raise KernelError unless the ranges of queries and blocks fit."""
-    num_blocks, _, block_size, _ = v_cache.shape
     starts = query_start.tolist()
     if starts[0] != 0 or starts[-1] != len(query) or starts != sorted(starts):
         raise KernelError(f"paged_attention: query_start must rise from 0 to {len(query)}, it is {starts}")

@@ -17,11 +17,28 @@ from quire.kernels.backends import (
     reference_rotation,
     reference_sampling,
 )
+from quire.kernels.backends.base import LatentKernels
 from quire.kernels.backends.recording import KernelGraph
 from quire.kernels.backends.workspace import Workspace, zeroed_blocks
 from quire.kernels.checks import check_range
 from quire.kernels.experts.weights import ExpertRows, ExpertWeights
-from quire.kernels.weights import LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
+from quire.kernels.weights import HeadWeights, LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
+
+
+class ReferenceLatentKernels:
+    """As LatentKernels."""
+
+    make_cache = staticmethod(key_layout.make_latent_cache)
+    is_cache = staticmethod(key_layout.is_latent_cache)
+    write = staticmethod(reference_attention.write_latents)
+    copy_slots = staticmethod(reference_attention.copy_latent_slots)
+    attention = staticmethod(reference_attention.latent_attention)
+
+    def pack_heads(self, weights: Tensor) -> HeadWeights:
+        return HeadWeights(weights.shape, weights.dtype, weights.detach().clone())
+
+    def multiply_heads(self, x: Tensor, weights: HeadWeights) -> Tensor:
+        return reference_attention.multiply_heads(x, weights.data)
 
 
 class ReferenceBackend:
@@ -36,6 +53,7 @@ class ReferenceBackend:
 
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
+        self.latent: LatentKernels = ReferenceLatentKernels()
 
     def holds(self, tensor: Tensor) -> bool:
         device = tensor.device

@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from quire.kernels.backends.base import Backend
-from quire.kernels.backends.reference_backend import ReferenceBackend
+from quire.kernels.backends.reference_backend import ReferenceBackend, ReferenceLatentKernels
 from quire.kernels.backends.workspace import Workspace, empty
 from quire.kernels.experts.weights import ExpertRows, ExpertWeights, Routing
 from quire.kernels.variants import ActivationKind
-from quire.kernels.weights import LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
+from quire.kernels.weights import HeadWeights, LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
 
 _ALIGNMENT = 64
 
@@ -89,6 +89,7 @@ class ShapesBackend(ReferenceBackend):
     def __init__(self, host: Backend) -> None:
         super().__init__("meta")
         self._host = host
+        self.latent = _LatentShapes(self)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return empty(shape, dtype).to("meta")  # of a Meter, it is there already
@@ -172,3 +173,20 @@ class ShapesBackend(ReferenceBackend):
     def _nothing(self, *_: object) -> None: ...
 
     add = scale = clip = softcap = rotary_embedding = write_kv = _nothing  # type: ignore[assignment]
+
+
+class _LatentShapes(ReferenceLatentKernels):
+    def __init__(self, backend: ShapesBackend) -> None:
+        self._empty = backend.empty
+
+    def write(self, latents: Tensor, rotary: Tensor, cache: Tensor, slots: Tensor) -> None: ...
+
+    def attention(self, query: Tensor, cache: Tensor, *others: Any) -> Tensor:
+        value_dim = others[-2]
+        return self._empty((*query.shape[:2], value_dim), query.dtype)
+
+    def pack_heads(self, weights: Tensor) -> HeadWeights:
+        return HeadWeights(weights.shape, weights.dtype, weights)
+
+    def multiply_heads(self, x: Tensor, weights: HeadWeights) -> Tensor:
+        return self._empty((*x.shape[:2], weights.n + x.shape[2] - weights.k), x.dtype)

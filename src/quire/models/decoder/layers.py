@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from quire import kernels
 from quire.models.decoder.attention import SelfAttention
+from quire.models.decoder.latent import LatentAttention
 from quire.models.decoder.mlp import make_mlp
-from quire.models.decoder.shapes import Arrangement, LayerShape
-from quire.models.layers.batch_tensors import BatchTensors, LayerKVCache
+from quire.models.decoder.shapes import Arrangement, AttentionShape, LatentAttentionShape, LayerShape
+from quire.models.layers.batch_tensors import BatchTensors, LayerCache
 from quire.models.layers.norm import Norm, make_norm
 from quire.models.layers.rotary import RotaryEmbedding
 
@@ -39,6 +40,16 @@ def _add(x: Tensor, residual: Tensor) -> Tensor:
     return residual
 
 
+def _make_attention(
+    shape: AttentionShape | LatentAttentionShape, hidden_size: int, dtype: torch.dtype, rotary: RotaryEmbedding | None
+) -> nn.Module:
+    """The module that computes it: `forward(x, batch, kv)`."""
+    if isinstance(shape, AttentionShape):
+        return SelfAttention(shape, hidden_size, dtype, rotary)
+    assert rotary is not None
+    return LatentAttention(shape, hidden_size, dtype, rotary)
+
+
 class DecoderLayer(nn.Module, ABC):
     """Attention and MLP. The norms and their order are a subclass's."""
 
@@ -50,7 +61,7 @@ class DecoderLayer(nn.Module, ABC):
     ) -> None:
         """`has_x`: whether the x that it gets is never None."""
         super().__init__()
-        self.self_attn = SelfAttention(shape.attention, hidden_size, dtype, rotary)
+        self.self_attn = _make_attention(shape.attention, hidden_size, dtype, rotary)
         self.mlp = make_mlp(shape.mlp, hidden_size, dtype)
         output_norm = shape.output_norm or shape.norm
         make, make_of_output = (partial(make_norm, hidden_size, norm) for norm in (shape.norm, output_norm))
@@ -62,7 +73,7 @@ class DecoderLayer(nn.Module, ABC):
 
     @abstractmethod
     def forward(
-        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerKVCache
+        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache
     ) -> tuple[Tensor | None, Tensor]:
         """x and residual [num_tokens, hidden] -> the same two."""
 
@@ -75,7 +86,7 @@ class PreNormLayer(DecoderLayer):
         self.enter = summing(self.input_layernorm, has_x=has_x)
 
     def forward(
-        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerKVCache
+        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache
     ) -> tuple[Tensor | None, Tensor]:
         x = self.self_attn(self.enter(x, residual), batch, kv)
         x = self.post_attention_layernorm.add(x, residual)
@@ -86,7 +97,7 @@ class ResidualAfterNormLayer(PreNormLayer):
     """Norms before attention and MLP, whose results are added to what the norms gave."""
 
     def forward(
-        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerKVCache
+        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache
     ) -> tuple[Tensor | None, Tensor]:
         normed = self.enter(x, residual)
         normed_again = self.post_attention_layernorm.add(self.self_attn(normed, batch, kv), normed)
@@ -102,7 +113,7 @@ class PostNormLayer(DecoderLayer):
         self.input_layernorm, self.post_attention_layernorm = make(), make()
 
     def forward(
-        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerKVCache
+        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache
     ) -> tuple[Tensor | None, Tensor]:
         hidden = self.input_layernorm.add(self.self_attn(residual, batch, kv), residual)
         return None, self.post_attention_layernorm.add(self.mlp(hidden, batch), hidden)
@@ -116,7 +127,7 @@ class OutputNormLayer(DecoderLayer):
         self.enter = summing(None, has_x=has_x)
 
     def forward(
-        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerKVCache
+        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache
     ) -> tuple[Tensor | None, Tensor]:
         kernels.add(self.post_attention_layernorm(self.self_attn(self.enter(x, residual), batch, kv)), residual)
         return self.post_feedforward_layernorm(self.mlp(residual, batch)), residual
@@ -131,7 +142,7 @@ class SandwichLayer(DecoderLayer):
         self.enter = summing(self.input_layernorm, has_x=has_x)
 
     def forward(
-        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerKVCache
+        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache
     ) -> tuple[Tensor | None, Tensor]:
         x = self.post_attention_layernorm(self.self_attn(self.enter(x, residual), batch, kv))
         x = self.pre_feedforward_layernorm.add(x, residual)
@@ -146,7 +157,7 @@ class ParallelLayer(DecoderLayer):
         self.enter = summing(self.input_layernorm, has_x=has_x)
 
     def forward(
-        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerKVCache
+        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache
     ) -> tuple[Tensor | None, Tensor]:
         normed = self.enter(x, residual)
         attended = self.self_attn(normed, batch, kv)
@@ -161,7 +172,7 @@ class ParallelTwoNormsLayer(DecoderLayer):
         self.enter = summing(self.input_layernorm, has_x=has_x)
 
     def forward(
-        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerKVCache
+        self, x: Tensor | None, residual: Tensor, batch: BatchTensors, kv: LayerCache
     ) -> tuple[Tensor | None, Tensor]:
         attended = self.self_attn(self.enter(x, residual), batch, kv)
         return _add(self.mlp(self.post_attention_layernorm(residual), batch), attended), residual

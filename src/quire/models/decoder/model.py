@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from quire import kernels
 from quire.config.hf_config import HFConfig
-from quire.config.kv_cache import KVCacheSpec, attention_spec
+from quire.config.kv_cache import KVCacheSpec
 from quire.config.model import ModelConfig, rope_config
 from quire.models.base import CausalLM
 from quire.models.decoder.layers import LAYERS, DecoderLayer, summing
 from quire.models.decoder.reading import check_experts, read_heads
 from quire.models.decoder.shapes import AttentionShape, DecoderShape, LayerShape, MLPShape
 from quire.models.layers.activation import activation_kind
-from quire.models.layers.batch_tensors import BatchTensors, LayerKVCache
+from quire.models.layers.batch_tensors import BatchTensors, LayerCache
 from quire.models.layers.embedding import Embedding, TiedLmHead, token_table
 from quire.models.layers.experts import ExpertsShape
 from quire.models.layers.linear import Linear, LmHead, NormalizedLmHead
@@ -165,17 +165,13 @@ class Decoder(CausalLM):
 
     @classmethod
     def kv_cache_specs(cls, config: ModelConfig) -> list[KVCacheSpec]:
-        attention = (layer.attention for layer in cls.shape(config).layers)
-        return [
-            attention_spec(a.num_kv_heads, a.head_dim, config.dtype, a.sliding_window or a.chunk_size)
-            for a in attention
-        ]
+        return [layer.attention.cache_spec(config.dtype) for layer in cls.shape(config).layers]
 
     @classmethod
     def ties_embeddings(cls, config: ModelConfig) -> bool:
         return cls.shape(config).is_tied
 
-    def forward(self, batch: BatchTensors, kv: Sequence[LayerKVCache]) -> Tensor:
+    def forward(self, batch: BatchTensors, kv: Sequence[LayerCache]) -> Tensor:
         residual = self.embed(batch)  # [num_tokens, embed_width]
         for step in self._before:
             residual = step(residual, batch)  # at last [num_tokens, hidden]

@@ -5,6 +5,7 @@ from enum import Enum, auto
 
 import torch
 
+from quire.config.kv_cache import KVCacheSpec, LatentSpec, attention_spec
 from quire.kernels import ActivationKind
 from quire.models.layers.experts import ExpertsShape
 from quire.models.layers.norm import NormShape
@@ -75,6 +76,44 @@ class AttentionShape:
     output_multiplier: float = 1.0
     """Of what attention gives, before it is summed."""
 
+    def cache_spec(self, dtype: str) -> KVCacheSpec:
+        """What it keeps, in `dtype`."""
+        return attention_spec(self.num_kv_heads, self.head_dim, dtype, self.sliding_window or self.chunk_size)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttentionShape:
+    """Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2"): keys and values of all heads are products of one
+    latent, and a part of the keys, which is rotated, is the same for all heads."""
+
+    num_heads: int
+    rank: int
+    """The width of the latent."""
+    plain_dim: int
+    """The first dimensions of a head's query and key, which are not rotated."""
+    value_dim: int
+    """The width of a head's value."""
+    scale: float
+    rope: RopeShape
+    """Of the dimensions behind the plain ones: all of them are rotated."""
+    norm: NormShape
+    """Of latents."""
+    query_rank: int | None = None
+    """The width of the latent that queries are products of. None: they are products of the hidden state."""
+    has_bias: bool = False
+    """Whether the projections to latents, and the last one, have biases."""
+    output_multiplier: float = 1.0
+    """Of what attention gives, before it is summed."""
+
+    @property
+    def head_dim(self) -> int:
+        """The width of a head's query and key."""
+        return self.plain_dim + self.rope.rotary_dim
+
+    def cache_spec(self, dtype: str) -> KVCacheSpec:
+        """What it keeps, in `dtype`."""
+        return LatentSpec(self.rank, self.rope.rotary_dim, dtype)
+
 
 @dataclass(frozen=True, slots=True)
 class MLPShape:
@@ -118,7 +157,7 @@ class Arrangement(Enum):
 class LayerShape:
     """One layer."""
 
-    attention: AttentionShape
+    attention: AttentionShape | LatentAttentionShape
     mlp: MLPShape | ExpertsShape
     norm: NormShape
     arrangement: Arrangement = Arrangement.PRE_NORM

@@ -1,6 +1,7 @@
 """Matrix multiplications, by weights in the format that a pass over modules chose (as they are, unless one did)."""
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ class Projection(WeightedLayer):
     """A matrix [n, k] and a bias. A pass may replace `format` and narrow `parts` before the weights are loaded."""
 
     weight: kernels.Matrix
+    is_quantizable: ClassVar[bool] = True
+    """Whether passes may set a format other than plain numbers, or those that are made of stored ones."""
 
     def __init__(
         self,

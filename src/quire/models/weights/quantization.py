@@ -53,7 +53,7 @@ def _set_formats(model: Model, quantization: str, make: Callable[[str], WeightFo
     for module in model.modules():
         if isinstance(module, LmHead | Embedding):
             module.format = head
-        elif isinstance(module, Projection):
+        elif isinstance(module, Projection) and module.is_quantizable:
             module.format = projection
 
 
@@ -105,13 +105,17 @@ def _as_stored(make: Callable[[HFConfig], _Find], model: Model, config: ModelCon
                 continue  # only GGUF files hold token tables that are not plain
             if not module.packed:
                 module.packed, module.format = True, Packed()
-        elif any(part.is_arranged for part in module.parts):
+        elif any(
+            part.is_transposed or (part.is_arranged and not isinstance(each, Plain | InBlocks))
+            for part, each in zip(module.parts, stored, strict=True)
+        ):
             raise UnsupportedModelError(
                 f"{config.path}: weights quantized by {config.quant_method} are not supported for "
                 f"{config.architecture}, whose matrix {names[0]!r} has rows in an order of its own; quantize the "
                 "original checkpoint while it is loaded, with quantization='int8' or 'int4'"
             )
-        _set_stored(module, tuple(stored), is_expanded=config.quantization in QUANTIZATIONS)
+        is_plain = isinstance(module, Projection) and not module.is_quantizable
+        _set_stored(module, tuple(stored), is_expanded=is_plain or config.quantization in QUANTIZATIONS)
 
 
 def _set_stored(module: Projection | Embedding, stored: tuple[StoredWeight, ...], *, is_expanded: bool) -> None:

@@ -114,6 +114,45 @@ class Tokenizer:
             except TypeError as error:
                 raise InvalidPromptError(f"the text is not valid Unicode: {text[:40]!r}") from error
 
+    def encode_batch(self, texts: Sequence[str], *, max_tokens: int | None = None) -> list[list[int]]:
+        """As `encode` for each text, with special tokens. Other threads run meanwhile. Of a longer text the first
+        tokens are kept, `max_tokens` with the special ones, which stay."""
+        fault_point("tokenizer.encode")
+        if max_tokens is None:
+            return [list(found.ids) for found in self._encoded(texts, True)]
+        keep = max(0, max_tokens - self._backend.num_special_tokens_to_add(False))
+        cut = []
+        for found in self._encoded(texts, False):
+            found.truncate(keep)
+            cut.append(list(self._backend.post_process(found).ids)[:max_tokens])
+        return cut
+
+    def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]], *, max_tokens: int | None = None
+    ) -> list[tuple[list[int], list[int]]]:
+        """Return token ids and token type ids of each pair of texts, joined by the checkpoint's template of pairs, such
+        as `[CLS] a [SEP] b [SEP]`. Of a longer pair, tokens are removed from the end of the longer text, one by one."""
+        fault_point("tokenizer.encode")
+        if max_tokens is None:
+            return [(list(found.ids), list(found.type_ids)) for found in self._encoded(pairs, True)]
+        room = max(0, max_tokens - self._backend.num_special_tokens_to_add(True))
+        firsts, seconds = (self._encoded([pair[i] for pair in pairs], False) for i in (0, 1))
+        joined = []
+        for first, second in zip(firsts, seconds, strict=True):
+            num_first, num_second = _kept(len(first), len(second), room)
+            first.truncate(num_first)
+            second.truncate(num_second)
+            found = self._backend.post_process(first, second)
+            joined.append((list(found.ids)[:max_tokens], list(found.type_ids)[:max_tokens]))
+        return joined
+
+    def _encoded(self, inputs: Sequence[Any], add_special_tokens: bool) -> list[tokenizers.Encoding]:
+        with library_errors(f"the tokenizer of {self.source} failed to encode a text"):
+            try:
+                return list(self._backend.encode_batch_fast(list(inputs), add_special_tokens=add_special_tokens))
+            except TypeError as error:
+                raise InvalidPromptError("a text is not valid Unicode") from error
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`. Invalid UTF-8 becomes U+FFFD; ids without a token give no text."""
         return self._decoder.decode(token_ids, skip_special_tokens)
@@ -187,3 +226,15 @@ class Tokenizer:
     def _special_id(self, role: str) -> int | None:
         token = self.special_tokens.get(role)
         return None if token is None else self._backend.token_to_id(token)
+
+
+def _kept(num_first: int, num_second: int, room: int) -> tuple[int, int]:
+    """How many tokens of two texts are kept if there is room for so many: the longer one is cut first."""
+    half = room // 2
+    if num_first + num_second <= room:
+        return num_first, num_second
+    if num_first <= half:
+        return num_first, room - num_first
+    if num_second <= room - half:
+        return room - num_second, num_second
+    return half, room - half

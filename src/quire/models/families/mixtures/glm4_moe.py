@@ -5,10 +5,10 @@ from dataclasses import replace
 from quire.config.hf_config import HFConfig
 from quire.config.model import ModelConfig
 from quire.models.decoder.model import Decoder
-from quire.models.decoder.reading import read_routing
+from quire.models.decoder.reading import prediction_layer, read_routing
 from quire.models.decoder.shapes import AttentionShape, HeadNormShape
 from quire.models.families.llama import LlamaForCausalLM
-from quire.models.families.qwen2 import layer_window
+from quire.models.families.qwen.qwen2 import layer_window
 from quire.models.layers.activation import activation_kind
 from quire.models.layers.experts import ExpertsShape
 from quire.models.weights.stacked import Stack
@@ -30,8 +30,7 @@ class Glm4MoeForCausalLM(Decoder):
 
     @classmethod
     def stacks(cls, config: ModelConfig) -> tuple[Stack, ...]:
-        num_layers = config.hf_config.size("num_hidden_layers")
-        return (*super().stacks(config), Stack(rf"^model\.layers\.{num_layers}\.", ()))
+        return (*super().stacks(config), prediction_layer(config.hf_config))
 
 
 class Dots1ForCausalLM(LlamaForCausalLM):

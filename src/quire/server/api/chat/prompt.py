@@ -83,7 +83,7 @@ async def chat_prompt(
         text = render()
     else:
         text = await asyncio.to_thread(render)
-    return {"prompt": text, "prompt_token_ids": await model.llm.encode(text, bool(request.add_special_tokens))}
+    return {"prompt": text, "prompt_token_ids": await model.llm.tokenize(text, bool(request.add_special_tokens))}
 
 
 def _num_chars(message: ChatMessage) -> int:

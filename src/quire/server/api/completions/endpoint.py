@@ -140,7 +140,7 @@ async def _plainly_encoded(model: ServedModel, prompt: Prompt) -> Prompt:
     """The prompt encoded without the special tokens that the engine's interface would add."""
     if not isinstance(prompt, str):
         return prompt
-    return {"prompt": prompt, "prompt_token_ids": await model.llm.encode(prompt, add_special_tokens=False)}
+    return {"prompt": prompt, "prompt_token_ids": await model.llm.tokenize(prompt, add_special_tokens=False)}
 
 
 def _forget_tokens(output: RequestOutput) -> None:

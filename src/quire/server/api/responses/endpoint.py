@@ -143,7 +143,7 @@ async def _make_run(request: Request, body: api.ResponsesRequest, responses: Sto
         await stored(responses.store.add(owner, row) if is_new else responses.store.update(owner, row))
 
     async def count_tokens(text: str) -> int:
-        return len(await model.llm.encode(text, False))
+        return len(await model.llm.tokenize(text, False))
 
     return Run(
         ResponseBuilder(response, new_id),

@@ -5,7 +5,7 @@ from dataclasses import replace
 from quire.config.hf_config import HFConfig
 from quire.models.decoder.shapes import AttentionShape, HeadNormShape
 from quire.models.families.llama import LlamaForCausalLM
-from quire.models.families.qwen2 import layer_window
+from quire.models.families.qwen.qwen2 import layer_window
 
 _DEFAULT_HEAD_DIM = 128
 
