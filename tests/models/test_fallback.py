@@ -53,7 +53,10 @@ LATENT = {
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9, "head_dim": 8}
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "BeamForCausalLM": SHAPE | WINDOWS | {"mlp_layer_types": ["dense"] * 2},
     "BitNetForCausalLM": SHAPE,
+    "CTRLLMHeadModel": {key: value for key, value in GPT.items() if key != "pad_token_id"} | {"dff": 48},
+    "Lfm2ForCausalLM": SHAPE | {"layer_types": ["full_attention"] * 2, "block_auto_adjust_ff_dim": False},
     "CwmForCausalLM": SHAPE | WINDOWS | {"rope_parameters": PLAIN},
     "GPTBigCodeForCausalLM": GPT,
     "GraniteSWAForCausalLM": SHAPE | WINDOWS | {"logits_scaling": 2.0, "embedding_multiplier": 3.0},
