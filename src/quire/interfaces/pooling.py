@@ -79,6 +79,13 @@ def tokenized(inputs: PoolingInputs, given: Sequence[Prompt | Pair], params: Poo
             made = [_encoded_alone(inputs, prompt, params, is_pair) for prompt in wanted]
         for place, prompt in zip(places, made, strict=True):
             found[place] = prompt
+    spec = inputs.spec(params)
+    for place, prompt in enumerate(found):
+        if isinstance(prompt, dict) and isinstance(token_ids := prompt.get("prompt_token_ids"), list):
+            try:
+                inputs.check_length(len(token_ids), spec)
+            except RequestError as error:
+                found[place] = error
     return found
 
 

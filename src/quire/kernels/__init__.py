@@ -1,6 +1,6 @@
 """One thin wrapper per kernel: it checks its arguments and calls the backend of the device that they are on."""
 
-from quire.kernels.attention import latent_attention, paged_attention
+from quire.kernels.attention import encoder_attention, latent_attention, paged_attention
 from quire.kernels.backends import backend_for, backend_of, isa, num_threads, register_backend, set_num_threads
 from quire.kernels.backends.base import Backend
 from quire.kernels.backends.recording import KernelGraph
@@ -34,6 +34,7 @@ from quire.kernels.kv_cache import (
 )
 from quire.kernels.lora import add_lora, pack_lora
 from quire.kernels.matmul import matmul, multiply_heads, pack_heads, pack_weight, unpack_weight
+from quire.kernels.pooling import embedding_norm, pool_rows
 from quire.kernels.quantized import (
     block_size,
     integer_format,
@@ -45,7 +46,7 @@ from quire.kernels.quantized import (
 )
 from quire.kernels.sampling.draws import processed_logits, sample, top_logprobs
 from quire.kernels.sampling.tensors import LogitChanges, SamplingTensors, TokenLists
-from quire.kernels.variants import XIELU, ActivationKind, AttentionVariant, ClampedSwiGLU
+from quire.kernels.variants import XIELU, ActivationKind, AttentionVariant, ClampedSwiGLU, DistanceTerms, EncoderVariant
 from quire.kernels.weights import (
     BLOCK_FORMATS,
     QUANTIZED_FORMATS,
@@ -66,6 +67,8 @@ __all__ = [
     "AttentionVariant",
     "Backend",
     "ClampedSwiGLU",
+    "DistanceTerms",
+    "EncoderVariant",
     "ExpertRows",
     "ExpertWeights",
     "HeadWeights",
@@ -97,6 +100,8 @@ __all__ = [
     "copy_latent_slots",
     "copy_slots",
     "embedding",
+    "embedding_norm",
+    "encoder_attention",
     "expert_matmul",
     "gated_activation",
     "gather_kv",
@@ -118,6 +123,7 @@ __all__ = [
     "pack_lora",
     "pack_weight",
     "paged_attention",
+    "pool_rows",
     "processed_logits",
     "quantize_weight",
     "quantized_bytes",

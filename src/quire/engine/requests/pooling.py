@@ -97,7 +97,7 @@ class PoolingInputs:
             token_ids = self.encode_all([text], params)[0]
         elif (keep := self._num_kept(params)) is not None:
             token_ids, types = token_ids[-keep:], types if types is None else types[-keep:]
-        self._check_length(len(token_ids), spec)
+        self.check_length(len(token_ids), spec)
         self._inputs.check_token_ids(token_ids)
         return text, token_ids, salt or params.cache_salt, _checked_types(types, len(token_ids))
 
@@ -123,7 +123,8 @@ class PoolingInputs:
         """Return how many tokens of longer texts are kept; None if they are refused."""
         return self.max_tokens if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
 
-    def _check_length(self, num_tokens: int, spec: PoolSpec) -> None:
+    def check_length(self, num_tokens: int, spec: PoolSpec) -> None:
+        """Raise PromptTooLongError if a text of this number of tokens cannot run."""
         if num_tokens > self.max_tokens:
             raise PromptTooLongError(
                 f"the text has {num_tokens} tokens, and the model takes {self.max_tokens}: shorten it, or cut it with "

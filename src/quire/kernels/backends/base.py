@@ -11,7 +11,7 @@ from quire.kernels.backends.recording import KernelGraph
 from quire.kernels.backends.workspace import Workspace
 from quire.kernels.experts.weights import ExpertRows, ExpertWeights, Routing
 from quire.kernels.sampling.tensors import SamplingTensors
-from quire.kernels.variants import ActivationKind, AttentionVariant
+from quire.kernels.variants import ActivationKind, AttentionVariant, DistanceTerms, EncoderVariant
 from quire.kernels.weights import HeadWeights, LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
 
 
@@ -160,6 +160,10 @@ class Backend(Protocol):
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
     ) -> Tensor: ...
     def head_layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor: ...
+    def embedding_norm(
+        self, tables: Sequence[tuple[Tensor, Tensor | None]], weight: Tensor, bias: Tensor | None, eps: float
+    ) -> Tensor: ...
+    def pool_rows(self, x: Tensor, pooling: str) -> Tensor: ...
     def scale(self, x: Tensor, factor: float) -> None: ...
     def clip(self, x: Tensor, limit: float) -> None: ...
     def softcap(self, x: Tensor, cap: float) -> None: ...
@@ -181,6 +185,17 @@ class Backend(Protocol):
         block_tables: Tensor,
         scale: float,
         variant: AttentionVariant,
+    ) -> Tensor: ...
+    def encoder_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        query_start: Tensor,
+        seq_lens: Tensor,
+        scale: float,
+        variant: EncoderVariant,
+        terms: DistanceTerms | None,
     ) -> Tensor: ...
 
     def sample(self, logits: Tensor, how: SamplingTensors) -> Tensor: ...

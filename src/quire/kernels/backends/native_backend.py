@@ -13,9 +13,11 @@ from quire.kernels.backends import key_layout, reference
 from quire.kernels.backends.native.arguments import (
     DTYPE_CODES,
     FORMAT_CODES,
+    NO_TERMS,
     SEES_ALL,
     activation_code,
     cache_of,
+    encoder_changes,
     place,
     rows_of,
     sample_args,
@@ -23,9 +25,10 @@ from quire.kernels.backends.native.arguments import (
 from quire.kernels.backends.native.latent import NativeLatentKernels
 from quire.kernels.backends.recording import KernelGraph
 from quire.kernels.backends.workspace import WeightMemory, Workspace, empty, zeroed_blocks
+from quire.kernels.checks import POOLINGS
 from quire.kernels.experts.weights import SCORINGS, ExpertRows, ExpertWeights, Routing
 from quire.kernels.sampling.tensors import SamplingTensors
-from quire.kernels.variants import ActivationKind, AttentionVariant
+from quire.kernels.variants import ActivationKind, AttentionVariant, DistanceTerms, EncoderVariant
 from quire.kernels.weights import MAX_LORA_MODULES, LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
 
 
@@ -281,6 +284,26 @@ class NativeBackend:
         )
         return out
 
+    def embedding_norm(
+        self, tables: Sequence[tuple[Tensor, Tensor | None]], weight: Tensor, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        width, dtype = tables[0][0].shape[1], tables[0][0].dtype
+        rows = next(ids.shape[0] for _, ids in tables if ids is not None)
+        out = empty((rows, width), dtype)
+        given = [0, 0, 0] * 3
+        for i, (table, ids) in enumerate(tables):
+            given[3 * i : 3 * i + 3] = table.data_ptr(), table.shape[0], 0 if ids is None else ids.data_ptr()
+        norm = weight.data_ptr(), 0 if bias is None else bias.data_ptr(), eps
+        self.native.embedding_norm(DTYPE_CODES[dtype], len(tables), *given, *norm, out.data_ptr(), rows, width)
+        return out
+
+    def pool_rows(self, x: Tensor, pooling: str) -> Tensor:
+        rows, width = x.shape
+        out = empty((width,), torch.float32)
+        code = POOLINGS.index(pooling)
+        self.native.pool_rows(DTYPE_CODES[x.dtype], code, x.data_ptr(), rows, width, out.data_ptr())
+        return out
+
     def scale(self, x: Tensor, factor: float) -> None:
         rows, width = rows_of(x)
         self.native.scale(DTYPE_CODES[x.dtype], x.data_ptr(), rows, width, factor)
@@ -364,14 +387,35 @@ class NativeBackend:
         is_int8 = v_cache.dtype is torch.int8
         tables = query_start.data_ptr(), seq_lens.data_ptr(), block_tables.data_ptr(), block_tables.stride(0)
         sizes = block_tables.shape[1], num_tokens, seq_lens.shape[0], num_heads, num_kv_heads, head_dim
-        spans = variant.sliding_window or SEES_ALL, variant.chunk_size or SEES_ALL
+        spans = variant.sliding_window or SEES_ALL, 0, variant.chunk_size or SEES_ALL
         sinks = 0 if variant.sinks is None else variant.sinks.data_ptr()
         slopes = 0 if variant.slopes is None else variant.slopes.data_ptr()
         changes = scale, variant.softcap or 0.0, sinks, slopes
         code, at, stride, to = DTYPE_CODES[query.dtype], query.data_ptr(), query.stride(0), out.data_ptr()
         self.native.paged_attention(
-            code, at, stride, is_int8, *caches, *tables, *sizes, num_blocks, block_size, *spans, *changes, to
+            code, at, stride, is_int8, *caches, *tables, *sizes, num_blocks, block_size, *spans, *changes, *NO_TERMS, to
         )
+        return out
+
+    def encoder_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        query_start: Tensor,
+        seq_lens: Tensor,
+        scale: float,
+        variant: EncoderVariant,
+        terms: DistanceTerms | None,
+    ) -> Tensor:
+        num_tokens, num_heads, head_dim = query.shape
+        out = empty((num_tokens, num_heads, head_dim), query.dtype)
+        # A cache whose blocks are the rows of keys and values.
+        cache = key.data_ptr(), value.data_ptr(), key.stride(0), value.stride(0)
+        lens = query_start.data_ptr(), seq_lens.data_ptr(), 0, 0, 0
+        sizes = num_tokens, seq_lens.shape[0], num_heads, key.shape[1], head_dim, num_tokens, 1
+        given = query.data_ptr(), query.stride(0), False, *cache, *lens, *sizes, *encoder_changes(scale, variant, terms)
+        self.native.paged_attention(DTYPE_CODES[query.dtype], *given, out.data_ptr())
         return out
 
     def sample(self, logits: Tensor, how: SamplingTensors) -> Tensor:

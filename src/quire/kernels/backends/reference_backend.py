@@ -14,6 +14,7 @@ from quire.kernels.backends import (
     reference,
     reference_attention,
     reference_blocks,
+    reference_pooling,
     reference_rotation,
     reference_sampling,
 )
@@ -204,6 +205,9 @@ class ReferenceBackend:
     copy_slots = staticmethod(reference.copy_slots)
     copy_blocks = staticmethod(reference.copy_blocks)
     paged_attention = staticmethod(reference_attention.paged_attention)
+    encoder_attention = staticmethod(reference_attention.encoder_attention)
+    embedding_norm = staticmethod(reference_pooling.embedding_norm)
+    pool_rows = staticmethod(reference_pooling.pool_rows)
     sample = staticmethod(reference_sampling.sample)
     processed_logits = staticmethod(reference_sampling.processed_logits)
     top_logprobs = staticmethod(reference_sampling.top_logprobs)

@@ -165,10 +165,19 @@ class ShapesBackend(ReferenceBackend):
         return self.empty(x.shape, x.dtype)
 
     rms_norm = add_rms_norm = layer_norm = add_layer_norm = head_layer_norm = _like  # type: ignore[assignment]
-    activation = paged_attention = _like  # type: ignore[assignment]
+    activation = paged_attention = encoder_attention = _like  # type: ignore[assignment]
 
     def gated_activation(self, x: Tensor, kind: ActivationKind) -> Tensor:
         return self.empty((len(x), x.shape[1] // 2), x.dtype)
+
+    def embedding_norm(
+        self, tables: Sequence[tuple[Tensor, Tensor | None]], weight: Tensor, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        ids, table = next(ids for _, ids in tables if ids is not None), tables[0][0]
+        return self.empty((len(ids), table.shape[1]), table.dtype)
+
+    def pool_rows(self, x: Tensor, pooling: str) -> Tensor:
+        return self.empty((x.shape[1],), torch.float32)
 
     def _nothing(self, *_: object) -> None: ...
 

@@ -229,7 +229,7 @@ class Tokenizer:
 
 
 def _kept(num_first: int, num_second: int, room: int) -> tuple[int, int]:
-    """How many tokens of two texts are kept if there is room for so many: the longer one is cut first."""
+    """How many tokens of two texts are kept if only a limited number fits: the longer one is cut first."""
     half = room // 2
     if num_first + num_second <= room:
         return num_first, num_second
