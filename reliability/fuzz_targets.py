@@ -18,7 +18,7 @@ import msgspec
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from quire.cli import top
+from quire.cli.terminal import top
 from quire.common.errors import InvalidParamsError, QuireError, RequestError
 from quire.common.outputs import EngineStats
 from quire.common.params import SamplingParams

@@ -1,5 +1,6 @@
 """Small models that pool: a decoder and an encoder, whose pooler shows which rows it was given."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -92,10 +93,10 @@ class TinyEncoder(PoolingModel):
         if rows.is_meta:
             return rows
         bounds = batch.query_start.tolist()
-        assert batch.seq_lens.tolist() == [b - a for a, b in zip(bounds, bounds[1:], strict=False)], "texts run whole"
+        assert batch.seq_lens.tolist() == [b - a for a, b in itertools.pairwise(bounds)], "texts run whole"
         self.steps.append(len(rows))
         types = 0 if batch.token_type_ids is None else batch.token_type_ids[:, None]
-        texts = [rows[a:b] + rows[a:b].sum(0) for a, b in zip(bounds, bounds[1:], strict=False)]
+        texts = [rows[a:b] + rows[a:b].sum(0) for a, b in itertools.pairwise(bounds)]
         return torch.cat(texts) + types
 
 

@@ -117,7 +117,7 @@ def encoder_attention(
         given |= {"seq_lens": seq_lens, "slopes": variant.slopes, "bias": variant.bias, "terms": terms}
         raise refusal("encoder_attention", _ENCODER_TAKES, **given)
     with kernel_errors():
-        return backend.encoder_attention(query, key, value, query_start, seq_lens, scale, variant, terms)
+        return backend.encoder.attention(query, key, value, query_start, seq_lens, scale, variant, terms)
 
 
 def _are_heads(backend: Backend, x: Tensor, query: Tensor) -> bool:

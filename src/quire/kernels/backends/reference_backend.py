@@ -18,7 +18,7 @@ from quire.kernels.backends import (
     reference_rotation,
     reference_sampling,
 )
-from quire.kernels.backends.base import LatentKernels
+from quire.kernels.backends.base import EncoderKernels, LatentKernels
 from quire.kernels.backends.recording import KernelGraph
 from quire.kernels.backends.workspace import Workspace, zeroed_blocks
 from quire.kernels.checks import check_range
@@ -42,6 +42,14 @@ class ReferenceLatentKernels:
         return reference_attention.multiply_heads(x, weights.data)
 
 
+class ReferenceEncoderKernels:
+    """As EncoderKernels."""
+
+    attention = staticmethod(reference_attention.encoder_attention)
+    embedding_norm = staticmethod(reference_pooling.embedding_norm)
+    pool_rows = staticmethod(reference_pooling.pool_rows)
+
+
 class ReferenceBackend:
     """Plain torch: slow, and torch's own memory for all outputs. Weights keep their shape when they are packed."""
 
@@ -55,6 +63,7 @@ class ReferenceBackend:
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
         self.latent: LatentKernels = ReferenceLatentKernels()
+        self.encoder: EncoderKernels = ReferenceEncoderKernels()
 
     def holds(self, tensor: Tensor) -> bool:
         device = tensor.device
@@ -205,9 +214,6 @@ class ReferenceBackend:
     copy_slots = staticmethod(reference.copy_slots)
     copy_blocks = staticmethod(reference.copy_blocks)
     paged_attention = staticmethod(reference_attention.paged_attention)
-    encoder_attention = staticmethod(reference_attention.encoder_attention)
-    embedding_norm = staticmethod(reference_pooling.embedding_norm)
-    pool_rows = staticmethod(reference_pooling.pool_rows)
     sample = staticmethod(reference_sampling.sample)
     processed_logits = staticmethod(reference_sampling.processed_logits)
     top_logprobs = staticmethod(reference_sampling.top_logprobs)
