@@ -282,7 +282,7 @@ def with_code(folder: Path, **fields: Any) -> Path:
         {"architectures": ["MineForCausalLM"], "model_type": "mine"},
         {"architectures": ["MineForCausalLM"]},
         {"architectures": ["LlamaModel"]},
-        {"architectures": ["BertForMaskedLM"], "model_type": "bert"},
+        {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"},
     ],
 )
 def test_a_checkpoint_without_a_class_of_the_library_is_refused_and_its_code_never_runs(
