@@ -1,14 +1,18 @@
 """Outputs of requests and sequences, and statistics of the engine. Attribute names are those of vLLM."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass, field
-from typing import Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from quire.common.lora import LoRARequest
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 FinishReason = Literal["stop", "length", "abort", "ignored"]
 

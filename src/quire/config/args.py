@@ -291,7 +291,7 @@ class EngineArgs(metaclass=_NamesChecked):
 
     def _wanted_model_len(self, model: ModelConfig) -> int:
         if self.fits_model_len:
-            return model.max_position_embeddings
+            return model.max_model_len
         length = self.max_model_len
         if not isinstance(length, int) or length < 1:
             raise ConfigError(f'max_model_len={length!r}: must be a number of tokens, or "auto"')

@@ -14,6 +14,7 @@ from quire.config.checkpoint.gguf.hf_values import generation_values, hf_values
 from quire.config.checkpoint.library import implementation
 from quire.config.checkpoint.location import CONFIG_FILE, EMBEDDED_CHECKPOINTS, Location
 from quire.config.checkpoint.runners import find_runner
+from quire.config.checkpoint.sentence_transformers import read_sentence_config
 from quire.config.hf_config import HFConfig, read_json_object
 from quire.config.quantization import QUANT_METHOD, WEIGHTS_FROM_FILE, check_quantization, read_quantization
 
@@ -55,7 +56,8 @@ class ModelConfig:
     max_context_len: int
     """The largest max_model_len that may be given: max_position_embeddings, or more with rope scaling."""
     max_model_len: int
-    """Largest length of prompt and output together, in tokens; max_position_embeddings until the engine replaces it."""
+    """Largest length of prompt and output together, in tokens; until the engine replaces it, max_position_embeddings,
+    or the length that a model that pools was made for."""
     eos_token_ids: frozenset[int]
     """Those of generation_config.json, or else of config.json; may be empty."""
     model_impl: str = "quire"
@@ -136,7 +138,7 @@ class ModelConfig:
             vocab_size=hf.size("vocab_size"),
             max_position_embeddings=max_positions,
             max_context_len=_max_context_len(hf, max_positions) if model_impl == "quire" else max_positions,
-            max_model_len=max_positions,
+            max_model_len=_trained_length(path, max_positions) if runner == "pooling" else max_positions,
             eos_token_ids=eos if eos is not None else hf.token_ids("eos_token_id") or frozenset(),
             model_impl=model_impl,
             weights_from_file=weights_from_file,
@@ -191,6 +193,11 @@ def _check_layers(hf: HFConfig) -> None:
     num_layers = hf.size("num_hidden_layers")
     if num_layers > _MAX_LAYERS:
         raise CheckpointError(f"{hf.source}: 'num_hidden_layers' is {num_layers}, more than {_MAX_LAYERS}")
+
+
+def _trained_length(path: Path, max_positions: int) -> int:
+    """The tokens of the longest texts that an embedder was made for, which may be fewer than its positions."""
+    return min(max_positions, read_sentence_config(path).max_seq_length or max_positions)
 
 
 def _max_context_len(hf: HFConfig, max_positions: int) -> int:

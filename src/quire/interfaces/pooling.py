@@ -9,7 +9,14 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 from msgspec.structs import replace
 
-from quire.common.errors import InvalidParamsError, InvalidPromptError, RequestError
+from quire.common.batch import PoolSpec
+from quire.common.errors import (
+    InvalidParamsError,
+    InvalidPromptError,
+    RequestError,
+    RequestFailedError,
+    failures_named,
+)
 from quire.common.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
@@ -26,10 +33,10 @@ from quire.engine.requests.input_processor import Prompt
 from quire.engine.requests.pooling import PoolingInputs
 
 PIECE = 64
-"""Number of texts that are tokenized at once."""
+"""Number of texts that a thread tokenizes before it is asked for more."""
 Pair: TypeAlias = tuple[str, str]
 """Two texts that are scored together."""
-Tokenized: TypeAlias = Prompt | RequestError
+Tokenized: TypeAlias = Prompt | RequestError | RequestFailedError
 """A prompt with token ids, or the error that making it raised."""
 
 VECTORS = PoolingRequestOutput[PoolingOutput], PoolingOutput
@@ -66,39 +73,30 @@ def pooling_output(output: RequestOutput, kind: type[_Request], outputs: type[Po
 
 def tokenized(inputs: PoolingInputs, given: Sequence[Prompt | Pair], params: PoolingParams) -> list[Tokenized]:
     """Return prompts with token ids; those of texts and pairs of texts are cut as the parameters say. In the place of
-    one that is wrong is its error. This may run in any thread."""
-    found: list[Any] = list(given)
-    for is_pair, places in (
-        (False, [i for i, prompt in enumerate(given) if _text(prompt) is not None]),
-        (True, [i for i, prompt in enumerate(given) if isinstance(prompt, tuple) and _is_pair(prompt)]),
-    ):
-        wanted = [given[i] for i in places]
+    one that cannot be made is its error. This may run in any thread."""
+    spec, made = inputs.spec(params), list[Tokenized]()
+    for place, prompt in enumerate(given):
         try:
-            made = _encoded(inputs, wanted, params, is_pair) if wanted else []
-        except RequestError:  # of one of them: then one by one
-            made = [_encoded_alone(inputs, prompt, params, is_pair) for prompt in wanted]
-        for place, prompt in zip(places, made, strict=True):
-            found[place] = prompt
-    return found
+            with failures_named(f"number {place}", "when it was tokenized"):
+                made.append(_tokenized(inputs, prompt, params, spec))
+        except (RequestError, RequestFailedError) as error:
+            made.append(error)
+    return made
 
 
-def _encoded(inputs: PoolingInputs, given: Sequence[Any], params: PoolingParams, is_pair: bool) -> list[Tokenized]:
-    if is_pair:
-        encoded = inputs.encode_pairs(given, params)
-        return [{"prompt_token_ids": ids, "token_type_ids": types} for ids, types in encoded]
-    texts = [_text(prompt) or "" for prompt in given]
-    salts = [prompt.get("cache_salt", "") if isinstance(prompt, Mapping) else "" for prompt in given]
-    return [
-        {"prompt": text, "prompt_token_ids": ids, "cache_salt": salt}
-        for text, ids, salt in zip(texts, inputs.encode_all(texts, params), salts, strict=True)
-    ]
-
-
-def _encoded_alone(inputs: PoolingInputs, prompt: Any, params: PoolingParams, is_pair: bool) -> Tokenized:
-    try:
-        return _encoded(inputs, [prompt], params, is_pair)[0]
-    except RequestError as error:
-        return error
+def _tokenized(inputs: PoolingInputs, prompt: Any, params: PoolingParams, spec: PoolSpec) -> Prompt:
+    made: dict[str, Any]
+    if isinstance(prompt, tuple) and len(prompt) == 2 and all(isinstance(text, str) for text in prompt):
+        token_ids, types = inputs.encode_pair(prompt, params)
+        made = {"prompt_token_ids": token_ids, "token_type_ids": types}
+    elif (text := _text(prompt)) is not None:
+        token_ids = inputs.encode(text, params)
+        salt = prompt.get("cache_salt", "") if isinstance(prompt, Mapping) else ""
+        made = {"prompt": text, "prompt_token_ids": token_ids, "cache_salt": salt}
+    else:
+        return prompt  # type: ignore[no-any-return]
+    inputs.check_length(len(token_ids), spec)
+    return made
 
 
 def _text(prompt: Any) -> str | None:
@@ -109,10 +107,6 @@ def _text(prompt: Any) -> str | None:
         text = prompt.get("prompt")
         return text if isinstance(text, str) else None
     return None
-
-
-def _is_pair(given: tuple[Any, ...]) -> bool:
-    return len(given) == 2 and all(isinstance(text, str) for text in given)
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,7 +138,7 @@ class TokenizedFeed:
     def take(self, place: int) -> Prompt:
         """Return the prompt at this place, once. Raises its error if it is wrong."""
         prompt = self._made.pop(place)
-        if isinstance(prompt, RequestError):
+        if isinstance(prompt, RequestError | RequestFailedError):
             raise prompt
         return prompt
 

@@ -3,6 +3,7 @@
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -55,6 +56,11 @@ class Model(nn.Module, ABC):
     def stacks(cls, config: ModelConfig) -> tuple[Stack, ...]:
         """The tensors of a checkpoint that hold what several modules here have, by its own names for them."""
         return ()
+
+    @classmethod
+    def folders(cls, config: ModelConfig) -> Mapping[str, Path]:
+        """Folders of more weights, by what the names of their tensors are preceded by here."""
+        return {}
 
     @abstractmethod
     def forward(self, batch: BatchTensors, kv: Sequence[LayerCache]) -> Tensor:

@@ -44,11 +44,11 @@ class ModelRunner:
         self._sampler = Sampler(backend, logprobs_mode)
         self._graphs: DecodeGraphs | None = None
         self._read: LogitsReader | PooledReader
-        if isinstance(model, CausalLM):
+        if isinstance(model, PoolingModel):
+            self._read = PooledReader(model.pooler)
+        else:
             self._graphs = DecodeGraphs(model, kv, block_size, -(-max_model_len // block_size), self._workspace)
             self._read = LogitsReader(model, self._sampler)
-        else:
-            self._read = PooledReader(model.pooler)
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> StepResult:

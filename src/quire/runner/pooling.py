@@ -53,7 +53,7 @@ class PooledReader:
 
 
 def pooler_info(pooler: Pooler, hf: HFConfig, max_whole_tokens: int) -> PoolerInfo:
-    """What the pooler can make, for those who check requests."""
+    """What the pooler can make, for the checks of requests."""
     return PoolerInfo(
         tasks=pooler.tasks,
         whole_tasks=tuple([task for task in pooler.tasks if pooler.needs_all_rows(task)]),

@@ -16,7 +16,7 @@ import torch
 from quire import kernels
 from quire.common.errors import ConfigError
 from quire.kernels.backends.native.arguments import DTYPE_CODES
-from quire.kernels.backends.native_backend import NativeBackend
+from quire.kernels.backends.native.backend import NativeBackend
 from quire.models.layers.embedding import Embedding
 from quire.models.layers.experts import Experts
 from quire.models.layers.linear import LmHead

@@ -79,7 +79,35 @@ MODELS = {
     "YoutuForCausalLM": "quire.models.families.latent.youtu:YoutuForCausalLM",
 }
 """By name as in a config.json's `architectures`: module and class, imported when a model of it is loaded."""
-POOLING_MODELS: dict[str, str] = {}
+_ENCODERS = {
+    "Albert": "albert:Albert",
+    "Bert": "bert:Bert",
+    "Camembert": "roberta:Roberta",
+    "DistilBert": "distilbert:DistilBert",
+    "Electra": "electra:Electra",
+    "Gte": "rotated:Gte",
+    "JinaEmbeddingsV3": "rotated:JinaEmbeddingsV3",
+    "MPNet": "mpnet:MPNet",
+    "ModernBert": "modernbert:ModernBert",
+    "NomicBert": "rotated:NomicBert",
+    "Roberta": "roberta:Roberta",
+    "XLMRoberta": "roberta:Roberta",
+}
+_HEADS = {
+    "ForMaskedLM": "Model",
+    "ForSequenceClassification": "ForSequenceClassification",
+    "ForTokenClassification": "ForTokenClassification",
+    "Model": "Model",
+}
+"""What a checkpoint was saved with -> what is run of it."""
+POOLING_MODELS = {
+    f"{family}{head}": f"quire.models.families.encoders.{path}{kept}"
+    for family, path in _ENCODERS.items()
+    for head, kept in _HEADS.items()
+} | {
+    f"{family}ForSequenceClassification": f"quire.models.families.classifiers:{family}ForSequenceClassification"
+    for family in ("Gemma2", "Llama", "Mistral", "Qwen2", "Qwen3")
+}
 """The same for architectures that make embeddings, scores or classes of texts, and do not generate."""
 
 
@@ -92,7 +120,11 @@ def supported_architecture(hf: HFConfig) -> str:
             return named[0]
         raise unsupported(named[0], f"{hf.source}: ")
     families = {
-        re.sub("For(CausalLM|ConditionalGeneration)$|LMHeadModel$", "", name).lower()
+        re.sub(
+            "(Model|For(CausalLM|ConditionalGeneration|MaskedLM|(Sequence|Token)Classification))$|LMHeadModel$",
+            "",
+            name,
+        ).lower()
         for name in (*MODELS, *POOLING_MODELS)
     }
     if named is None and isinstance(model_type, str) and model_type.replace("_", "").lower() not in families:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -94,36 +94,31 @@ class PoolingInputs:
             raise InvalidParamsError("cache_salt is given with the prompt and in the params, and they differ")
         if token_ids is None:
             assert text is not None
-            token_ids = self.encode_all([text], params)[0]
+            token_ids = self.encode(text, params)
         elif (keep := self._num_kept(params)) is not None:
             token_ids, types = token_ids[-keep:], types if types is None else types[-keep:]
-        self._check_length(len(token_ids), spec)
+        self.check_length(len(token_ids), spec)
         self._inputs.check_token_ids(token_ids)
         return text, token_ids, salt or params.cache_salt, _checked_types(types, len(token_ids))
 
-    def encode_all(self, texts: Sequence[str], params: PoolingParams) -> list[list[int]]:
-        """Return the token ids of some texts, cut as the parameters say. This may run in any thread. Raises
-        RequestError if one of them cannot fit."""
+    def encode(self, text: str, params: PoolingParams) -> list[int]:
+        """Return the token ids of a text, cut as the parameters say. Other threads run meanwhile. Raises
+        PromptTooLongError for a text that cannot fit."""
         keep = self._num_kept(params)
-        readable = [self._inputs.readable(text, cuts=keep is not None, keeps_start=True) for text in texts]
-        return self._inputs.tokenizer.encode_batch(readable, max_tokens=keep)
+        return self._inputs.tokenizer.encode_cut(self._inputs.readable(text, keep is not None, keeps_start=True), keep)
 
-    def encode_pairs(
-        self, pairs: Sequence[tuple[str, str]], params: PoolingParams
-    ) -> list[tuple[list[int], list[int]]]:
-        """As `encode_all`, for pairs of texts: token ids and token type ids of each."""
+    def encode_pair(self, pair: tuple[str, str], params: PoolingParams) -> tuple[list[int], list[int]]:
+        """As `encode`, for two texts: token ids and token type ids."""
         keep = self._num_kept(params)
-        readable = [
-            (self._inputs.readable(a, keep is not None, keeps_start=True),
-             self._inputs.readable(b, keep is not None, keeps_start=True)) for a, b in pairs
-        ]  # fmt: skip
-        return self._inputs.tokenizer.encode_pairs(readable, max_tokens=keep)
+        first, second = (self._inputs.readable(text, keep is not None, keeps_start=True) for text in pair)
+        return self._inputs.tokenizer.encode_pair(first, second, keep)
 
     def _num_kept(self, params: PoolingParams) -> int | None:
         """Return how many tokens of longer texts are kept; None if they are refused."""
         return self.max_tokens if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
 
-    def _check_length(self, num_tokens: int, spec: PoolSpec) -> None:
+    def check_length(self, num_tokens: int, spec: PoolSpec) -> None:
+        """Raise PromptTooLongError if a text of this number of tokens cannot run."""
         if num_tokens > self.max_tokens:
             raise PromptTooLongError(
                 f"the text has {num_tokens} tokens, and the model takes {self.max_tokens}: shorten it, or cut it with "

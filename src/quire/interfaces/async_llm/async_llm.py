@@ -29,7 +29,7 @@ from quire.interfaces.async_llm.output_processor import RequestState
 from quire.interfaces.async_llm.request_table import RequestTable
 from quire.interfaces.async_llm.starting import LazyAwaitable, nothing, read_tokenizer, start_engine
 from quire.interfaces.async_llm.supervisor import Supervisor
-from quire.interfaces.pooling import PIECE, Pair, check_pooling_params, pooling_output, tokenized
+from quire.interfaces.pooling import PIECE, Pair, Tokenized, check_pooling_params, pooling_output, tokenized
 from quire.text.tokenizer.callable_tokenizer import CallableTokenizer
 from quire.text.tokenizer.tokenizer import Tokenizer
 
@@ -205,15 +205,13 @@ class AsyncLLM:
         finally:
             self._requests.abort_request(request)
 
-    async def pooling_prompts(
-        self, given: Sequence[Prompt | Pair], pooling_params: PoolingParams
-    ) -> list[Prompt | RequestError]:
+    async def pooling_prompts(self, given: Sequence[Prompt | Pair], pooling_params: PoolingParams) -> list[Tokenized]:
         """Return prompts for `encode`: texts, and pairs of texts for a cross-encoder, become token ids, cut as the
         parameters say. In the place of one that is wrong is its error.
 
         Many texts are tokenized in a thread, a few at a time, so that other requests are served meanwhile.
         """
-        params, made = check_pooling_params(pooling_params), list[Prompt | RequestError]()
+        params, made = check_pooling_params(pooling_params), list[Tokenized]()
         await self.start()
         for start in range(0, len(given), PIECE):
             made += await asyncio.to_thread(tokenized, self._inputs.pooling, given[start : start + PIECE], params)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from quire import kernels
@@ -96,3 +97,7 @@ class LayerLatents:
     def copy_slots(self, src_slots: Tensor, dst_slots: Tensor) -> None:
         """As LayerCache."""
         kernels.copy_latent_slots(self.rows, src_slots, dst_slots)
+
+
+NO_CACHE = LayerKVCache(torch.empty(0), torch.empty(0), -1)
+"""What a layer gets that keeps nothing."""

@@ -13,7 +13,7 @@ from quire.common.errors import CheckpointError, KernelError, UnsupportedModelEr
 from quire.common.faults import fault_point
 from quire.common.log import logger
 from quire.common.progress import progress
-from quire.config.checkpoint.formats import open_checkpoint
+from quire.config.checkpoint.formats import open_checkpoint, with_folders
 from quire.config.checkpoint.tensors import Checkpoint
 from quire.config.model import ModelConfig
 from quire.config.quantization import QUANT_METHOD, QUANTIZATIONS
@@ -120,7 +120,8 @@ def load_servable(config: ModelConfig) -> CausalLM | PoolingModel:
 
 def open_weights(config: ModelConfig) -> Checkpoint:
     """The tensors of the checkpoint, those of experts one by one. Raises CheckpointError, reads no weights."""
-    kind, checkpoint = class_of(config), open_checkpoint(config.path)
+    kind = class_of(config)
+    checkpoint = with_folders(open_checkpoint(config.path), kind.folders(config))
     stacks = kind.stacks(config)
     return UnstackedCheckpoint(checkpoint, (*stacks, *MODULE_STACKS)) if stacks else checkpoint
 

@@ -114,44 +114,37 @@ class Tokenizer:
             except TypeError as error:
                 raise InvalidPromptError(f"the text is not valid Unicode: {text[:40]!r}") from error
 
-    def encode_batch(self, texts: Sequence[str], *, max_tokens: int | None = None) -> list[list[int]]:
-        """As `encode` for each text, with special tokens. Other threads run meanwhile. Of a longer text the first
-        tokens are kept, `max_tokens` with the special ones, which stay."""
-        fault_point("tokenizer.encode")
+    def encode_cut(self, text: str, max_tokens: int | None) -> list[int]:
+        """As `encode`, while other threads run. Of a longer text the first tokens are kept, `max_tokens` with the
+        special ones, which stay; None keeps all."""
         if max_tokens is None:
-            return [list(found.ids) for found in self._encoded(texts, True)]
-        keep = max(0, max_tokens - self._backend.num_special_tokens_to_add(False))
-        cut = []
-        for found in self._encoded(texts, False):
-            found.truncate(keep)
-            cut.append(list(self._backend.post_process(found).ids)[:max_tokens])
-        return cut
+            return list(self._encoded(text, True).ids)
+        found = self._encoded(text, False)
+        found.truncate(max(0, max_tokens - self._backend.num_special_tokens_to_add(False)))
+        return list(self._backend.post_process(found).ids)[:max_tokens]
 
-    def encode_pairs(
-        self, pairs: Sequence[tuple[str, str]], *, max_tokens: int | None = None
-    ) -> list[tuple[list[int], list[int]]]:
-        """Return token ids and token type ids of each pair of texts, joined by the checkpoint's template of pairs, such
-        as `[CLS] a [SEP] b [SEP]`. Of a longer pair, tokens are removed from the end of the longer text, one by one."""
-        fault_point("tokenizer.encode")
+    def encode_pair(self, first: str, second: str, max_tokens: int | None) -> tuple[list[int], list[int]]:
+        """Return token ids and token type ids of two texts, joined by the checkpoint's template of pairs, such as
+        `[CLS] a [SEP] b [SEP]`. If they have more than `max_tokens`, tokens are removed from the end of the longer
+        text, and of both once they are as long as each other."""
         if max_tokens is None:
-            return [(list(found.ids), list(found.type_ids)) for found in self._encoded(pairs, True)]
+            found = self._encoded((first, second), True)
+            return list(found.ids), list(found.type_ids)
+        parts = self._encoded(first, False), self._encoded(second, False)
         room = max(0, max_tokens - self._backend.num_special_tokens_to_add(True))
-        firsts, seconds = (self._encoded([pair[i] for pair in pairs], False) for i in (0, 1))
-        joined = []
-        for first, second in zip(firsts, seconds, strict=True):
-            num_first, num_second = _kept(len(first), len(second), room)
-            first.truncate(num_first)
-            second.truncate(num_second)
-            found = self._backend.post_process(first, second)
-            joined.append((list(found.ids)[:max_tokens], list(found.type_ids)[:max_tokens]))
-        return joined
+        for part, num_kept in zip(parts, _kept(len(parts[0]), len(parts[1]), room), strict=True):
+            part.truncate(num_kept)
+        found = self._backend.post_process(*parts)
+        return list(found.ids)[:max_tokens], list(found.type_ids)[:max_tokens]
 
-    def _encoded(self, inputs: Sequence[Any], add_special_tokens: bool) -> list[tokenizers.Encoding]:
+    def _encoded(self, text: str | tuple[str, str], add_special_tokens: bool) -> tokenizers.Encoding:
+        """A batch of one: that lets other threads run, and unlike a longer one takes a single core."""
+        fault_point("tokenizer.encode")
         with library_errors(f"the tokenizer of {self.source} failed to encode a text"):
             try:
-                return list(self._backend.encode_batch_fast(list(inputs), add_special_tokens=add_special_tokens))
+                return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
             except TypeError as error:
-                raise InvalidPromptError("a text is not valid Unicode") from error
+                raise InvalidPromptError(f"the text is not valid Unicode: {str(text)[:40]!r}") from error
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`. Invalid UTF-8 becomes U+FFFD; ids without a token give no text."""
@@ -229,12 +222,8 @@ class Tokenizer:
 
 
 def _kept(num_first: int, num_second: int, room: int) -> tuple[int, int]:
-    """How many tokens of two texts are kept if there is room for so many: the longer one is cut first."""
-    half = room // 2
+    """Return how many tokens are kept of each of two texts, which may have `room` in all."""
     if num_first + num_second <= room:
         return num_first, num_second
-    if num_first <= half:
-        return num_first, room - num_first
-    if num_second <= room - half:
-        return room - num_second, num_second
-    return half, room - half
+    shorter = min(num_first, num_second, room // 2)
+    return (shorter, room - shorter) if num_first <= num_second else (room - shorter, shorter)

@@ -11,6 +11,7 @@ import msgspec
 
 from quire.common.errors import InvalidPromptError
 from quire.server.api.chat.protocol import ChatCompletionRequest, ChatMessage, ContentPart, Tool
+from quire.server.api.pooling.protocol import InputFields
 from quire.server.api.tokens.protocol import TokenizeRequest
 from quire.server.http.errors import invalid
 from quire.server.models.served_model import ServedModel
@@ -40,7 +41,7 @@ class ChatPrompt(TypedDict):
 
 async def chat_prompt(
     model: ServedModel,
-    request: ChatCompletionRequest | TokenizeRequest,
+    request: ChatCompletionRequest | TokenizeRequest | InputFields,
     messages: Sequence[ChatMessage],
     tools: Sequence[Tool] | None,
     variables: Mapping[str, Any],
