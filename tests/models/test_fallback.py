@@ -112,8 +112,10 @@ def test_tokens_are_transformers_through_paging_preemption_and_prefix_hits(
     assert llm.engine.stats().prefix_cache["hit"] >= len(shared)
 
 
-def test_ten_of_these_architectures_have_no_class_of_their_own() -> None:
-    assert len(ARCHITECTURES.keys() - MODELS) >= 10
+def test_some_of_these_architectures_have_no_class_of_their_own() -> None:
+    """The others have had one since, and run through the library when it is asked for."""
+    assert len(ARCHITECTURES) >= 10
+    assert len(ARCHITECTURES.keys() - MODELS) >= 6
 
 
 def both(folder: Path, **arguments: Any) -> list[ModelConfig]:
@@ -154,7 +156,7 @@ def test_weights_of_other_tools_run_as_in_the_native_class(llama: Path, tmp_path
 def test_saved_quantized_weights_are_the_ones_quantized_while_loading(
     save_checkpoint: Any, tmp_path: Path, paged_run: Any
 ) -> None:
-    folder, _ = save_checkpoint("CwmForCausalLM", vocab_size=96, **ARCHITECTURES["CwmForCausalLM"])
+    folder, _ = save_checkpoint("Jais2ForCausalLM", vocab_size=96, **ARCHITECTURES["Jais2ForCausalLM"])
     loaded = ModelConfig.resolve(folder, quantization="int8")
     save_quantized(loaded, tmp_path / "saved", lambda _: None)
     saved = ModelConfig.resolve(tmp_path / "saved")
@@ -191,7 +193,7 @@ def test_embeddings_may_stand_in_the_place_of_tokens(llama: Path, paged_run: Any
 @pytest.mark.parametrize("architecture", ["CwmForCausalLM", "GPTBigCodeForCausalLM", "VaultGemmaForCausalLM"])
 def test_the_planned_memory_is_what_a_step_takes(architecture: str, save_checkpoint: Any, paged_run: Any) -> None:
     folder, _ = save_checkpoint(architecture, vocab_size=96, **ARCHITECTURES[architecture])
-    config = ModelConfig.resolve(folder)
+    config = ModelConfig.resolve(folder, model_impl="transformers")
     model, meter = load_model(config), kernels.Meter()
     forward = model.forward
 
@@ -292,7 +294,7 @@ def test_a_checkpoint_without_a_class_of_the_library_is_refused_and_its_code_nev
 def test_a_class_of_the_library_runs_without_the_code_that_a_checkpoint_asks_for(
     save_checkpoint: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder, _ = save_checkpoint("CwmForCausalLM", vocab_size=96, **ARCHITECTURES["CwmForCausalLM"])
+    folder, _ = save_checkpoint("Jais2ForCausalLM", vocab_size=96, **ARCHITECTURES["Jais2ForCausalLM"])
     config = ModelConfig.resolve(with_code(folder, attn_implementation="someone/kernels"))
     load_model(config)
     assert "never run, the model of transformers is" in caplog.text
@@ -300,7 +302,7 @@ def test_a_class_of_the_library_runs_without_the_code_that_a_checkpoint_asks_for
 
 
 def test_missing_weights_are_named_as_the_library_names_them(save_checkpoint: Any) -> None:
-    folder, _ = save_checkpoint("CwmForCausalLM", vocab_size=96, **ARCHITECTURES["CwmForCausalLM"])
+    folder, _ = save_checkpoint("Jais2ForCausalLM", vocab_size=96, **ARCHITECTURES["Jais2ForCausalLM"])
     tensors = load_file(folder / "model.safetensors")
     tensors["other"] = tensors.pop("model.norm.weight")
     save_file(tensors, folder / "model.safetensors")
