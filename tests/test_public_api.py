@@ -13,6 +13,8 @@ PUBLIC = {
     "EngineStats", "PinnedPrefix", "QuireError", "ConfigError", "CheckpointError", "UnsupportedModelError",
     "StructuredOutputsParams", "TokenizerError", "OutOfMemoryError", "RequestError", "InvalidParamsError",
     "InvalidPromptError", "EngineDeadError", "EngineBrokenError", "RequestFailedError",
+    "ClassificationOutput", "ClassificationRequestOutput", "EmbeddingOutput", "EmbeddingRequestOutput", "PoolingOutput",
+    "PoolingParams", "PoolingRequestOutput", "ScoringOutput", "ScoringRequestOutput",
     "PromptTooLongError", "KernelError", "BeamSearchParams", "BeamSearchOutput", "BeamSearchSequence", "__version__",
 }  # fmt: skip
 

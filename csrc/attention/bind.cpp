@@ -11,17 +11,16 @@ void bind_attention(nb::module_& module) {
           int64_t k_block_stride, int64_t v_block_stride, const int32_t* query_start, const int32_t* seq_lens,
           const int32_t* block_tables, int64_t table_stride, int64_t table_width, int64_t num_tokens, int64_t num_seqs,
           int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t num_blocks, int64_t block_size,
-          int64_t sliding_window, int64_t chunk_size, float scale, float softcap, const float* sinks,
-          const float* slopes, void* out) {
-        paged_attention(DType(dtype), {query,          query_stride, int8_cache,
-                                       k_cache,        v_cache,      k_block_stride,
-                                       v_block_stride, query_start,  seq_lens,
-                                       block_tables,   table_stride, table_width,
-                                       num_tokens,     num_seqs,     num_heads,
-                                       num_kv_heads,   head_dim,     head_dim,
-                                       num_blocks,     block_size,   sliding_window,
-                                       chunk_size,     scale,        softcap,
-                                       sinks,          slopes,       out});
+          int64_t sliding_window, int64_t look_ahead, int64_t chunk_size, float scale, float softcap,
+          const float* sinks, const float* slopes, int64_t reach, const float* bias, const float* of_query,
+          const float* of_key, const int32_t* term, int64_t num_terms, void* out) {
+        const RelativeTerms relative = {reach, bias, of_query, of_key, term, num_terms};
+        paged_attention(DType(dtype),
+                        {query,          query_stride, int8_cache,     k_cache,      v_cache,      k_block_stride,
+                         v_block_stride, query_start,  seq_lens,       block_tables, table_stride, table_width,
+                         num_tokens,     num_seqs,     num_heads,      num_kv_heads, head_dim,     head_dim,
+                         num_blocks,     block_size,   sliding_window, look_ahead,   chunk_size,   scale,
+                         softcap,        sinks,        slopes,         relative,     out});
       });
   add_kernel(
       module, "latent_attention",

@@ -24,7 +24,7 @@ QUIRE_INLINE int64_t context_of(const AttentionArgs& args, int64_t seq) {
 static inline KeyRange key_range(const AttentionArgs& args, const AttentionItem& item) {
   const int64_t context = context_of(args, item.seq);
   return {max_of(args.first_key(context + item.token_begin), item.section_begin * kSectionKeys),
-          min_of(context + item.token_end, item.section_end * kSectionKeys)};
+          min_of(args.end_key(item.seq, context + item.token_end - 1), item.section_end * kSectionKeys)};
 }
 
 template <typename C>
@@ -40,7 +40,9 @@ struct BlockSlot {
 
 template <typename C>
 static inline BlockSlot<C> find_slot(const AttentionArgs& args, int64_t seq, int64_t kv_head, int64_t key) {
-  const int64_t block = args.block_tables[seq * args.table_stride + key / args.block_size];
+  const int64_t block = args.block_tables == nullptr
+                            ? args.query_start[seq] + key
+                            : args.block_tables[seq * args.table_stride + key / args.block_size];
   const int64_t offset = key % args.block_size;
   const C* values = static_cast<const C*>(args.v_cache) + block * args.v_block_stride +
                     (kv_head * args.block_size + offset) * args.head_dim;

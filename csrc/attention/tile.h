@@ -249,12 +249,12 @@ QUIRE_INLINE void cap_scores(float* scores, int64_t vector, int64_t end, float c
   for (int64_t v = vector; v < end; ++v) store(scores + v * W, most * tanh(load(scores + v * W) * inverse));
 }
 
-// slope * (key + distance) is added to the scores of vectors [vector, end) of a row, key being its index in the tile.
+// -slope * |key + distance| is added to the scores of vectors [vector, end) of a row, key being its index in the tile.
 QUIRE_INLINE void add_slope(float* scores, int64_t vector, int64_t end, float slope, int64_t distance) {
   const i32 first = lane_indices() + int32_t(distance);
   for (int64_t v = vector; v < end; ++v) {
     const f32 keys = __builtin_convertvector(first + int32_t(v * W), f32);
-    store(scores + v * W, fma(keys, set1(slope), load(scores + v * W)));
+    store(scores + v * W, fma(-abs(keys), set1(slope), load(scores + v * W)));
   }
 }
 

@@ -50,6 +50,12 @@ TOLERANCES: dict[tuple[str, torch.dtype], tuple[float, float]] = {
     ("latent_attention_pairs", torch.bfloat16): (2**-7, 2**-8),
     ("multiply_heads", torch.float32): (1e-5, 1e-5),
     ("multiply_heads", torch.bfloat16): (2**-7, 1e-5),
+    ("encoder_attention", torch.float32): (1e-5, 1e-5),
+    ("encoder_attention", torch.bfloat16): (2**-7, 1e-5),
+    ("encoder_attention_pairs", torch.bfloat16): (2**-7, 2**-8),
+    ("embedding_norm", torch.float32): (1e-5, 4e-6),
+    ("embedding_norm", torch.bfloat16): (2**-7, 4e-6),
+    ("pool_rows", torch.float32): (1e-5, 2e-6),
     ("top_logprobs", torch.float32): (1e-6, 1e-6),
 }
 

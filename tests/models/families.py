@@ -293,5 +293,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 """architecture and fields of its config"""
-NESTED = {"gemma3": "Gemma3ForConditionalGeneration", "mistral": "Mistral3ForConditionalGeneration"}
+NESTED = {
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "mistral": "Mistral3ForConditionalGeneration",
+    "ministral3": "Mistral3ForConditionalGeneration",
+}
 """variant -> the architecture of a model for text and images of which it is the text part"""

@@ -194,6 +194,20 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "MPT without ALiBi": ("mpt", {"attn_config": {"alibi": False}}, "alibi"),
     "cross attention": ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
     "both directions": ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    "queries that are scaled by position": (
+        "llama-gqa",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.1}},
+        "'llama_4_scaling_beta' is not supported here",
+    ),
+    "norms that a checkpoint lacks": ("phi", {"qk_layernorm": True}, "missing: layers.0.self_attn.q_norm.weight"),
+    "norms of more heads": (
+        "cohere-norms",
+        {"num_attention_heads": 8, "head_dim": 4, "num_key_value_heads": 4},
+        r"q_norm.weight \[4, 8\] instead of \[8, 4\]",
+    ),
+    "no norms after blocks": ("hyperclovax", {"use_post_norm": False}, "use_post_norm"),
+    "experts in MiniCPM": ("minicpm", {"num_experts": 8}, "num_experts"),
+    "numbers of experts for other layers": ("hunyuan-moe", {"moe_topk": [1, 2, 2]}, "list of 2, one per layer"),
     "a learned activation that is gated": ("arcee", {"hidden_act": "xielu"}, "'hidden_act' is 'xielu', supported"),
 }
 

@@ -53,7 +53,10 @@ LATENT = {
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9, "head_dim": 8}
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "BeamForCausalLM": SHAPE | WINDOWS | {"mlp_layer_types": ["dense"] * 2},
     "BitNetForCausalLM": SHAPE,
+    "CTRLLMHeadModel": {key: value for key, value in GPT.items() if key != "pad_token_id"} | {"dff": 48},
+    "Lfm2ForCausalLM": SHAPE | {"layer_types": ["full_attention"] * 2, "block_auto_adjust_ff_dim": False},
     "CwmForCausalLM": SHAPE | WINDOWS | {"rope_parameters": PLAIN},
     "GPTBigCodeForCausalLM": GPT,
     "GraniteSWAForCausalLM": SHAPE | WINDOWS | {"logits_scaling": 2.0, "embedding_multiplier": 3.0},
@@ -65,6 +68,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "rope_parameters": PLAIN | {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 32},
     },
+    "ModernBertDecoderForCausalLM": {key: value for key, value in SHAPE.items() if key != "num_key_value_heads"}
+    | {"pad_token_id": 0, "tie_word_embeddings": False, "local_attention": 16, "global_attn_every_n_layers": 2},
     "NanoChatForCausalLM": SHAPE,
     "PersimmonForCausalLM": SHAPE | {"num_key_value_heads": 4, "qk_layernorm": True},
     "VaultGemmaForCausalLM": SHAPE | WINDOWS | {"attn_logit_softcapping": 5.0},
@@ -279,7 +284,7 @@ def with_code(folder: Path, **fields: Any) -> Path:
         {"architectures": ["MineForCausalLM"], "model_type": "mine"},
         {"architectures": ["MineForCausalLM"]},
         {"architectures": ["LlamaModel"]},
-        {"architectures": ["BertForMaskedLM"], "model_type": "bert"},
+        {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"},
     ],
 )
 def test_a_checkpoint_without_a_class_of_the_library_is_refused_and_its_code_never_runs(

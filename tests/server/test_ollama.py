@@ -109,7 +109,7 @@ def test_unknown_models_paths_and_methods_have_the_apis_form_of_errors(hello: Se
         (hello.post("/api/chat", CHAT | {"model": "none"}), 404),
         (hello.post("/api/create", {}), 404),
         (hello.get("/api/chat"), 405),
-        (hello.post("/api/embed", {}), 400),
+        (hello.post("/api/embed", {"model": "alias", "input": "x"}), 400),
         (hello.call("DELETE", "/api/delete"), 403),
         (hello.post("/api/chat", b"{"), 400),
     ):

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from tokenizers import Regex, pre_tokenizers
 
+from benchmarks.tokenization import make_texts
 from quire.common.errors import TokenizerError
 from quire.config.model import ModelConfig
 from quire.text.tokenizer.gguf import read_gguf_tokenizer
@@ -58,6 +60,24 @@ def test_a_byte_level_tokenizer_is_the_one_it_was_made_of(tmp_path: Path, tiny: 
         ids = ours.encode(text)
         assert ids == theirs.encode(text)
         assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids, skip_special_tokens=False) == text
+
+
+def test_ten_thousand_texts_have_the_ids_of_the_tokenizers_library(tmp_path: Path, tiny: dict[str, Any]) -> None:
+    """Of all scripts, with special tokens and broken UTF-8, against the library on the model's own tokenizer.json."""
+    ours = Tokenizer.from_path(write(tmp_path / "m.gguf", **tiny, padding_token_id=0, bos_token_id=None))
+    theirs = tokenizers.Tokenizer.from_file(str(ModelConfig.resolve(None).path / "tokenizer.json"))
+    given = make_texts(10_000, sorted(ours.special_token_texts.values()))
+    expected = [encoding.ids for encoding in theirs.encode_batch(given, add_special_tokens=False)]
+    assert [ours.encode(text, add_special_tokens=False) for text in given] == expected
+
+
+def test_bytes_that_a_vocabulary_lacks_are_left_out_before_merging(tmp_path: Path, tiny: dict[str, Any]) -> None:
+    """As in the tokenizers library; llama.cpp leaves them out afterwards, so that their neighbours stay apart."""
+    tokens = ["\u0120", "{", "\u0120{", "a", "b"]
+    more = {"tokens": tokens, "types": [NORMAL] * 5, "merges": ["\u0120 {"], "pre": "gpt-2", "add_bos_token": False}
+    tokenizer = Tokenizer.from_path(write(tmp_path / "m.gguf", **tiny | more))
+    assert [tokenizer.token_of(i) for i in tokenizer.encode("a {")] == ["a", "\u0120{"]
+    assert [tokenizer.token_of(i) for i in tokenizer.encode("a \x04{b")] == ["a", "\u0120{", "b"]
 
 
 def test_bos_and_eos_are_added_where_the_header_says(tmp_path: Path, tiny: dict[str, Any]) -> None:

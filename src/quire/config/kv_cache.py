@@ -127,6 +127,17 @@ class SlidingWindowSpec(AttentionSpec):
         return min(num_blocks, (self.sliding_window - 1 + max_chunk) // block_size + 3)
 
 
+@dataclass(frozen=True, slots=True)
+class NoCacheSpec(KVCacheSpec):
+    """Nothing is kept: all tokens of a sequence run in one step, and read each other there."""
+
+    def block_bytes(self, block_size: int) -> int:
+        return 0
+
+    def max_blocks(self, num_tokens: int, block_size: int, max_chunk: int | None) -> int:
+        return 0
+
+
 def attention_spec(num_kv_heads: int, head_dim: int, dtype: str, sliding_window: int | None = None) -> AttentionSpec:
     """The spec of an attention layer with a sliding window, or chunks of that size, or without either (None)."""
     if sliding_window is None:
@@ -186,6 +197,11 @@ class KVCacheConfig:
     def blocks_to_hold(self, num_tokens: int) -> int:
         """Blocks, in all groups together, that a sequence may hold at once on its way to `num_tokens` tokens."""
         return sum(group.spec.max_blocks(num_tokens, self.block_size, self.max_chunk) for group in self.groups)
+
+    @property
+    def keeps_nothing(self) -> bool:
+        """Whether no layer keeps anything, so that sequences have no blocks and run whole in one step."""
+        return all(isinstance(group.spec, NoCacheSpec) for group in self.groups)
 
     @property
     def is_length_bounded(self) -> bool:

@@ -13,6 +13,8 @@ from quire.config.checkpoint.gguf.files import read_gguf
 from quire.config.checkpoint.gguf.hf_values import generation_values, hf_values
 from quire.config.checkpoint.library import implementation
 from quire.config.checkpoint.location import CONFIG_FILE, EMBEDDED_CHECKPOINTS, Location
+from quire.config.checkpoint.runners import find_runner
+from quire.config.checkpoint.sentence_transformers import read_sentence_config
 from quire.config.hf_config import HFConfig, read_json_object
 from quire.config.quantization import check_quantization, read_quantization
 
@@ -55,11 +57,16 @@ class ModelConfig:
     max_context_len: int
     """The largest max_model_len that may be given: max_position_embeddings, or more with rope scaling."""
     max_model_len: int
-    """Largest length of prompt and output together, in tokens; max_position_embeddings until the engine replaces it."""
+    """Largest length of prompt and output together, in tokens; until the engine replaces it, max_position_embeddings,
+    or the length that a model that pools was made for."""
     eos_token_ids: frozenset[int]
     """Those of generation_config.json, or else of config.json; may be empty."""
     model_impl: str = "quire"
     """Whose modules run the architecture: `quire` or `transformers`."""
+    runner: str = "generate"
+    """What the model does: `generate`, or `pooling` for embeddings, scores and classes."""
+    convert: str = "none"
+    """What a generating architecture is converted to for pooling: `embed`, `classify`, `reward`, or `none`."""
 
     @classmethod
     def resolve(
@@ -75,6 +82,8 @@ class ModelConfig:
         hf_overrides: Mapping[str, Any] = MappingProxyType({}),
         override_generation_config: Mapping[str, Any] = MappingProxyType({}),
         model_impl: str = "auto",
+        runner: str = "auto",
+        convert: str = "auto",
     ) -> "ModelConfig":
         """Find the checkpoint and read its config.
 
@@ -83,7 +92,7 @@ class ModelConfig:
         pickles; with `org/name:Q4_K_M` or `gguf_file`, that GGUF file alone. `tokenizer` is the same, for the tokenizer
         files alone. The overrides replace values of config.json and
         generation_config.json. `model_impl` is one of MODEL_IMPLS, where `auto` is Quire's own model if there is one.
-        Raises ConfigError for an unknown dtype or quantization,
+        `runner` and `convert` are as `find_runner` says. Raises ConfigError for an unknown dtype or quantization,
         UnsupportedModelError for a checkpoint that another tool quantized, and CheckpointError for a checkpoint that is
         missing or malformed.
         """
@@ -98,6 +107,7 @@ class ModelConfig:
         if hf.get("auto_map"):
             logger.warning("%s asks for its own code (auto_map): never run, the model of %s is", hf.source, model_impl)
         path = location.complete(path)
+        runner, convert = find_runner(architecture, path, runner, convert)
         generation = (_generation_config(path) if path.is_dir() else generation).replaced(override_generation_config)
         tokenizer_path = path if tokenizer is None else Location(str(tokenizer), None, None, download_dir).tokenizer()
         checkpoint_dtype = _checkpoint_dtype(hf, path)
@@ -119,9 +129,11 @@ class ModelConfig:
             vocab_size=hf.size("vocab_size"),
             max_position_embeddings=max_positions,
             max_context_len=_max_context_len(hf, max_positions) if model_impl == "quire" else max_positions,
-            max_model_len=max_positions,
+            max_model_len=_trained_length(path, max_positions) if runner == "pooling" else max_positions,
             eos_token_ids=eos if eos is not None else hf.token_ids("eos_token_id") or frozenset(),
             model_impl=model_impl,
+            runner=runner,
+            convert=convert,
         )
 
 
@@ -170,6 +182,11 @@ def _check_layers(hf: HFConfig) -> None:
     for key, limit in (("num_hidden_layers", _MAX_LAYERS), ("num_attention_heads", _MAX_HEADS)):
         if (number := hf.size(key)) > limit:
             raise CheckpointError(f"{hf.source}: {key!r} is {number}, more than {limit}")
+
+
+def _trained_length(path: Path, max_positions: int) -> int:
+    """The tokens of the longest texts that an embedder was made for, which may be fewer than its positions."""
+    return min(max_positions, read_sentence_config(path).max_seq_length or max_positions)
 
 
 def _max_context_len(hf: HFConfig, max_positions: int) -> int:

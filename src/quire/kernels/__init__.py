@@ -1,6 +1,6 @@
 """One thin wrapper per kernel: it checks its arguments and calls the backend of the device that they are on."""
 
-from quire.kernels.attention import latent_attention, paged_attention
+from quire.kernels.attention import encoder_attention, latent_attention, paged_attention
 from quire.kernels.backends import backend_for, backend_of, isa, num_threads, register_backend, set_num_threads
 from quire.kernels.backends.base import Backend
 from quire.kernels.backends.recording import KernelGraph
@@ -19,7 +19,7 @@ from quire.kernels.elementwise import (
     scale,
     softcap,
 )
-from quire.kernels.embedding import embedding, rotary_embedding
+from quire.kernels.embedding import embedding, embedding_norm, pool_rows, rotary_embedding
 from quire.kernels.experts.products import combine_experts, expert_matmul, group_by_expert, route
 from quire.kernels.experts.weights import ExpertRows, ExpertWeights, Routing
 from quire.kernels.kv_cache import (
@@ -45,7 +45,7 @@ from quire.kernels.quantized import (
 )
 from quire.kernels.sampling.draws import processed_logits, sample, top_logprobs
 from quire.kernels.sampling.tensors import LogitChanges, SamplingTensors, TokenLists
-from quire.kernels.variants import XIELU, ActivationKind, AttentionVariant, ClampedSwiGLU
+from quire.kernels.variants import XIELU, ActivationKind, AttentionVariant, ClampedSwiGLU, DistanceTerms, EncoderVariant
 from quire.kernels.weights import (
     BLOCK_FORMATS,
     QUANTIZED_FORMATS,
@@ -66,6 +66,8 @@ __all__ = [
     "AttentionVariant",
     "Backend",
     "ClampedSwiGLU",
+    "DistanceTerms",
+    "EncoderVariant",
     "ExpertRows",
     "ExpertWeights",
     "HeadWeights",
@@ -97,6 +99,8 @@ __all__ = [
     "copy_latent_slots",
     "copy_slots",
     "embedding",
+    "embedding_norm",
+    "encoder_attention",
     "expert_matmul",
     "gated_activation",
     "gather_kv",
@@ -118,6 +122,7 @@ __all__ = [
     "pack_lora",
     "pack_weight",
     "paged_attention",
+    "pool_rows",
     "processed_logits",
     "quantize_weight",
     "quantized_bytes",

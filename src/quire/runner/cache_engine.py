@@ -27,9 +27,9 @@ class CacheEngine:
         self.layers = self._layer_views()
 
     def _layer_views(self) -> list[LayerCache]:
-        """The caches of the model's layers: that of layer i at index i."""
+        """The caches of the model's layers: that of layer i at index i. There are none if no layer keeps anything."""
         views: dict[int, LayerCache] = {}
-        for group_id, group in enumerate(self.config.groups):
+        for group_id, group in enumerate(() if self.config.keeps_nothing else self.config.groups):
             block_size, spec = self.config.block_size, group.spec
             part_bytes = spec.block_bytes(block_size)
             for part, layer_id in enumerate(group.layer_ids):

@@ -9,14 +9,14 @@ from typing import Any
 from quire.common.errors import OutOfMemoryError
 from quire.config.args import EngineArgs, EngineConfig
 from quire.config.cache import CacheConfig
-from quire.config.kv_cache import MAX_BLOCKS_PER_SEQ, KVCacheConfig, KVCacheSpec
+from quire.config.kv_cache import MAX_BLOCKS_PER_SEQ, KVCacheConfig, KVCacheSpec, NoCacheSpec
 from quire.config.kv_layout import kv_cache_config
 from quire.config.machine import MachineMemory, machine_memory
 from quire.config.sizes import format_bytes
 from quire.models.activations import activation_bytes
 from quire.models.adapters.slots import adapter_reserve
 from quire.models.base import Model
-from quire.models.registry import model_class
+from quire.models.registry import class_of
 from quire.models.weights.loader import weight_bytes
 from quire.runner.sampling.sampler import MAX_LOGITS_ROWS
 
@@ -100,10 +100,16 @@ class MemoryPlan:
             **self._adapter_row(),
             "activations": f"{format_bytes(self.activation_bytes)} at most",
             "KV cache": f"{format_bytes(cache.total_bytes)} = {blocks}, {capacity}",
+            "context": f"{self.max_model_len} tokens, {self.max_concurrency:.1f} such sequences at once",
         }
+        if cache.keeps_nothing:
+            rows |= {"KV cache": "none: texts run whole", "context": f"{self.max_model_len} tokens"}
         if cache.num_host_blocks:
-            rows["swap space"] = f"{format_bytes(cache.host_bytes)} = {cache.num_host_blocks} blocks"
-        rows["context"] = f"{self.max_model_len} tokens, {self.max_concurrency:.1f} such sequences at once"
+            context = rows.pop("context")
+            rows |= {
+                "swap space": f"{format_bytes(cache.host_bytes)} = {cache.num_host_blocks} blocks",
+                "context": context,
+            }
         return "\n".join(f"{name:<12}{text}" for name, text in rows.items())
 
     def _adapter_row(self) -> dict[str, str]:
@@ -119,7 +125,8 @@ def plan_memory(args: EngineArgs) -> MemoryPlan:
     Raises ConfigError, CheckpointError, or OutOfMemoryError where no block, or not the max_model_len asked for, fits.
     """
     config = args.resolve()
-    model = model_class(config.model.architecture, config.model.model_impl)
+    model = class_of(config.model)
+    config = _with_whole_sequences(config, model.kv_cache_specs(config.model))
     machine = machine_memory().limited(config.cache.memory_limit_bytes)
     weights = weight_bytes(config.model)
     adapters = 0 if config.lora is None else adapter_reserve(config.model, config.lora)
@@ -135,12 +142,23 @@ def plan_memory(args: EngineArgs) -> MemoryPlan:
     return MemoryPlan(config, cache, machine, weights, activations, adapters)
 
 
+def _with_whole_sequences(config: EngineConfig, specs: list[KVCacheSpec]) -> EngineConfig:
+    """If no layer keeps anything, sequences run whole: a step must have room for the longest."""
+    scheduler = config.scheduler
+    if not all(isinstance(spec, NoCacheSpec) for spec in specs):
+        return config
+    num_tokens = max(scheduler.max_num_batched_tokens, config.model.max_model_len)
+    return dataclasses.replace(config, scheduler=dataclasses.replace(scheduler, max_num_batched_tokens=num_tokens))
+
+
 def _activation_bytes(model: type[Model], config: EngineConfig) -> int:
-    """The peak of a step: a forward pass of all tokens, and float32 logits for all sequences and for a chunk of those
-    whose log-probabilities are wanted."""
+    """The peak of a step: a forward pass of all tokens, and of a model that generates float32 logits for all sequences
+    and for a chunk of those whose log-probabilities are wanted."""
+    forward = activation_bytes(config.model, config.scheduler.max_num_batched_tokens, config.lora)
+    if config.model.runner == "pooling":
+        return forward
     # One for each sample, also where one token of a prompt has several.
     num_logits = config.scheduler.max_num_seqs + MAX_LOGITS_ROWS
-    forward = activation_bytes(config.model, config.scheduler.max_num_batched_tokens, config.lora)
     return forward + num_logits * config.model.vocab_size * 4 * model.num_logits_alive
 
 

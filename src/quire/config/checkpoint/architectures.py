@@ -79,6 +79,36 @@ MODELS = {
     "YoutuForCausalLM": "quire.models.families.latent.youtu:YoutuForCausalLM",
 }
 """By name as in a config.json's `architectures`: module and class, imported when a model of it is loaded."""
+_ENCODERS = {
+    "Albert": "albert:Albert",
+    "Bert": "bert:Bert",
+    "Camembert": "roberta:Roberta",
+    "DistilBert": "distilbert:DistilBert",
+    "Electra": "electra:Electra",
+    "Gte": "rotated:Gte",
+    "JinaEmbeddingsV3": "rotated:JinaEmbeddingsV3",
+    "MPNet": "mpnet:MPNet",
+    "ModernBert": "modernbert:ModernBert",
+    "NomicBert": "rotated:NomicBert",
+    "Roberta": "roberta:Roberta",
+    "XLMRoberta": "roberta:Roberta",
+}
+_HEADS = {
+    "ForMaskedLM": "Model",
+    "ForSequenceClassification": "ForSequenceClassification",
+    "ForTokenClassification": "ForTokenClassification",
+    "Model": "Model",
+}
+"""What a checkpoint was saved with -> what is run of it."""
+POOLING_MODELS = {
+    f"{family}{head}": f"quire.models.families.encoders.{path}{kept}"
+    for family, path in _ENCODERS.items()
+    for head, kept in _HEADS.items()
+} | {
+    f"{family}ForSequenceClassification": f"quire.models.families.classifiers:{family}ForSequenceClassification"
+    for family in ("Gemma2", "Llama", "Mistral", "Qwen2", "Qwen3")
+}
+"""The same for architectures that make embeddings, scores or classes of texts, and do not generate."""
 
 
 def supported_architecture(hf: HFConfig) -> str:
@@ -86,10 +116,17 @@ def supported_architecture(hf: HFConfig) -> str:
     the file has, and CheckpointError if it names none."""
     named, model_type = hf.get("architectures"), hf.get("model_type")
     if isinstance(named, list) and named and isinstance(named[0], str):
-        if named[0] in MODELS:
+        if named[0] in MODELS or named[0] in POOLING_MODELS:
             return named[0]
         raise unsupported(named[0], f"{hf.source}: ")
-    families = {re.sub("For(CausalLM|ConditionalGeneration)$|LMHeadModel$", "", name).lower() for name in MODELS}
+    families = {
+        re.sub(
+            "(Model|For(CausalLM|ConditionalGeneration|MaskedLM|(Sequence|Token)Classification))$|LMHeadModel$",
+            "",
+            name,
+        ).lower()
+        for name in (*MODELS, *POOLING_MODELS)
+    }
     if named is None and isinstance(model_type, str) and model_type.replace("_", "").lower() not in families:
         raise unsupported(model_type, f"{hf.source}: ")
     raise CheckpointError(f"{hf.source}: 'architectures' is {named!r}, but must be a list that names the model's class")
@@ -97,7 +134,8 @@ def supported_architecture(hf: HFConfig) -> str:
 
 def unsupported(name: str, where: str = "") -> UnsupportedModelError:
     """The error for an architecture that Quire does not run."""
+    known = ", ".join(sorted((*MODELS, *POOLING_MODELS)))
     return UnsupportedModelError(
-        f"{where}the architecture {name[:80]!r} is not supported (supported: {', '.join(sorted(MODELS))}; "
+        f"{where}the architecture {name[:80]!r} is not supported (supported: {known}; "
         "a checkpoint's own Python code is never run)"
     )

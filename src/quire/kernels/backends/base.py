@@ -11,7 +11,7 @@ from quire.kernels.backends.recording import KernelGraph
 from quire.kernels.backends.workspace import Workspace
 from quire.kernels.experts.weights import ExpertRows, ExpertWeights, Routing
 from quire.kernels.sampling.tensors import SamplingTensors
-from quire.kernels.variants import ActivationKind, AttentionVariant
+from quire.kernels.variants import ActivationKind, AttentionVariant, DistanceTerms, EncoderVariant
 from quire.kernels.weights import HeadWeights, LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
 
 
@@ -44,6 +44,29 @@ class LatentKernels(Protocol):
     def multiply_heads(self, x: Tensor, weights: HeadWeights) -> Tensor: ...
 
 
+class EncoderKernels(Protocol):
+    """The kernels of encoders, as `Backend` has those of other layers.
+
+    The definitions are in `backends/reference_attention.py` and `backends/reference_pooling.py`.
+    """
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        query_start: Tensor,
+        seq_lens: Tensor,
+        scale: float,
+        variant: EncoderVariant,
+        terms: DistanceTerms | None,
+    ) -> Tensor: ...
+    def embedding_norm(
+        self, tables: Sequence[tuple[Tensor, Tensor | None]], weight: Tensor, bias: Tensor | None, eps: float
+    ) -> Tensor: ...
+    def pool_rows(self, x: Tensor, pooling: str) -> Tensor: ...
+
+
 class Backend(Protocol):
     """Kernels, memory, cache layout, threads and recordings of one device.
 
@@ -72,6 +95,10 @@ class Backend(Protocol):
     @property
     def latent(self) -> LatentKernels:
         """The kernels of multi-head latent attention."""
+
+    @property
+    def encoder(self) -> EncoderKernels:
+        """The kernels of encoders."""
 
     def num_threads(self) -> int:
         """Threads that kernels called by this thread run on."""
@@ -182,7 +209,6 @@ class Backend(Protocol):
         scale: float,
         variant: AttentionVariant,
     ) -> Tensor: ...
-
     def sample(self, logits: Tensor, how: SamplingTensors) -> Tensor: ...
     def processed_logits(self, logits: Tensor, how: SamplingTensors, rows: Tensor) -> Tensor: ...
     def top_logprobs(

@@ -1,4 +1,6 @@
-"""The definitions of paged attention and of latent attention in plain torch, beside the others in reference.py."""
+"""The definitions of attention in plain torch, beside the other definitions in reference.py."""
+
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -7,7 +9,7 @@ from torch import Tensor
 from quire.common.errors import KernelError
 from quire.kernels.backends.reference import gather_kv, softcap
 from quire.kernels.checks import check_range
-from quire.kernels.variants import PLAIN, AttentionVariant
+from quire.kernels.variants import PLAIN, UNMASKED, AttentionVariant, DistanceTerms, EncoderVariant
 
 
 def paged_attention(
@@ -105,6 +107,55 @@ def multiply_heads(x: Tensor, weights: Tensor) -> Tensor:
     k = weights.shape[2]
     products = torch.einsum("thk,hnk->thn", x[:, :, :k].float(), weights.float()).to(x.dtype)
     return torch.cat([products, x[:, :, k:]], dim=2)
+
+
+def encoder_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    variant: EncoderVariant = UNMASKED,
+    terms: DistanceTerms | None = None,
+) -> Tensor:
+    """Attention of whole sequences to themselves, which lie one after another (Vaswani et al. 2017).
+
+    Sequence s owns rows query_start[s] to query_start[s + 1] of query, key and value. Query head h reads key/value head
+    h // (num_heads / num_kv_heads). The variant says what becomes of scores, and terms are added before.
+    """
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    starts, group = query_start.tolist(), query.shape[1] // key.shape[1]
+    if starts[0] != 0 or starts[-1] != len(query) or seq_lens.tolist() != query_start.diff().tolist():
+        raise KernelError(f"encoder_attention: query_start {starts} does not part {len(query)} rows as seq_lens does")
+    for start, end in pairwise(starts):
+        rows, positions = slice(start, end), torch.arange(end - start, device=query.device)
+        keys, values = (t[rows].float().repeat_interleave(group, dim=1) for t in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query[rows].float(), keys)  # [num_heads, len, len]
+        distances = positions[None] - positions[:, None]  # [queries, keys]
+        if terms is not None:
+            term = terms.term.long()[_places(distances, len(terms.term) // 2)]
+            if terms.of_query is not None:
+                scores += terms.of_query[rows].transpose(0, 1).gather(2, term.expand_as(scores))
+            if terms.of_key is not None:
+                of_key = terms.of_key[rows].transpose(0, 1).gather(2, term.T.expand_as(scores))
+                scores += of_key.transpose(1, 2)
+        scores = scores * scale
+        if variant.slopes is not None:
+            scores = scores - variant.slopes[:, None, None] * distances.abs()
+        if variant.bias is not None:
+            scores = scores + variant.bias[:, _places(distances, variant.bias.shape[1] // 2 - 8)]
+        if variant.window is not None:
+            scores = scores.masked_fill(distances.abs() > variant.window, -torch.inf)
+        out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(out.dtype)
+    return out
+
+
+def _places(distances: Tensor, reach: int) -> Tensor:
+    """Where distances are found in a table of those from -reach to reach."""
+    if len(distances) > reach + 1:
+        raise KernelError(f"encoder_attention: {len(distances)} tokens, but relative positions reach {reach}")
+    return distances + reach
 
 
 def _first_key(positions: Tensor, variant: AttentionVariant) -> Tensor:

@@ -14,10 +14,11 @@ from quire.kernels.backends import (
     reference,
     reference_attention,
     reference_blocks,
+    reference_pooling,
     reference_rotation,
     reference_sampling,
 )
-from quire.kernels.backends.base import LatentKernels
+from quire.kernels.backends.base import EncoderKernels, LatentKernels
 from quire.kernels.backends.recording import KernelGraph
 from quire.kernels.backends.workspace import Workspace, zeroed_blocks
 from quire.kernels.checks import check_range
@@ -41,6 +42,14 @@ class ReferenceLatentKernels:
         return reference_attention.multiply_heads(x, weights.data)
 
 
+class ReferenceEncoderKernels:
+    """As EncoderKernels."""
+
+    attention = staticmethod(reference_attention.encoder_attention)
+    embedding_norm = staticmethod(reference_pooling.embedding_norm)
+    pool_rows = staticmethod(reference_pooling.pool_rows)
+
+
 class ReferenceBackend:
     """Plain torch: slow, and torch's own memory for all outputs. Weights keep their shape when they are packed."""
 
@@ -54,6 +63,7 @@ class ReferenceBackend:
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
         self.latent: LatentKernels = ReferenceLatentKernels()
+        self.encoder: EncoderKernels = ReferenceEncoderKernels()
 
     def holds(self, tensor: Tensor) -> bool:
         device = tensor.device

@@ -90,6 +90,7 @@ class ShapesBackend(ReferenceBackend):
         super().__init__("meta")
         self._host = host
         self.latent = _LatentShapes(self)
+        self.encoder = _EncoderShapes(self)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return empty(shape, dtype).to("meta")  # of a Meter, it is there already
@@ -190,3 +191,20 @@ class _LatentShapes(ReferenceLatentKernels):
 
     def multiply_heads(self, x: Tensor, weights: HeadWeights) -> Tensor:
         return self._empty((*x.shape[:2], weights.n + x.shape[2] - weights.k), x.dtype)
+
+
+class _EncoderShapes:
+    def __init__(self, backend: ShapesBackend) -> None:
+        self._empty = backend.empty
+
+    def attention(self, query: Tensor, *_: object) -> Tensor:
+        return self._empty(query.shape, query.dtype)
+
+    def embedding_norm(
+        self, tables: Sequence[tuple[Tensor, Tensor | None]], weight: Tensor, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        ids, table = next(ids for _, ids in tables if ids is not None), tables[0][0]
+        return self._empty((len(ids), table.shape[1]), table.dtype)
+
+    def pool_rows(self, x: Tensor, pooling: str) -> Tensor:
+        return self._empty((x.shape[1],), torch.float32)

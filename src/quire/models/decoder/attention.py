@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from quire import kernels
-from quire.kernels import AttentionVariant
+from quire.kernels import AttentionVariant, EncoderVariant
 from quire.models.decoder.shapes import AttentionShape, HeadNormShape, QKVLayout, Span
-from quire.models.layers.attention import Attention, SinkAttention
+from quire.models.layers.attention import Attention, EncoderAttention, SinkAttention
 from quire.models.layers.batch_tensors import BatchTensors, LayerKVCache
 from quire.models.layers.linear import ClippedLinear, Linear, output_linear
 from quire.models.layers.norm import RMSNorm, make_norm
@@ -22,7 +22,7 @@ all that it gets."""
 
 
 class SelfAttention(nn.Module):
-    """Causal attention of one layer."""
+    """Attention of one layer."""
 
     def __init__(
         self, shape: AttentionShape, hidden_size: int, dtype: torch.dtype, rotary: RotaryEmbedding | None
@@ -49,7 +49,7 @@ class SelfAttention(nn.Module):
             dtype=dtype,
             is_transposed=is_transposed,
         )
-        self.attn = _paged_attention(shape)
+        self.attn = _attention(shape)
         self._heads = self._make_heads(shape, num_heads, rotary)
 
     def _make_heads(
@@ -171,8 +171,10 @@ class HeadLayerNorm(WeightedLayer):
         return kernels.head_layer_norm(x, self.weight, self.bias, self.shape.norm.eps)
 
 
-def _paged_attention(shape: AttentionShape) -> Attention:
+def _attention(shape: AttentionShape) -> Attention | EncoderAttention:
     slopes = None if shape.slopes is None else torch.tensor(shape.slopes)
+    if not shape.is_causal:
+        return EncoderAttention(shape.scale, EncoderVariant(shape.sliding_window, slopes))
     variant = AttentionVariant(shape.sliding_window, shape.chunk_size, shape.softcap, slopes=slopes)
     return SinkAttention(shape.scale, variant, shape.num_heads) if shape.has_sinks else Attention(shape.scale, variant)
 

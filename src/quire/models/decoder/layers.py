@@ -93,6 +93,14 @@ class PreNormLayer(DecoderLayer):
         return self.mlp(x, batch), residual
 
 
+class PreNormOfMLPLayer(PreNormLayer):
+    """A norm before the MLP alone."""
+
+    def _make_norms(self, make: MakeNorm, make_of_output: MakeNorm, has_x: bool) -> None:
+        self.post_attention_layernorm = make()
+        self.enter = summing(None, has_x=has_x)
+
+
 class ResidualAfterNormLayer(PreNormLayer):
     """Norms before attention and MLP, whose results are added to what the norms gave."""
 
@@ -180,6 +188,7 @@ class ParallelTwoNormsLayer(DecoderLayer):
 
 LAYERS: dict[Arrangement, type[DecoderLayer]] = {
     Arrangement.PRE_NORM: PreNormLayer,
+    Arrangement.PRE_NORM_OF_MLP: PreNormOfMLPLayer,
     Arrangement.POST_NORM: PostNormLayer,
     Arrangement.OUTPUT_NORM: OutputNormLayer,
     Arrangement.SANDWICH: SandwichLayer,

@@ -21,7 +21,7 @@ from quire.models.layers.embedding import Embedding, TiedLmHead, token_table
 from quire.models.layers.experts import ExpertsShape
 from quire.models.layers.linear import Linear, LmHead, NormalizedLmHead
 from quire.models.layers.norm import NormShape, make_norm
-from quire.models.layers.rotary import RopeShape, RotaryEmbedding
+from quire.models.layers.rotary import RopeShape, shared_rotary
 from quire.models.weights.stacked import STACKS, Stack
 
 Step = Callable[[Tensor, BatchTensors], Tensor]
@@ -45,14 +45,17 @@ class Decoder(CausalLM):
     """Whether a config without `tie_word_embeddings` means a head that uses the token table."""
     has_interleaved_rope: ClassVar[bool] = False
     """Whether heads are rotated in pairs of neighbouring dimensions."""
+    token_head_has_dense: ClassVar[bool] = False
+    """Whether what classifies tokens has a dense layer of its own."""
     default_head_dim: ClassVar[int | None] = None
     """The head_dim of a config without the key. None: hidden_size divided by the number of heads."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, has_head: bool = True) -> None:
+        """Without a head, `compute_logits` is not to be called, and the token table is only a table."""
         super().__init__()
         shape = self.shape(config)
         self.embed_tokens = token_table(
-            config.vocab_size, shape.embed_width, shape.embed_multiplier, shape.dtype, packed=shape.is_tied
+            config.vocab_size, shape.embed_width, shape.embed_multiplier, shape.dtype, packed=shape.is_tied and has_head
         )
         self._before = self._make_inputs(shape)
         self.rotary = nn.ModuleList()
@@ -68,6 +71,8 @@ class Decoder(CausalLM):
         if shape.embed_width != shape.hidden_size:
             self.project_out = Linear(shape.hidden_size, shape.embed_width, bias=False, dtype=shape.dtype)
             self._after.append(self.project_out)
+        if not has_head:
+            return
         make_head = NormalizedLmHead if shape.is_head_normalized else LmHead
         self.lm_head = (
             TiedLmHead(self.embed_tokens)
@@ -100,16 +105,8 @@ class Decoder(CausalLM):
         return x
 
     def _make_layer(self, config: ModelConfig, layer: LayerShape, shape: DecoderShape, has_x: bool) -> DecoderLayer:
-        rotary = None if layer.attention.rope is None else self._rotary_of(config, layer.attention.rope)
+        rotary = None if layer.attention.rope is None else shared_rotary(self.rotary, config, layer.attention.rope)
         return LAYERS[layer.arrangement](layer, shape.hidden_size, shape.dtype, rotary, has_x)
-
-    def _rotary_of(self, config: ModelConfig, rope: RopeShape) -> RotaryEmbedding:
-        """That of an earlier layer of equal shape, or else a new one."""
-        for made in self.rotary:
-            if isinstance(made, RotaryEmbedding) and made.shape == rope:
-                return made
-        self.rotary.append(RotaryEmbedding(config, rope))
-        return self._rotary_of(config, rope)
 
     @classmethod
     def stacks(cls, config: ModelConfig) -> tuple[Stack, ...]:

@@ -62,7 +62,7 @@ def read_routing(hf: HFConfig, num_experts: int, top_k: int, **how: Any) -> kern
 
 
 def check_experts(hf: HFConfig, layers: Sequence[LayerShape]) -> None:
-    """Raise CheckpointError if there are so many experts that to make their modules takes minutes."""
+    """Raise CheckpointError if making the modules of its experts would take minutes."""
     total = sum(layer.mlp.routing.num_experts for layer in layers if isinstance(layer.mlp, ExpertsShape))
     if total > _MAX_EXPERTS:
         raise CheckpointError(f"{hf.source}: its layers have {total} experts, more than {_MAX_EXPERTS}")

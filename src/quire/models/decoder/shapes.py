@@ -5,7 +5,7 @@ from enum import Enum, auto
 
 import torch
 
-from quire.config.kv_cache import KVCacheSpec, LatentSpec, attention_spec
+from quire.config.kv_cache import KVCacheSpec, LatentSpec, NoCacheSpec, attention_spec
 from quire.kernels import ActivationKind
 from quire.models.layers.experts import ExpertsShape
 from quire.models.layers.norm import NormShape
@@ -61,14 +61,17 @@ class AttentionShape:
     """Whether the checkpoint has matrices [in, out], as GPT-2 has."""
     rope: RopeShape | None = None
     head_norm: HeadNormShape | None = None
+    is_causal: bool = True
+    """Whether a token sees no later ones. If it does, sequences are computed whole, and nothing is kept of them."""
     sliding_window: int | None = None
-    """The number of tokens that a token sees, itself included. None: all."""
+    """The number of tokens that a token sees, itself included; in both directions, the largest distance at which it
+    does. None: all."""
     chunk_size: int | None = None
     """A token sees tokens of its own chunk of this many positions. None: all."""
     softcap: float | None = None
     """Scores become `cap * tanh(score / cap)`."""
     slopes: tuple[float, ...] | None = None
-    """For each head, what is added to a score for each position that the key is nearer (ALiBi)."""
+    """For each head, what is subtracted from a score for each position that the key is away (ALiBi)."""
     has_sinks: bool = False
     """Whether a logit of each head joins the softmax and has no value."""
     clip: float | None = None
@@ -78,6 +81,8 @@ class AttentionShape:
 
     def cache_spec(self, dtype: str) -> KVCacheSpec:
         """What it keeps, in `dtype`."""
+        if not self.is_causal:
+            return NoCacheSpec()
         return attention_spec(self.num_kv_heads, self.head_dim, dtype, self.sliding_window or self.chunk_size)
 
 
@@ -139,6 +144,8 @@ class Arrangement(Enum):
 
     PRE_NORM = auto()
     """Before attention and MLP (Llama)."""
+    PRE_NORM_OF_MLP = auto()
+    """Before the MLP alone."""
     POST_NORM = auto()
     """Of the sums of residual and attention, and of residual and MLP (the original Transformer)."""
     OUTPUT_NORM = auto()

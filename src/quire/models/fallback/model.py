@@ -136,7 +136,7 @@ def _check_modules(model: Any) -> None:
         if any(parameter.dim() > 2 for parameter in module.parameters(recurse=False)):
             raise UnsupportedModelError(f"{name} ({type(module).__name__}) keeps the matrices of experts in one tensor")
     if model.base_model is model:
-        raise UnsupportedModelError("its layers cannot be told from its head")
+        raise UnsupportedModelError("its layers and its head cannot be separated")
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
         raise UnsupportedModelError("it does not take the positions of its tokens")
 

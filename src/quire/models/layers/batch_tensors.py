@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from quire import kernels
@@ -40,6 +41,8 @@ class BatchTensors:
     table. The model computes in this memory, so it holds something else afterwards."""
     adapters: Tensor | None = None
     """[num_tokens] int64: the slot of each token's adapter, -1 for none. None: no token has one."""
+    token_type_ids: Tensor | None = None
+    """[num_tokens] int64: which text of a pair each token belongs to. None: all are 0."""
 
 
 class LayerCache(Protocol):
@@ -94,3 +97,7 @@ class LayerLatents:
     def copy_slots(self, src_slots: Tensor, dst_slots: Tensor) -> None:
         """As LayerCache."""
         kernels.copy_latent_slots(self.rows, src_slots, dst_slots)
+
+
+NO_CACHE = LayerKVCache(torch.empty(0), torch.empty(0), -1)
+"""What a layer gets that keeps nothing."""

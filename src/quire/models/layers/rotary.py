@@ -96,6 +96,16 @@ def _scaled_table(cos_sin: Tensor, shape: RopeShape) -> Tensor:
     return cos_sin * (1 + shape.query_growth * torch.log(1 + passed.float()))[:, None]
 
 
+def shared_rotary(made: nn.ModuleList, config: ModelConfig, shape: RopeShape) -> RotaryEmbedding:
+    """The one in `made` of equal shape, or else a new one, which is added there."""
+    for rotary in made:
+        if isinstance(rotary, RotaryEmbedding) and rotary.shape == shape:
+            return rotary
+    rotary = RotaryEmbedding(config, shape)
+    made.append(rotary)
+    return rotary
+
+
 def rotary_table(config: ModelConfig, shape: RopeShape) -> Tensor:
     """Cosines, then sines, of every position: [max_model_len, rotary_dim] float32."""
     rope = shape.parameters

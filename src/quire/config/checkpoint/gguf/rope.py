@@ -68,7 +68,7 @@ def _yarn(keys: Keys) -> dict[str, Any]:
 def _divided(model: GGUFModel, tables: dict[str, MappedTensor], rotary_dim: int) -> dict[str, Any]:
     """Frequencies divided by the numbers of a table: one table for every length (Llama 3.1), or a long and a short one.
 
-    `longrope` divides just so; with its two lists equal, the length of the sequence makes no difference.
+    `longrope` divides in the same way; with its two lists equal, the length of the sequence makes no difference.
     """
     single = tables.get("rope_freqs.weight")
     long, short = (tables.get(f"rope_factors_{kind}.weight", single) for kind in ("long", "short"))

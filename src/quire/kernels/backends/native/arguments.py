@@ -7,7 +7,7 @@ from torch import Tensor
 from quire.kernels.backends import key_layout
 from quire.kernels.checks import ACTIVATIONS, DTYPES
 from quire.kernels.sampling.tensors import SamplingTensors
-from quire.kernels.variants import XIELU, ActivationKind
+from quire.kernels.variants import XIELU, ActivationKind, DistanceTerms, EncoderVariant
 from quire.kernels.weights import FORMATS
 
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
@@ -18,6 +18,27 @@ FORMAT_CODES = {format: code for code, format in enumerate(FORMATS)}
 _ACTIVATION_CODES = {kind: (code, 0.0, 0.0, 0.0) for code, kind in enumerate(ACTIVATIONS)}
 SEES_ALL = 2**63 - 1
 """The sliding window, or chunk, of layers without one."""
+
+
+NO_TERMS = 0, 0, 0, 0, 0, 0
+"""The RelativeTerms of attention without any."""
+
+
+def encoder_changes(scale: float, variant: EncoderVariant, terms: DistanceTerms | None) -> tuple[Any, ...]:
+    """The arguments of native.paged_attention from its spans on, up to the output."""
+    window = SEES_ALL if variant.window is None else variant.window
+    slopes = 0 if variant.slopes is None else variant.slopes.data_ptr()
+    bias, bias_reach = (0, 0) if variant.bias is None else (variant.bias.data_ptr(), variant.bias.shape[1] // 2 - 8)
+    spans = min(window, SEES_ALL - 1) + 1, window, SEES_ALL
+    if terms is None:
+        return *spans, scale, 0.0, 0, slopes, bias_reach, bias, 0, 0, 0, 0
+    tables = [table for table in (terms.of_query, terms.of_key) if table is not None]
+    of_query, of_key = (0 if table is None else table.data_ptr() for table in (terms.of_query, terms.of_key))
+    reach = terms.term.shape[0] // 2
+    if bias and bias_reach != reach:
+        raise ValueError(f"encoder_attention: the bias reaches {bias_reach}, the terms {reach}: both must be the same")
+    relative = reach, bias, of_query, of_key, terms.term.data_ptr(), tables[0].shape[2]
+    return *spans, scale, 0.0, 0, slopes, *relative
 
 
 def rows_of(x: Tensor) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from quire.kernels.backends import key_layout, reference
 from quire.kernels.backends.native.arguments import (
     DTYPE_CODES,
     FORMAT_CODES,
+    NO_TERMS,
     SEES_ALL,
     activation_code,
     cache_of,
@@ -20,6 +21,7 @@ from quire.kernels.backends.native.arguments import (
     rows_of,
     sample_args,
 )
+from quire.kernels.backends.native.encoder import NativeEncoderKernels
 from quire.kernels.backends.native.latent import NativeLatentKernels
 from quire.kernels.backends.recording import KernelGraph
 from quire.kernels.backends.workspace import WeightMemory, Workspace, empty, zeroed_blocks
@@ -46,6 +48,7 @@ class NativeBackend:
         """quire._native, which is untyped."""
         self._weights = WeightMemory()
         self.latent = NativeLatentKernels(native, self._weights)
+        self.encoder = NativeEncoderKernels(native)
 
     @property
     def isa(self) -> str:
@@ -364,13 +367,13 @@ class NativeBackend:
         is_int8 = v_cache.dtype is torch.int8
         tables = query_start.data_ptr(), seq_lens.data_ptr(), block_tables.data_ptr(), block_tables.stride(0)
         sizes = block_tables.shape[1], num_tokens, seq_lens.shape[0], num_heads, num_kv_heads, head_dim
-        spans = variant.sliding_window or SEES_ALL, variant.chunk_size or SEES_ALL
+        spans = variant.sliding_window or SEES_ALL, 0, variant.chunk_size or SEES_ALL
         sinks = 0 if variant.sinks is None else variant.sinks.data_ptr()
         slopes = 0 if variant.slopes is None else variant.slopes.data_ptr()
         changes = scale, variant.softcap or 0.0, sinks, slopes
         code, at, stride, to = DTYPE_CODES[query.dtype], query.data_ptr(), query.stride(0), out.data_ptr()
         self.native.paged_attention(
-            code, at, stride, is_int8, *caches, *tables, *sizes, num_blocks, block_size, *spans, *changes, to
+            code, at, stride, is_int8, *caches, *tables, *sizes, num_blocks, block_size, *spans, *changes, *NO_TERMS, to
         )
         return out
 
