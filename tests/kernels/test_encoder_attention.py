@@ -7,7 +7,7 @@ import torch
 
 from quire import kernels
 from quire.common.errors import KernelError
-from quire.kernels.backends import reference_attention, reference_pooling
+from quire.kernels.backends import reference_attention
 from quire.kernels.checks import POOLINGS
 from quire.kernels.variants import DistanceTerms, EncoderVariant
 from tests.kernels.isas import ISAS, needs_native, using
@@ -141,7 +141,7 @@ def test_norms_of_embeddings_match_the_reference(isa, dtype, width, num_tables, 
     weight, bias = random(width, seed=5), random(width, seed=6) if has_bias else None
     with using(isa):
         actual = kernels.embedding_norm(tables, weight, bias, 1e-12)
-    assert_close("embedding_norm", actual, reference_pooling.embedding_norm(tables, weight, bias, 1e-12))
+    assert_close("embedding_norm", actual, reference_attention.embedding_norm(tables, weight, bias, 1e-12))
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -168,7 +168,7 @@ def test_embeddings_that_a_table_does_not_have_are_refused(isa):
 def test_pooled_rows_match_the_reference(isa, dtype, pooling, rows, width):
     x = random(rows, width, dtype=dtype)
     with using(isa):
-        assert_close("pool_rows", kernels.pool_rows(x, pooling), reference_pooling.pool_rows(x, pooling))
+        assert_close("pool_rows", kernels.pool_rows(x, pooling), reference_attention.pool_rows(x, pooling))
         with pytest.raises(KernelError, match="pool_rows takes at least one row"):
             kernels.pool_rows(x[:0], pooling)
         with pytest.raises(KernelError, match="'median'"):

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.config.checkpoint.sentence_transformers import read_sentence_config
 from quire.config.model import ModelConfig
-from quire.config.sentence_transformers import read_sentence_config
 from quire.models.weights.loader import load_model
 from quire.text.tokenizer.tokenizer import Tokenizer
 from tests.models.pooled_run import pooled

@@ -14,9 +14,9 @@ from quire.config.checkpoint.gguf.hf_values import generation_values, hf_values
 from quire.config.checkpoint.library import implementation
 from quire.config.checkpoint.location import CONFIG_FILE, EMBEDDED_CHECKPOINTS, Location
 from quire.config.checkpoint.runners import find_runner
+from quire.config.checkpoint.sentence_transformers import read_sentence_config
 from quire.config.hf_config import HFConfig, read_json_object
 from quire.config.quantization import check_quantization, read_quantization
-from quire.config.sentence_transformers import read_sentence_config
 
 _HALF = ("float16", "half", "fp16")
 _DTYPES = dict.fromkeys(("float32", "float", "fp32"), "float32")

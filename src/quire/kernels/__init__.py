@@ -19,7 +19,7 @@ from quire.kernels.elementwise import (
     scale,
     softcap,
 )
-from quire.kernels.embedding import embedding, rotary_embedding
+from quire.kernels.embedding import embedding, embedding_norm, pool_rows, rotary_embedding
 from quire.kernels.experts.products import combine_experts, expert_matmul, group_by_expert, route
 from quire.kernels.experts.weights import ExpertRows, ExpertWeights, Routing
 from quire.kernels.kv_cache import (
@@ -34,7 +34,6 @@ from quire.kernels.kv_cache import (
 )
 from quire.kernels.lora import add_lora, pack_lora
 from quire.kernels.matmul import matmul, multiply_heads, pack_heads, pack_weight, unpack_weight
-from quire.kernels.pooling import embedding_norm, pool_rows
 from quire.kernels.quantized import (
     block_size,
     integer_format,

@@ -17,22 +17,21 @@ from quire.kernels.backends.native.arguments import (
     SEES_ALL,
     activation_code,
     cache_of,
-    encoder_changes,
     place,
     rows_of,
     sample_args,
 )
+from quire.kernels.backends.native.encoder import NativeEncoderKernels
 from quire.kernels.backends.native.latent import NativeLatentKernels
 from quire.kernels.backends.recording import KernelGraph
 from quire.kernels.backends.workspace import WeightMemory, Workspace, empty, zeroed_blocks
-from quire.kernels.checks import POOLINGS
 from quire.kernels.experts.weights import SCORINGS, ExpertRows, ExpertWeights, Routing
 from quire.kernels.sampling.tensors import SamplingTensors
-from quire.kernels.variants import ActivationKind, AttentionVariant, DistanceTerms, EncoderVariant
+from quire.kernels.variants import ActivationKind, AttentionVariant
 from quire.kernels.weights import MAX_LORA_MODULES, LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
 
 
-class NativeBackend:
+class NativeBackend(NativeEncoderKernels):
     """Passes addresses, sizes and strides to `quire._native`, which checks values and knows nothing of tensors."""
 
     can_record = True
@@ -284,26 +283,6 @@ class NativeBackend:
         )
         return out
 
-    def embedding_norm(
-        self, tables: Sequence[tuple[Tensor, Tensor | None]], weight: Tensor, bias: Tensor | None, eps: float
-    ) -> Tensor:
-        width, dtype = tables[0][0].shape[1], tables[0][0].dtype
-        rows = next(ids.shape[0] for _, ids in tables if ids is not None)
-        out = empty((rows, width), dtype)
-        given = [0, 0, 0] * 3
-        for i, (table, ids) in enumerate(tables):
-            given[3 * i : 3 * i + 3] = table.data_ptr(), table.shape[0], 0 if ids is None else ids.data_ptr()
-        norm = weight.data_ptr(), 0 if bias is None else bias.data_ptr(), eps
-        self.native.embedding_norm(DTYPE_CODES[dtype], len(tables), *given, *norm, out.data_ptr(), rows, width)
-        return out
-
-    def pool_rows(self, x: Tensor, pooling: str) -> Tensor:
-        rows, width = x.shape
-        out = empty((width,), torch.float32)
-        code = POOLINGS.index(pooling)
-        self.native.pool_rows(DTYPE_CODES[x.dtype], code, x.data_ptr(), rows, width, out.data_ptr())
-        return out
-
     def scale(self, x: Tensor, factor: float) -> None:
         rows, width = rows_of(x)
         self.native.scale(DTYPE_CODES[x.dtype], x.data_ptr(), rows, width, factor)
@@ -395,27 +374,6 @@ class NativeBackend:
         self.native.paged_attention(
             code, at, stride, is_int8, *caches, *tables, *sizes, num_blocks, block_size, *spans, *changes, *NO_TERMS, to
         )
-        return out
-
-    def encoder_attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        query_start: Tensor,
-        seq_lens: Tensor,
-        scale: float,
-        variant: EncoderVariant,
-        terms: DistanceTerms | None,
-    ) -> Tensor:
-        num_tokens, num_heads, head_dim = query.shape
-        out = empty((num_tokens, num_heads, head_dim), query.dtype)
-        # A cache whose blocks are the rows of keys and values.
-        cache = key.data_ptr(), value.data_ptr(), key.stride(0), value.stride(0)
-        lens = query_start.data_ptr(), seq_lens.data_ptr(), 0, 0, 0
-        sizes = num_tokens, seq_lens.shape[0], num_heads, key.shape[1], head_dim, num_tokens, 1
-        given = query.data_ptr(), query.stride(0), False, *cache, *lens, *sizes, *encoder_changes(scale, variant, terms)
-        self.native.paged_attention(DTYPE_CODES[query.dtype], *given, out.data_ptr())
         return out
 
     def sample(self, logits: Tensor, how: SamplingTensors) -> Tensor:

@@ -1,5 +1,6 @@
-"""The definitions of attention in plain torch, beside the other definitions in reference.py."""
+"""The definitions of attention, and of where encoders begin and end, in plain torch, beside those in reference.py."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -7,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.common.errors import KernelError
-from quire.kernels.backends.reference import gather_kv, softcap
+from quire.kernels.backends.reference import embedding, gather_kv, layer_norm, softcap
 from quire.kernels.checks import check_range
 from quire.kernels.variants import PLAIN, UNMASKED, AttentionVariant, DistanceTerms, EncoderVariant
 
@@ -193,3 +194,25 @@ def _check_attention(
         used = block_tables[s, first_key // block_size : blocks] if query_len else block_tables[s, :0]
         for block in used[(used < 0) | (used >= num_blocks)][:1].tolist():
             raise KernelError(f"paged_attention, sequence {s}: block id {block} is not in [0, {num_blocks})")
+
+
+def embedding_norm(
+    tables: Sequence[tuple[Tensor, Tensor | None]], weight: Tensor, bias: Tensor | None, eps: float
+) -> Tensor:
+    """LayerNorm of the sum of rows: of each table [num_rows, width] those of its ids [num_tokens], or the first."""
+    rows = [table[:1].float() if ids is None else embedding(ids, table).float() for table, ids in tables]
+    return layer_norm(sum(rows[1:], rows[0]), weight, bias, eps).to(tables[0][0].dtype)
+
+
+def pool_rows(x: Tensor, pooling: str) -> Tensor:
+    """Rows [num_rows, width] to one vector [width] float32: their `mean`, their sum divided by the root of their number
+    (`sum_by_root`), the mean in which row i counts i + 1 times (`weighted_mean`), the largest of each column (`max`).
+    """
+    rows = x.float()
+    if pooling == "max":
+        return rows.amax(0)
+    weights = torch.ones(len(x), device=x.device)
+    if pooling == "weighted_mean":
+        weights = weights.cumsum(0)
+    total = weights.sum()
+    return (rows * weights[:, None]).sum(0) / (total.sqrt() if pooling == "sum_by_root" else total)

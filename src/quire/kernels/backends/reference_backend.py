@@ -14,7 +14,6 @@ from quire.kernels.backends import (
     reference,
     reference_attention,
     reference_blocks,
-    reference_pooling,
     reference_rotation,
     reference_sampling,
 )
@@ -206,8 +205,8 @@ class ReferenceBackend:
     copy_blocks = staticmethod(reference.copy_blocks)
     paged_attention = staticmethod(reference_attention.paged_attention)
     encoder_attention = staticmethod(reference_attention.encoder_attention)
-    embedding_norm = staticmethod(reference_pooling.embedding_norm)
-    pool_rows = staticmethod(reference_pooling.pool_rows)
+    embedding_norm = staticmethod(reference_attention.embedding_norm)
+    pool_rows = staticmethod(reference_attention.pool_rows)
     sample = staticmethod(reference_sampling.sample)
     processed_logits = staticmethod(reference_sampling.processed_logits)
     top_logprobs = staticmethod(reference_sampling.top_logprobs)

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from quire.config.checkpoint.sentence_transformers import SentenceModules, read_activation, read_modules
 from quire.config.hf_config import HFConfig
 from quire.config.kv_cache import KVCacheSpec
 from quire.config.model import ModelConfig
-from quire.config.sentence_transformers import SentenceModules, read_activation, read_modules
 from quire.models.base import PoolingModel
 from quire.models.decoder.model import Decoder
 from quire.models.encoder.model import Encoder

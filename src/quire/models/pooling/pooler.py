@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from quire import kernels
 from quire.common.batch import PoolSpec
 from quire.common.params import PoolingTask
-from quire.config.sentence_transformers import DenseModule, SentenceModules
+from quire.config.checkpoint.sentence_transformers import DenseModule, SentenceModules
 from quire.models.layers.norm import LayerNorm, NormShape
 from quire.models.pooling.heads import ACTIVATIONS, ActivatedDense, Head, HeadShape
 

@@ -11,8 +11,8 @@ import tokenizers
 from tokenizers import AddedToken, models, normalizers, processors
 
 from quire.common.errors import RequestError, TokenizerError
+from quire.config.checkpoint.sentence_transformers import read_sentence_config
 from quire.config.hf_config import check_file, read_json_object
-from quire.config.sentence_transformers import read_sentence_config
 from quire.text.tokenizer.formats.backend import Built
 from quire.text.tokenizer.formats.byte_level import WORDS, PreTokenizer, byte_level_bpe
 from quire.text.tokenizer.formats.sentencepiece import is_sentencepiece, read_sentencepiece
