@@ -260,7 +260,8 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "negative layers": (lambda f: config(f, num_hidden_layers=-1), "num_hidden_layers"),
     "a nested config without its text": (
-        lambda f: rewrite(f, "config.json", b'{"architectures": ["Gemma3ForConditionalGeneration"]}'), "no 'text_config'"
+        lambda f: rewrite(f, "config.json", b'{"architectures": ["Gemma3ForConditionalGeneration"]}'),
+        "no 'text_config'",
     ),
     "a trillion experts": (
         lambda f: config(f, architectures=["MixtralForCausalLM"], num_local_experts=10**12), "num_local_experts"
