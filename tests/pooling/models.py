@@ -108,7 +108,8 @@ def made_llm(model: type[PoolingModel], **arguments: Any) -> Iterator[LLM]:
         patch.setitem(POOLING_MODELS, "TinyEncoder", f"{__name__}:TinyEncoder")
         kind = {"hf_overrides": {"architectures": ["TinyEncoder"]}} if model is TinyEncoder else {"runner": "pooling"}
         sizes = {"num_gpu_blocks_override": 64, "block_size": 4, "max_model_len": 48, "dtype": "float32"}
-        yield LLM("quire-draft", **{**sizes, "num_threads": 1, **kind, **arguments})
+        llm = LLM("quire-draft", **{**sizes, "num_threads": 1, **kind, **arguments})
+    yield llm  # without the patches, which other tests of this process must not see
 
 
 def pooler_of(llm: LLM) -> ScriptedPooler:

@@ -306,9 +306,8 @@ class NativeBackend:
         sizes, (token_stride, head_stride, _) = x.shape[:2], x.stride()
         code, at, table = DTYPE_CODES[x.dtype], positions.data_ptr(), cos_sin.data_ptr()
         max_positions, rotary_dim = cos_sin.shape
-        self.native.rotary(
-            code, x.data_ptr(), *sizes, token_stride, head_stride, at, table, max_positions, rotary_dim, interleaved
-        )
+        given = code, x.data_ptr(), *sizes, token_stride, head_stride, at, table
+        self.native.rotary(*given, max_positions, rotary_dim, interleaved)
 
     def activation(self, x: Tensor, kind: ActivationKind) -> Tensor:
         dtype, (rows, width) = x.dtype, rows_of(x)
@@ -319,10 +318,8 @@ class NativeBackend:
     def gated_activation(self, x: Tensor, kind: ActivationKind) -> Tensor:
         (rows, double_width), dtype = x.shape, x.dtype
         width = double_width // 2
-        out = empty((rows, width), dtype)
-        self.native.gated_activation(
-            DTYPE_CODES[dtype], *activation_code(kind), x.data_ptr(), rows, width, out.data_ptr()
-        )
+        out, codes = empty((rows, width), dtype), (DTYPE_CODES[dtype], *activation_code(kind))
+        self.native.gated_activation(*codes, x.data_ptr(), rows, width, out.data_ptr())
         return out
 
     def write_kv(self, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
