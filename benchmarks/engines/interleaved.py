@@ -100,7 +100,7 @@ def _compare(
     machines: list[Limits] = []
     started = time.perf_counter()
     while len(machines) < run.rounds and (len(machines) < 2 or time.perf_counter() - started < run.patience_s):
-        machines.append(Limits(**probe.call("limits", precision=sessions[0].engine.precision)))
+        machines.append(Limits(**probe.call("limits", precision=sessions[0].engine.arithmetic)))
         for its_times, session in zip(times, sessions, strict=True):
             its_times.append(session.call("generate", **case)["elapsed_s"])
     limit = Limits(

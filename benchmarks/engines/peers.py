@@ -47,6 +47,11 @@ class Engine(ABC):
         return f"{self.name} {self.precision}"
 
     @property
+    def arithmetic(self) -> str:
+        """The precision that limits how fast it can multiply."""
+        return self.precision
+
+    @property
     def python(self) -> Path:
         """The interpreter that runs its driver."""
         return self.folder / self.environment / "bin" / "python"
@@ -137,6 +142,11 @@ class QuirePacked(Quire):
     """This checkout, running a checkpoint of AWQ or GPTQ (the precision) of the same shape."""
 
     name = "quire-packed"
+
+    @property
+    def arithmetic(self) -> str:
+        """Both have integers of 4 bits."""
+        return "int4"
 
     def command(self, checkpoint: Path, max_model_len: int) -> list[str]:
         """Return the command, after the checkpoint has been made."""
