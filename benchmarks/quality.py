@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.peers import ROOT, LlamaCpp, num_threads
+from benchmarks.engines.peers import ROOT, LlamaCpp, num_threads
 from quire import kernels
 from quire.common.batch import ScheduledSequence
 from quire.config.kv_layout import kv_cache_config

@@ -105,6 +105,11 @@ class EngineArgs(metaclass=_NamesChecked):
     )
     dtype: str = arg("auto", "auto, bfloat16 or float32; float16 checkpoints compute in bfloat16")
     quantization: str | None = arg(None, "int8 or int4: quantize the weights while they are loaded; none: do not")
+    weights_from_file: str = arg(
+        "auto",
+        "experts of a folder that `quire quantize` saved: auto (read from the file when they are needed, if the model "
+        "does not fit into memory), always, or never (all weights are copied to memory)",
+    )
     max_model_len: int | str | None = arg(
         None, 'largest length of prompt + output, in tokens; none or "auto": what the model and the cache allow'
     )
@@ -218,6 +223,7 @@ class EngineArgs(metaclass=_NamesChecked):
             hf_overrides=self.hf_overrides or {},
             override_generation_config=overridden,
             model_impl=self.model_impl,
+            weights_from_file=self.weights_from_file,
             runner=self.runner,
             convert=self.convert,
         )

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from quire.common.errors import CheckpointError, check_choice
+from quire.common.errors import CheckpointError, ConfigError, check_choice
 from quire.common.log import logger
 from quire.config.checkpoint.formats import find_format
 from quire.config.checkpoint.gguf.files import read_gguf
@@ -16,7 +16,7 @@ from quire.config.checkpoint.location import CONFIG_FILE, EMBEDDED_CHECKPOINTS, 
 from quire.config.checkpoint.runners import find_runner
 from quire.config.checkpoint.sentence_transformers import read_sentence_config
 from quire.config.hf_config import HFConfig, read_json_object
-from quire.config.quantization import check_quantization, read_quantization
+from quire.config.quantization import QUANT_METHOD, WEIGHTS_FROM_FILE, check_quantization, read_quantization
 
 _HALF = ("float16", "half", "fp16")
 _DTYPES = dict.fromkeys(("float32", "float", "fp32"), "float32")
@@ -63,6 +63,8 @@ class ModelConfig:
     """Those of generation_config.json, or else of config.json; may be empty."""
     model_impl: str = "quire"
     """Whose modules run the architecture: `quire` or `transformers`."""
+    weights_from_file: str = "auto"
+    """One of WEIGHTS_FROM_FILE; the memory plan replaces `auto` with `always` if the weights do not fit."""
     runner: str = "generate"
     """What the model does: `generate`, or `pooling` for embeddings, scores and classes."""
     convert: str = "none"
@@ -82,6 +84,7 @@ class ModelConfig:
         hf_overrides: Mapping[str, Any] = MappingProxyType({}),
         override_generation_config: Mapping[str, Any] = MappingProxyType({}),
         model_impl: str = "auto",
+        weights_from_file: str = "auto",
         runner: str = "auto",
         convert: str = "auto",
     ) -> "ModelConfig":
@@ -91,13 +94,15 @@ class ModelConfig:
         never touched), or a hub id `org/name`, which is downloaded: JSON, tokenizer and safetensors files, never
         pickles; with `org/name:Q4_K_M` or `gguf_file`, that GGUF file alone. `tokenizer` is the same, for the tokenizer
         files alone. The overrides replace values of config.json and
-        generation_config.json. `model_impl` is one of MODEL_IMPLS, where `auto` is Quire's own model if there is one.
-        `runner` and `convert` are as `find_runner` says. Raises ConfigError for an unknown dtype or quantization,
+        generation_config.json. `model_impl` is one of MODEL_IMPLS, where `auto` is Quire's own model if there is one;
+        `weights_from_file` one of WEIGHTS_FROM_FILE. `runner` and `convert` are as `find_runner` says. Raises
+        ConfigError for an unknown dtype or quantization,
         UnsupportedModelError for a checkpoint that another tool quantized, and CheckpointError for a checkpoint that is
         missing or malformed.
         """
         check_choice("dtype", dtype, ("auto", *_DTYPES))
         check_quantization(quantization)
+        check_choice("weights_from_file", weights_from_file, WEIGHTS_FROM_FILE)
         name = EMBEDDED_CHECKPOINTS[0] if model is None else str(model)
         location = Location(name, gguf_file, revision, download_dir)
         path = location.find()
@@ -114,6 +119,11 @@ class ModelConfig:
         _check_layers(hf)
         max_positions = hf.size("max_position_embeddings")
         quant_method, quantization = read_quantization(hf, quantization, name)
+        if weights_from_file == "always" and quant_method != QUANT_METHOD:
+            raise ConfigError(
+                f"weights_from_file='always': the files of {name} do not have the matrices as the kernels read them; "
+                f"save them so with `quire quantize {name} FOLDER --quantization int4`, and give FOLDER as the model"
+            )
         eos = generation.token_ids("eos_token_id")
         return cls(
             model=name,
@@ -132,6 +142,7 @@ class ModelConfig:
             max_model_len=_trained_length(path, max_positions) if runner == "pooling" else max_positions,
             eos_token_ids=eos if eos is not None else hf.token_ids("eos_token_id") or frozenset(),
             model_impl=model_impl,
+            weights_from_file=weights_from_file,
             runner=runner,
             convert=convert,
         )

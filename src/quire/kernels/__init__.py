@@ -20,8 +20,8 @@ from quire.kernels.elementwise import (
     softcap,
 )
 from quire.kernels.embedding import embedding, embedding_norm, pool_rows, rotary_embedding
-from quire.kernels.experts.products import combine_experts, expert_matmul, group_by_expert, route
-from quire.kernels.experts.weights import ExpertRows, ExpertWeights, Routing
+from quire.kernels.experts.products import combine_experts, expert_matmul, group_by_expert, read_ahead, route
+from quire.kernels.experts.weights import ExpertFiles, ExpertRows, ExpertWeights, Routing
 from quire.kernels.kv_cache import (
     copy_blocks,
     copy_latent_slots,
@@ -42,6 +42,7 @@ from quire.kernels.quantized import (
     pack_integers,
     quantize_weight,
     quantized_bytes,
+    weight_copy,
 )
 from quire.kernels.sampling.draws import processed_logits, sample, top_logprobs
 from quire.kernels.sampling.tensors import LogitChanges, SamplingTensors, TokenLists
@@ -68,6 +69,7 @@ __all__ = [
     "ClampedSwiGLU",
     "DistanceTerms",
     "EncoderVariant",
+    "ExpertFiles",
     "ExpertRows",
     "ExpertWeights",
     "HeadWeights",
@@ -126,6 +128,7 @@ __all__ = [
     "processed_logits",
     "quantize_weight",
     "quantized_bytes",
+    "read_ahead",
     "register_backend",
     "rms_norm",
     "rotary_embedding",
@@ -136,6 +139,7 @@ __all__ = [
     "softcap",
     "top_logprobs",
     "unpack_weight",
+    "weight_copy",
     "write_kv",
     "write_latents",
 ]

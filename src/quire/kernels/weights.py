@@ -80,6 +80,8 @@ class QuantizedWeight:
     mins: Tensor | None = None
     factors: Tensor | None = None
     """float32 [k]: what x is multiplied with before it is rotated (reference_rotation), for `int8`."""
+    in_file: bool = False
+    """Whether `data` is of a mapped file whose pages there may be no memory for."""
 
     @property
     def nbytes(self) -> int:

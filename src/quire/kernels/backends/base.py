@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.kernels.backends.recording import KernelGraph
 from quire.kernels.backends.workspace import Workspace
-from quire.kernels.experts.weights import ExpertRows, ExpertWeights, Routing
+from quire.kernels.experts.weights import ExpertFiles, ExpertRows, ExpertWeights, Routing
 from quire.kernels.sampling.tensors import SamplingTensors
 from quire.kernels.variants import ActivationKind, AttentionVariant, DistanceTerms, EncoderVariant
 from quire.kernels.weights import HeadWeights, LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
@@ -141,6 +141,7 @@ class Backend(Protocol):
 
     def quantized_bytes(self, n: int, k: int, format: str, scale_range: int) -> int: ...
     def mapped_weight(self, n: int, k: int, dtype: torch.dtype, format: str, data: Tensor) -> QuantizedWeight: ...
+    def weight_copy(self, data: Tensor) -> Tensor: ...
     def quantize_weight(self, weight: Tensor, format: str) -> QuantizedWeight | None:
         """None: an element is not finite."""
 
@@ -165,6 +166,7 @@ class Backend(Protocol):
 
     def route(self, logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]: ...
     def group_by_expert(self, ids: Tensor, num_experts: int) -> ExpertRows: ...
+    def read_ahead(self, files: ExpertFiles, rows: ExpertRows) -> None: ...
     def expert_matmul(
         self, x: Tensor, experts: ExpertWeights, rows: ExpertRows, of_tokens: bool, out: Tensor
     ) -> None: ...

@@ -22,7 +22,7 @@ from quire.kernels.backends.base import EncoderKernels, LatentKernels
 from quire.kernels.backends.recording import KernelGraph
 from quire.kernels.backends.workspace import Workspace, zeroed_blocks
 from quire.kernels.checks import check_range
-from quire.kernels.experts.weights import ExpertRows, ExpertWeights
+from quire.kernels.experts.weights import ExpertFiles, ExpertRows, ExpertWeights
 from quire.kernels.weights import HeadWeights, LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
 
 
@@ -109,6 +109,9 @@ class ReferenceBackend:
     def mapped_weight(self, n: int, k: int, dtype: torch.dtype, format: str, data: Tensor) -> QuantizedWeight:
         raise KernelError("quantized weights that were saved need the native kernels, which are not in use")
 
+    def weight_copy(self, data: Tensor) -> Tensor:
+        return data.clone()
+
     def quantize_weight(self, weight: Tensor, format: str) -> QuantizedWeight | None:
         if not bool(weight.isfinite().all()):
             return None
@@ -163,6 +166,8 @@ class ReferenceBackend:
         ends = torch.bincount(flat, minlength=num_experts).cumsum(0)
         starts = torch.cat([ends.new_zeros(1), ends]).int()
         return ExpertRows(ids.shape[1], starts, pairs.int(), pairs.argsort().int())
+
+    def read_ahead(self, files: ExpertFiles, rows: ExpertRows) -> None: ...
 
     def expert_work_bytes(self, experts: ExpertWeights, part: int, num_rows: int, of_tokens: bool) -> int:
         return 0

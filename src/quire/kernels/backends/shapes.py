@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from quire.kernels.backends.base import Backend
 from quire.kernels.backends.reference_backend import ReferenceBackend, ReferenceLatentKernels
 from quire.kernels.backends.workspace import Workspace, empty
-from quire.kernels.experts.weights import ExpertRows, ExpertWeights, Routing
+from quire.kernels.experts.weights import ExpertFiles, ExpertRows, ExpertWeights, Routing
 from quire.kernels.variants import ActivationKind
 from quire.kernels.weights import HeadWeights, LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
 
@@ -107,6 +107,9 @@ class ShapesBackend(ReferenceBackend):
     def mapped_weight(self, n: int, k: int, dtype: torch.dtype, format: str, data: Tensor) -> QuantizedWeight:
         return QuantizedWeight(n, k, dtype, format, data, 0)
 
+    def weight_copy(self, data: Tensor) -> Tensor:
+        return data
+
     def quantize_weight(self, weight: Tensor, format: str) -> QuantizedWeight:
         n, k = weight.shape
         return self.mapped_weight(n, k, weight.dtype, format, weight)
@@ -144,6 +147,8 @@ class ShapesBackend(ReferenceBackend):
     def group_by_expert(self, ids: Tensor, num_experts: int) -> ExpertRows:
         lengths = num_experts + 1, ids.numel(), ids.numel()
         return ExpertRows(ids.shape[1], *(self.empty((length,), torch.int32) for length in lengths))
+
+    def read_ahead(self, files: ExpertFiles, rows: ExpertRows) -> None: ...
 
     def expert_matmul(self, x: Tensor, experts: ExpertWeights, rows: ExpertRows, of_tokens: bool, out: Tensor) -> None:
         for part in range(len(experts.sizes)):

@@ -1,5 +1,6 @@
 """The passes over a model's modules that choose in which format each keeps its matrix."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
@@ -16,13 +17,14 @@ from quire.config.quantization.float8 import float8_block
 from quire.config.quantization.integers import IntegerQuantization
 from quire.models.base import Model
 from quire.models.layers.embedding import Embedding
+from quire.models.layers.experts import Expert
 from quire.models.layers.linear import Linear, LmHead, Projection
 from quire.models.layers.stored import Expanded, Plain, StoredWeight
 from quire.models.layers.stored.blocks import InBlocks
 from quire.models.layers.stored.compressed import CompressedIntegers
 from quire.models.layers.stored.floats import Float4, Float8
 from quire.models.layers.stored.gptq_awq import PackedIntegers
-from quire.models.layers.weight_format import Mixed, Packed, Quantized, SavedQuantized, WeightFormat
+from quire.models.layers.weight_format import Mixed, Packed, Placement, Quantized, SavedQuantized, WeightFormat
 
 _SCALES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 """The dtypes of scales that stay as they are; others become float32."""
@@ -59,7 +61,13 @@ def _set_formats(model: Model, quantization: str, make: Callable[[str], WeightFo
 
 def _saved_by_quire(model: Model, config: ModelConfig, checkpoint: Checkpoint) -> None:
     assert config.quantization is not None
-    _set_formats(model, config.quantization, SavedQuantized)
+    placement = Placement.MAPPED if config.weights_from_file == "auto" else Placement.COPIED
+    _set_formats(model, config.quantization, partial(SavedQuantized, placement=placement))
+    if config.weights_from_file == "always":
+        for expert in (module for module in model.modules() if isinstance(module, Expert)):
+            for projection in (expert.gate_up_proj, expert.down_proj):
+                assert isinstance(projection.format, SavedQuantized)
+                projection.format = dataclasses.replace(projection.format, placement=Placement.IN_FILE)
 
 
 def matrices(model: Model) -> Iterator[tuple[Projection | Embedding, list[str]]]:

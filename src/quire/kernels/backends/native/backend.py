@@ -25,7 +25,7 @@ from quire.kernels.backends.native.encoder import NativeEncoderKernels
 from quire.kernels.backends.native.latent import NativeLatentKernels
 from quire.kernels.backends.recording import KernelGraph
 from quire.kernels.backends.workspace import WeightMemory, Workspace, empty, zeroed_blocks
-from quire.kernels.experts.weights import SCORINGS, ExpertRows, ExpertWeights, Routing
+from quire.kernels.experts.weights import SCORINGS, ExpertFiles, ExpertRows, ExpertWeights, Routing
 from quire.kernels.sampling.tensors import SamplingTensors
 from quire.kernels.variants import ActivationKind, AttentionVariant
 from quire.kernels.weights import MAX_LORA_MODULES, LoRATable, LoRAWeight, PackedWeight, QuantizedWeight
@@ -61,8 +61,7 @@ class NativeBackend:
         self.native.set_num_threads(count, cpus)
 
     def threads(self, count: int | None, cpus: Sequence[int] = ()) -> AbstractContextManager[object]:
-        count = count or len(cpus)
-        return self.native.ThreadPool(count, cpus) if count else nullcontext()
+        return self.native.ThreadPool(count or len(cpus), cpus) if count or cpus else nullcontext()
 
     def graph(self) -> KernelGraph:
         return KernelGraph(self.native.KernelGraph())
@@ -81,15 +80,17 @@ class NativeBackend:
     def matmul(self, x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor) -> None:
         n, k, rows = packed.n, packed.k, x.shape[0]
         x_stride = k if x.is_contiguous() else x.stride(0)  # asking for a stride costs more than is_contiguous
-        bias_at, to = 0 if bias is None else bias.data_ptr(), place(out)
-        given = x.data_ptr(), x_stride, rows, packed.address, n, k, bias_at
-        self.native.matmul(DTYPE_CODES[packed.dtype], *given, *to)
+        given = x.data_ptr(), x_stride, rows, packed.address, n, k, 0 if bias is None else bias.data_ptr()
+        self.native.matmul(DTYPE_CODES[packed.dtype], *given, *place(out))
 
     def quantized_bytes(self, n: int, k: int, format: str, scale_range: int) -> int:
         return int(self.native.quantized_bytes(FORMAT_CODES[format], scale_range, n, k))
 
     def mapped_weight(self, n: int, k: int, dtype: torch.dtype, format: str, data: Tensor) -> QuantizedWeight:
         return QuantizedWeight(n, k, dtype, format, data, data.data_ptr())
+
+    def weight_copy(self, data: Tensor) -> Tensor:
+        return self._weights.empty(data.nbytes).copy_(data)
 
     def quantize_weight(self, weight: Tensor, format: str) -> QuantizedWeight | None:
         n, k = weight.shape
@@ -117,10 +118,9 @@ class NativeBackend:
         n, k, rows, codes = weight.n, weight.k, x.shape[0], (FORMAT_CODES[weight.format], weight.scale_range)
         work = empty((self.native.quantized_rows_bytes(*codes, rows, k),), torch.uint8)
         x_stride = k if x.is_contiguous() else x.stride(0)
-        bias_at, to = 0 if bias is None else bias.data_ptr(), place(out)
-        given = x.data_ptr(), x_stride, rows, weight.address, n, k, bias_at
+        given = x.data_ptr(), x_stride, rows, weight.address, n, k, 0 if bias is None else bias.data_ptr()
         order = 0 if weight.order is None else weight.order.data_ptr()
-        self.native.quantized_matmul(*codes, DTYPE_CODES[weight.dtype], *given, *to, work.data_ptr(), order)
+        self.native.quantized_matmul(*codes, DTYPE_CODES[weight.dtype], *given, *place(out), work.data_ptr(), order)
 
     def pack_lora(
         self,
@@ -176,6 +176,9 @@ class NativeBackend:
         to = starts.data_ptr(), pairs.data_ptr(), places.data_ptr()
         self.native.group_by_expert(ids.data_ptr(), count, num_experts, *to)
         return ExpertRows(ids.shape[1], starts, pairs, places)
+
+    def read_ahead(self, files: ExpertFiles, rows: ExpertRows) -> None:
+        self.native.read_ahead(files.ranges.ctypes.data, *files.ranges.shape[:2], rows.starts.data_ptr())
 
     def expert_matmul(self, x: Tensor, experts: ExpertWeights, rows: ExpertRows, of_tokens: bool, out: Tensor) -> None:
         count, k, start = len(out), experts.k, 0
@@ -255,10 +258,8 @@ class NativeBackend:
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         dtype, (rows, width) = x.dtype, rows_of(x)
         out = empty(x.shape, dtype)
-        to = out.data_ptr()
-        self.native.add_rms_norm(
-            DTYPE_CODES[dtype], x.data_ptr(), residual.data_ptr(), weight.data_ptr(), eps, to, rows, width
-        )
+        given = x.data_ptr(), residual.data_ptr(), weight.data_ptr(), eps, out.data_ptr()
+        self.native.add_rms_norm(DTYPE_CODES[dtype], *given, rows, width)
         return out
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -278,10 +279,9 @@ class NativeBackend:
     def _layer_norm(self, x: Tensor, residual: int, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         dtype, (rows, width) = x.dtype, rows_of(x)
         out = empty(x.shape, dtype)
-        to, bias_at = out.data_ptr(), 0 if bias is None else bias.data_ptr()
-        self.native.layer_norm(
-            DTYPE_CODES[dtype], x.data_ptr(), residual, weight.data_ptr(), bias_at, eps, to, rows, width
-        )
+        bias_at, to = 0 if bias is None else bias.data_ptr(), out.data_ptr()
+        given = x.data_ptr(), residual, weight.data_ptr(), bias_at, eps
+        self.native.layer_norm(DTYPE_CODES[dtype], *given, to, rows, width)
         return out
 
     def scale(self, x: Tensor, factor: float) -> None:

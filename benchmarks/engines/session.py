@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers import ROOT, Engine, LeftOutError
+from benchmarks.engines.peers import ROOT, Engine, LeftOutError
 
 _PATIENCE_S = 30
 

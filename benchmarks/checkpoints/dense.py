@@ -39,7 +39,7 @@ def ensure_checkpoint(folder: Path) -> Path:
     if not (folder / "config.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         save_file(random_weights(), folder / "model.safetensors", metadata={"format": "pt"})
-        tokenizer = _tokenizer()
+        tokenizer = train_tokenizer()
         tokenizer.save(str(folder / "tokenizer.json"))
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": _EOS, "pad_token": _EOS}
         _write(folder / "tokenizer_config.json", settings | {"model_max_length": 32768})
@@ -78,7 +78,7 @@ def random_weights() -> dict[str, torch.Tensor]:
     return weights
 
 
-def _tokenizer() -> Tokenizer:
+def train_tokenizer() -> Tokenizer:
     """Train a byte-level BPE on the standard library; prompts are token ids, so engines only have to load it."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.checkpoints.derived import RANK, ensure_adapters, ensure_packed
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def num_threads() -> int:
@@ -131,6 +133,30 @@ class QuireGguf(Quire):
         return self._driver("quire_engine", converted, json.dumps(arguments))
 
 
+class QuirePacked(Quire):
+    """This checkout, running a checkpoint of AWQ or GPTQ (the precision) of the same shape."""
+
+    name = "quire-packed"
+
+    def command(self, checkpoint: Path, max_model_len: int) -> list[str]:
+        """Return the command, after the checkpoint has been made."""
+        packed = ensure_packed(
+            checkpoint, self.folder / "models" / f"{checkpoint.name}-{self.precision}", self.precision
+        )
+        return self._driver("quire_engine", packed, json.dumps({"max_model_len": max_model_len}))
+
+
+class QuireAdapters(Quire):
+    """This checkout with LoRA adapters."""
+
+    def command(self, checkpoint: Path, max_model_len: int) -> list[str]:
+        """Return the command, after the adapters have been made."""
+        folders = ensure_adapters(checkpoint, self.folder / "models" / f"{checkpoint.name}-adapters")
+        modules = [f"{folder.name}={folder}" for folder in folders]
+        lora = {"enable_lora": True, "max_loras": len(folders), "max_lora_rank": RANK, "lora_modules": modules}
+        return self._driver("quire_engine", checkpoint, json.dumps({"max_model_len": max_model_len} | lora))
+
+
 class Vllm(Engine):
     """vLLM's CPU build in its fastest configuration: tcmalloc and Intel's OpenMP preloaded, a thread per processor."""
 
@@ -164,6 +190,15 @@ class Vllm(Engine):
             "VLLM_CPU_KVCACHE_SPACE": str(self._cache_gib),
             "VLLM_LOGGING_LEVEL": "WARNING",
         }
+
+
+class VllmAdapters(Vllm):
+    """vLLM's CPU build with LoRA adapters."""
+
+    def command(self, checkpoint: Path, max_model_len: int) -> list[str]:
+        """Return the command, after the adapters have been made."""
+        folders = ensure_adapters(checkpoint, self.folder / "models" / f"{checkpoint.name}-adapters")
+        return [*super().command(checkpoint, max_model_len), *map(str, folders)]
 
 
 class Transformers(Engine):
@@ -215,7 +250,9 @@ class LlamaCpp(Engine):
         return self._driver("llama_cpp_batch", self.convert(checkpoint), num_threads())
 
     def convert(self, checkpoint: Path) -> Path:
-        """The model as a GGUF file, which is made once per precision."""
+        """The model as a GGUF file, which is made once per precision; a checkpoint that is such a file as it is."""
+        if checkpoint.suffix == ".gguf":
+            return checkpoint
         weight_format = self._formats[self.precision]
         converted = self.folder / "models" / f"{checkpoint.name}-{weight_format}.gguf"
         if not converted.exists():
@@ -225,7 +262,7 @@ class LlamaCpp(Engine):
         return converted
 
 
-ENGINES: tuple[type[Engine], ...] = (Quire, QuireGguf, Vllm, Transformers, OpenVino, LlamaCpp)
+ENGINES: tuple[type[Engine], ...] = (Quire, QuireGguf, QuirePacked, Vllm, Transformers, OpenVino, LlamaCpp)
 """All engines; Quire is first, because the others are compared with it."""
 PRECISIONS: Mapping[str, tuple[type[Engine], ...]] = {
     "bfloat16": (Quire, Vllm, Transformers, OpenVino, LlamaCpp),
