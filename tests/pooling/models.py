@@ -107,7 +107,8 @@ def made_llm(model: type[PoolingModel], **arguments: Any) -> Iterator[LLM]:
         patch.setattr(conversion, "pooling_class", lambda causal, convert: model)
         patch.setitem(POOLING_MODELS, "TinyEncoder", f"{__name__}:TinyEncoder")
         kind = {"hf_overrides": {"architectures": ["TinyEncoder"]}} if model is TinyEncoder else {"runner": "pooling"}
-        sizes = {"num_gpu_blocks_override": 64, "block_size": 4, "max_model_len": 48, "dtype": "float32"}
+        sizes = {"block_size": 4, "max_model_len": 48, "dtype": "float32"}
+        sizes |= {} if model is TinyEncoder else {"num_gpu_blocks_override": 64}
         yield LLM("quire-draft", **{**sizes, "num_threads": 1, **kind, **arguments})
 
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.common.errors import RequestError
+from quire.common.errors import RequestError, RequestFailedError
 from quire.common.outputs import PoolingOutput, PoolingRequestOutput
 from quire.common.params import PoolingParams, PoolingTask
 from quire.engine.requests.input_processor import Prompt
@@ -105,6 +105,8 @@ async def tokenized(model: ServedModel, given: Sequence[Prompt | Pair], params: 
     for place, made in enumerate(await model.llm.pooling_prompts(given, params)):
         if isinstance(made, RequestError):
             raise _placed(made, place, len(given))
+        if isinstance(made, RequestFailedError):
+            raise made
         prompts.append(made)
     return prompts
 
