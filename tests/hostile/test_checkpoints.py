@@ -255,6 +255,17 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
                                   "is not a regular file"),
     "a config of huge sizes": (lambda f: config(f, hidden_size=2**30), "do not fit into this machine"),
     "a config of a billion layers": (lambda f: config(f, num_hidden_layers=2**30), "more than 4096"),
+    "a config of a billion heads": (
+        lambda f: config(f, num_attention_heads=2**30, hidden_size=2**30), "more than 65536"
+    ),
+    "negative layers": (lambda f: config(f, num_hidden_layers=-1), "num_hidden_layers"),
+    "a nested config without its text": (
+        lambda f: rewrite(f, "config.json", b'{"architectures": ["Gemma3ForConditionalGeneration"]}'),
+        "no 'text_config'",
+    ),
+    "a trillion experts": (
+        lambda f: config(f, architectures=["MixtralForCausalLM"], num_local_experts=10**12), "num_local_experts"
+    ),
     "no numbers in the config": (lambda f: config(f, hidden_size=float("inf")), "hidden_size"),
     "a tokenizer that is none": (lambda f: rewrite(f, "tokenizer.json", b'{"model": null}'), "tokenizer.json"),
     "a tokenizer nested deeply": (lambda f: rewrite(f, "tokenizer.json", b"[" * 1_000_000), "tokenizer.json"),

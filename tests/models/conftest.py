@@ -1,5 +1,6 @@
 """A minimal runner: a model over a paged cache whose block tables are made by hand, in shuffled order."""
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -114,28 +115,33 @@ def greedy_run() -> Callable[..., tuple[list[list[int]], list[Tensor]]]:
     return run
 
 
-@pytest.fixture
-def save_checkpoint(tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
-    """Make a small random transformers model, save it, return the folder and the model (the oracle)."""
+def make_checkpoint(
+    parent: Path, architecture: str, *, dtype: torch.dtype = torch.float32, **fields: Any
+) -> tuple[Path, Any]:
+    """Make a small random transformers model, save it in a folder of `parent`, return the folder and the model (the
+    oracle)."""
     import transformers
 
-    def save(architecture: str, *, dtype: torch.dtype = torch.float32, **fields: Any) -> tuple[Path, Any]:
-        torch.manual_seed(fields.pop("seed", 0))
-        shard_size, table_scale = fields.pop("max_shard_size", "1GB"), fields.pop("table_scale", 1.0)
-        layout = LAYOUTS.get(architecture)
-        kind = getattr(transformers, layout.oracle if layout else architecture)
-        model = kind(kind.config_class(**fields)).to(dtype).eval()
-        for name, parameter in (*model.named_parameters(), *model.named_buffers()):
-            named = "norm" in name or "ln_" in name or name.endswith("bias")
-            if named and parameter.is_floating_point():  # initialized to 1 and 0, where a mistake could hide
-                torch.nn.init.normal_(parameter.data, mean=float(name.endswith("weight")), std=0.2)
-        model.get_input_embeddings().weight.data *= table_scale  # small: outputs of layers count, tokens do not repeat
-        model.save_pretrained(tmp_path / "checkpoint", max_shard_size=shard_size)
-        if layout:
-            layout.rewrite(tmp_path / "checkpoint", model, architecture)
-        return tmp_path / "checkpoint", model
+    torch.manual_seed(fields.pop("seed", 0))
+    shard_size, table_scale = fields.pop("max_shard_size", "1GB"), fields.pop("table_scale", 1.0)
+    layout = LAYOUTS.get(architecture)
+    kind = getattr(transformers, layout.oracle if layout else architecture)
+    model = kind(kind.config_class(**fields)).to(dtype).eval()
+    for name, parameter in (*model.named_parameters(), *model.named_buffers()):
+        named = "norm" in name or "ln_" in name or name.endswith("bias")
+        if named and parameter.is_floating_point():  # initialized to 1 and 0, where a mistake could hide
+            torch.nn.init.normal_(parameter.data, mean=float(name.endswith("weight")), std=0.2)
+    model.get_input_embeddings().weight.data *= table_scale  # small: outputs of layers count, tokens do not repeat
+    folder = parent / "checkpoint"
+    model.save_pretrained(folder, max_shard_size=shard_size)
+    if layout:
+        layout.rewrite(folder, model, architecture)
+    return folder, model
 
-    return save
+
+@pytest.fixture
+def save_checkpoint(tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
+    return functools.partial(make_checkpoint, tmp_path)
 
 
 @pytest.fixture

@@ -48,3 +48,6 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "xlm-roberta": ("XLMRoberta", BERT | {"pad_token_id": 0}),
 }  # fmt: skip
 """Family, and fields of its config."""
+
+CLASSIFIERS = ("Gemma2", "Llama", "Mistral", "Qwen2", "Qwen3")
+"""Families of decoders that classify by their last token."""

@@ -117,8 +117,10 @@ def test_tokens_are_transformers_through_paging_preemption_and_prefix_hits(
     assert llm.engine.stats().prefix_cache["hit"] >= len(shared)
 
 
-def test_ten_of_these_architectures_have_no_class_of_their_own() -> None:
-    assert len(ARCHITECTURES.keys() - MODELS) >= 10
+def test_some_of_these_architectures_have_no_class_of_their_own() -> None:
+    """The others have had one since, and run through the library when it is asked for."""
+    assert len(ARCHITECTURES) >= 10
+    assert len(ARCHITECTURES.keys() - MODELS) >= 6
 
 
 def both(folder: Path, **arguments: Any) -> list[ModelConfig]:

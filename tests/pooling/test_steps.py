@@ -17,7 +17,7 @@ from quire.engine.view.cache_frame import CacheUpdate
 from quire.engine.view.cache_view import CacheView
 from quire.kv.block_space_manager import AllocStatus, BlockSpaceManager
 
-from .models import TinyEmbedder, TinyEncoder, made_llm, pooler_of
+from .models import TinyEmbedder, TinyEncoder, known, made_llm, pooler_of
 
 RAW = PoolingParams(normalize=False)
 INSTRUCTION = [(7 * i) % 50 + 10 for i in range(18)]
@@ -261,7 +261,7 @@ def test_metrics_count_texts_as_requests_without_output() -> None:
 
 
 def test_sleeping_and_waking_change_no_bit() -> None:
-    with made_llm(TinyEmbedder) as llm:
+    with made_llm(TinyEmbedder) as llm, known(TinyEmbedder):
         before = vectors(llm, [INSTRUCTION])
         llm.sleep()
         llm.wake_up()

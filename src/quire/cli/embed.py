@@ -15,13 +15,13 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from quire.cli.arguments.options import add_engine_arguments, add_model_argument, load_llm
 from quire.common.errors import InvalidPromptError, QuireError
 from quire.common.params import PoolingParams
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from quire.common.outputs import EmbeddingRequestOutput
 
 _PIECE = 16_384
@@ -62,7 +62,8 @@ def run(options: argparse.Namespace) -> int:
     if not first:
         raise InvalidPromptError("no text was given: use --text, --file or standard input")
     options.runner = getattr(options, "runner", "pooling")
-    llm, arrays, start = load_llm(options), list[np.ndarray](), 0
+    llm, start = load_llm(options), 0
+    arrays: list[np.ndarray] = []
     piece = first
     while piece:
         outputs = llm.embed(piece, pooling_params=params)
@@ -72,11 +73,11 @@ def run(options: argparse.Namespace) -> int:
                 row = {"index": i, "text": text, "embedding": output.outputs.embedding}
                 print(json.dumps(row, ensure_ascii=False))
         else:
-            arrays.append(np.stack([output.outputs.data for output in outputs]))
+            arrays += [output.outputs.data for output in outputs]
         start += len(piece)
         piece = list(islice(texts, _PIECE))
     if options.output is not None:
-        _save(np.concatenate(arrays), Path(options.output))
+        _save(arrays, Path(options.output))
     return 0
 
 
@@ -98,12 +99,14 @@ def _check(outputs: list[EmbeddingRequestOutput], start: int) -> None:
             raise InvalidPromptError(f"text {i}: {output.error}")
 
 
-def _save(array: np.ndarray, path: Path) -> None:
+def _save(rows: list[np.ndarray], path: Path) -> None:
     """Write the file whole or not at all."""
+    import numpy as np
+
     partial = path.with_name(path.name + ".tmp")
     try:
         with partial.open("wb") as file:
-            np.save(file, array)
+            np.save(file, np.stack(rows))
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)

@@ -24,6 +24,7 @@ _DTYPES |= dict.fromkeys(("bfloat16", "bf16", *_HALF), "bfloat16")
 """Maps the dtypes that may be given to those of the computation; the kernels do not support float16."""
 _STORED_DTYPES = {"float32": "float32", "float16": "float16", "bfloat16": "bfloat16", "float64": "float32"}
 _MAX_LAYERS = 4096
+_MAX_HEADS = 65536
 GENERATION_FILE = "generation_config.json"
 
 
@@ -177,11 +178,10 @@ def _generation_config(path: Path) -> HFConfig:
 
 def _check_layers(hf: HFConfig) -> None:
     """Check the sizes that every decoder has, before anything is built from them."""
-    for key in ("hidden_size", "num_attention_heads"):
-        hf.size(key)
-    num_layers = hf.size("num_hidden_layers")
-    if num_layers > _MAX_LAYERS:
-        raise CheckpointError(f"{hf.source}: 'num_hidden_layers' is {num_layers}, more than {_MAX_LAYERS}")
+    hf.size("hidden_size")
+    for key, limit in (("num_hidden_layers", _MAX_LAYERS), ("num_attention_heads", _MAX_HEADS)):
+        if (number := hf.size(key)) > limit:
+            raise CheckpointError(f"{hf.source}: {key!r} is {number}, more than {limit}")
 
 
 def _trained_length(path: Path, max_positions: int) -> int:

@@ -105,7 +105,7 @@ POOLING_MODELS = {
     for family, path in _ENCODERS.items()
     for head, kept in _HEADS.items()
 } | {
-    f"{family}ForSequenceClassification": f"quire.models.families.classifiers:{family}ForSequenceClassification"
+    f"{family}ForSequenceClassification": f"quire.models.pooling.classifiers:{family}ForSequenceClassification"
     for family in ("Gemma2", "Llama", "Mistral", "Qwen2", "Qwen3")
 }
 """The same for architectures that make embeddings, scores or classes of texts, and do not generate."""

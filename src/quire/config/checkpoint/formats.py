@@ -6,7 +6,6 @@ from pathlib import Path
 
 from quire.common.errors import CheckpointError
 from quire.config.checkpoint.gguf.files import is_gguf, parts_of
-from quire.config.checkpoint.gguf.weights import open_gguf
 from quire.config.checkpoint.safetensors import INDEX_FILE, SINGLE_FILE, open_safetensors
 from quire.config.checkpoint.tensors import Checkpoint, MappedCheckpoint
 
@@ -55,6 +54,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """The weights in `folder`, or in a GGUF file and its parts. Raises CheckpointError if they are missing, incomplete
     or in no format of the table."""
     if is_gguf(folder):
+        from quire.config.checkpoint.gguf.weights import open_gguf  # imported late because it loads numpy
+
         return open_gguf(folder)
     if found := find_format(folder):
         return found.open(folder)

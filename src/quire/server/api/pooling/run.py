@@ -103,6 +103,8 @@ async def tokenized(model: ServedModel, given: Sequence[Prompt | Pair], params: 
     """Prompts of texts, and of pairs of texts. Raises RequestError if one of them is wrong, naming its index."""
     prompts = list[Prompt]()
     for place, made in enumerate(await model.llm.pooling_prompts(given, params)):
+        if isinstance(made, RequestFailedError):
+            raise made
         if isinstance(made, RequestError):
             raise _placed(made, place, len(given))
         if isinstance(made, RequestFailedError):
