@@ -51,8 +51,8 @@ FIXED = {
     "word_embed_proj_dim",
 }
 """Variants with one of these keys, or with factors for each pair of a head, keep their heads."""
-KEPT_HEADS = {"MiniCPMForCausalLM"}
-"""Architectures whose oracle has the scale of one width of heads."""
+KEPT_HEADS = {"HeliumForCausalLM", "MiniCPMForCausalLM"}
+"""Architectures whose oracle fits one width of heads alone: by its scale, or its square output projection."""
 PROMPT = [5, 60, 3, 3, 17, 40, 8, 71, 2, 33, 12, 7, 9, 1, 64, 22, 50]
 
 
