@@ -111,3 +111,11 @@ def test_in_int8_searches_find_the_same(folder: Path, texts: list[list[int]], ex
 
 def test_what_the_folder_says_of_its_use(folder: Path) -> None:
     assert read_sentence_config(folder).max_seq_length == MAX_TOKENS
+
+
+def test_the_readme_searches_docstrings(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    example = readme.split("```python\n")[2].split("```")[0]
+    assert "sentence-transformers/all-MiniLM-L6-v2" in example
+    exec(example.replace("sentence-transformers/all-MiniLM-L6-v2", str(folder)), {})
+    assert capsys.readouterr().out.startswith("Recursively copy a directory tree")

@@ -101,13 +101,21 @@ class TinyEncoder(PoolingModel):
 
 
 @contextmanager
-def made_llm(model: type[PoolingModel], **arguments: Any) -> Iterator[LLM]:
-    """An LLM over one of these models with the weights of the embedded draft."""
+def known(model: type[PoolingModel]) -> Iterator[None]:
+    """Inside, checkpoints of the embedded draft are loaded as this model."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(conversion, "pooling_class", lambda causal, convert: model)
         patch.setitem(POOLING_MODELS, "TinyEncoder", f"{__name__}:TinyEncoder")
-        kind = {"hf_overrides": {"architectures": ["TinyEncoder"]}} if model is TinyEncoder else {"runner": "pooling"}
-        sizes = {"num_gpu_blocks_override": 64, "block_size": 4, "max_model_len": 48, "dtype": "float32"}
+        yield
+
+
+@contextmanager
+def made_llm(model: type[PoolingModel], **arguments: Any) -> Iterator[LLM]:
+    """An LLM over one of these models with the weights of the embedded draft."""
+    kind = {"hf_overrides": {"architectures": ["TinyEncoder"]}} if model is TinyEncoder else {"runner": "pooling"}
+    sizes = {"block_size": 4, "max_model_len": 48, "dtype": "float32"}
+    sizes |= {} if model is TinyEncoder else {"num_gpu_blocks_override": 64}
+    with known(model):
         llm = LLM("quire-draft", **{**sizes, "num_threads": 1, **kind, **arguments})
     yield llm  # without the patches, which other tests of this process must not see
 

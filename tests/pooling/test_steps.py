@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -12,9 +13,11 @@ from quire.common.batch import Batch, PooledRows, PoolSpec, StepResult, decode, 
 from quire.common.faults import Fault, inject
 from quire.config.kv_cache import NoCacheSpec
 from quire.config.kv_layout import kv_cache_config
+from quire.engine.view.cache_frame import CacheUpdate
+from quire.engine.view.cache_view import CacheView
 from quire.kv.block_space_manager import AllocStatus, BlockSpaceManager
 
-from .models import TinyEmbedder, TinyEncoder, made_llm, pooler_of
+from .models import TinyEmbedder, TinyEncoder, known, made_llm, pooler_of
 
 RAW = PoolingParams(normalize=False)
 INSTRUCTION = [(7 * i) % 50 + 10 for i in range(18)]
@@ -231,3 +234,35 @@ def test_a_cache_of_layers_that_keep_nothing_has_no_blocks() -> None:
     manager.publish(0, list(range(100)), 100)
     manager.free(0)
     manager.check_integrity()
+
+
+def test_the_live_view_shows_texts_that_hold_no_blocks(encoder: LLM) -> None:
+    view = CacheView(encoder.engine)
+    encoder.engine.add_request("first", [9, 10], RAW)
+    frame = msgspec.json.decode(view.frame(1.0), type=CacheUpdate)
+    assert [(row.request_id, row.num_blocks) for row in frame.requests] == [("first", 0)]
+    encoder.engine.step()
+    frame = msgspec.json.decode(view.frame(2.0), type=CacheUpdate)
+    assert [event.kind for event in frame.events if event.request_id == "first"] == ["started", "finished"]
+    view.close()
+
+
+def test_metrics_count_texts_as_requests_without_output() -> None:
+    with made_llm(TinyEncoder, disable_log_stats=False) as llm:
+        llm.embed([[9, 10], [9, 10, 11]], use_tqdm=False)
+        found = {(metric.name, metric.labels.get("finished_reason")): metric for metric in llm.get_metrics()}
+    assert found["vllm:request_success", "stop"].value == 2
+    assert found["vllm:prompt_tokens", None].value == 5
+    assert found["vllm:generation_tokens", None].value == 0
+    assert found["vllm:e2e_request_latency_seconds", None].count == 2
+    assert found["vllm:request_prompt_tokens", None].sum == 5
+    assert found["vllm:request_params_max_tokens", None].count == 0
+    assert found["vllm:kv_cache_usage_perc", None].value == 0
+
+
+def test_sleeping_and_waking_change_no_bit() -> None:
+    with made_llm(TinyEmbedder) as llm, known(TinyEmbedder):
+        before = vectors(llm, [INSTRUCTION])
+        llm.sleep()
+        llm.wake_up()
+        assert np.array_equal(vectors(llm, [INSTRUCTION])[0], before[0])

@@ -156,7 +156,7 @@ class EngineStats:
     @property
     def kv_cache_usage(self) -> float:
         """Share of the blocks that sequences use."""
-        return self.num_used_blocks / self.num_blocks
+        return self.num_used_blocks / max(1, self.num_blocks)
 
     @property
     def prefix_hit_rate(self) -> float:

@@ -171,4 +171,4 @@ def _spec(
 def as_sampling_params(priority: int, tenant: str) -> SamplingParams:
     """The parameters of a pooling request as the parts of the engine see them that know no pooling. Not to be changed:
     many requests have the same."""
-    return SamplingParams(detokenize=False, output_kind="final_only", priority=priority, tenant=tenant)
+    return SamplingParams(max_tokens=None, detokenize=False, output_kind="final_only", priority=priority, tenant=tenant)

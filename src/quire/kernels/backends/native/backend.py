@@ -61,8 +61,7 @@ class NativeBackend:
         self.native.set_num_threads(count, cpus)
 
     def threads(self, count: int | None, cpus: Sequence[int] = ()) -> AbstractContextManager[object]:
-        count = count or len(cpus)
-        return self.native.ThreadPool(count, cpus) if count else nullcontext()
+        return self.native.ThreadPool(count or len(cpus), cpus) if count or cpus else nullcontext()
 
     def graph(self) -> KernelGraph:
         return KernelGraph(self.native.KernelGraph())
@@ -81,9 +80,8 @@ class NativeBackend:
     def matmul(self, x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor) -> None:
         n, k, rows = packed.n, packed.k, x.shape[0]
         x_stride = k if x.is_contiguous() else x.stride(0)  # asking for a stride costs more than is_contiguous
-        bias_at, to = 0 if bias is None else bias.data_ptr(), place(out)
-        given = x.data_ptr(), x_stride, rows, packed.address, n, k, bias_at
-        self.native.matmul(DTYPE_CODES[packed.dtype], *given, *to)
+        given = x.data_ptr(), x_stride, rows, packed.address, n, k, 0 if bias is None else bias.data_ptr()
+        self.native.matmul(DTYPE_CODES[packed.dtype], *given, *place(out))
 
     def quantized_bytes(self, n: int, k: int, format: str, scale_range: int) -> int:
         return int(self.native.quantized_bytes(FORMAT_CODES[format], scale_range, n, k))
@@ -120,10 +118,9 @@ class NativeBackend:
         n, k, rows, codes = weight.n, weight.k, x.shape[0], (FORMAT_CODES[weight.format], weight.scale_range)
         work = empty((self.native.quantized_rows_bytes(*codes, rows, k),), torch.uint8)
         x_stride = k if x.is_contiguous() else x.stride(0)
-        bias_at, to = 0 if bias is None else bias.data_ptr(), place(out)
-        given = x.data_ptr(), x_stride, rows, weight.address, n, k, bias_at
+        given = x.data_ptr(), x_stride, rows, weight.address, n, k, 0 if bias is None else bias.data_ptr()
         order = 0 if weight.order is None else weight.order.data_ptr()
-        self.native.quantized_matmul(*codes, DTYPE_CODES[weight.dtype], *given, *to, work.data_ptr(), order)
+        self.native.quantized_matmul(*codes, DTYPE_CODES[weight.dtype], *given, *place(out), work.data_ptr(), order)
 
     def pack_lora(
         self,
