@@ -27,8 +27,8 @@ from reliability.page import record, table
 ROOT = Path(__file__).resolve().parents[1]
 SERVER_TESTS = (
     "adapters", "admission", "answers_bad_input", "app", "auth", "background_responses", "bad_input", "chat",
-    "completions", "config", "endpoints", "hostile", "messages", "messages_translation", "operations", "responses",
-    "responses_translation", "shared_fields", "streams",
+    "completions", "config", "embeddings", "endpoints", "hostile", "messages", "messages_translation", "operations",
+    "responses", "responses_translation", "shared_fields", "streams",
 )  # fmt: skip
 TESTS = (
     "tests/config",
@@ -39,11 +39,14 @@ TESTS = (
     "tests/grammar/test_waiting.py",
     "tests/grammar/test_refused.py::test_refused_when_made",
     "tests/models/test_bad_checkpoints.py",
+    "tests/models/test_bad_families.py",
     "tests/models/test_bad_weights.py",
     "tests/models/test_compressed_refused.py",
     "tests/models/test_compressed_tensors.py",
+    "tests/models/test_gguf_architectures.py",
     "tests/models/test_loading.py",
     "tests/models/test_packed_integers.py",
+    "tests/pooling",
     *(f"tests/server/test_{name}.py" for name in SERVER_TESTS),
     "tests/test_compat.py",
 )

@@ -269,9 +269,8 @@ class InputProcessor:
         vocab_size = self.model.vocab_size
         if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:
             return  # many times faster than one by one
-        for token_id in token_ids:
-            if type(token_id) is not int or not 0 <= token_id < vocab_size:
-                raise InvalidPromptError(f"token id {token_id!r} is not one of this model's, 0 to {vocab_size - 1}")
+        wrong = next(each for each in token_ids if type(each) is not int or not 0 <= each < vocab_size)
+        raise InvalidPromptError(f"token id {wrong!r} is not one of this model's, 0 to {vocab_size - 1}")
 
     def _truncate(self, token_ids: list[int], params: SamplingParams) -> list[int]:
         keep, limit = params.truncate_prompt_tokens, self.model.max_model_len
