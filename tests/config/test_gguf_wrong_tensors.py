@@ -36,3 +36,10 @@ def test_the_parameters_of_xielu_are_arrays() -> None:
     model = SimpleNamespace(metadata=metadata)
     with pytest.raises(CheckpointError, match="must be an array"):
         weights._learned(model, architecture_of(metadata, {}), Keys(metadata))
+
+
+def test_heads_are_no_more_than_the_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    metadata = HFConfig({"general.architecture": "llama", "llama.attention.head_count": 9}, "f")
+    monkeypatch.setattr(hf_values, "_token_table", lambda model: (10, 8))
+    with pytest.raises(CheckpointError, match="9 attention heads are more than the width 8"):
+        hf_values.hf_values(SimpleNamespace(metadata=metadata, tensors={}))
