@@ -5,7 +5,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import pytest
 import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -115,7 +114,6 @@ def shapes(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     return architecture, fields | changes
 
 
-@pytest.mark.thorough
 @settings(max_examples=examples(400), deadline=None, suppress_health_check=list(HealthCheck))
 @given(shape=shapes())
 def test_shapes_that_nobody_chose_equal_transformers(shape: tuple[str, dict[str, Any]]) -> None:
