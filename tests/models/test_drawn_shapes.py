@@ -1,10 +1,12 @@
 """Decoders of sizes that nobody chose: odd heads, widths and vocabularies, heads of another width than the hidden
-states give, other windows and types of layers. Logits are compared with transformers' in float32."""
+states give, other windows and types of layers. Logits are compared with transformers' in float64, since some random
+shapes amplify rounding so much that its float32 is itself about as far away as the tolerance allows."""
 
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -15,7 +17,7 @@ from tests.effort import examples
 from tests.models.conftest import PagedRun, make_checkpoint
 from tests.models.families import FULL, SLIDING
 from tests.models.other_layouts import LAYOUTS
-from tests.models.test_against_transformers import assert_same_logits, oracle_logits
+from tests.models.test_against_transformers import TOLERANCE, oracle_logits
 from tests.models.variants import VARIANTS
 
 HIDDEN = ("hidden_size", "n_embd", "d_model")
@@ -114,6 +116,14 @@ def shapes(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     return architecture, fields | changes
 
 
+def assert_as_exact_as(oracle: Any, tokens: list[int], padded_len: int, ours: torch.Tensor) -> None:
+    """Assert that logits are as near to those of `oracle` in float64 as its own in float32 are, within a factor."""
+    rounded = oracle_logits(oracle.float(), tokens, padded_len)
+    exact = oracle_logits(oracle.double(), tokens, padded_len)
+    error, error_of_float32 = (ours - exact).abs().max(), (rounded - exact).abs().max()
+    assert error <= max(TOLERANCE * exact.abs().max(), 4 * error_of_float32)
+
+
 @settings(max_examples=examples(400), deadline=None, suppress_health_check=list(HealthCheck))
 @given(shape=shapes())
 def test_shapes_that_nobody_chose_equal_transformers(shape: tuple[str, dict[str, Any]]) -> None:
@@ -124,8 +134,5 @@ def test_shapes_that_nobody_chose_equal_transformers(shape: tuple[str, dict[str,
         config = ModelConfig.resolve(path)
         run = PagedRun(load_model(config), config, [PROMPT, PROMPT[:6]])
         parts = [run.step(counts) for counts in ([7, 3], [5, 0], [5, 3])]
-    for sequence, tokens in enumerate(run.sequences):
-        theirs = oracle_logits(oracle, tokens, config.max_model_len).split([len(part[sequence]) for part in parts])
-        for part, expected in zip(parts, theirs, strict=True):
-            if len(expected):
-                assert_same_logits(part[sequence], expected)
+    for tokens, *parts_of_sequence in zip(run.sequences, *parts, strict=True):
+        assert_as_exact_as(oracle, tokens, config.max_model_len, torch.cat(parts_of_sequence))
